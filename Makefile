@@ -1,0 +1,34 @@
+# Everything runs in a virtual environment of its own, set up on first use and again only when its inputs change.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test check bench clean
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+setup: $(READY)  ## make the virtual environment
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,bench,dev]'
+	@touch $@
+
+demo: $(READY)  ## the main job on embedded data: table, figures and a page in demo-results/
+	$(BIN)/mola demo --output demo-results
+
+test: $(READY)  ## all tests
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## format, lint, type-check, check the architecture (with CI=true, formatting is only checked)
+	$(BIN)/ruff format $(if $(CI),--check) .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+bench: $(READY)  ## speed against the bare forward passes, as ratios in one run
+	$(BIN)/python benchmarks/fit_overhead.py
+
+clean:  ## remove the environment and what was built
+	rm -rf $(VENV) build dist demo-results .pytest_cache .mypy_cache .ruff_cache

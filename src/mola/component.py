@@ -1,0 +1,116 @@
+"""One component of a mixture: a trained network, and a Laplace approximation on its last layer (or none)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from mola.errors import OptionError
+from mola.features import capture
+from mola.heads import Head
+from mola.laplace import Factors, LogitMoments, Posterior, Spectrum, Structure, check_precision
+from mola.likelihood import CATEGORICAL, Likelihood
+from mola.networks import Inputs, call
+
+__all__ = ["Component", "Curvature"]
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """What one pass over the training data left: factors, and on demand their eigendecomposition."""
+
+    structure: Structure
+    factors: Factors
+    likelihood: Likelihood = CATEGORICAL
+
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        """Solved once, shared by every prior precision that is tried."""
+        return self.structure.spectrum(self.factors, self.likelihood)
+
+
+class Component(nn.Module):
+    """A network whose logits are Gaussian: trained ones as mean, and the last layer's posterior as spread.
+
+    Args:
+        network: the trained classifier, shared and never changed.
+        head: its last linear layer, or None without curvature.
+        curvature: the last layer's, or None for a network that stands alone.
+        precision: prior precision.
+    """
+
+    _posterior: Posterior | None
+
+    def __init__(self, network: nn.Module, head: Head | None, curvature: Curvature | None, precision: float) -> None:
+        """Bind a network, its curvature and a prior precision."""
+        super().__init__()
+        self.network = network
+        self.head = head
+        self.curvature = curvature
+        self.precision = check_precision(precision)
+        self._posterior = None
+
+    def at(self, precision: float) -> Component:
+        """The same network and curvature at another prior precision."""
+        return Component(self.network, self.head, self.curvature, precision)
+
+    def prepare(self) -> Posterior | None:
+        """Build the posterior, if there is curvature and it is not built yet."""
+        if self._posterior is None and self.curvature is not None and self.head is not None:
+            posterior = self.curvature.spectrum.posterior(self.precision)
+            weight = self.head.layer.weight
+            self._posterior = posterior.to(weight.device, weight.dtype)
+        return self._posterior
+
+    def moments(self, inputs: Inputs) -> LogitMoments:
+        """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
+        posterior = self.prepare()
+        if posterior is None or self.head is None:
+            logits = call(self.network, inputs)
+            mean = logits if logits.dtype == torch.float64 else logits.float()
+            return LogitMoments(mean, mean.new_zeros(len(mean), 0), None)
+        seen = capture(self.network, self.head, inputs)
+        features = self.head.lift(seen.features.to(posterior.dtype))
+        return LogitMoments(seen.logits.to(posterior.dtype), features, posterior)
+
+    def require_curvature(self, what: str) -> tuple[Head, Curvature]:
+        """Head and curvature.
+
+        Args:
+            what: what they are needed for, for the message.
+
+        Returns:
+            The head and the curvature.
+
+        Raises:
+            OptionError: if this is a network that stands alone.
+        """
+        if self.head is None or self.curvature is None:
+            message = f"{what} needs curvature, and a plain ensemble has none. Make the posterior with mola.fit(models, train_loader)."
+            raise OptionError(message)
+        return self.head, self.curvature
+
+    def log_evidence(self, precision: Tensor) -> Tensor:
+        r"""Log marginal likelihood of the training labels at a prior precision; differentiable in it.
+
+        .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|W\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
+
+        Args:
+            precision: lambda, a scalar in float64.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            OptionError: if the training data had no labels.
+        """
+        head, curvature = self.require_curvature("the log evidence")
+        if curvature.factors.log_likelihood is None:
+            message = "the log evidence needs training labels: fit with batches of (inputs, labels)."
+            raise OptionError(message)
+        weights = head.weights()
+        prior = weights.numel() * precision.log() - precision * weights.square().sum()
+        return curvature.factors.log_likelihood + (prior - curvature.spectrum.log_determinant(precision)) / 2

@@ -1,0 +1,61 @@
+"""What can go wrong, each kind saying what was expected, what came, and what to do.
+
+Every error raised on purpose derives from `MolaError`, so `except mola.MolaError` catches all of them and nothing
+else. Kinds also derive from the built-in a Python user would reach for (`ValueError`, `MemoryError`, ...).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BoundError",
+    "DataError",
+    "HeadError",
+    "MissingExtraError",
+    "MolaError",
+    "MolaWarning",
+    "OptionError",
+    "StorageError",
+    "StructureTooLargeError",
+]
+
+
+class MolaError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class OptionError(MolaError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class HeadError(MolaError, ValueError):
+    """The network's last linear layer cannot be found, or is not what the network returns."""
+
+
+class DataError(MolaError, ValueError):
+    """A loader, batch, label or activation is not what it should be."""
+
+
+class BoundError(MolaError, ValueError):
+    """A theoretical statement was asked for where its assumptions do not hold."""
+
+
+class StructureTooLargeError(MolaError, MemoryError):
+    """A curvature structure would not fit in memory."""
+
+
+class StorageError(MolaError, ValueError):
+    """A file is truncated, foreign, newer than this library, or belongs to another network."""
+
+
+class MissingExtraError(MolaError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        """Name the `feature` that needs `package`, and the `extra` that installs it."""
+        super().__init__(
+            f"{feature} needs {package}, which is not installed. Install it with: pip install 'mola-torch[{extra}]'"
+        )
+
+
+class MolaWarning(UserWarning):
+    """Something worth knowing that does not stop the work."""

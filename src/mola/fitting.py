@@ -1,0 +1,249 @@
+"""The ways to make a posterior: fit it, take the networks alone, or load it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from mola import storage
+from mola.component import Component, Curvature
+from mola.errors import HeadError, OptionError, StorageError
+from mola.features import batch_count, find_heads, peek, stream
+from mola.heads import Head, head_by_name
+from mola.laplace import Diag, Full, Kron, KronExact, Structure, check_precision
+from mola.likelihood import CATEGORICAL, Likelihood
+from mola.links import LINKS, Link, as_link
+from mola.networks import as_batch, undisturbed
+from mola.posterior import MoLA, per_component
+from mola.tuning import Tuning
+
+__all__ = ["STRUCTURES", "as_structure", "ensemble", "fit", "load"]
+
+STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Kron, KronExact, Diag, Full)}
+
+
+def as_structure(structure: str | Structure) -> Structure:
+    """The structure of that name, or the structure itself.
+
+    Args:
+        structure: a name of `STRUCTURES`, or a structure.
+
+    Returns:
+        A structure.
+
+    Raises:
+        OptionError: if the name is unknown.
+    """
+    if isinstance(structure, Structure):
+        return structure
+    if structure not in STRUCTURES:
+        message = f"structure must be one of {sorted(STRUCTURES)} or a Structure object, got {structure!r}."
+        raise OptionError(message)
+    return STRUCTURES[structure]()
+
+
+def _as_networks(models: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    # A Sequential or ModuleList can be iterated, but a Sequential is one network.
+    networks = [models] if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList) else list(models)
+    if not networks or not all(isinstance(network, nn.Module) for network in networks):
+        kinds = [type(network).__name__ for network in networks]
+        message = f"models: expected one nn.Module or a non-empty list of them, got {kinds}."
+        raise OptionError(message)
+    return networks
+
+
+def fit(
+    models: nn.Module | Sequence[nn.Module],
+    train_loader: Iterable[Any],
+    val_loader: Iterable[Any] | None = None,
+    structure: str | Structure = "kron",
+    prior_precision: float | Sequence[float] = 1.0,
+    weights: str | Sequence[float] | Tensor = "uniform",
+    link: str | Link = "probit",
+    head: str | Sequence[str] | None = None,
+    progress: bool = True,
+) -> MoLA:
+    """Put a Laplace approximation on the last layer of each trained network: one pass over the training data.
+
+    Data are read once, and every network sees each batch in turn. The networks are not modified.
+
+    Args:
+        models: one trained classifier, or K of them; architectures may differ, the number of classes may not.
+        train_loader: any iterable of batches: `(x, y)`, `[x, y]`, `x` alone, or a mapping with the labels under "labels".
+        val_loader: if given, the prior precision is tuned on it at once, by the paper's rule.
+        structure: "kron" (Algorithm 1), "kron-exact", "diag" or "full", or a `Structure`.
+        prior_precision: lambda, one number or K.
+        weights: "uniform", "evidence", or K numbers that sum to 1.
+        link: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `Link`.
+        head: None finds each network's last linear layer; or its dotted name, one for all or one for each.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
+
+    Returns:
+        The posterior.
+
+    Raises:
+        OptionError: if an argument has a value that cannot be used; `HeadError` and `DataError` come from the networks
+            and the loader.
+    """
+    networks = _as_networks(models)
+    count = len(networks)
+    chosen_structure, chosen_link = as_structure(structure), as_link(link)
+    precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
+    names: list[str | None] = [head] * count if head is None or isinstance(head, str) else list(head)
+    if len(names) != count:
+        message = f"head: expected one name, or {count} of them (one for each model); got {len(names)}."
+        raise OptionError(message)
+    with undisturbed(*networks):
+        first, batches = peek(train_loader, "the training loader")
+        heads = find_heads(networks, names, as_batch(first, "batch 0 of the training loader").inputs)
+        for one in heads:
+            chosen_structure.check_size(one.width, one.classes)
+        curvatures = _curvatures(
+            networks, heads, batches, chosen_structure, CATEGORICAL, total=batch_count(train_loader), progress=progress
+        )
+    components = [
+        Component(network, one, curvature, precision)
+        for network, one, curvature, precision in zip(networks, heads, curvatures, precisions, strict=True)
+    ]
+    posterior = MoLA(components, chosen_link, weights)
+    return posterior if val_loader is None else posterior.tune(val_loader, progress=progress)
+
+
+def _curvatures(
+    networks: Sequence[nn.Module],
+    heads: Sequence[Head],
+    batches: Iterable[Any],
+    structure: Structure,
+    likelihood: Likelihood,
+    *,
+    total: int | None,
+    progress: bool,
+) -> list[Curvature]:
+    totals: list[Any] = [None] * len(networks)
+    for seen, labels in stream(
+        networks, heads, batches, where="training loader", progress=progress, total=total, likelihood=likelihood
+    ):
+        for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
+            logits, features = _exact(one.logits), head.lift(_exact(one.features))
+            score = None
+            if labels is not None:
+                score = float(likelihood.log_likelihood(logits, labels.to(logits.device)).sum())
+            totals[index] = structure.merge(
+                totals[index], structure.sums(features, likelihood.curvature(logits), score)
+            )
+    return [Curvature(structure, factors.cpu(), likelihood) for factors in totals]
+
+
+def _exact(values: Tensor) -> Tensor:
+    """In float64, on the CPU where the device has no float64."""
+    return values.to("cpu" if values.device.type == "mps" else values.device).double()
+
+
+def ensemble(
+    models: nn.Module | Sequence[nn.Module],
+    weights: str | Sequence[float] | Tensor = "uniform",
+) -> MoLA:
+    """The deep ensemble of trained networks, or of one network its plain (MAP) prediction: no data needed.
+
+    Args:
+        models: one trained classifier, or K of them.
+        weights: "uniform", or K numbers that sum to 1.
+
+    Returns:
+        A posterior without covariance.
+    """
+    return MoLA([Component(network, None, None, 1.0) for network in _as_networks(models)], "probit", weights)
+
+
+def load(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MoLA:
+    """Load a saved posterior onto the networks it was fitted on.
+
+    Args:
+        directory: folder that `posterior.save` wrote.
+        models: the networks, in the same order.
+
+    Returns:
+        The posterior.
+
+    Raises:
+        StorageError: if the files are damaged or of another version, or a network is not the one that was fitted.
+    """
+    networks = _as_networks(models)
+    document, tensors = storage.read(directory)
+    try:
+        return _assemble(document, tensors, networks)
+    except (KeyError, TypeError) as error:
+        message = (
+            f"{directory}: the document lacks or garbles an entry ({error}); it was edited or is not of this version."
+        )
+        raise StorageError(message) from error
+
+
+def _assemble(document: dict[str, Any], tensors: dict[str, Tensor], networks: Sequence[nn.Module]) -> MoLA:
+    parts = document["components"]
+    if len(parts) != len(networks):
+        message = f"the saved posterior has {len(parts)} components, got {len(networks)} models."
+        raise StorageError(message)
+    structure = _rebuild(document["structure"], STRUCTURES, "structure")
+    link = _rebuild(document["link"], LINKS, "link")
+    components = []
+    for index, (network, part) in enumerate(zip(networks, parts, strict=True)):
+        head = _check_network(index, network, part, document["classes"], networks)
+        named = {name: tensors[f"{index}.{name}"] for name in structure.empty(head.width, head.classes)}
+        for name, shape in structure.empty(head.width, head.classes).items():
+            if tuple(named[name].shape) != shape:
+                message = f"tensor {index}.{name} has shape {tuple(named[name].shape)}, expected {shape}."
+                raise StorageError(message)
+        factors = structure.restore(part["count"], part["log_likelihood"], named)
+        components.append(Component(network, head, Curvature(structure, factors), part["prior_precision"]))
+    weights = document["weighting"] if document["weighting"] != "given" else document["weights"]
+    precisions = tuple(part["prior_precision"] for part in parts)
+    saved = document["tuning"]
+    tuning = None if saved is None else Tuning(saved["rule"], precisions, notes=tuple(saved["notes"]))
+    return MoLA(components, link, weights, tuning)
+
+
+def _rebuild(entry: dict[str, Any], known: dict[str, Any], what: str) -> Any:
+    settings = dict(entry)
+    name = settings.pop("name")
+    if name not in known:
+        message = f"unknown {what} {name!r}; this mola knows {sorted(known)}."
+        raise StorageError(message)
+    return known[name](**settings)
+
+
+def _check_network(
+    index: int, network: nn.Module, part: dict[str, Any], classes: int, networks: Sequence[nn.Module]
+) -> Head:
+    try:
+        head = head_by_name(network, part["head"])
+    except HeadError as error:
+        message = f"models[{index}] is not the network that was fitted: {error}"
+        raise StorageError(message) from None
+    found = (head.classes, head.width, head.has_bias)
+    saved = (classes, part["features"], part["bias"])
+    if found != saved:
+        message = (
+            f"models[{index}]: head {head.name!r} has (classes, features, bias) = {found}, the saved posterior {saved}. "
+            f"Pass the networks that were fitted."
+        )
+        raise StorageError(message)
+    dtype = str(head.layer.weight.dtype).removeprefix("torch.")
+    if storage.fingerprint(head.layer)[dtype] != part["fingerprint"][dtype]:
+        message = (
+            f"models[{index}]: the weights of head {head.name!r} are not those the posterior was fitted on."
+            f"{_order_hint(part, networks, dtype)} Pass the same {len(networks)} networks, in the order they were fitted in."
+        )
+        raise StorageError(message)
+    return head
+
+
+def _order_hint(part: dict[str, Any], networks: Sequence[nn.Module], dtype: str) -> str:
+    for index, network in enumerate(networks):
+        module = dict(network.named_modules()).get(part["head"])
+        if isinstance(module, nn.Linear) and storage.fingerprint(module)[dtype] == part["fingerprint"][dtype]:
+            return f" They are those of models[{index}]."
+    return ""

@@ -1,0 +1,224 @@
+"""Find and check the last linear layer of any network, by watching one forward pass.
+
+The head is the linear layer whose output *is* the network's output: not the last one defined, not the last one that
+ran. A network that changes the logits after its last linear layer has no head in this sense, and the error says which
+layer came closest and what the network does to its output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mola.errors import HeadError
+from mola.networks import Inputs, call
+
+__all__ = ["Head", "find_head", "head_by_name", "same_tensor"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last linear layer of a network, seen as a matrix over features that include the constant 1."""
+
+    name: str
+    layer: nn.Linear
+
+    @property
+    def classes(self) -> int:
+        """Number of outputs C."""
+        return self.layer.out_features
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a column of ones joins the features."""
+        return self.layer.bias is not None
+
+    @property
+    def width(self) -> int:
+        """Number of features P, the constant 1 of the bias trick included."""
+        return self.layer.in_features + self.has_bias
+
+    def weights(self) -> Tensor:
+        """Trained weights (C, P) in float64 on the CPU, the bias as last column."""
+        with torch.no_grad():
+            weight = self.layer.weight.detach().to("cpu", torch.float64)
+            if self.layer.bias is None:
+                return weight
+            return torch.cat([weight, self.layer.bias.detach().to("cpu", torch.float64)[:, None]], dim=1)
+
+    def lift(self, features: Tensor) -> Tensor:
+        """Features (n, P) of the bias trick: a column of ones joins where the layer has a bias."""
+        return functional.pad(features, (0, 1), value=1.0) if self.has_bias else features
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a linear layer during the watched pass."""
+
+    name: str
+    layer: nn.Linear
+    features: Tensor
+    output: Tensor
+
+
+def same_tensor(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same memory."""
+    return first is second or (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.stride() == second.stride()
+        and first.data_ptr() == second.data_ptr()
+    )
+
+
+def find_head(network: nn.Module, inputs: Inputs, name: str | None = None) -> Head:
+    """Watch one forward pass and return the layer whose output is the network's output.
+
+    Call it inside `undisturbed(network)`.
+
+    Args:
+        network: the trained classifier.
+        inputs: one batch of its inputs.
+        name: dotted name of the layer that must be the head, to insist on one.
+
+    Returns:
+        The head.
+
+    Raises:
+        HeadError: if there is no such layer.
+    """
+    expected = None if name is None else head_by_name(network, name).layer
+    calls, logits = _watch(network, inputs)
+    _check_logits(logits, calls)
+    matches = [seen for seen in calls if same_tensor(seen.output, logits)]
+    if not matches:
+        raise HeadError(_explain(network, logits, calls))
+    found = matches[-1]
+    recomputed = functional.linear(found.features, found.layer.weight, found.layer.bias)
+    # Loose: only a network that overwrites its logits in place, or a layer that is more than W x + b, is this far off.
+    tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 5e-2
+    scale = float(recomputed.abs().max()) or 1.0
+    if not bool(torch.isfinite(logits).all()) or not bool(torch.isfinite(recomputed).all()):
+        return _insist(found, expected, name)  # not a question of structure: the pass over the data names the batch
+    if float((recomputed - logits).abs().max()) > tolerance * scale:
+        message = (
+            f"the network's output lies in the memory of layer {found.name!r} but is not its weight times its input plus "
+            f"bias: the logits are overwritten in place after the layer, or the layer computes something else. "
+            f"Pass a network that returns the plain output of {found.name!r}."
+        )
+        raise HeadError(message)
+    return _insist(found, expected, name)
+
+
+def _insist(found: _Call, expected: nn.Linear | None, name: str | None) -> Head:
+    if expected is not None and found.layer is not expected:
+        message = (
+            f"head={name!r} was given, but the network's output is the output of layer {found.name!r}. "
+            f"Pass head={found.name!r}, or None to have it found."
+        )
+        raise HeadError(message)
+    return Head(name or found.name, found.layer)
+
+
+def head_by_name(network: nn.Module, name: str) -> Head:
+    """The linear layer of that dotted name (the empty name is the network itself).
+
+    Args:
+        network: the trained classifier.
+        name: dotted name, as in `named_modules`.
+
+    Returns:
+        The head.
+
+    Raises:
+        HeadError: if there is no module of that name, or it is not an `nn.Linear`.
+    """
+    modules = dict(network.named_modules())
+    linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
+    if name not in modules:
+        message = f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}."
+        raise HeadError(message)
+    layer = modules[name]
+    if not isinstance(layer, nn.Linear):
+        message = f"head={name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are {linear[-8:]}."
+        raise HeadError(message)
+    return Head(name, layer)
+
+
+def _watch(network: nn.Module, inputs: Inputs) -> tuple[list[_Call], Tensor]:
+    calls: list[_Call] = []
+
+    def record(name: str) -> object:
+        def hook(layer: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
+            # Only matrices are kept: hidden states of a transformer (3-d) cannot be the logits and would fill memory.
+            if isinstance(layer, nn.Linear) and isinstance(output, Tensor) and output.dim() == 2 and arguments:
+                calls.append(_Call(name, layer, arguments[0], output))
+
+        return hook
+
+    handles = []
+    try:
+        for name, module in network.named_modules():
+            if isinstance(module, nn.Linear):
+                handles.append(module.register_forward_hook(record(name)))  # type: ignore[arg-type]
+        return calls, call(network, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_logits(logits: Tensor, calls: list[_Call]) -> None:
+    if logits.dim() != 2:
+        near = (
+            f" Its last linear layer, {calls[-1].name!r}, gives shape {tuple(calls[-1].output.shape)}." if calls else ""
+        )
+        message = (
+            f"expected logits of shape (batch, classes), got shape {tuple(logits.shape)}.{near} "
+            f"Pass a network that returns the output of its last linear layer as it is, without reshaping."
+        )
+        raise HeadError(message)
+    if logits.shape[1] < 2:
+        message = (
+            f"expected at least 2 classes, got a network with {logits.shape[1]} output. A binary classifier with one "
+            f"logit z becomes a two-class one with logits (0, z)."
+        )
+        raise HeadError(message)
+
+
+def _explain(network: nn.Module, logits: Tensor, calls: list[_Call]) -> str:
+    """Say which layer came closest to being the head, and what the network does to its output."""
+    if not calls:
+        compiled = (
+            " A compiled network hides its layers: pass the module you compiled."
+            if hasattr(network, "_orig_mod")
+            else ""
+        )
+        return (
+            f"no nn.Linear layer with a 2-d output ran in the forward pass of {type(network).__name__}, so there is no last "
+            f"linear layer to put a posterior on.{compiled} End the network in an nn.Linear that maps features to logits."
+        )
+    sized = [seen for seen in calls if seen.output.shape == logits.shape]
+    near = sized[-1] if sized else calls[-1]
+    return (
+        f"the network's output is not the output of its last linear layer: {near.name!r} gives shape "
+        f"{tuple(near.output.shape)}, and the network {_change(near.output, logits)}. "
+        f"Pass a network whose forward returns the output of {near.name!r} itself."
+    )
+
+
+def _change(before: Tensor, after: Tensor) -> str:
+    before, after = before.double(), after.double()
+    if before.shape != after.shape:
+        verb = "reshapes" if before.numel() == after.numel() else "changes"
+        return f"{verb} it to {tuple(after.shape)}"
+    if torch.allclose(before.softmax(1), after, atol=1e-3):
+        return "applies a softmax to it"
+    if torch.allclose(before.log_softmax(1), after, rtol=1e-3, atol=1e-3):
+        return "applies a log-softmax to it"
+    scale = float((before * after).sum() / (before * before).sum().clamp_min(1e-300))
+    if torch.allclose(scale * before, after, rtol=1e-3, atol=1e-6):
+        return f"scales it by {scale:.4g} (a temperature?)"
+    return "computes something else from it"

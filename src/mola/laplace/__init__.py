@@ -1,0 +1,13 @@
+"""Features to factors, factors and a prior to a posterior, a posterior to the moments of the logits."""
+
+from mola.laplace.base import Candidate as Candidate
+from mola.laplace.base import Factors as Factors
+from mola.laplace.base import LogitMoments as LogitMoments
+from mola.laplace.base import Posterior as Posterior
+from mola.laplace.base import Spectrum as Spectrum
+from mola.laplace.base import Structure as Structure
+from mola.laplace.base import check_precision as check_precision
+from mola.laplace.diag import Diag as Diag
+from mola.laplace.full import Full as Full
+from mola.laplace.kron import Kron as Kron
+from mola.laplace.kron_exact import KronExact as KronExact

@@ -1,0 +1,323 @@
+r"""The contracts of a curvature structure, in the order in which data pass through them.
+
+`Structure` turns batches of features into `Factors`: sums over data that know no prior and merge with ``a + b``.
+A `Spectrum` is the eigendecomposition of factors, made once; everything that depends on the prior precision
+:math:`\lambda` follows from it in closed form. A `Posterior` is a spectrum at one :math:`\lambda`, ready to predict: a
+module whose small buffers live in the network's precision and on its device. `LogitMoments` is what a link sees.
+
+Notation: n data, P features (the constant 1 included), C outputs, of which R directions are visible to the likelihood
+(C - 1 for a softmax, which ignores a common shift). ``contrast`` names what remains of a logit covariance after the
+projection on the visible directions. The invisible rest is known to the prior alone, and each structure treats it
+exactly instead of reading it off an eigenvalue that should be zero.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mola.errors import OptionError
+from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
+
+__all__ = [
+    "Candidate",
+    "Factors",
+    "LogitMoments",
+    "Posterior",
+    "Spectrum",
+    "Structure",
+    "check_precision",
+    "mahalanobis_weights",
+]
+
+DRAWS_AT_ONCE = 2**23
+"""Random numbers or logits drawn at once; more are taken in turns."""
+
+OUTLIER_RIDGE = 1e-10
+"""Ridge of the feature covariance in the outlier score, relative to its largest eigenvalue: the outlier score's own,
+vanishing prior precision. Small enough to leave every direction seen in training alone, large enough that a direction
+never seen (a feature that was always zero) counts as very far and not as infinitely far."""
+
+
+def check_precision(value: float) -> float:
+    """A prior precision as a float.
+
+    Args:
+        value: the candidate.
+
+    Returns:
+        The same number.
+
+    Raises:
+        OptionError: unless it is finite and positive.
+    """
+    number = float(value)
+    if not (math.isfinite(number) and number > 0):
+        message = (
+            f"prior_precision must be a finite number above 0, got {value!r}. It is the precision of a Gaussian prior."
+        )
+        raise OptionError(message)
+    return number
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Sums over data, free of any prior. Tensor fields are float64 and add up."""
+
+    count: int
+    """Number of data N."""
+    log_likelihood: float | None
+    """Sum of the log-likelihoods of the labels, or None if there were none."""
+
+    def __add__(self, other: Self) -> Self:
+        """Factors of both sets of data together."""
+        if type(other) is not type(self):
+            return NotImplemented
+        merged: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in self.tensors()}
+        both = self.log_likelihood is not None and other.log_likelihood is not None
+        total = self.log_likelihood + other.log_likelihood if both else None  # type: ignore[operator]
+        return type(self)(self.count + other.count, total, **merged)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The additive tensors by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[2:]}
+
+    def cpu(self) -> Self:
+        """The same sums in main memory, where the eigenproblem is solved."""
+        moved: dict[str, Any] = {name: tensor.cpu() for name, tensor in self.tensors().items()}
+        return type(self)(self.count, self.log_likelihood, **moved)
+
+
+class Structure(ABC):
+    """A way to approximate the Hessian of the last layer."""
+
+    name: str
+
+    @abstractmethod
+    def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Factors:
+        """Factors of one batch: features (n, P) with the constant 1, and their output curvature, in float64."""
+
+    @abstractmethod
+    def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors' tensors for P features and C outputs."""
+
+    @abstractmethod
+    def restore(self, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> Factors:
+        """Factors from their saved parts."""
+
+    @abstractmethod
+    def spectrum(self, factors: Any, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
+        """Solve the eigenproblem of the factors."""
+
+    def merge(self, total: Any, batch: Any) -> Any:
+        """Take one more batch into the total, which is None before the first."""
+        return batch if total is None else total + batch
+
+    def check_size(self, features: int, outputs: int) -> None:  # noqa: B027  (most structures are small)
+        """Raise `StructureTooLargeError` if the structure would not fit in memory."""
+
+    def settings(self) -> dict[str, Any]:
+        """What it takes to rebuild the structure, as JSON."""
+        return {}
+
+
+class Spectrum(ABC):
+    """The curvature in its eigenbasis: all that follows for any prior precision. Float64, on the CPU."""
+
+    outputs: int
+    features: int
+
+    @abstractmethod
+    def project(self, features: Tensor) -> Tensor:
+        """What the variance of the logits at features (n, P) needs, free of the prior; made once for all candidates."""
+
+    @abstractmethod
+    def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
+        """Variance (n, C) of each logit, from projected features; of the centred logits with `contrast`."""
+
+    @abstractmethod
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """Log determinant of the posterior precision matrix; differentiable in the prior precision."""
+
+    @abstractmethod
+    def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+        """Samples (count, C, P) of the weights' deviation from the trained ones, in float64."""
+
+    @abstractmethod
+    def class_covariance(self, precision: float, output: int) -> Tensor:
+        """Marginal covariance (P, P) of one class's weights."""
+
+    @abstractmethod
+    def smallest_class_variance(self, precision: float) -> Tensor:
+        """Smallest eigenvalue (C,) of each class's marginal covariance."""
+
+    @abstractmethod
+    def posterior(self, precision: float) -> Posterior:
+        """The posterior at one prior precision, ready to predict."""
+
+
+class Posterior(nn.Module, ABC):
+    """A spectrum at one prior precision. Buffers follow the network's device and precision, but never below float32."""
+
+    noise_size: int
+    """Number of independent normals that one draw of the logits takes."""
+
+    def __init__(self, spectrum: Spectrum, precision: float) -> None:
+        """Bind `spectrum` to a prior `precision`; buffers start in float64 on the CPU."""
+        super().__init__()
+        self.spectrum = spectrum
+        self.precision = check_precision(precision)
+        self._set(torch.device("cpu"), torch.float64)
+
+    @abstractmethod
+    def constants(self) -> dict[str, Tensor]:
+        """The small tensors that prediction needs, in float64."""
+
+    @abstractmethod
+    def variance(self, features: Tensor) -> Tensor:
+        """Variance (n, C) of each logit at features (n, P)."""
+
+    @abstractmethod
+    def contrast_variance(self, features: Tensor) -> Tensor:
+        """Variance (n, C) of each centred logit."""
+
+    @abstractmethod
+    def covariance(self, features: Tensor) -> Tensor:
+        """Covariance (n, C, C) of the logits."""
+
+    @abstractmethod
+    def contrast_covariance(self, features: Tensor) -> Tensor:
+        """Covariance (n, C, C) of the centred logits."""
+
+    @abstractmethod
+    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits, up to a common shift, driven by standard normals (S, noise_size)."""
+
+    @abstractmethod
+    def mahalanobis(self, features: Tensor) -> Tensor:
+        """Length (n,) of each feature vector relative to the training features, in the structure's own resolution."""
+
+    def _set(self, device: torch.device, dtype: torch.dtype) -> None:
+        for name, tensor in self.constants().items():
+            self.register_buffer(name, tensor.to(device, dtype), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Rebuilt from float64 rather than cast: .half() must not lose the posterior, and .double() must gain it.
+        probe = fn(next(self.buffers()).detach()[:0])
+        self._set(probe.device, probe.dtype if probe.dtype == torch.float64 else torch.float32)
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the computation: float64, or float32 for everything below."""
+        return next(self.buffers()).dtype
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A posterior tried on features that are projected already: variances cost one small product, the rest is made on demand."""
+
+    spectrum: Spectrum
+    precision: float
+    projected: Tensor
+
+    @cached_property
+    def _posterior(self) -> Posterior:
+        return self.spectrum.posterior(self.precision)
+
+    @property
+    def noise_size(self) -> int:
+        """Number of independent normals that one draw of the logits takes."""
+        return self._posterior.noise_size
+
+    def variance(self, _features: Tensor) -> Tensor:
+        """Variance (n, C) of each logit."""
+        return self.spectrum.variance(self.projected, self.precision)
+
+    def contrast_variance(self, _features: Tensor) -> Tensor:
+        """Variance (n, C) of each centred logit."""
+        return self.spectrum.variance(self.projected, self.precision, contrast=True)
+
+    def contrast_covariance(self, features: Tensor) -> Tensor:
+        """Covariance (n, C, C) of the centred logits."""
+        return self._posterior.contrast_covariance(features)
+
+    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits, up to a common shift."""
+        return self._posterior.perturb(features, noise)
+
+    def mahalanobis(self, features: Tensor) -> Tensor:
+        """Length (n,) of each feature vector relative to the training features."""
+        return self._posterior.mahalanobis(features)
+
+
+@dataclass(frozen=True)
+class LogitMoments:
+    """What a link sees of a Gaussian over logits: the mean, and the spread in as much detail as it asks for."""
+
+    mean: Tensor
+    """(n, C)"""
+    features: Tensor
+    """(n, P), the constant 1 included."""
+    posterior: Posterior | Candidate | None
+    """None: all the mass is on the mean."""
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """Variance (n, C) of each logit."""
+        return torch.zeros_like(self.mean) if self.posterior is None else self.posterior.variance(self.features)
+
+    @cached_property
+    def contrast_variance(self) -> Tensor:
+        """Variance (n, C) of each logit less the mean of all."""
+        return (
+            torch.zeros_like(self.mean) if self.posterior is None else self.posterior.contrast_variance(self.features)
+        )
+
+    @cached_property
+    def contrast_covariance(self) -> Tensor:
+        """Covariance (n, C, C) of the logits less their mean."""
+        if self.posterior is None:
+            return self.mean.new_zeros(*self.mean.shape, self.mean.shape[1])
+        return self.posterior.contrast_covariance(self.features)
+
+    def draws(self, count: int, generator: torch.Generator, over: str) -> Iterator[Tensor]:
+        """Draws of the logits, up to a common shift, in portions (n, s, C) that fit in memory.
+
+        All data share the same random numbers, and how many are made at once does not depend on n: a datum's draws are
+        the same in any batch.
+
+        Args:
+            count: number of draws in all.
+            generator: source of the random numbers, on the CPU.
+            over: "logits", or "weights" of the last layer.
+
+        Yields:
+            Portions whose sizes s add up to count.
+        """
+        portion = max(1, DRAWS_AT_ONCE // self.mean.numel())
+        if self.posterior is None:
+            yield self.mean[:, None, :].expand(-1, count, -1)
+        elif over == "logits":
+            noise = torch.randn(count, self.posterior.noise_size, generator=generator, dtype=torch.float64)
+            for part in torch.split(noise.to(self.mean), portion):
+                yield self.mean[:, None, :] + self.posterior.perturb(self.features, part)
+        else:
+            spectrum, precision = self.posterior.spectrum, self.posterior.precision
+            at_once = max(1, DRAWS_AT_ONCE // (spectrum.outputs * spectrum.features))
+            for start in range(0, count, at_once):
+                weights = spectrum.deviations(precision, min(at_once, count - start), generator).to(self.mean)
+                for some in torch.split(weights, portion):
+                    yield self.mean[:, None, :] + torch.einsum("np,scp->nsc", self.features, some)
+
+
+def mahalanobis_weights(values: Tensor) -> Tensor:
+    """Inverse of the feature covariance's eigenvalues (P,), with the outlier score's own vanishing ridge."""
+    return 1 / (values + OUTLIER_RIDGE * values.max().clamp_min(torch.finfo(values.dtype).tiny))

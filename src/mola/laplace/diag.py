@@ -1,0 +1,143 @@
+r"""Diagonal curvature: :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`, all covariances between weights dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
+from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
+
+__all__ = ["Diag", "DiagFactors"]
+
+
+@dataclass(frozen=True)
+class DiagFactors(Factors):
+    """Sum of the Hessian's diagonal (C, P), and of the squared features (P,) for the outlier score."""
+
+    diagonal: Tensor
+    squares: Tensor
+
+
+@dataclass(frozen=True)
+class Diag(Structure):
+    """The Hessian's diagonal alone: the smallest structure, O(C P)."""
+
+    name = "diag"
+
+    def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> DiagFactors:
+        """Factors of one batch."""
+        squares = features.square()
+        return DiagFactors(len(features), log_likelihood, _diagonal(curvature).T @ squares, squares.sum(0))
+
+    def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors' tensors."""
+        return {"diagonal": (outputs, features), "squares": (features,)}
+
+    def restore(self, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> DiagFactors:
+        """Factors from their saved parts."""
+        return DiagFactors(count, log_likelihood, **tensors)
+
+    def spectrum(self, factors: DiagFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
+        """A diagonal matrix is its own spectrum."""
+        return DiagSpectrum(factors, likelihood)
+
+
+def _diagonal(curvature: OutputCurvature) -> Tensor:
+    """Diagonal (n, C) of each datum's output curvature."""
+    diagonal = torch.zeros(()) if curvature.separate is None else curvature.separate
+    if curvature.coupling is not None:
+        coupling = curvature.coupling
+        diagonal = diagonal + coupling * (coupling.sum(1, keepdim=True) - coupling)
+    return diagonal
+
+
+class DiagSpectrum(Spectrum):
+    """The Hessian's diagonal (C, P), and the projection on the visible directions of output space."""
+
+    def __init__(self, factors: DiagFactors, likelihood: Likelihood) -> None:
+        """Keep the diagonal, and the projector on what `likelihood` sees."""
+        self.outputs, self.features = factors.diagonal.shape
+        self.diagonal = factors.diagonal
+        self.feature_values = factors.squares / factors.count
+        visible = likelihood.visible(self.outputs)
+        self.projector = visible @ visible.T
+
+    def project(self, features: Tensor) -> Tensor:
+        """Squared features (n, P)."""
+        return features.square()
+
+    def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
+        """`sum_p phi_p^2 / (H_cp + lambda)`."""
+        variance = projected @ (1 / (self.diagonal + precision)).T
+        return variance @ self.projector.square() if contrast else variance
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """`sum_cp log(H_cp + lambda)`."""
+        return (self.diagonal + precision).log().sum()
+
+    def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+        """Independent normals of the right width."""
+        noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64)
+        return noise * (self.diagonal + precision).rsqrt()
+
+    def class_covariance(self, precision: float, output: int) -> Tensor:
+        """The class's own variances on a diagonal."""
+        return torch.diag(1 / (self.diagonal[output] + precision))
+
+    def smallest_class_variance(self, precision: float) -> Tensor:
+        """`1 / (max_p H_cp + lambda)`."""
+        return 1 / (self.diagonal.max(dim=1).values + precision)
+
+    def posterior(self, precision: float) -> Posterior:
+        """The posterior at one prior precision."""
+        return DiagPosterior(self, precision)
+
+
+class DiagPosterior(Posterior):
+    """Logit covariance `diag(v(phi))`."""
+
+    spectrum: DiagSpectrum
+    inverse: Tensor
+    projector: Tensor
+    outlier_weights: Tensor
+
+    @property
+    def noise_size(self) -> int:  # type: ignore[override]
+        """One normal for each logit."""
+        return self.spectrum.outputs
+
+    def constants(self) -> dict[str, Tensor]:
+        """Posterior variances (C, P), the projector on visible directions, the weights of the outlier score."""
+        spectrum = self.spectrum
+        return {
+            "inverse": 1 / (spectrum.diagonal + self.precision),
+            "projector": spectrum.projector,
+            "outlier_weights": mahalanobis_weights(spectrum.feature_values),
+        }
+
+    def variance(self, features: Tensor) -> Tensor:
+        """`sum_p phi_p^2 / (H_cp + lambda)`."""
+        return features.square() @ self.inverse.T
+
+    def contrast_variance(self, features: Tensor) -> Tensor:
+        """Diagonal of the projected covariance."""
+        return self.variance(features) @ self.projector.square()
+
+    def covariance(self, features: Tensor) -> Tensor:
+        """`diag(v)`."""
+        return torch.diag_embed(self.variance(features))
+
+    def contrast_covariance(self, features: Tensor) -> Tensor:
+        """`diag(v)` projected from both sides."""
+        return (self.projector * self.variance(features)[:, None, :]) @ self.projector
+
+    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
+        """`sqrt(v) * noise`."""
+        return self.variance(features).sqrt()[:, None, :] * noise
+
+    def mahalanobis(self, features: Tensor) -> Tensor:
+        """`sqrt(sum_p phi_p^2 / B_pp)`: feature by feature, as the structure has no covariances."""
+        return (features.square() @ self.outlier_weights).sqrt()

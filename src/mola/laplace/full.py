@@ -1,0 +1,248 @@
+r"""The exact Hessian of the last layer: :math:`H = \sum_n \Lambda_n \otimes \phi_n \phi_n^\top`, of size CP x CP.
+
+With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is
+:math:`-\Phi^\top \mathrm{diag}(u_i u_j)\, \Phi = -Z_i^\top Z_j` with :math:`Z_i = \mathrm{diag}(u_i)\, \Phi`: one matrix
+product for each row of blocks, for the whole batch at once, with no Jacobian. The diagonal blocks are the negative sums
+of their rows (plus :math:`\Phi^\top \mathrm{diag}(d_i) \Phi`), so what the likelihood cannot see is null exactly.
+
+The eigenproblem is solved in the visible directions only, of size RP with R = C - 1 for a softmax; in the remaining one
+the posterior is the prior: :math:`\Sigma = (F \otimes I)(H_F + \lambda I)^{-1}(F \otimes I)^\top + \frac1\lambda\, \frac{1
+1^\top}{C} \otimes I`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mola.errors import StructureTooLargeError
+from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
+from mola.laplace.kron import eigensystem, seen_basis
+from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
+
+__all__ = ["Full", "FullFactors"]
+
+ROW_BYTES = 64 * 2**20
+"""Rows of a batch are taken in blocks whose scaled copies Z stay below this size."""
+
+WORKING_COPIES = 5
+"""Matrices of the Hessian's size alive at once: the sum, the eigenvectors, and the eigensolver's workspace."""
+
+
+@dataclass(frozen=True)
+class FullFactors(Factors):
+    """The Hessian (C, P, C, P), and the features' outer products (P, P) for the outlier score."""
+
+    hessian: Tensor
+    gram: Tensor
+
+
+@dataclass(frozen=True)
+class Full(Structure):
+    """The exact Hessian: best where C P is at most a few thousand.
+
+    Args:
+        memory: bytes it may use; None asks the machine how much is free.
+    """
+
+    memory: int | None = None
+    name = "full"
+
+    def check_size(self, features: int, outputs: int) -> None:
+        """Refuse a Hessian that would not fit.
+
+        Args:
+            features: P.
+            outputs: C.
+
+        Raises:
+            StructureTooLargeError: saying how large it would be, and what to use instead.
+        """
+        side = features * outputs
+        needed = WORKING_COPIES * 8 * side**2
+        free = self.memory if self.memory is not None else free_memory()
+        if needed > free:
+            message = (
+                f"structure 'full' needs the exact Hessian of {outputs} x {features} weights: a {side} x {side} matrix of "
+                f"{8 * side**2 / 1e9:.2f} GB, about {needed / 1e9:.2f} GB with the eigensolver, and {free / 1e9:.2f} GB are "
+                f"free. Use structure 'kron' (it needs {8 * (features**2 + outputs**2) / 1e9:.3f} GB) or 'diag'."
+            )
+            raise StructureTooLargeError(message)
+
+    def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> FullFactors:
+        """Factors of one batch, by block matrix products."""
+        outputs = next(part.shape[1] for part in (curvature.coupling, curvature.separate) if part is not None)
+        width = features.shape[1]
+        hessian = features.new_zeros(outputs, width, outputs, width)
+        rows = max(1, ROW_BYTES // (8 * outputs * width))
+        for start in range(0, len(features), rows):
+            part = slice(start, start + rows)
+            if curvature.coupling is not None:
+                _add_coupling(hessian, features[part], curvature.coupling[part])
+            if curvature.separate is not None:
+                for output in range(outputs):
+                    weighted = curvature.separate[part, output, None] * features[part]
+                    hessian[output, :, output, :] += features[part].T @ weighted
+        return FullFactors(len(features), log_likelihood, hessian, features.T @ features)
+
+    def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors' tensors."""
+        return {"hessian": (outputs, features, outputs, features), "gram": (features, features)}
+
+    def restore(self, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> FullFactors:
+        """Factors from their saved parts."""
+        return FullFactors(count, log_likelihood, **tensors)
+
+    def spectrum(self, factors: FullFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
+        """Eigendecompose the Hessian in the visible directions."""
+        return FullSpectrum(factors, likelihood)
+
+
+def free_memory() -> int:
+    """Bytes of main memory that are free now."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    # Not Linux: all that the machine has, which errs on the side of trying.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _add_coupling(hessian: Tensor, features: Tensor, coupling: Tensor) -> None:
+    """Add the Laplacian blocks of one group of rows to `hessian` (C, P, C, P) in place."""
+    outputs, width = coupling.shape[1], features.shape[1]
+    scaled = coupling[:, :, None] * features[:, None, :]
+    for first in range(outputs - 1):
+        later = outputs - first - 1
+        products = (scaled[:, first].T @ scaled[:, first + 1 :].reshape(len(features), -1)).view(width, later, width)
+        hessian[first, :, first + 1 :, :] -= products
+        hessian[first + 1 :, :, first, :] -= products.permute(1, 2, 0)
+        hessian[first, :, first, :] += products.sum(1)
+        hessian.diagonal(dim1=0, dim2=2)[:, :, first + 1 :] += products.permute(0, 2, 1)
+
+
+class FullSpectrum(Spectrum):
+    """Eigenvalues (M,) and eigenvectors (C, P, M) of the Hessian in the M = R P visible directions."""
+
+    def __init__(self, factors: FullFactors, likelihood: Likelihood) -> None:
+        """Eigendecompose the Hessian of `factors` in the directions that `likelihood` sees."""
+        self.outputs, self.features = factors.hessian.shape[:2]
+        seen, self.unseen = seen_basis(likelihood, self.outputs)
+        size = seen.shape[1] * self.features
+        reduced = torch.einsum("ir,ipjq,js->rpsq", seen, factors.hessian, seen).reshape(size, size)
+        self.values, vectors = eigensystem(reduced)
+        self.seen = seen
+        self.vectors = torch.einsum("ir,rpm->ipm", seen, vectors.view(-1, self.features, size))
+        self.feature_values, self.feature_vectors = eigensystem(factors.gram / factors.count)
+        self.unseen_share = self.unseen.square().sum(1)
+
+    def project(self, features: Tensor) -> Tensor:
+        """Squared coordinates (n, C, M + 1) of each logit in the eigenbasis; the last is the invisible part."""
+        coordinates = torch.einsum("np,cpm->ncm", features, self.vectors).square_()
+        rest = features.square().sum(1)[:, None] * self.unseen_share
+        return torch.cat([coordinates, rest[:, :, None]], dim=2)
+
+    def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
+        """`sum_m (phi' Q_cm)^2 / (l_m + lambda)`, and the prior's share in the invisible direction."""
+        variance = projected[:, :, :-1] @ (1 / (self.values + precision))
+        return variance if contrast else variance + projected[:, :, -1] / precision
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """`sum_m log(l_m + lambda)`, and `log(lambda)` for each invisible direction."""
+        hidden = self.unseen.shape[1] * self.features
+        return (self.values + precision).log().sum() + hidden * precision.log()
+
+    def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+        """Independent normals in the eigenbasis, rotated back; the prior's own where the data say nothing."""
+        noise = torch.randn(count, len(self.values), generator=generator, dtype=torch.float64)
+        deviations = torch.einsum("cpm,sm->scp", self.vectors, noise * (self.values + precision).rsqrt())
+        hidden = torch.randn(count, self.unseen.shape[1], self.features, generator=generator, dtype=torch.float64)
+        return deviations + self.unseen @ hidden / precision**0.5
+
+    def class_covariance(self, precision: float, output: int) -> Tensor:
+        """Diagonal block of the covariance."""
+        vectors = self.vectors[output]
+        identity = torch.eye(self.features, dtype=torch.float64)
+        return (vectors / (self.values + precision)) @ vectors.T + self.unseen_share[output] / precision * identity
+
+    def smallest_class_variance(self, precision: float) -> Tensor:
+        """Smallest eigenvalue of each diagonal block."""
+        blocks = [torch.linalg.eigvalsh(self.class_covariance(precision, c))[0] for c in range(self.outputs)]
+        return torch.stack(blocks)
+
+    def posterior(self, precision: float) -> Posterior:
+        """The posterior at one prior precision."""
+        return FullPosterior(self, precision)
+
+
+class FullPosterior(Posterior):
+    """Logit covariance `(I x phi)' Sigma (I x phi)`, from the covariance's blocks and a root of it."""
+
+    spectrum: FullSpectrum
+    blocks: Tensor
+    root: Tensor
+    seen: Tensor
+    unseen: Tensor
+    feature_vectors: Tensor
+    outlier_weights: Tensor
+
+    @property
+    def noise_size(self) -> int:  # type: ignore[override]
+        """One normal for each visible direction of output space."""
+        return self.spectrum.seen.shape[1]
+
+    def constants(self) -> dict[str, Tensor]:
+        """Visible diagonal blocks (C, P, P), a root (P, R M) of the visible covariance, and the bases."""
+        spectrum = self.spectrum
+        scaled = spectrum.vectors * (spectrum.values + self.precision).rsqrt()
+        root = torch.einsum("cr,cpm->prm", spectrum.seen, scaled)
+        return {
+            "blocks": scaled @ scaled.transpose(1, 2),
+            "root": root.reshape(spectrum.features, -1),
+            "seen": spectrum.seen,
+            "unseen": spectrum.unseen,
+            "feature_vectors": spectrum.feature_vectors,
+            "outlier_weights": mahalanobis_weights(spectrum.feature_values),
+        }
+
+    def _prior_variance(self, features: Tensor) -> Tensor:
+        return features.square().sum(1) / self.precision
+
+    def variance(self, features: Tensor) -> Tensor:
+        """`phi' Sigma_cc phi`."""
+        return self.contrast_variance(features) + self._prior_variance(features)[:, None] * self.unseen.square().sum(1)
+
+    def contrast_variance(self, features: Tensor) -> Tensor:
+        """The same with the visible part of the covariance."""
+        return ((features @ self.blocks) * features).sum(2).T
+
+    def _visible_covariance(self, features: Tensor) -> Tensor:
+        """Covariance (n, R, R) in the basis of the visible directions."""
+        root = (features @ self.root).view(len(features), self.noise_size, -1)
+        return root @ root.transpose(1, 2)
+
+    def covariance(self, features: Tensor) -> Tensor:
+        """All of it: the visible part and the prior's."""
+        hidden = self._prior_variance(features)[:, None, None] * (self.unseen @ self.unseen.T)
+        return self.contrast_covariance(features) + hidden
+
+    def contrast_covariance(self, features: Tensor) -> Tensor:
+        """The visible part."""
+        return self.seen @ self._visible_covariance(features) @ self.seen.T
+
+    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
+        """A root of each datum's visible covariance times the noise."""
+        # eigh in float64: in float32 a covariance with spread-out eigenvalues is not numerically positive.
+        values, vectors = torch.linalg.eigh(self._visible_covariance(features).double())
+        root = (self.seen.double() @ (vectors * values.clamp_min(0).sqrt()[:, None, :])).to(features)
+        return noise @ root.transpose(1, 2)
+
+    def mahalanobis(self, features: Tensor) -> Tensor:
+        """`sqrt(phi' B^-1 phi)`."""
+        return ((features @ self.feature_vectors).square() @ self.outlier_weights).sqrt()

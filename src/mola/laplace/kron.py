@@ -1,0 +1,295 @@
+r"""Kronecker-factored curvature: :math:`H \approx N\, A \otimes B`, and the paper's reading of the prior.
+
+.. math:: A = \tfrac1N \sum_n \Lambda_n \;(C \times C), \qquad B = \tfrac1N \sum_n \phi_n \phi_n^\top \;(P \times P).
+
+With :math:`A = Q_A\, \mathrm{diag}(a)\, Q_A^\top` and :math:`B = Q_B\, \mathrm{diag}(b)\, Q_B^\top`, the posterior
+precision of `Kron`, the paper's Algorithm 1, has eigenvalues :math:`(\sqrt N a_i + \sqrt\lambda)(\sqrt N b_j +
+\sqrt\lambda)`. The covariance :math:`U \otimes V` stays a Kronecker product, so a logit covariance is one number times a
+fixed matrix, :math:`(\phi^\top V \phi)\, U`. `KronExact` adds the prior exactly instead: another posterior at the same
+:math:`\lambda`. The last column of :math:`Q_A` is the direction the likelihood cannot see, with eigenvalue exactly 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mola.errors import OptionError
+from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
+from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature, laplacian
+
+__all__ = ["Kron", "KronFactors", "KronPosterior", "KronSpectrum", "RunningKronFactors", "eigensystem", "seen_basis"]
+
+
+@dataclass(frozen=True)
+class KronFactors(Factors):
+    """Sums of the output curvature (C, C) and of the features' outer products (P, P)."""
+
+    output: Tensor
+    gram: Tensor
+
+
+@dataclass(frozen=True)
+class RunningKronFactors(KronFactors):
+    """A running average over batches, scaled by N: it depends on their order, so two of them do not add up."""
+
+    def __add__(self, other: object) -> RunningKronFactors:
+        """Refuse.
+
+        Raises:
+            OptionError: always.
+        """
+        message = (
+            "factors of a running average depend on the order of the batches and cannot be added. "
+            "Use Kron() without running_average: its sums are exact and merge."
+        )
+        raise OptionError(message)
+
+
+def output_sum(curvature: OutputCurvature) -> Tensor:
+    """Sum (C, C) of the output curvatures of a batch.
+
+    Raises:
+        OptionError: if the likelihood gives no curvature.
+    """
+    total: Tensor | None = None
+    if curvature.coupling is not None:
+        total = laplacian(curvature.coupling.T @ curvature.coupling)
+    if curvature.separate is not None:
+        separate = torch.diag(curvature.separate.sum(0))
+        total = separate if total is None else total + separate
+    if total is None:
+        message = "a likelihood must give separate or coupled curvature"
+        raise OptionError(message)
+    return total
+
+
+def seen_basis(likelihood: Likelihood, outputs: int) -> tuple[Tensor, Tensor]:
+    """Orthonormal bases of what the likelihood sees of output space (C, R), and of what it does not (C, C - R).
+
+    Raises:
+        OptionError: if it hides more than one direction.
+    """
+    visible = likelihood.visible(outputs)
+    hidden = outputs - visible.shape[1]
+    if hidden == 0:
+        return visible, visible.new_zeros(outputs, 0)
+    if hidden == 1:
+        # The complement of the contrasts is the constant vector: written down, not computed.
+        return visible, visible.new_full((outputs, 1), outputs**-0.5)
+    message = f"a likelihood may hide at most one direction of output space, got {hidden}"
+    raise OptionError(message)
+
+
+def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, clamped at 0, and eigenvectors of a positive semi-definite matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.clamp_min(0), vectors
+
+
+@dataclass(frozen=True)
+class Kron(Structure):
+    """Algorithm 1 of the paper: the prior is split evenly between the two Kronecker factors.
+
+    Args:
+        running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, from 0; None sums exactly.
+
+    Raises:
+        OptionError: if running_average is not in (0, 1).
+    """
+
+    running_average: float | None = None
+    name = "kron"
+
+    def __post_init__(self) -> None:
+        """Check the running average.
+
+        Raises:
+            OptionError: if it is not in (0, 1).
+        """
+        if self.running_average is not None and not 0 < self.running_average < 1:
+            message = f"running_average must lie between 0 and 1, or be None; got {self.running_average!r}."
+            raise OptionError(message)
+
+    def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> KronFactors:
+        """Factors of one batch."""
+        kind = KronFactors if self.running_average is None else RunningKronFactors
+        return kind(len(features), log_likelihood, output_sum(curvature), features.T @ features)
+
+    def merge(self, total: Any, batch: Any) -> Any:
+        """Add the batch, or move the running average towards it."""
+        beta = self.running_average
+        if beta is None:
+            return super().merge(total, batch)
+        if total is None:  # Algorithm 1 starts from zero
+            total = RunningKronFactors(0, 0.0, torch.zeros_like(batch.output), torch.zeros_like(batch.gram))
+        count = total.count + batch.count
+        means = {
+            name: beta * (tensor / max(total.count, 1)) + (1 - beta) * getattr(batch, name) / batch.count
+            for name, tensor in total.tensors().items()
+        }
+        labelled = total.log_likelihood is not None and batch.log_likelihood is not None
+        log_likelihood = total.log_likelihood + batch.log_likelihood if labelled else None
+        return RunningKronFactors(count, log_likelihood, **{name: count * mean for name, mean in means.items()})
+
+    def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors' tensors."""
+        return {"output": (outputs, outputs), "gram": (features, features)}
+
+    def restore(self, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> KronFactors:
+        """Factors from their saved parts."""
+        kind = KronFactors if self.running_average is None else RunningKronFactors
+        return kind(count, log_likelihood, **tensors)
+
+    def spectrum(self, factors: KronFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
+        """Eigendecompose both factors."""
+        return DampedSpectrum(factors, likelihood)
+
+    def settings(self) -> dict[str, Any]:
+        """The running average, where there is one."""
+        return {} if self.running_average is None else {"running_average": self.running_average}
+
+
+class KronSpectrum(Spectrum):
+    """Eigenvalues a (C,) and b (P,) with their vectors; what both readings of the prior share."""
+
+    def __init__(self, factors: KronFactors, likelihood: Likelihood) -> None:
+        """Eigendecompose `factors`, in the directions that `likelihood` sees and apart from those it does not."""
+        self.count = factors.count
+        self.outputs, self.features = len(factors.output), len(factors.gram)
+        seen, unseen = seen_basis(likelihood, self.outputs)
+        values, vectors = eigensystem(seen.T @ (factors.output / self.count) @ seen)
+        self.visible = len(values)
+        self.class_values = torch.cat([values, values.new_zeros(unseen.shape[1])])
+        self.class_vectors = torch.cat([seen @ vectors, unseen], dim=1)
+        self.feature_values, self.feature_vectors = eigensystem(factors.gram / self.count)
+
+    def project(self, features: Tensor) -> Tensor:
+        """Squared coordinates (n, P) of the features in B's eigenbasis."""
+        return (features @ self.feature_vectors).square()
+
+
+class KronPosterior(Posterior):
+    """What both readings of the prior share at prediction time."""
+
+    spectrum: KronSpectrum
+    feature_vectors: Tensor
+    outlier_weights: Tensor
+
+    def shared_constants(self) -> dict[str, Tensor]:
+        """B's eigenvectors and the weights of the outlier score."""
+        spectrum = self.spectrum
+        return {
+            "feature_vectors": spectrum.feature_vectors,
+            "outlier_weights": mahalanobis_weights(spectrum.feature_values),
+        }
+
+    def squares(self, features: Tensor) -> Tensor:
+        """Squared coordinates (n, P) of the features in B's eigenbasis."""
+        return (features @ self.feature_vectors).square()
+
+    def mahalanobis(self, features: Tensor) -> Tensor:
+        """`sqrt(phi' B^-1 phi)`."""
+        return (self.squares(features) @ self.outlier_weights).sqrt()
+
+
+class DampedSpectrum(KronSpectrum):
+    """Algorithm 1: precision eigenvalues `(sqrt(N) a + sqrt(lambda)) (sqrt(N) b + sqrt(lambda))`."""
+
+    def class_inverse(self, precision: float | Tensor) -> Tensor:
+        """Eigenvalues (C,) of U."""
+        return 1 / (self.count**0.5 * self.class_values + precision**0.5)
+
+    def feature_inverse(self, precision: float | Tensor) -> Tensor:
+        """Eigenvalues (P,) of V."""
+        return 1 / (self.count**0.5 * self.feature_values + precision**0.5)
+
+    def class_variance(self, precision: float, *, contrast: bool = False) -> Tensor:
+        """Diagonal (C,) of U, or of its visible part."""
+        seen = self.visible if contrast else self.outputs
+        return self.class_vectors[:, :seen].square() @ self.class_inverse(precision)[:seen]
+
+    def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
+        """`(phi' V phi) U_cc`."""
+        return (projected @ self.feature_inverse(precision))[:, None] * self.class_variance(
+            precision, contrast=contrast
+        )
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """`P sum log(sqrt(N) a + sqrt(lambda)) + C sum log(sqrt(N) b + sqrt(lambda))`."""
+        classes = -self.class_inverse(precision).log().sum()
+        features = -self.feature_inverse(precision).log().sum()
+        return self.features * classes + self.outputs * features
+
+    def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+        """`U^1/2 E V^1/2` for standard normal E."""
+        noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64)
+        left = self.class_vectors * self.class_inverse(precision).sqrt()
+        right = self.feature_vectors * self.feature_inverse(precision).sqrt()
+        return left @ noise @ right.T
+
+    def class_covariance(self, precision: float, output: int) -> Tensor:
+        """`U_cc V`."""
+        value = (self.feature_vectors * self.feature_inverse(precision)) @ self.feature_vectors.T
+        return self.class_variance(precision)[output] * value
+
+    def smallest_class_variance(self, precision: float) -> Tensor:
+        """`U_cc / (sqrt(N) b_max + sqrt(lambda))`."""
+        return self.class_variance(precision) * self.feature_inverse(precision).min()
+
+    def posterior(self, precision: float) -> Posterior:
+        """The posterior at one prior precision."""
+        return DampedPosterior(self, precision)
+
+
+class DampedPosterior(KronPosterior):
+    """Logit covariance `(phi' V phi) U`: one number for each datum times a fixed matrix."""
+
+    spectrum: DampedSpectrum
+    feature_inverse: Tensor
+    class_variance: Tensor
+    contrast_class_variance: Tensor
+    class_root: Tensor
+
+    @property
+    def noise_size(self) -> int:  # type: ignore[override]
+        """One normal for each visible direction of output space."""
+        return self.spectrum.visible
+
+    def constants(self) -> dict[str, Tensor]:
+        """Eigenvalues of V, the diagonal of U, and a root of U with the visible directions first."""
+        spectrum, precision = self.spectrum, self.precision
+        return self.shared_constants() | {
+            "feature_inverse": spectrum.feature_inverse(precision),
+            "class_variance": spectrum.class_variance(precision),
+            "contrast_class_variance": spectrum.class_variance(precision, contrast=True),
+            "class_root": spectrum.class_vectors * spectrum.class_inverse(precision).sqrt(),
+        }
+
+    def scale(self, features: Tensor) -> Tensor:
+        """`phi' V phi` (n,)."""
+        return self.squares(features) @ self.feature_inverse
+
+    def variance(self, features: Tensor) -> Tensor:
+        """`(phi' V phi) U_cc`."""
+        return self.scale(features)[:, None] * self.class_variance
+
+    def contrast_variance(self, features: Tensor) -> Tensor:
+        """The same with the visible part of U."""
+        return self.scale(features)[:, None] * self.contrast_class_variance
+
+    def covariance(self, features: Tensor) -> Tensor:
+        """`(phi' V phi) U`."""
+        return self.scale(features)[:, None, None] * (self.class_root @ self.class_root.T)
+
+    def contrast_covariance(self, features: Tensor) -> Tensor:
+        """The same with the visible part of U."""
+        root = self.class_root[:, : self.noise_size]
+        return self.scale(features)[:, None, None] * (root @ root.T)
+
+    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
+        """`sqrt(phi' V phi) U^1/2 noise`."""
+        return self.scale(features).sqrt()[:, None, None] * (noise @ self.class_root[:, : self.noise_size].T)

@@ -1,0 +1,119 @@
+r"""Kronecker factors with the prior added exactly, in their joint eigenbasis.
+
+The posterior precision has eigenvalues :math:`N a_i b_j + \lambda`. It is not a Kronecker product any more; a logit
+covariance is diagonal in A's eigenbasis, with entries that depend on the datum:
+:math:`Q_A\, \mathrm{diag}_i\big(\sum_j (Q_B^\top \phi)_j^2 / (N a_i b_j + \lambda)\big)\, Q_A^\top`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mola.laplace.base import Posterior, Spectrum
+from mola.laplace.kron import Kron, KronFactors, KronPosterior, KronSpectrum
+from mola.likelihood import CATEGORICAL, Likelihood
+
+__all__ = ["KronExact"]
+
+
+@dataclass(frozen=True)
+class KronExact(Kron):
+    """Kronecker factors with the prior added exactly in their joint eigenbasis (laplace-torch's `kron`)."""
+
+    name = "kron-exact"
+
+    def spectrum(self, factors: KronFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
+        """Eigendecompose both factors."""
+        return ExactSpectrum(factors, likelihood)
+
+
+class ExactSpectrum(KronSpectrum):
+    """The prior added exactly: precision eigenvalues `N a b + lambda`."""
+
+    def inverse(self, precision: float | Tensor) -> Tensor:
+        """Eigenvalues (C, P) of the posterior covariance."""
+        return 1 / (self.count * self.class_values[:, None] * self.feature_values + precision)
+
+    def class_table(self, precision: float, *, contrast: bool = False) -> Tensor:
+        """Weights (C, P) of the squared coordinates in each logit's variance."""
+        seen = self.visible if contrast else self.outputs
+        return self.class_vectors[:, :seen].square() @ self.inverse(precision)[:seen]
+
+    def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
+        """`sum_ij Q_A[c, i]^2 (Q_B' phi)_j^2 / (N a_i b_j + lambda)`."""
+        return projected @ self.class_table(precision, contrast=contrast).T
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """`sum_ij log(N a_i b_j + lambda)`."""
+        return -self.inverse(precision).log().sum()
+
+    def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+        """Independent normals in the joint eigenbasis, rotated back."""
+        noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64)
+        return self.class_vectors @ (noise * self.inverse(precision).sqrt()) @ self.feature_vectors.T
+
+    def class_covariance(self, precision: float, output: int) -> Tensor:
+        """`Q_B diag(table_c) Q_B'`."""
+        return (self.feature_vectors * self.class_table(precision)[output]) @ self.feature_vectors.T
+
+    def smallest_class_variance(self, precision: float) -> Tensor:
+        """The smallest entry of each class's table: its covariance is diagonal in B's eigenbasis."""
+        return self.class_table(precision).min(dim=1).values
+
+    def posterior(self, precision: float) -> Posterior:
+        """The posterior at one prior precision."""
+        return ExactPosterior(self, precision)
+
+
+class ExactPosterior(KronPosterior):
+    """Logit covariance `Q_A diag(s(phi)) Q_A'`, diagonal in A's eigenbasis with entries that depend on the datum."""
+
+    spectrum: ExactSpectrum
+    class_table: Tensor
+    contrast_class_table: Tensor
+    inverse: Tensor
+    class_vectors: Tensor
+
+    @property
+    def noise_size(self) -> int:  # type: ignore[override]
+        """One normal for each visible direction of output space."""
+        return self.spectrum.visible
+
+    def constants(self) -> dict[str, Tensor]:
+        """Tables of weights over squared coordinates, and A's eigenvectors with the visible directions first."""
+        spectrum, precision = self.spectrum, self.precision
+        return self.shared_constants() | {
+            "class_table": spectrum.class_table(precision),
+            "contrast_class_table": spectrum.class_table(precision, contrast=True),
+            "inverse": spectrum.inverse(precision),
+            "class_vectors": spectrum.class_vectors,
+        }
+
+    def variance(self, features: Tensor) -> Tensor:
+        """Squared coordinates times the table."""
+        return self.squares(features) @ self.class_table.T
+
+    def contrast_variance(self, features: Tensor) -> Tensor:
+        """The same with the visible part of the table."""
+        return self.squares(features) @ self.contrast_class_table.T
+
+    def _rotated(self, features: Tensor, seen: int) -> Tensor:
+        spread = self.squares(features) @ self.inverse[:seen].T
+        vectors = self.class_vectors[:, :seen]
+        return (vectors * spread[:, None, :]) @ vectors.T
+
+    def covariance(self, features: Tensor) -> Tensor:
+        """`Q_A diag(s) Q_A'`."""
+        return self._rotated(features, self.spectrum.outputs)
+
+    def contrast_covariance(self, features: Tensor) -> Tensor:
+        """The same in the visible directions."""
+        return self._rotated(features, self.noise_size)
+
+    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
+        """`Q_A (sqrt(s) * noise)`."""
+        spread = (self.squares(features) @ self.inverse[: self.noise_size].T).sqrt()
+        return (spread[:, None, :] * noise) @ self.class_vectors[:, : self.noise_size].T

@@ -1,0 +1,135 @@
+r"""What the last layer's outputs mean. The only room that knows.
+
+A likelihood says how outputs become probabilities, how labels score them, and how the negative log-likelihood curves.
+For one datum the curvature with respect to the outputs f is always of the form
+
+.. math:: \Lambda = \mathrm{diag}(d) + L(u u^\top), \qquad L(W) = \mathrm{diag}(W 1) - W,
+
+a part that acts on each output alone and a part that couples every pair of outputs, written as the Laplacian of the
+graph whose edge weights are :math:`u_i u_j`. For a softmax, :math:`\mathrm{diag}(p) - p p^\top = L(p p^\top)`: there
+is no separate part, and
+
+* :math:`\Lambda 1 = 0` holds by construction, in any precision: the softmax ignores a shift common to all outputs;
+* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms, so nothing cancels when a
+  network is almost certain.
+
+Independent outputs (Bernoulli, Gaussian) have only the separate part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mola.errors import DataError
+
+__all__ = ["CATEGORICAL", "Categorical", "Likelihood", "OutputCurvature", "laplacian"]
+
+
+@dataclass(frozen=True)
+class OutputCurvature:
+    """Curvature of n data with respect to their C outputs: `diag(separate) + L(coupling coupling')` for each."""
+
+    separate: Tensor | None
+    """(n, C), or None where outputs have no curvature of their own."""
+    coupling: Tensor | None
+    """(n, C), or None where outputs do not interact."""
+
+
+class Likelihood(Protocol):
+    """How outputs become probabilities, are scored, and curve the loss."""
+
+    @property
+    def name(self) -> str:
+        """Of the likelihood, for files."""
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Predictive probabilities (n, C) of outputs (n, C)."""
+
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Log-likelihood (n,) of each label."""
+
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Return labels as the likelihood reads them, or raise `DataError` naming `where`."""
+
+    def curvature(self, outputs: Tensor) -> OutputCurvature:
+        """Second derivative of the negative log-likelihood at outputs (n, C)."""
+
+    def visible(self, outputs: int) -> Tensor:
+        """Orthonormal directions (C, R) of output space that change the probabilities, in float64."""
+
+
+def laplacian(weights: Tensor) -> Tensor:
+    """Graph Laplacian `diag(W 1) - W` of symmetric `weights` (C, C); self-loops cancel and are never read."""
+    off_diagonal = weights - torch.diag(weights.diagonal())
+    return torch.diag(off_diagonal.sum(1)) - off_diagonal
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """One of C classes, by a softmax over C logits."""
+
+    name: str = "categorical"
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Softmax over the last axis."""
+        return torch.softmax(outputs, dim=-1)
+
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Log-probability (n,) of each label."""
+        return torch.log_softmax(outputs, dim=-1).gather(-1, labels[:, None]).squeeze(-1)
+
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Class indices as int64.
+
+        Args:
+            labels: what the loader yielded.
+            outputs: the network's logits (n, C) for the same data.
+            where: words for the error message, such as "batch 3 of the training loader".
+
+        Returns:
+            Labels (n,) as int64 on the device of `outputs`.
+
+        Raises:
+            DataError: if labels are not n whole numbers in [0, C).
+        """
+        count, classes = outputs.shape
+        if labels.shape != (count,):
+            remedy = " Pass class indices, not one-hot or soft labels." if labels.dim() > 1 else ""
+            message = (
+                f"{where}: expected {count} class indices of shape ({count},), got shape {tuple(labels.shape)}.{remedy}"
+            )
+            raise DataError(message)
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            message = (
+                f"{where}: expected class indices of an integer type, got {labels.dtype}. Convert with labels.long()."
+            )
+            raise DataError(message)
+        labels = labels.to(outputs.device, torch.int64)
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= classes:
+            message = (
+                f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, "
+                f"got values from {low} to {high}. Remove padding or ignore-index labels, or remap the classes."
+            )
+            raise DataError(message)
+        return labels
+
+    def curvature(self, outputs: Tensor) -> OutputCurvature:
+        """`diag(p) - p p'`, as the Laplacian of `p p'`."""
+        return OutputCurvature(separate=None, coupling=torch.softmax(outputs, dim=-1))
+
+    def visible(self, outputs: int) -> Tensor:
+        """Contrasts: an orthonormal basis (C, C-1) of the vectors that sum to zero (Helmert's)."""
+        basis = torch.zeros(outputs, outputs - 1, dtype=torch.float64)
+        for column in range(outputs - 1):
+            size = column + 1
+            basis[:size, column] = 1 / (size * (size + 1)) ** 0.5
+            basis[size, column] = -((size / (size + 1)) ** 0.5)
+        return basis
+
+
+CATEGORICAL = Categorical()

@@ -1,0 +1,194 @@
+r"""From a Gaussian over logits to probabilities: :math:`\int \mathrm{softmax}(f)\, N(f; m, C)\, df`, approximately.
+
+The softmax ignores a shift common to all logits. `Probit` (the paper's) does not: it cools each logit by its full
+variance, the part in the invisible direction included. Every other link here sees only what the softmax sees, the
+contrast covariance. `MonteCarlo` converges to the integral and judges the rest (docs/links.md).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mola.errors import OptionError
+from mola.laplace import LogitMoments
+from mola.likelihood import CATEGORICAL
+
+__all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo", "Probit", "as_link"]
+
+
+class Link(ABC):
+    """A rule that turns the moments of logits into probabilities."""
+
+    name: str
+
+    @abstractmethod
+    def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
+        """Probabilities (n, C)."""
+
+    def settings(self) -> dict[str, Any]:
+        """What it takes to rebuild the link, as JSON."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+
+def _cool(mean: Tensor, variance: Tensor) -> Tensor:
+    """`m / sqrt(1 + pi/8 v)`: the logit of the averaged logistic, by MacKay's approximation."""
+    return mean * torch.rsqrt(1 + math.pi / 8 * variance)
+
+
+def _centre(mean: Tensor) -> Tensor:
+    return mean - mean.mean(dim=-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Probit(Link):
+    r"""The paper's multi-class probit approximation: :math:`\mathrm{softmax}(m_i / \sqrt{1 + \frac\pi8 C_{ii}})`."""
+
+    name = "probit"
+
+    def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
+        """Probabilities (n, C)."""
+        return CATEGORICAL.probabilities(_cool(moments.mean, moments.variance))
+
+
+@dataclass(frozen=True)
+class CentredProbit(Link):
+    """Probit of the centred logits: mean and covariance are projected on the contrasts first."""
+
+    name = "probit-centered"
+
+    def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
+        """Probabilities (n, C)."""
+        return CATEGORICAL.probabilities(_cool(_centre(moments.mean), moments.contrast_variance))
+
+
+@dataclass(frozen=True)
+class MeanField(Link):
+    r"""Pairwise mean-field approximation of Lu et al. (2021).
+
+    .. math:: p_i \propto \Big(\sum_j \exp\big(-(m_i - m_j) / \sqrt{1 + \tfrac\pi8 (C_{ii} + C_{jj} - 2 C_{ij})}\big)\Big)^{-1}
+    """
+
+    name = "mean-field"
+
+    def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
+        """Probabilities (n, C)."""
+        covariance = moments.contrast_covariance
+        variance = covariance.diagonal(dim1=1, dim2=2)
+        of_difference = (variance[:, :, None] + variance[:, None, :] - 2 * covariance).clamp_min(0)
+        margins = _cool(moments.mean[:, :, None] - moments.mean[:, None, :], of_difference)
+        # In logarithms: a margin of -1e4 would overflow as exp(1e4), and is simply a very small probability.
+        return torch.softmax(-torch.logsumexp(-margins, dim=2), dim=1)
+
+
+@dataclass(frozen=True)
+class Bridge(Link):
+    r"""Laplace bridge: the Dirichlet whose softmax-basis mode and curvature match, and its mean.
+
+    .. math:: \alpha_i = \frac{1}{C_{ii}} \Big(1 - \frac2C + \frac{e^{m_i}}{C^2} \sum_j e^{-m_j}\Big), \qquad p = \alpha /
+       \textstyle\sum \alpha,
+
+    after projection on the contrasts. It does not become the softmax as the covariance vanishes.
+
+    Args:
+        normalised: scale mean and variance to a common spread first (laplace-torch's `bridge_norm`).
+    """
+
+    normalised: bool = False
+    name = "bridge"
+
+    def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
+        """Probabilities (n, C).
+
+        Args:
+            moments: Gaussian over logits.
+            seed: not used.
+
+        Returns:
+            Probabilities (n, C).
+
+        Raises:
+            OptionError: if there is no covariance to match.
+        """
+        if moments.posterior is None:
+            message = "link 'bridge' needs a covariance; a plain ensemble has none. Use link='probit', or mola.fit."
+            raise OptionError(message)
+        mean, variance = _centre(moments.mean), moments.contrast_variance
+        classes = mean.shape[1]
+        if self.normalised:
+            spread = variance.mean(1, keepdim=True) / (classes / 2) ** 0.5
+            mean, variance = mean * spread.rsqrt(), variance / spread
+        rest = mean.new_full((), 1 - 2 / classes).log()
+        log_alpha = torch.logaddexp(rest, mean + torch.logsumexp(-mean, 1, keepdim=True) - 2 * math.log(classes))
+        return torch.softmax(log_alpha - variance.log(), dim=1)
+
+
+@dataclass(frozen=True)
+class MonteCarlo(Link):
+    """Average the softmax over draws.
+
+    All data share the same standard normals, so a prediction does not depend on what else is in its batch, and the same
+    seed gives the same bits. Each datum by itself is an honest Monte Carlo estimate.
+
+    Args:
+        samples: number of draws.
+        over: draw logits, or weights of the last layer: the same law for every datum.
+        seed: seed of the draws, unless another is passed with the call.
+
+    Raises:
+        OptionError: if samples is below 1 or `over` is unknown.
+    """
+
+    samples: int = 100
+    over: Literal["logits", "weights"] = "logits"
+    seed: int = 0
+    name = "mc"
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            OptionError: if one is out of range.
+        """
+        if self.samples < 1:
+            message = f"samples must be at least 1, got {self.samples!r}."
+            raise OptionError(message)
+        if self.over not in ("logits", "weights"):
+            message = f"over must be 'logits' or 'weights', got {self.over!r}."
+            raise OptionError(message)
+
+    def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
+        """Probabilities (n, C)."""
+        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
+        total = torch.zeros_like(moments.mean, dtype=torch.float64)
+        for drawn in moments.draws(self.samples, generator, self.over):
+            total += CATEGORICAL.probabilities(drawn).sum(dim=1, dtype=torch.float64)
+        return (total / self.samples).to(moments.mean.dtype)
+
+
+LINKS: dict[str, type[Link]] = {kind.name: kind for kind in (Probit, CentredProbit, MeanField, Bridge, MonteCarlo)}
+
+
+def as_link(link: str | Link) -> Link:
+    """The link of that name, or the link itself.
+
+    Args:
+        link: a name of `LINKS`, or a link.
+
+    Returns:
+        A link.
+
+    Raises:
+        OptionError: if the name is unknown.
+    """
+    if isinstance(link, Link):
+        return link
+    if link not in LINKS:
+        message = f"link must be one of {sorted(LINKS)} or a Link object, got {link!r}."
+        raise OptionError(message)
+    return LINKS[link]()

@@ -1,0 +1,164 @@
+"""A mixture of predictors: anything that maps inputs to probabilities, averaged with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from mola.errors import DataError, OptionError
+from mola.features import batch_count, peek
+from mola.networks import Inputs, as_batch
+from mola.prediction import Prediction
+from mola.uncertainty import max_probability_score, mutual_information
+from mola.weights import check_weights, uniform_weights
+
+__all__ = ["Mixture", "Predictor"]
+
+
+class Predictor(Protocol):
+    """Anything that maps a batch of inputs to probabilities (n, C)."""
+
+    def __call__(self, inputs: Any, /) -> Any:
+        """Probabilities (n, C)."""
+
+
+class Mixture(nn.Module):
+    """A weighted average of predictors: deep ensembles, MultiSWAG, or any mix, objects of other libraries included.
+
+    Args:
+        predictors: callables from inputs to probabilities (n, C); modules among them are registered.
+        weights: "uniform", or K non-negative numbers that sum to 1.
+
+    Raises:
+        OptionError: if there is no predictor, one is not callable, or the weights do not fit.
+    """
+
+    def __init__(self, predictors: Sequence[Predictor], weights: str | Sequence[float] | Tensor = "uniform") -> None:
+        """Keep the predictors and check the weights.
+
+        Raises:
+            OptionError: if they do not fit.
+        """
+        super().__init__()
+        if not predictors or not all(callable(predictor) for predictor in predictors):
+            message = "predictors: expected at least one callable from inputs to probabilities."
+            raise OptionError(message)
+        self.predictors = tuple(predictors)
+        for index, predictor in enumerate(predictors):
+            if isinstance(predictor, nn.Module):
+                self.add_module(f"predictor_{index}", predictor)
+        if isinstance(weights, str) and weights != "uniform":
+            message = f"weights must be 'uniform' or {len(predictors)} numbers, got {weights!r}."
+            raise OptionError(message)
+        count = len(predictors)
+        self.weights = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Probabilities (n, C)."""
+        return self._mix(self._member_probs(inputs))
+
+    def _mix(self, member_probs: Sequence[Tensor]) -> Tensor:
+        total = torch.zeros_like(member_probs[0])
+        for weight, probs in zip(self.weights.tolist(), member_probs, strict=True):
+            total = total + weight * probs
+        return total
+
+    def _member_probs(self, inputs: Inputs) -> list[Tensor]:
+        members = [self._check(index, predictor(inputs)) for index, predictor in enumerate(self.predictors)]
+        classes = [probs.shape[1] for probs in members]
+        if len(set(classes)) > 1:
+            message = f"expected predictors with the same number of classes, got {classes}."
+            raise DataError(message)
+        return members
+
+    @staticmethod
+    def _check(index: int, output: Any) -> Tensor:
+        probs = torch.as_tensor(output)
+        if probs.dim() != 2 or not probs.is_floating_point():
+            message = (
+                f"predictors[{index}]: expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}."
+            )
+            raise DataError(message)
+        off = float((probs.sum(1) - 1).abs().max()) if len(probs) else 0.0
+        if not off < 1e-2 or bool((probs < 0).any()):
+            message = (
+                f"predictors[{index}]: rows must be probabilities that sum to 1, got rows off by {off:.3g}. "
+                f"A network that returns logits goes through mola.ensemble or mola.fit."
+            )
+            raise DataError(message)
+        return probs
+
+    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
+        members = torch.stack(self._member_probs(inputs))
+        probs = self._mix(list(members))
+        spread = mutual_information(members, self.weights.to(members))
+        return Prediction(probs, spread, max_probability_score(probs), "max-probability")
+
+    def predict_batches(
+        self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
+    ) -> Iterator[Prediction]:
+        """Predict batch by batch, in bounded memory.
+
+        Args:
+            inputs: a tensor, mapping or tuple of inputs (one batch), or an iterable of batches; labels are ignored.
+            generator: source of randomness for links that draw; None uses the link's own seed.
+            progress: whether to show a progress bar on stderr, if that is a terminal.
+
+        Yields:
+            One prediction for each batch, in main memory.
+        """
+        seed = seed_from(generator)
+        if isinstance(inputs, (Tensor, Mapping, tuple)):
+            batches: Iterable[Any] = [(inputs,)]
+        else:
+            _, batches = peek(inputs, "the prediction loader")
+        total = batch_count(inputs) if not isinstance(inputs, Tensor) else None
+        for index, raw in enumerate(tqdm(batches, desc="predict", total=total, disable=None if progress else True)):
+            place = f"batch {index} of the prediction loader"
+            yield self._predict_batch(as_batch(raw, place).inputs, seed, place).cpu()
+
+    def predict(self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False) -> Prediction:
+        """Probabilities and uncertainty of one batch or of all batches of a loader.
+
+        Args:
+            inputs: a tensor, mapping or tuple of inputs (one batch), or an iterable of batches; labels are ignored.
+            generator: source of randomness for links that draw; None uses the link's own seed.
+            progress: whether to show a progress bar on stderr, if that is a terminal.
+
+        Returns:
+            The prediction, in main memory.
+        """
+        return Prediction.concatenate(list(self.predict_batches(inputs, generator=generator, progress=progress)))
+
+    def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
+        """Probabilities (n, C) as a NumPy array, of a NumPy array (or anything `predict` takes)."""
+        if isinstance(inputs, np.ndarray):
+            parameter = next(self.parameters(), None)
+            given = torch.from_numpy(np.ascontiguousarray(inputs))
+            inputs = given.to(parameter.dtype) if parameter is not None and given.is_floating_point() else given
+        return self.predict(inputs).probs.numpy()
+
+
+def seed_from(generator: torch.Generator | None) -> int | None:
+    """A seed drawn from a generator: one number a call, so that batches and components share it.
+
+    Args:
+        generator: on the CPU, or None.
+
+    Returns:
+        A seed, or None without a generator.
+
+    Raises:
+        OptionError: if the generator is not on the CPU.
+    """
+    if generator is None:
+        return None
+    if generator.device.type != "cpu":
+        message = f"generator must be on the CPU so that draws are the same on every device, got {generator.device}."
+        raise OptionError(message)
+    return int(torch.randint(2**62, (), generator=generator))

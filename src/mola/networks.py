@@ -1,0 +1,186 @@
+"""Call any network on any batch, and leave no trace.
+
+A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A batch is what a
+loader yields: `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a
+tuple of positional arguments, or a mapping of keyword arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mola.errors import DataError, HeadError
+
+__all__ = ["Batch", "Inputs", "as_batch", "call", "undisturbed"]
+
+Inputs = Any
+"""A tensor, a tuple of them (positional arguments), or a mapping of them (keyword arguments)."""
+
+LABELS = "labels"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of a network and, where the loader has them, labels."""
+
+    inputs: Inputs
+    labels: Tensor | None
+
+
+def as_batch(raw: Any, where: str) -> Batch:
+    """Read what a loader yielded.
+
+    Args:
+        raw: `(inputs, labels)`, `[inputs, labels]`, `(inputs,)`, a tensor, or a mapping.
+        where: words for the error message.
+
+    Returns:
+        Inputs and labels apart.
+
+    Raises:
+        DataError: if the batch has none of these forms, or size 0.
+    """
+    batch = _split(raw, where)
+    if any(tensor.dim() > 0 and len(tensor) == 0 for tensor in _tensors(batch.inputs)):
+        message = f"{where} is empty: its inputs have size 0. Remove empty batches from the loader."
+        raise DataError(message)
+    return batch
+
+
+def _split(raw: Any, where: str) -> Batch:
+    if isinstance(raw, Tensor):
+        return Batch(raw, None)
+    if isinstance(raw, Mapping):
+        inputs = {key: value for key, value in raw.items() if key != LABELS}
+        if not inputs:
+            message = f"{where}: the mapping holds no network inputs beside {LABELS!r}, only {sorted(raw)}."
+            raise DataError(message)
+        return Batch(inputs, _as_labels(raw.get(LABELS), where))
+    if isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
+        return Batch(raw[0], _as_labels(raw[1], where) if len(raw) == 2 else None)
+    size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
+    message = (
+        f"{where}: expected (inputs, labels), inputs alone, or a mapping with {LABELS!r}; got {type(raw).__name__}{size}. "
+        "Several inputs go in a tuple: ((first, second), labels)."
+    )
+    raise DataError(message)
+
+
+def _as_labels(labels: Any, where: str) -> Tensor | None:
+    if labels is None:
+        return None
+    try:
+        return torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        message = f"{where}: labels must be a tensor or array of class indices, got {type(labels).__name__}."
+        raise DataError(message) from error
+
+
+def _tensors(inputs: Inputs) -> Iterator[Tensor]:
+    if isinstance(inputs, Tensor):
+        yield inputs
+    elif isinstance(inputs, (Mapping, tuple, list)):
+        for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
+            yield from _tensors(value)
+
+
+def to_device(inputs: Inputs, device: torch.device) -> Inputs:
+    """Inputs with every tensor inside them on `device`."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device, non_blocking=True)
+    if isinstance(inputs, Mapping):
+        return {key: to_device(value, device) for key, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        return type(inputs)(to_device(value, device) for value in inputs)
+    return inputs
+
+
+def call(network: nn.Module, inputs: Inputs) -> Tensor:
+    """Logits (n, C) of one forward pass, on the network's own device.
+
+    Args:
+        network: any module that returns logits, or an object or mapping with `logits`.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+
+    Returns:
+        The very tensor of logits that the network returned; `HeadError` if it returned none.
+    """
+    device = next((tensor.device for tensor in (*network.parameters(), *network.buffers())), None)
+    if device is not None:
+        inputs = to_device(inputs, device)
+    if isinstance(inputs, Mapping):
+        output = network(**inputs) if _takes_keywords(network, inputs) else network(inputs)
+    elif isinstance(inputs, (tuple, list)):
+        output = network(*inputs)
+    else:
+        output = network(inputs)
+    return _logits_of(output)
+
+
+def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether the mapping's keys are arguments of `forward` (as in transformers), or the mapping itself is the input."""
+    try:
+        inspect.signature(network.forward).bind(**inputs)
+    except TypeError:
+        return False
+    return True
+
+
+def _logits_of(output: Any) -> Tensor:
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    elif not isinstance(output, Tensor) and hasattr(output, "logits"):
+        output = output.logits
+    if not isinstance(output, Tensor):
+        message = (
+            f"expected the network to return a tensor of logits, or an object or mapping with 'logits'; got "
+            f"{type(output).__name__}. Wrap the network in a module whose forward returns the logits alone."
+        )
+        raise HeadError(message)
+    return output
+
+
+@contextmanager
+def undisturbed(*networks: nn.Module) -> Iterator[None]:
+    """Evaluate networks inside; afterwards they, and the random state, are exactly as they were.
+
+    Inside, gradients are off and every module is in eval mode. Afterwards, also when an exception strikes, training
+    flags, buffers (values and identity) and the random state of the CPU and of the networks' devices are restored.
+    `no_grad` rather than `inference_mode`: a network that caches a tensor during the pass must still train afterwards.
+
+    Yields:
+        Nothing.
+    """
+    modules = [module for network in networks for module in network.modules()]
+    modes = [module.training for module in modules]
+    registered = [dict(module._buffers) for module in modules]
+    values = [
+        (buffer, buffer._version, buffer.detach().clone())
+        for names in registered
+        for buffer in names.values()
+        if buffer is not None and not buffer.is_inference()
+    ]
+    accelerators = sorted({p.device.index or 0 for n in networks for p in n.parameters() if p.device.type == "cuda"})
+    tracing = torch.compiler.is_compiling()  # nothing runs then: no values or random numbers to protect
+    random_state = nullcontext() if tracing else torch.random.fork_rng(devices=accelerators)
+    with torch.no_grad(), random_state:
+        try:
+            for module in modules:
+                module.training = False
+            yield
+        finally:
+            for module, mode, names in zip(modules, modes, registered, strict=True):
+                module.training = mode
+                module._buffers.clear()
+                module._buffers.update(names)
+            for buffer, version, value in () if tracing else values:
+                # Untouched buffers are not written: a copy would invalidate a graph the user still holds.
+                if buffer._version != version:
+                    buffer.copy_(value)

@@ -1,0 +1,148 @@
+"""Files: tensors in safetensors beside a versioned JSON document, written so that a reader sees all of it or nothing.
+
+The tensor file is written first, under a name that holds its own checksum; then the document that points to it replaces
+the old document in one step; then what the old one pointed to is removed. A crash at any moment leaves a folder that
+loads. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from mola.errors import StorageError
+
+__all__ = ["DOCUMENT", "FORMAT", "VERSION", "fingerprint", "read", "write"]
+
+FORMAT = "mola-posterior"
+VERSION = 1
+DOCUMENT = "posterior.json"
+
+
+def fingerprint(layer: nn.Linear) -> dict[str, str]:
+    """Checksums of a layer's weights as they read in each floating-point type.
+
+    A network that was fitted in float32 is still the same network after `.half()`, so each type has its own checksum.
+    """
+    prints = {}
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        digest = hashlib.sha256()
+        for tensor in (layer.weight, layer.bias):
+            if tensor is not None:
+                digest.update(tensor.detach().cpu().to(dtype).contiguous().view(torch.uint8).numpy().tobytes())
+        prints[str(dtype).removeprefix("torch.")] = digest.hexdigest()
+    return prints
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file in one step: readers see the old content or the new, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Save a document and its tensors.
+
+    Args:
+        directory: folder to write to; made if missing. What it held before stays readable until all is written.
+        document: JSON.
+        tensors: by name.
+
+    Returns:
+        The folder.
+
+    Raises:
+        StorageError: if the path is a file.
+    """
+    folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        message = f"{folder} is a file; expected a folder to save the posterior in."
+        raise StorageError(message)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    checksum = hashlib.sha256(content).hexdigest()
+    name = f"factors-{checksum[:16]}.safetensors"
+    write_atomically(folder / name, content)
+    full = {"format": FORMAT, "version": VERSION, **document, "tensors": {"file": name, "sha256": checksum}}
+    write_atomically(folder / DOCUMENT, json.dumps(full, indent=2, allow_nan=False).encode())
+    for stale in folder.glob("factors-*.safetensors"):
+        if stale.name != name:
+            stale.unlink()
+    return folder
+
+
+def read(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Load a document and its tensors.
+
+    Args:
+        directory: a folder that `write` made.
+
+    Returns:
+        The document and the tensors by name.
+
+    Raises:
+        StorageError: if files are missing, truncated, foreign, or newer than this library.
+    """
+    folder = Path(directory)
+    path = folder / DOCUMENT
+    if not path.is_file():
+        message = (
+            f"{folder} holds no saved posterior: {DOCUMENT} is missing. Pass the folder given to posterior.save(...)."
+        )
+        raise StorageError(message)
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        message = f"{path} is not readable JSON ({error}): the file is truncated or was not written by mola."
+        raise StorageError(message) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        message = f"{path} was not written by mola: expected format {FORMAT!r}."
+        raise StorageError(message)
+    if document.get("version") != VERSION:
+        message = (
+            f"{path} has version {document.get('version')!r}; this mola reads version {VERSION}. "
+            f"Update mola, or save the posterior again with this one."
+        )
+        raise StorageError(message)
+    return document, _read_tensors(folder, document)
+
+
+def _read_tensors(folder: Path, document: dict[str, Any]) -> dict[str, Tensor]:
+    entry = document.get("tensors")
+    if not isinstance(entry, dict) or not {"file", "sha256"} <= entry.keys():
+        message = f"{folder / DOCUMENT} does not name its tensor file: it is truncated or was edited."
+        raise StorageError(message)
+    path = folder / Path(str(entry["file"])).name
+    if not path.is_file():
+        message = f"{path} is missing: {DOCUMENT} points to it. Copy the whole folder."
+        raise StorageError(message)
+    content = path.read_bytes()
+    checksum = hashlib.sha256(content).hexdigest()
+    if checksum != entry["sha256"]:
+        message = (
+            f"{path} is truncated or corrupt: its checksum is {checksum[:16]}..., expected {entry['sha256'][:16]}... "
+            f"Copy the folder again, or save the posterior again."
+        )
+        raise StorageError(message)
+    try:
+        return load_tensors(content)
+    except (SafetensorError, ValueError) as error:
+        message = f"{path} is not a safetensors file: {error}"
+        raise StorageError(message) from error

@@ -1,0 +1,122 @@
+"""What candidates for the prior precision score on held-out data, with one pass of the networks over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mola.errors import DataError
+from mola.laplace import Candidate, LogitMoments, Spectrum
+from mola.links import Link
+from mola.metrics import bin_confidences, calibration_gap
+
+__all__ = ["HeldOut", "Problem", "Tuning"]
+
+ROWS_AT_ONCE = 1024
+"""Data taken together when candidates are compared; bounds the memory of their projections."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What K networks make of data that were held out: features with the constant 1, logits, and labels."""
+
+    features: Sequence[Tensor]
+    logits: Sequence[Tensor]
+    labels: Tensor | None
+
+    def __len__(self) -> int:
+        """Number of data."""
+        return len(self.logits[0])
+
+    def mean_accuracy(self) -> float:
+        """Accuracy of the trained networks by themselves, averaged over them.
+
+        Returns:
+            Between 0 and 1.
+
+        Raises:
+            DataError: if there are no labels.
+        """
+        if self.labels is None:
+            message = "the threshold rule needs labels: yield (inputs, labels), or pass a confidence."
+            raise DataError(message)
+        return sum(float((logits.argmax(1) == self.labels).double().mean()) for logits in self.logits) / len(
+            self.logits
+        )
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a prior precision was chosen."""
+
+    rule: str
+    prior_precision: tuple[float, ...]
+    """One for each component."""
+    curve: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """What each candidate scored: "prior_precision", and figures on the held-out data."""
+    notes: tuple[str, ...] = ()
+    """What the user should know: a grid that grew, a threshold that nothing met."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A mixture whose prior precision is to be chosen."""
+
+    spectra: Sequence[Spectrum]
+    link: Link
+    weights_at: Callable[[float], Tensor]
+    """Mixture weights (K,) at a prior precision."""
+    read: Callable[[Iterable[Any], str, bool], HeldOut]
+    """Run the networks once over a loader: (loader, what it is for, whether labels are required)."""
+    log_evidence: Callable[[int, Tensor], Tensor]
+    """Log evidence of a component at a prior precision; differentiable."""
+
+    def curve(self, data: HeldOut, precisions: Sequence[float]) -> dict[str, Tensor]:
+        """What each candidate scores on held-out data.
+
+        Args:
+            data: features, logits and, for scores that need them, labels.
+            precisions: the candidates.
+
+        Returns:
+            One value for each candidate of "confidence" and "uniform" (cross-entropy to the uniform distribution) and,
+            with labels, "nll", "brier" and "ece".
+        """
+        sums = torch.zeros(len(precisions), 4, dtype=torch.float64)
+        bins = torch.zeros(len(precisions), 15, 3, dtype=torch.float64)
+        mixing = [self.weights_at(precision) for precision in precisions]
+        for start in range(0, len(data), ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            features = [values[rows].double() for values in data.features]
+            means = [values[rows].double() for values in data.logits]
+            projected = [spectrum.project(values) for spectrum, values in zip(self.spectra, features, strict=True)]
+            labels = None if data.labels is None else data.labels[rows]
+            for index, precision in enumerate(precisions):
+                probs = torch.zeros_like(means[0])
+                for weight, spectrum, mean, value, part in zip(
+                    mixing[index], self.spectra, means, features, projected, strict=True
+                ):
+                    probs += weight * self.link(LogitMoments(mean, value, Candidate(spectrum, precision, part)))
+                sums[index] += _sums(probs, labels)
+                if labels is not None:
+                    bins[index] += bin_confidences(probs, labels)
+        means_of_sums = sums / len(data)
+        curve = {"confidence": means_of_sums[:, 0], "uniform": means_of_sums[:, 1]}
+        if data.labels is not None:
+            curve |= {"nll": means_of_sums[:, 2], "brier": means_of_sums[:, 3]}
+            curve["ece"] = torch.tensor([calibration_gap(binned) for binned in bins], dtype=torch.float64)
+        return curve
+
+
+def _sums(probs: Tensor, labels: Tensor | None) -> Tensor:
+    log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+    confidence, uniform = probs.max(1).values.sum(), -log_probs.mean(1).sum()
+    if labels is None:
+        return torch.stack([confidence, uniform, uniform.new_zeros(()), uniform.new_zeros(())])
+    nll = -log_probs.gather(1, labels[:, None]).sum()
+    brier = (probs - torch.nn.functional.one_hot(labels, probs.shape[1])).square().sum()
+    return torch.stack([confidence, uniform, nll, brier])

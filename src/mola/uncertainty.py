@@ -1,0 +1,65 @@
+r"""How uncertain, of which kind, and how outlying. Outlier scores are higher for what is more outlying, always.
+
+Total uncertainty is the entropy of the prediction. Its aleatoric part is the mean entropy of the members of the mixture
+(what no further data would remove), its epistemic part the rest: the mutual information between label and weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["entropy", "entropy_score", "far_field_score", "max_probability_score", "mutual_information"]
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """Entropy in nats over the last axis."""
+    return torch.special.entr(probs).sum(-1)
+
+
+def mutual_information(member_probs: Tensor, weights: Tensor) -> Tensor:
+    """Epistemic part (n,) of the entropy of a mixture: `H[sum_k w_k p_k] - sum_k w_k H[p_k]`.
+
+    Args:
+        member_probs: (K, n, C).
+        weights: (K,), non-negative, summing to 1.
+
+    Returns:
+        (n,), never below 0.
+    """
+    mixed = torch.einsum("k,knc->nc", weights, member_probs)
+    within = torch.einsum("k,kn->n", weights, entropy(member_probs))
+    return (entropy(mixed) - within).clamp_min(0)
+
+
+def max_probability_score(probs: Tensor) -> Tensor:
+    """One minus the largest probability."""
+    return 1 - probs.max(-1).values
+
+
+def entropy_score(probs: Tensor) -> Tensor:
+    """Entropy of the prediction."""
+    return entropy(probs)
+
+
+def far_field_score(logit_mean: Tensor, length: Tensor, weights: Tensor) -> Tensor:
+    r"""How little the mixture would say in this direction, however far one goes: the far-field limit, read as a score.
+
+    .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
+
+    As the prior precision goes to 0, Algorithm 1's variance of every logit becomes one constant times
+    :math:`\phi^\top B^{-1} \phi`, the probit link becomes linear, and ranking inputs by the mixture's largest probability
+    becomes ranking by this. It needs no prior precision, and the lengths of the feature vectors cancel.
+
+    Args:
+        logit_mean: (K, n, C).
+        length: (K, n), each feature vector's length relative to the training features.
+        weights: (K,).
+
+    Returns:
+        (n,), higher = more outlying.
+    """
+    centred = logit_mean - logit_mean.mean(-1, keepdim=True)
+    # A feature vector of length 0 has all its logits at the bias: nothing is known there.
+    scaled = torch.where(length[..., None] > 0, centred / length[..., None], torch.zeros_like(centred))
+    return -torch.einsum("k,knc->nc", weights, scaled).max(-1).values
