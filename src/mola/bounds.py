@@ -20,7 +20,12 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["class_bounds", "far_field_logits", "largest_logits"]
+from mola.component import Component
+from mola.errors import BoundError
+from mola.laplace import LogitMoments
+from mola.links import Link, Probit
+
+__all__ = ["class_bounds", "component_bounds", "far_field_logits", "largest_logits", "require_probit"]
 
 
 def largest_logits(weights: Tensor, smallest_variance: Tensor) -> Tensor:
@@ -44,6 +49,52 @@ def class_bounds(largest: Tensor) -> Tensor:
     return torch.exp(-torch.logsumexp(exponents, dim=1))
 
 
-def far_field_logits(mean: Tensor, variance: Tensor) -> Tensor:
-    """Cooled logits (n, C) infinitely far away in the direction of the features that gave mean and variance."""
-    return mean / (math.pi / 8 * variance).sqrt()
+def component_bounds(component: Component, classes: int) -> Tensor:
+    """The Lemma: upper bound (C,) on each class's probability under one component; 1 without covariance."""
+    if component.head is None or component.curvature is None:
+        return torch.ones(classes, dtype=torch.float64)
+    smallest = component.curvature.spectrum.smallest_class_variance(component.precision)
+    return class_bounds(largest_logits(component.head.weights(), smallest))
+
+
+def far_field_logits(component: Component, once: LogitMoments, twice: LogitMoments) -> Tensor:
+    """Cooled logits (n, C) of one component infinitely far away in the direction of each input.
+
+    Args:
+        component: a network whose features scale with its input.
+        once: moments at the inputs.
+        twice: moments at the doubled inputs, to see that the features double.
+
+    Returns:
+        (n, C)
+
+    Raises:
+        BoundError: if the features do not double.
+    """
+    head, _ = component.require_curvature("the far-field limit")
+    width = head.layer.in_features
+    if not torch.allclose(twice.features[:, :width], 2 * once.features[:, :width], rtol=1e-4, atol=1e-6):
+        message = (
+            "doubling the input does not double the features, so there is no closed-form limit. "
+            "It is known for ReLU networks without biases and without normalisation layers."
+        )
+        raise BoundError(message)
+    direction = once.features.clone()
+    direction[:, width:] = 0  # the constant 1 is nothing beside features that grow
+    slope = direction @ head.weights().T.to(direction)
+    variance = LogitMoments(slope, direction, once.posterior).variance
+    # Features of 0 stay 0 however far one goes: nothing is known there, and nothing is said.
+    return torch.where(variance > 0, slope / (math.pi / 8 * variance).sqrt(), torch.zeros_like(slope))
+
+
+def require_probit(link: Link) -> None:
+    """Refuse any other link.
+
+    Raises:
+        BoundError: unless the link is the probit, for which bounds and limit are proven.
+    """
+    if not isinstance(link, Probit):
+        message = (
+            f"bounds and limit are proven for link 'probit', this posterior has {link.name!r}: use with_link('probit')."
+        )
+        raise BoundError(message)

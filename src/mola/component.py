@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from mola.laplace import Factors, LogitMoments, Posterior, Spectrum, Structure, 
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.networks import Inputs, call
 
-__all__ = ["Component", "Curvature"]
+__all__ = ["Component", "Curvature", "per_component"]
 
 
 @dataclass(frozen=True)
@@ -114,3 +115,24 @@ class Component(nn.Module):
         weights = head.weights()
         prior = weights.numel() * precision.log() - precision * weights.square().sum()
         return curvature.factors.log_likelihood + (prior - curvature.spectrum.log_determinant(precision)) / 2
+
+
+def per_component(value: float | Sequence[float], count: int, name: str) -> list[float]:
+    """One number for each component.
+
+    Args:
+        value: a number for all, or one for each.
+        count: number of components.
+        name: of the argument, for the message.
+
+    Returns:
+        `count` numbers.
+
+    Raises:
+        OptionError: if the numbers are not `count`.
+    """
+    values = [float(value)] * count if isinstance(value, (int, float)) else [float(each) for each in value]
+    if len(values) != count:
+        message = f"{name}: expected one number, or {count} of them (one for each component); got {len(values)}."
+        raise OptionError(message)
+    return values

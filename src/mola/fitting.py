@@ -8,41 +8,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mola import storage
-from mola.component import Component, Curvature
-from mola.errors import HeadError, OptionError, StorageError
+from mola import archive, storage
+from mola.component import Component, Curvature, per_component
+from mola.errors import OptionError
 from mola.features import batch_count, find_heads, peek, stream
-from mola.heads import Head, head_by_name
-from mola.laplace import Diag, Full, Kron, KronExact, Structure, check_precision
+from mola.heads import Head
+from mola.laplace import Structure, as_structure, check_precision
 from mola.likelihood import CATEGORICAL, Likelihood
-from mola.links import LINKS, Link, as_link
+from mola.links import Link, as_link
 from mola.networks import as_batch, undisturbed
-from mola.posterior import MoLA, per_component
-from mola.tuning import Tuning
+from mola.posterior import MoLA
 
-__all__ = ["STRUCTURES", "as_structure", "ensemble", "fit", "load"]
-
-STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Kron, KronExact, Diag, Full)}
-
-
-def as_structure(structure: str | Structure) -> Structure:
-    """The structure of that name, or the structure itself.
-
-    Args:
-        structure: a name of `STRUCTURES`, or a structure.
-
-    Returns:
-        A structure.
-
-    Raises:
-        OptionError: if the name is unknown.
-    """
-    if isinstance(structure, Structure):
-        return structure
-    if structure not in STRUCTURES:
-        message = f"structure must be one of {sorted(STRUCTURES)} or a Structure object, got {structure!r}."
-        raise OptionError(message)
-    return STRUCTURES[structure]()
+__all__ = ["ensemble", "fit", "load"]
 
 
 def _as_networks(models: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -166,84 +143,8 @@ def load(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MoLA
         models: the networks, in the same order.
 
     Returns:
-        The posterior.
-
-    Raises:
-        StorageError: if the files are damaged or of another version, or a network is not the one that was fitted.
+        The posterior; `StorageError` if the files are damaged or of another version, or a network is not the one that
+        was fitted.
     """
     networks = _as_networks(models)
-    document, tensors = storage.read(directory)
-    try:
-        return _assemble(document, tensors, networks)
-    except (KeyError, TypeError) as error:
-        message = (
-            f"{directory}: the document lacks or garbles an entry ({error}); it was edited or is not of this version."
-        )
-        raise StorageError(message) from error
-
-
-def _assemble(document: dict[str, Any], tensors: dict[str, Tensor], networks: Sequence[nn.Module]) -> MoLA:
-    parts = document["components"]
-    if len(parts) != len(networks):
-        message = f"the saved posterior has {len(parts)} components, got {len(networks)} models."
-        raise StorageError(message)
-    structure = _rebuild(document["structure"], STRUCTURES, "structure")
-    link = _rebuild(document["link"], LINKS, "link")
-    components = []
-    for index, (network, part) in enumerate(zip(networks, parts, strict=True)):
-        head = _check_network(index, network, part, document["classes"], networks)
-        named = {name: tensors[f"{index}.{name}"] for name in structure.empty(head.width, head.classes)}
-        for name, shape in structure.empty(head.width, head.classes).items():
-            if tuple(named[name].shape) != shape:
-                message = f"tensor {index}.{name} has shape {tuple(named[name].shape)}, expected {shape}."
-                raise StorageError(message)
-        factors = structure.restore(part["count"], part["log_likelihood"], named)
-        components.append(Component(network, head, Curvature(structure, factors), part["prior_precision"]))
-    weights = document["weighting"] if document["weighting"] != "given" else document["weights"]
-    precisions = tuple(part["prior_precision"] for part in parts)
-    saved = document["tuning"]
-    tuning = None if saved is None else Tuning(saved["rule"], precisions, notes=tuple(saved["notes"]))
-    return MoLA(components, link, weights, tuning)
-
-
-def _rebuild(entry: dict[str, Any], known: dict[str, Any], what: str) -> Any:
-    settings = dict(entry)
-    name = settings.pop("name")
-    if name not in known:
-        message = f"unknown {what} {name!r}; this mola knows {sorted(known)}."
-        raise StorageError(message)
-    return known[name](**settings)
-
-
-def _check_network(
-    index: int, network: nn.Module, part: dict[str, Any], classes: int, networks: Sequence[nn.Module]
-) -> Head:
-    try:
-        head = head_by_name(network, part["head"])
-    except HeadError as error:
-        message = f"models[{index}] is not the network that was fitted: {error}"
-        raise StorageError(message) from None
-    found = (head.classes, head.width, head.has_bias)
-    saved = (classes, part["features"], part["bias"])
-    if found != saved:
-        message = (
-            f"models[{index}]: head {head.name!r} has (classes, features, bias) = {found}, the saved posterior {saved}. "
-            f"Pass the networks that were fitted."
-        )
-        raise StorageError(message)
-    dtype = str(head.layer.weight.dtype).removeprefix("torch.")
-    if storage.fingerprint(head.layer)[dtype] != part["fingerprint"][dtype]:
-        message = (
-            f"models[{index}]: the weights of head {head.name!r} are not those the posterior was fitted on."
-            f"{_order_hint(part, networks, dtype)} Pass the same {len(networks)} networks, in the order they were fitted in."
-        )
-        raise StorageError(message)
-    return head
-
-
-def _order_hint(part: dict[str, Any], networks: Sequence[nn.Module], dtype: str) -> str:
-    for index, network in enumerate(networks):
-        module = dict(network.named_modules()).get(part["head"])
-        if isinstance(module, nn.Linear) and storage.fingerprint(module)[dtype] == part["fingerprint"][dtype]:
-            return f" They are those of models[{index}]."
-    return ""
+    return MoLA(*archive.unpack(*storage.read(directory), networks))

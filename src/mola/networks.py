@@ -11,12 +11,13 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mola.errors import DataError, HeadError
+from mola.errors import DataError, HeadError, MolaError
 
 __all__ = ["Batch", "Inputs", "as_batch", "call", "undisturbed"]
 
@@ -110,18 +111,42 @@ def call(network: nn.Module, inputs: Inputs) -> Tensor:
         inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
 
     Returns:
-        The very tensor of logits that the network returned; `HeadError` if it returned none.
+        The very tensor of logits that the network returned.
+
+    Raises:
+        DataError: if the network fails on these inputs; `HeadError` if it returns no logits.
+        MolaError: as raised inside.
+        OutOfMemoryError: as raised inside.
     """
-    device = next((tensor.device for tensor in (*network.parameters(), *network.buffers())), None)
+    device = next((tensor.device for tensor in chain(network.parameters(), network.buffers())), None)
     if device is not None:
         inputs = to_device(inputs, device)
+    try:
+        return _logits_of(_run(network, inputs))
+    except (MolaError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        message = (
+            f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. "
+            f"Pass inputs of the shape and type that the network was trained on."
+        )
+        raise DataError(message) from error
+
+
+def _run(network: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, Mapping):
-        output = network(**inputs) if _takes_keywords(network, inputs) else network(inputs)
-    elif isinstance(inputs, (tuple, list)):
-        output = network(*inputs)
-    else:
-        output = network(inputs)
-    return _logits_of(output)
+        return network(**inputs) if _takes_keywords(network, inputs) else network(inputs)
+    return network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
+
+
+def _describe(inputs: Inputs) -> str:
+    if isinstance(inputs, Tensor):
+        return f"shape {tuple(inputs.shape)} and type {str(inputs.dtype).removeprefix('torch.')}"
+    if isinstance(inputs, Mapping):
+        return "{" + ", ".join(f"{key}: {_describe(value)}" for key, value in inputs.items()) + "}"
+    if isinstance(inputs, (tuple, list)):
+        return "(" + ", ".join(_describe(value) for value in inputs) + ")"
+    return f"type {type(inputs).__name__}"
 
 
 def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:

@@ -13,26 +13,22 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from mola import storage
-from mola.bounds import class_bounds, far_field_logits, largest_logits
-from mola.component import Component
-from mola.errors import BoundError, DataError, MolaError, OptionError
-from mola.features import batch_count, stream
+from mola import archive, storage
+from mola.bounds import component_bounds, far_field_logits, require_probit
+from mola.component import Component, per_component
+from mola.errors import DataError
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL
-from mola.links import Link, Probit, as_link
+from mola.links import Link, as_link
 from mola.mixture import Mixture, seed_from
 from mola.networks import Inputs, undisturbed
 from mola.prediction import Prediction
 from mola.prior import ConfidenceThreshold, Rule
-from mola.tuning import HeldOut, Problem, Tuning
-from mola.uncertainty import entropy, far_field_score, max_probability_score
+from mola.tuning import HeldOut, Problem, Tuning, read_held_out
+from mola.uncertainty import entropy, epistemic_share, far_field_score, max_probability_score
 from mola.weights import evidence_weights, stacking_weights
 
 __all__ = ["MoLA", "WeightSamples"]
-
-SPREAD_DRAWS = 64
-"""Draws of the logits behind the aleatoric-epistemic split of a prediction."""
 
 
 class WeightSamples(NamedTuple):
@@ -123,21 +119,7 @@ class MoLA(Mixture):
             return self._mix([self.link(moments, seed) for moments in self._moments(inputs)])
 
     def _moments(self, inputs: Inputs) -> list[LogitMoments]:
-        moments = []
-        for index, component in enumerate(self.components):
-            try:
-                moments.append(component.moments(inputs))
-            except MolaError:
-                raise
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                message = (
-                    f"models[{index}] ({type(component.network).__name__}) failed on inputs of {_describe(inputs)}: {error}. "
-                    f"Pass inputs of the shape and type that the network was trained on."
-                )
-                raise DataError(message) from error
-        return moments
+        return [component.moments(inputs) for component in self.components]
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
         with undisturbed(*self.networks):
@@ -152,7 +134,7 @@ class MoLA(Mixture):
             probs = self._mix([self.link(one, seed) for one in moments])
             mean = torch.stack([one.mean for one in moments])
             variance = torch.stack([one.variance for one in moments])
-            spread = entropy(probs) * self._epistemic_share(moments, seed)
+            spread = entropy(probs) * epistemic_share(moments, self.weights.tolist(), seed or 0)
             score, name = self._ood_score(moments, mean, probs)
         return Prediction(probs, spread, score, name, mean, variance)
 
@@ -161,23 +143,6 @@ class MoLA(Mixture):
         if len(lengths) < len(moments):
             return max_probability_score(probs), "max-probability"
         return far_field_score(mean, torch.stack(lengths), self.weights.to(mean)), "far-field"
-
-    def _epistemic_share(self, moments: Sequence[LogitMoments], seed: int | None) -> Tensor:
-        """Share (n,) of the entropy that is mutual information between label and weights.
-
-        Within a component it has no closed form, so it is measured on draws; as a share of the draws' own entropy it is
-        between 0 and 1 whatever the link, and exact where the components have no covariance.
-        """
-        mixed, within = torch.zeros_like(moments[0].mean), torch.zeros_like(moments[0].mean[:, 0])
-        for weight, one in zip(self.weights.tolist(), moments, strict=True):
-            draws = 1 if one.posterior is None else SPREAD_DRAWS
-            generator = torch.Generator().manual_seed(seed or 0)
-            for drawn in one.draws(draws, generator, "logits"):
-                probs = CATEGORICAL.probabilities(drawn)
-                mixed += weight / draws * probs.sum(1)
-                within += weight / draws * entropy(probs).sum(1)
-        total = entropy(mixed)
-        return torch.where(total > 0, 1 - within / total, torch.zeros_like(total)).clamp(0, 1)
 
     # --- new values from this one -----------------------------------------------------------------------------------
 
@@ -252,32 +217,9 @@ class MoLA(Mixture):
         return self.with_weights(stacking_weights(torch.stack(chosen, dim=1)))
 
     def _read(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool) -> HeldOut:
-        """Run every network once over a loader, and keep what the heads saw, in main memory."""
         heads = [component.require_curvature("reading held-out data")[0] for component in self.components]
-        features: list[list[Tensor]] = [[] for _ in heads]
-        logits: list[list[Tensor]] = [[] for _ in heads]
-        labels: list[Tensor] = []
         with undisturbed(*self.networks):
-            batches = stream(
-                self.networks,
-                heads,
-                loader,
-                where=where,
-                progress=progress,
-                total=batch_count(loader),
-                labelled=labelled,
-            )
-            for seen, batch_labels in batches:
-                for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
-                    features[index].append(head.lift(one.features).cpu())
-                    logits[index].append(one.logits.cpu())
-                if batch_labels is not None:
-                    labels.append(batch_labels.cpu())
-        return HeldOut(
-            [torch.cat(parts) for parts in features],
-            [torch.cat(parts) for parts in logits],
-            torch.cat(labels) if labels else None,
-        )
+            return read_held_out(self.networks, heads, loader, where=where, labelled=labelled, progress=progress)
 
     # --- what it knows ----------------------------------------------------------------------------------------------
 
@@ -322,34 +264,17 @@ class MoLA(Mixture):
             lemma: give the bound of each component (the paper's Lemma) instead of the mixture's (its Theorem).
 
         Returns:
-            (n,), or (K, n) with `lemma`.
-
-        Raises:
-            BoundError: if the link is not the probit, for which the bounds are proven.
+            (n,), or (K, n) with `lemma`; `BoundError` for a link other than the probit.
         """
-        if not isinstance(self.link, Probit):
-            message = f"the confidence bounds hold for link 'probit', this posterior has {self.link.name!r}: use with_link('probit')."
-            raise BoundError(message)
+        require_probit(self.link)
         with undisturbed(*self.networks):
-            members = [self.link(moments) for moments in self._moments(inputs)]
-        bounds = [
-            self._class_bounds(component, probs.shape[1])
-            for component, probs in zip(self.components, members, strict=True)
-        ]
+            members = [self.link(moments).cpu() for moments in self._moments(inputs)]
+        bounds = torch.stack([component_bounds(component, members[0].shape[1]) for component in self.components])
         if lemma:
-            return torch.stack([bound[probs.argmax(1).cpu()] for bound, probs in zip(bounds, members, strict=True)])
-        mixed = torch.einsum("k,kc->c", self.weights, torch.stack(bounds))
-        return mixed[self._mix(members).argmax(1).cpu()]
+            return torch.stack([bound[probs.argmax(1)] for bound, probs in zip(bounds, members, strict=True)])
+        return torch.einsum("k,kc->c", self.weights, bounds)[self._mix(members).argmax(1)]
 
-    @staticmethod
-    def _class_bounds(component: Component, classes: int) -> Tensor:
-        """Upper bound (C,) on each class's probability; 1 for a network without covariance."""
-        if component.head is None or component.curvature is None:
-            return torch.ones(classes, dtype=torch.float64)
-        smallest = component.curvature.spectrum.smallest_class_variance(component.precision)
-        return class_bounds(largest_logits(component.head.weights(), smallest))
-
-    def far_field_limit(self, inputs: Inputs) -> Tensor:
+    def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
         Exact for bias-free ReLU networks, whose features scale with the input; this is checked by doubling the input.
@@ -358,33 +283,13 @@ class MoLA(Mixture):
             inputs: a batch, as one tensor.
 
         Returns:
-            Probabilities (n, C).
-
-        Raises:
-            BoundError: if a network's features do not scale with its input, or the link is not the probit.
+            Probabilities (n, C); `BoundError` if a network's features do not scale, or the link is not the probit.
         """
-        if not isinstance(self.link, Probit):
-            message = f"the far-field limit is known for link 'probit', this posterior has {self.link.name!r}."
-            raise BoundError(message)
-        members = []
+        require_probit(self.link)
         with undisturbed(*self.networks):
-            for index, (component, once, twice) in enumerate(
-                zip(self.components, self._moments(inputs), self._moments(2 * inputs), strict=True)
-            ):
-                head, _ = component.require_curvature("the far-field limit")
-                width = head.layer.in_features
-                if not torch.allclose(twice.features[:, :width], 2 * once.features[:, :width], rtol=1e-4, atol=1e-6):
-                    message = (
-                        f"models[{index}]: doubling the input does not double the features, so there is no closed-form limit. "
-                        f"It is known for ReLU networks without biases and without normalisation layers."
-                    )
-                    raise BoundError(message)
-                direction = once.features.clone()
-                direction[:, width:] = 0  # the constant 1 is nothing beside features that grow
-                slope = direction @ head.weights().T.to(direction)
-                moments = LogitMoments(slope, direction, once.posterior)
-                members.append(CATEGORICAL.probabilities(far_field_logits(moments.mean, moments.variance)))
-        return self._mix(members)
+            near = zip(self.components, self._moments(inputs), self._moments(2 * inputs), strict=True)
+            limits = [far_field_logits(component, once, twice) for component, once, twice in near]
+        return self._mix([CATEGORICAL.probabilities(logits) for logits in limits])
 
     # --- files ------------------------------------------------------------------------------------------------------
 
@@ -397,62 +302,5 @@ class MoLA(Mixture):
         Returns:
             The folder, for `mola.load(directory, models=...)`.
         """
-        parts, tensors = [], {}
-        for index, component in enumerate(self.components):
-            head, curvature = component.require_curvature("saving a posterior")
-            parts.append(
-                {
-                    "head": head.name,
-                    "features": head.width,
-                    "bias": head.has_bias,
-                    "fingerprint": storage.fingerprint(head.layer),
-                    "prior_precision": component.precision,
-                    "count": curvature.factors.count,
-                    "log_likelihood": curvature.factors.log_likelihood,
-                }
-            )
-            for name, tensor in curvature.factors.tensors().items():
-                tensors[f"{index}.{name}"] = tensor
-        head, curvature = self.components[0].require_curvature("saving a posterior")
-        document = {
-            "classes": head.classes,
-            "likelihood": curvature.likelihood.name,
-            "structure": {"name": curvature.structure.name, **curvature.structure.settings()},
-            "link": {"name": self.link.name, **self.link.settings()},
-            "weighting": self.weighting,
-            "weights": self.weights.tolist(),
-            "tuning": None if self.tuning is None else {"rule": self.tuning.rule, "notes": list(self.tuning.notes)},
-            "components": parts,
-        }
+        document, tensors = archive.pack(self.components, self.link, self.weights, self.weighting, self.tuning)
         return storage.write(directory, document, tensors)
-
-
-def per_component(value: float | Sequence[float], count: int, name: str) -> list[float]:
-    """One number for each component.
-
-    Args:
-        value: a number for all, or one for each.
-        count: number of components.
-        name: of the argument, for the message.
-
-    Returns:
-        `count` numbers.
-
-    Raises:
-        OptionError: if the numbers are not `count`.
-    """
-    values = [float(value)] * count if isinstance(value, (int, float)) else [float(each) for each in value]
-    if len(values) != count:
-        message = f"{name}: expected one number, or {count} of them (one for each component); got {len(values)}."
-        raise OptionError(message)
-    return values
-
-
-def _describe(inputs: Inputs) -> str:
-    if isinstance(inputs, Tensor):
-        return f"shape {tuple(inputs.shape)} and type {str(inputs.dtype).removeprefix('torch.')}"
-    if isinstance(inputs, dict):
-        return "{" + ", ".join(f"{key}: {_describe(value)}" for key, value in inputs.items()) + "}"
-    if isinstance(inputs, (tuple, list)):
-        return "(" + ", ".join(_describe(value) for value in inputs) + ")"
-    return f"type {type(inputs).__name__}"

@@ -6,9 +6,8 @@ small product in the eigenbasis of the curvature.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mola.errors import MolaWarning, OptionError
+from mola.search import PAPER_GRID, Search, maximise
 from mola.tuning import HeldOut, Problem, Tuning
 
 __all__ = [
@@ -24,14 +24,7 @@ __all__ = [
     "OutlierExposure",
     "Rule",
     "ValidationScore",
-    "log_grid",
 ]
-
-SMALLEST, LARGEST = 1e-24, 1e12
-"""How far a grid may grow. Beyond them the posterior is the prior, or the trained weights."""
-
-PER_DECADE = 99 / 7
-"""Density of the paper's grid: 100 values from 1e-4 to 1e3."""
 
 
 class Rule(Protocol):
@@ -39,66 +32,6 @@ class Rule(Protocol):
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read the data once, and choose."""
-
-
-def log_grid(low: float, high: float, count: int) -> tuple[float, ...]:
-    """`count` values from `low` to `high`, evenly spaced in the logarithm."""
-    return tuple(torch.logspace(math.log10(low), math.log10(high), count, dtype=torch.float64).tolist())
-
-
-PAPER_GRID = log_grid(1e-4, 1e3, 100)
-
-
-def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
-    values = tuple(sorted(float(value) for value in grid))
-    if not values or not all(math.isfinite(value) and value > 0 for value in values):
-        message = f"grid must hold finite numbers above 0, got {list(grid)!r}."
-        raise OptionError(message)
-    return values
-
-
-class _Search:
-    """Candidates and their curve, growing by a decade past an end that wins."""
-
-    def __init__(self, evaluate: Callable[[Sequence[float]], dict[str, Tensor]], grid: Sequence[float]) -> None:
-        self.evaluate = evaluate
-        self.grid = list(_check_grid(grid))
-        self.first_grid = (self.grid[0], self.grid[-1])
-        self.curve = evaluate(self.grid)
-
-    def grow(self, *, down: bool) -> bool:
-        """Add a decade below or above; False where the grid may not grow further."""
-        steps = max(1, round(PER_DECADE))
-        end, factor = (self.grid[0], 0.1) if down else (self.grid[-1], 10.0)
-        if not SMALLEST < end < LARGEST:
-            return False
-        added = [end * factor ** (step / steps) for step in range(1, steps + 1)]
-        scores = self.evaluate(added)
-        if down:
-            self.grid = added[::-1] + self.grid
-            self.curve = {name: torch.cat([scores[name].flip(0), self.curve[name]]) for name in scores}
-        else:
-            self.grid += added
-            self.curve = {name: torch.cat([self.curve[name], scores[name]]) for name in scores}
-        return True
-
-    def notes(self) -> tuple[str, ...]:
-        """Say whether the grid grew."""
-        if (self.grid[0], self.grid[-1]) == self.first_grid:
-            return ()
-        low, high = self.first_grid
-        note = (
-            f"the search for the prior precision reached the end of its grid [{low:.3g}, {high:.3g}] and went on to "
-            f"[{self.grid[0]:.3g}, {self.grid[-1]:.3g}]."
-        )
-        warnings.warn(note, MolaWarning, stacklevel=4)
-        return (note,)
-
-    def table(self) -> dict[str, tuple[float, ...]]:
-        """The curve as plain numbers."""
-        return {"prior_precision": tuple(self.grid)} | {
-            name: tuple(values.tolist()) for name, values in self.curve.items()
-        }
 
 
 def _require(val_loader: Iterable[Any] | None, rule: object) -> Iterable[Any]:
@@ -135,7 +68,7 @@ class ConfidenceThreshold:
             meets = curve["confidence"] >= threshold
             return meets if self.brier is None else meets & (curve["brier"] <= self.brier)
 
-        search = _Search(lambda grid: problem.curve(data, grid), self.grid)
+        search = Search(lambda grid: problem.curve(data, grid), self.grid)
         while bool(passing(search.curve)[0]) and search.grow(down=True):
             pass
         while not bool(passing(search.curve).any()) and search.grow(down=False):
@@ -160,7 +93,7 @@ class ConfidenceThreshold:
         return Tuning(rule, (chosen,) * len(problem.spectra), search.table(), notes)
 
 
-def _smallest(problem: Problem, search: _Search, score: str, rule: str) -> Tuning:
+def _smallest(problem: Problem, search: Search, score: str, rule: str) -> Tuning:
     """The candidate with the smallest score, the grid growing while an end wins by more than rounding."""
 
     def best() -> int:
@@ -211,7 +144,7 @@ class ValidationScore:
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read the validation data once, and choose."""
         data = problem.read(_require(val_loader, self), "validation loader", True)
-        search = _Search(lambda grid: problem.curve(data, grid), self.grid)
+        search = Search(lambda grid: problem.curve(data, grid), self.grid)
         return _smallest(problem, search, self.score, f"ValidationScore({self.score!r})")
 
 
@@ -241,7 +174,7 @@ class OutlierExposure:
             curve["objective"] = curve["nll"] + self.weight * outside["uniform"]
             return curve
 
-        return _smallest(problem, _Search(evaluate, self.grid), "objective", f"OutlierExposure(weight={self.weight})")
+        return _smallest(problem, Search(evaluate, self.grid), "objective", f"OutlierExposure(weight={self.weight})")
 
 
 @dataclass(frozen=True)
@@ -281,29 +214,3 @@ class Evidence:
             return Tuning("Evidence(shared=True)", (best,) * len(problem.spectra))
         chosen = tuple(maximise(lambda precision, k=k: problem.log_evidence(k, precision)) for k in components)  # type: ignore[misc]
         return Tuning("Evidence(shared=False)", chosen)
-
-
-def maximise(objective: Callable[[Tensor], Tensor]) -> float:
-    """Where a smooth function of a positive number is largest: a wide grid, then bisection of the slope."""
-
-    def slope(log_precision: float) -> float:
-        with torch.enable_grad():
-            position = torch.tensor(log_precision, dtype=torch.float64, requires_grad=True)
-            (gradient,) = torch.autograd.grad(objective(position.exp()), position)
-        return float(gradient)
-
-    positions = torch.linspace(math.log(1e-16), math.log(1e16), 257, dtype=torch.float64).tolist()
-    with torch.no_grad():
-        values = [float(objective(torch.tensor(position, dtype=torch.float64).exp())) for position in positions]
-    peak = max(range(len(values)), key=values.__getitem__)
-    low, high = positions[max(peak - 1, 0)], positions[min(peak + 1, len(positions) - 1)]
-    if slope(low) <= 0 or slope(high) >= 0:
-        note = f"the log evidence has no interior maximum in the prior precision; took {math.exp(positions[peak]):.3g}."
-        warnings.warn(note, MolaWarning, stacklevel=4)
-        return math.exp(positions[peak])
-    while high - low > 1e-12 * max(1.0, abs(low)):
-        middle = (low + high) / 2
-        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
-        if middle in (low, high) and high - low < 1e-13:
-            break
-    return math.exp((low + high) / 2)

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mola.errors import DataError
+from mola.features import batch_count, stream
+from mola.heads import Head
 from mola.laplace import Candidate, LogitMoments, Spectrum
 from mola.links import Link
 from mola.metrics import bin_confidences, calibration_gap
 
-__all__ = ["HeldOut", "Problem", "Tuning"]
+__all__ = ["HeldOut", "Problem", "Tuning", "read_held_out"]
 
 ROWS_AT_ONCE = 1024
 """Data taken together when candidates are compared; bounds the memory of their projections."""
@@ -49,6 +51,45 @@ class HeldOut:
         )
 
 
+def read_held_out(
+    networks: Sequence[nn.Module],
+    heads: Sequence[Head],
+    loader: Iterable[Any],
+    *,
+    where: str,
+    labelled: bool,
+    progress: bool,
+) -> HeldOut:
+    """Run every network once over a loader, and keep what the heads saw, in main memory.
+
+    Call it inside `undisturbed(*networks)`.
+
+    Args:
+        networks: the trained classifiers.
+        heads: their last linear layers.
+        loader: any iterable of batches.
+        where: what the loader is for.
+        labelled: whether every batch must carry labels.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
+
+    Returns:
+        Features, logits and labels of all the data.
+    """
+    features: list[list[Tensor]] = [[] for _ in heads]
+    logits: list[list[Tensor]] = [[] for _ in heads]
+    labels: list[Tensor] = []
+    for seen, batch_labels in stream(
+        networks, heads, loader, where=where, progress=progress, total=batch_count(loader), labelled=labelled
+    ):
+        for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
+            features[index].append(head.lift(one.features).cpu())
+            logits[index].append(one.logits.cpu())
+        if batch_labels is not None:
+            labels.append(batch_labels.cpu())
+    joined = [torch.cat(parts) for parts in features], [torch.cat(parts) for parts in logits]
+    return HeldOut(*joined, torch.cat(labels) if labels else None)
+
+
 @dataclass(frozen=True)
 class Tuning:
     """How a prior precision was chosen."""
@@ -60,6 +101,20 @@ class Tuning:
     """What each candidate scored: "prior_precision", and figures on the held-out data."""
     notes: tuple[str, ...] = ()
     """What the user should know: a grid that grew, a threshold that nothing met."""
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the prior precisions, as JSON."""
+        return {
+            "rule": self.rule,
+            "curve": {name: list(values) for name, values in self.curve.items()},
+            "notes": [*self.notes],
+        }
+
+    @staticmethod
+    def from_json(entry: dict[str, Any], prior_precision: tuple[float, ...]) -> Tuning:
+        """What `as_json` made, with the prior precisions."""
+        curve = {name: tuple(values) for name, values in entry["curve"].items()}
+        return Tuning(entry["rule"], prior_precision, curve, tuple(entry["notes"]))
 
 
 @dataclass(frozen=True)

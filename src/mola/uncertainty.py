@@ -6,10 +6,26 @@ Total uncertainty is the entropy of the prediction. Its aleatoric part is the me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["entropy", "entropy_score", "far_field_score", "max_probability_score", "mutual_information"]
+from mola.laplace import LogitMoments
+from mola.likelihood import CATEGORICAL
+
+__all__ = [
+    "entropy",
+    "entropy_score",
+    "epistemic_share",
+    "far_field_score",
+    "max_probability_score",
+    "mutual_information",
+]
+
+
+SPREAD_DRAWS = 64
+"""Draws of the logits behind the aleatoric-epistemic split of a prediction."""
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -63,3 +79,28 @@ def far_field_score(logit_mean: Tensor, length: Tensor, weights: Tensor) -> Tens
     # A feature vector of length 0 has all its logits at the bias: nothing is known there.
     scaled = torch.where(length[..., None] > 0, centred / length[..., None], torch.zeros_like(centred))
     return -torch.einsum("k,knc->nc", weights, scaled).max(-1).values
+
+
+def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], seed: int) -> Tensor:
+    """Share (n,) of a mixture's entropy that is mutual information between label and weights.
+
+    Within a component it has no closed form, so it is measured on draws; as a share of the draws' own entropy it lies
+    between 0 and 1 whatever the link, and it is exact where the components have no covariance.
+
+    Args:
+        moments: of the logits under each component.
+        weights: of the components.
+        seed: of the draws, the same for every component.
+
+    Returns:
+        (n,), between 0 and 1.
+    """
+    mixed, within = torch.zeros_like(moments[0].mean), torch.zeros_like(moments[0].mean[:, 0])
+    for weight, one in zip(weights, moments, strict=True):
+        draws = 1 if one.posterior is None else SPREAD_DRAWS
+        for drawn in one.draws(draws, torch.Generator().manual_seed(seed), "logits"):
+            probs = CATEGORICAL.probabilities(drawn)
+            mixed += weight / draws * probs.sum(1)
+            within += weight / draws * entropy(probs).sum(1)
+    total = entropy(mixed)
+    return torch.where(total > 0, 1 - within / total, torch.zeros_like(total)).clamp(0, 1)

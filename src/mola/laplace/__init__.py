@@ -1,8 +1,6 @@
 """Features to factors, factors and a prior to a posterior, a posterior to the moments of the logits."""
 
-from mola.laplace.base import Candidate as Candidate
 from mola.laplace.base import Factors as Factors
-from mola.laplace.base import LogitMoments as LogitMoments
 from mola.laplace.base import Posterior as Posterior
 from mola.laplace.base import Spectrum as Spectrum
 from mola.laplace.base import Structure as Structure
@@ -11,3 +9,7 @@ from mola.laplace.diag import Diag as Diag
 from mola.laplace.full import Full as Full
 from mola.laplace.kron import Kron as Kron
 from mola.laplace.kron_exact import KronExact as KronExact
+from mola.laplace.moments import Candidate as Candidate
+from mola.laplace.moments import LogitMoments as LogitMoments
+from mola.laplace.registry import STRUCTURES as STRUCTURES
+from mola.laplace.registry import as_structure as as_structure

@@ -3,7 +3,7 @@ r"""The contracts of a curvature structure, in the order in which data pass thro
 `Structure` turns batches of features into `Factors`: sums over data that know no prior and merge with ``a + b``.
 A `Spectrum` is the eigendecomposition of factors, made once; everything that depends on the prior precision
 :math:`\lambda` follows from it in closed form. A `Posterior` is a spectrum at one :math:`\lambda`, ready to predict: a
-module whose small buffers live in the network's precision and on its device. `LogitMoments` is what a link sees.
+module whose small buffers live in the network's precision and on its device.
 
 Notation: n data, P features (the constant 1 included), C outputs, of which R directions are visible to the likelihood
 (C - 1 for a softmax, which ignores a common shift). ``contrast`` names what remains of a logit covariance after the
@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -27,18 +26,13 @@ from mola.errors import OptionError
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = [
-    "Candidate",
     "Factors",
-    "LogitMoments",
     "Posterior",
     "Spectrum",
     "Structure",
     "check_precision",
     "mahalanobis_weights",
 ]
-
-DRAWS_AT_ONCE = 2**23
-"""Random numbers or logits drawn at once; more are taken in turns."""
 
 OUTLIER_RIDGE = 1e-10
 """Ridge of the feature covariance in the outlier score, relative to its largest eigenvalue: the outlier score's own,
@@ -218,104 +212,6 @@ class Posterior(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         """Precision of the computation: float64, or float32 for everything below."""
         return next(self.buffers()).dtype
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A posterior tried on features that are projected already: variances cost one small product, the rest is made on demand."""
-
-    spectrum: Spectrum
-    precision: float
-    projected: Tensor
-
-    @cached_property
-    def _posterior(self) -> Posterior:
-        return self.spectrum.posterior(self.precision)
-
-    @property
-    def noise_size(self) -> int:
-        """Number of independent normals that one draw of the logits takes."""
-        return self._posterior.noise_size
-
-    def variance(self, _features: Tensor) -> Tensor:
-        """Variance (n, C) of each logit."""
-        return self.spectrum.variance(self.projected, self.precision)
-
-    def contrast_variance(self, _features: Tensor) -> Tensor:
-        """Variance (n, C) of each centred logit."""
-        return self.spectrum.variance(self.projected, self.precision, contrast=True)
-
-    def contrast_covariance(self, features: Tensor) -> Tensor:
-        """Covariance (n, C, C) of the centred logits."""
-        return self._posterior.contrast_covariance(features)
-
-    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
-        """Deviations (n, S, C) of the logits, up to a common shift."""
-        return self._posterior.perturb(features, noise)
-
-    def mahalanobis(self, features: Tensor) -> Tensor:
-        """Length (n,) of each feature vector relative to the training features."""
-        return self._posterior.mahalanobis(features)
-
-
-@dataclass(frozen=True)
-class LogitMoments:
-    """What a link sees of a Gaussian over logits: the mean, and the spread in as much detail as it asks for."""
-
-    mean: Tensor
-    """(n, C)"""
-    features: Tensor
-    """(n, P), the constant 1 included."""
-    posterior: Posterior | Candidate | None
-    """None: all the mass is on the mean."""
-
-    @cached_property
-    def variance(self) -> Tensor:
-        """Variance (n, C) of each logit."""
-        return torch.zeros_like(self.mean) if self.posterior is None else self.posterior.variance(self.features)
-
-    @cached_property
-    def contrast_variance(self) -> Tensor:
-        """Variance (n, C) of each logit less the mean of all."""
-        return (
-            torch.zeros_like(self.mean) if self.posterior is None else self.posterior.contrast_variance(self.features)
-        )
-
-    @cached_property
-    def contrast_covariance(self) -> Tensor:
-        """Covariance (n, C, C) of the logits less their mean."""
-        if self.posterior is None:
-            return self.mean.new_zeros(*self.mean.shape, self.mean.shape[1])
-        return self.posterior.contrast_covariance(self.features)
-
-    def draws(self, count: int, generator: torch.Generator, over: str) -> Iterator[Tensor]:
-        """Draws of the logits, up to a common shift, in portions (n, s, C) that fit in memory.
-
-        All data share the same random numbers, and how many are made at once does not depend on n: a datum's draws are
-        the same in any batch.
-
-        Args:
-            count: number of draws in all.
-            generator: source of the random numbers, on the CPU.
-            over: "logits", or "weights" of the last layer.
-
-        Yields:
-            Portions whose sizes s add up to count.
-        """
-        portion = max(1, DRAWS_AT_ONCE // self.mean.numel())
-        if self.posterior is None:
-            yield self.mean[:, None, :].expand(-1, count, -1)
-        elif over == "logits":
-            noise = torch.randn(count, self.posterior.noise_size, generator=generator, dtype=torch.float64)
-            for part in torch.split(noise.to(self.mean), portion):
-                yield self.mean[:, None, :] + self.posterior.perturb(self.features, part)
-        else:
-            spectrum, precision = self.posterior.spectrum, self.posterior.precision
-            at_once = max(1, DRAWS_AT_ONCE // (spectrum.outputs * spectrum.features))
-            for start in range(0, count, at_once):
-                weights = spectrum.deviations(precision, min(at_once, count - start), generator).to(self.mean)
-                for some in torch.split(weights, portion):
-                    yield self.mean[:, None, :] + torch.einsum("np,scp->nsc", self.features, some)
 
 
 def mahalanobis_weights(values: Tensor) -> Tensor:
