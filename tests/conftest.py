@@ -1,0 +1,74 @@
+"""Problems and fixtures shared by all tests: float64 throughout, every seed explicit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+STRUCTURES = ("kron", "kron-exact", "diag", "full")
+CLOSED_FORM_LINKS = ("probit", "probit-centered", "mean-field", "bridge")
+
+
+@dataclass
+class Problem:
+    """A small network, its data, and what the dense references need."""
+
+    network: nn.Module
+    inputs: Tensor
+    labels: Tensor
+    bias: bool
+
+    @property
+    def loader(self) -> list[tuple[Tensor, Tensor]]:
+        return self.batches(7)
+
+    def batches(self, size: int) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.inputs.split(size), self.labels.split(size), strict=True))
+
+    def features(self, inputs: Tensor | None = None) -> Tensor:
+        """What the head sees, the constant 1 included."""
+        with torch.no_grad():
+            values = self.network[:-1](self.inputs if inputs is None else inputs)
+        return torch.cat([values, torch.ones(len(values), 1)], dim=1) if self.bias else values
+
+    @property
+    def weights(self) -> Tensor:
+        head = self.network[-1]
+        if not self.bias:
+            return head.weight.detach()
+        return torch.cat([head.weight.detach(), head.bias.detach()[:, None]], dim=1)
+
+
+def make_problem(seed: int = 0, classes: int = 4, width: int = 6, count: int = 40, bias: bool = True) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+    network = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, classes, bias=bias))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    inputs = torch.randn(count, 3, generator=generator)
+    labels = torch.randint(classes, (count,), generator=generator)
+    return Problem(network, inputs, labels, bias)
+
+
+@pytest.fixture(autouse=True)
+def _float64_and_own_random_state():
+    """Every test computes in float64 and leaves the random state as it found it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(params=[True, False], ids=["bias", "no-bias"])
+def problem(request) -> Problem:
+    return make_problem(bias=request.param)
+
+
+@pytest.fixture(params=STRUCTURES)
+def structure(request) -> str:
+    return request.param
