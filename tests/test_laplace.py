@@ -94,7 +94,7 @@ def test_marginal_covariance_of_a_class(problem, structure):
 
 
 def test_sample_covariance_converges_to_the_posterior_s(problem, structure):
-    count = 200_000
+    count = 50_000
     generator = torch.Generator().manual_seed(1)
     drawn = fitted(problem, structure).sample(count, generator=generator).weights.flatten(1)
     covariance = dense_covariance(problem, structure, 0.7)
@@ -108,12 +108,12 @@ def test_sample_covariance_converges_to_the_posterior_s(problem, structure):
 def test_drawn_logits_have_the_contrast_covariance(problem, structure):
     posterior = spectrum_of(fitted(problem, structure)).posterior(0.7)
     features = problem.features(torch.randn(3, 3))
-    noise = torch.randn(200_000, posterior.noise_size)
+    noise = torch.randn(50_000, posterior.noise_size)
     deviations = posterior.perturb(features, noise)
     centred = deviations - deviations.mean(2, keepdim=True)
     found = centred.transpose(1, 2) @ centred / len(noise)
     expected = posterior.contrast_covariance(features)
-    assert relative(found, expected) < 0.02
+    assert relative(found, expected) < 0.04
 
 
 def test_kron_exact_is_the_hessian_for_one_datum():
@@ -137,7 +137,9 @@ def test_damped_covariance_lies_below_the_exact_one(problem):
     damped, exact = dense_covariance(problem, "kron", 0.7), dense_covariance(problem, "kron-exact", 0.7)
     assert float(torch.linalg.eigvalsh(exact - damped).min()) > -1e-12
     features = problem.features()
-    variances = [spectrum_of(fitted(problem, name)).posterior(0.7).variance(features) for name in ("kron", "kron-exact")]
+    variances = [
+        spectrum_of(fitted(problem, name)).posterior(0.7).variance(features) for name in ("kron", "kron-exact")
+    ]
     assert bool((variances[0] <= variances[1]).all())
 
 

@@ -71,9 +71,10 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
         barrier *= 0.2
         for _ in range(50):
             step, decrement = _newton_step(ratios, weights, barrier)
-            if decrement < 1e-3 * barrier:
+            moved = _line_search(ratios, weights, step, barrier)
+            if decrement < 1e-9 * barrier or torch.equal(moved, weights):
                 break
-            weights = _line_search(ratios, weights, step, barrier)
+            weights = moved
     return weights / weights.sum()
 
 

@@ -1,0 +1,1 @@
+"""Result objects in; tables, figures and pages out. Never a model."""

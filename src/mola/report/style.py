@@ -1,0 +1,120 @@
+"""How figures look: one colour for each method everywhere, and two shapes, for wide screens and for phones."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mola.errors import MissingExtraError
+
+try:
+    import matplotlib as mpl
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise MissingExtraError(feature="drawing figures", package="matplotlib", extra="bench") from error
+
+__all__ = ["COLOURS", "INK", "PAPER", "Axes", "Figure", "Shape", "as_png", "as_svg", "canvas", "drawing", "quiet_axes"]
+
+COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
+"""Okabe and Ito's palette, which the colour-blind can tell apart; grey for the plain network."""
+
+INK = "#25303b"
+"""Text and axes. A page replaces it by its own text colour, so that figures follow light and dark."""
+
+PAPER = "#ffffff"
+
+SETTINGS: dict[str, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same figure everywhere
+    "font.size": 9,
+    "grid.alpha": 0.15,
+    "grid.color": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "svg.fonttype": "none",  # text stays text: selectable, searchable, small
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How wide a figure is, in inches, and whether its panels stand side by side or below each other."""
+
+    name: str
+    width: float
+
+    @property
+    def wide(self) -> bool:
+        """Whether panels stand side by side."""
+        return self.name == "wide"
+
+
+WIDE = Shape("wide", 10.4)
+NARROW = Shape("narrow", 4.4)
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Matplotlib's settings are these inside, and what they were before afterwards."""
+    with mpl.rc_context(SETTINGS):
+        yield
+
+
+def canvas(shape: Shape, rows: int, columns: int, row_height: float, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with a grid of panels, row by row. It belongs to no window, so nothing need be closed."""
+    figure = Figure(figsize=(shape.width, rows * row_height), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, list(panels.flat)
+
+
+def quiet_axes(panel: Axes) -> None:
+    """Faint grid lines."""
+    panel.grid(True)
+    panel.tick_params(length=3)
+
+
+def as_png(figure: Figure) -> bytes:
+    """On white, for documents."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150, facecolor=PAPER, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def as_svg(figure: Figure, name: str) -> str:
+    """The bare `<svg>` element on a transparent ground; the same figure gives the same text.
+
+    Args:
+        figure: what to draw.
+        name: prefix of every id inside, so that several fit on one page.
+
+    Returns:
+        SVG without prolog and metadata.
+    """
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = text.replace("url(#", f"url(#{name}-")
+    return re.sub(r'href="#', f'href="#{name}-', text)

@@ -1,0 +1,137 @@
+"""The house rules, as tests: direction of imports, no grab-bags, small files, a light import, a documented public API."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mola
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "mola"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+ROOMS = (
+    "errors",
+    "likelihood",
+    "networks",
+    "heads",
+    "features",
+    "laplace",
+    "links",
+    "metrics",
+    "uncertainty",
+    "search",
+    "tuning",
+    "prior",
+    "weights",
+    "component",
+    "bounds",
+    "storage",
+    "archive",
+    "prediction",
+    "mixture",
+    "posterior",
+    "fitting",
+    "data",
+    "models",
+    "training",
+    "bench",
+    "report",
+    "cli",
+    "__main__",
+)
+"""A room imports only from rooms above it."""
+
+LAPLACE = ("base", "moments", "kron", "kron_exact", "diag", "full", "registry", "__init__")
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mola":
+            if node.module == "mola":
+                yield from (f"mola.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "mola")
+
+
+def room_of(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+@pytest.mark.parametrize("path", [file for file in FILES if file.parent != PACKAGE or file.name != "__init__.py"], ids=str)
+def test_rooms_import_only_from_rooms_above(path):
+    room = room_of(path)
+    assert room in ROOMS, f"{room} has no place in the house: add it to ROOMS and to ARCHITECTURE.md"
+    for imported in imports(path):
+        parts = imported.split(".")
+        other = parts[1] if len(parts) > 1 else "__init__"
+        if other == "__version__" or (len(parts) == 1 and room in ("bench", "report", "cli", "__main__")):
+            continue  # the outer rooms use the public API, as a user would
+        if other == room:
+            if room == "laplace" and len(parts) > 2:
+                assert LAPLACE.index(parts[2]) < LAPLACE.index(path.stem), f"{path.name} imports {imported}"
+            continue
+        if other in ROOMS:
+            assert ROOMS.index(other) < ROOMS.index(room), f"{path.relative_to(ROOT)} imports {imported}, which lies below it"
+        else:
+            assert room in ("bench", "report", "cli", "__main__"), f"{path.relative_to(ROOT)} imports {imported}"
+
+
+def test_no_grab_bags():
+    banned = re.compile(r"(^|_)(utils?|helpers?|misc|common|tools)$")
+    assert [str(path) for path in FILES if banned.search(path.stem)] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_files_stay_one_idea(path):
+    assert len(path.read_text().splitlines()) <= 320, f"{path.relative_to(ROOT)} has grown: is it still one idea?"
+
+
+def test_the_likelihood_alone_knows_the_softmax_of_logits():
+    """Curvature code asks the likelihood; nothing in laplace/ computes probabilities itself."""
+    for path in (PACKAGE / "laplace").glob("*.py"):
+        assert "softmax(" not in path.read_text(), path.name
+
+
+def test_importing_mola_imports_no_extra():
+    heavy = {"sklearn", "scipy", "matplotlib", "typer", "rich", "torchmetrics", "pooch", "PIL", "onnx", "timm", "transformers"}
+    code = "import sys, mola; print(' '.join(sorted({name.split('.')[0] for name in sys.modules})))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert heavy.isdisjoint(loaded)
+
+
+def test_importing_mola_costs_little_more_than_torch():
+    """Counted in modules, not in seconds: what torch has not loaded already."""
+    code = (
+        "import sys, torch, numpy, safetensors.torch, tqdm.auto; before = len(sys.modules); import mola; "
+        "print(len(sys.modules) - before)"
+    )
+    added = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert added < 60
+
+
+def test_public_names_are_documented():
+    public = [name for name in vars(mola) if not name.startswith("_") and hasattr(vars(mola)[name], "__module__")]
+    assert {"fit", "ensemble", "load", "MoLA", "Mixture", "Prediction", "ConfidenceThreshold", "Evidence"} <= set(public)
+    for name in public:
+        assert vars(mola)[name].__doc__, name
+
+
+def test_the_architecture_page_names_every_room():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    existing = {room_of(path) for path in FILES} - {"__init__", "__main__"}
+    assert [room for room in sorted(existing) if f"`{room}" not in page and f"  {room}" not in page] == []
+
+
+def test_no_pickle():
+    for path in FILES:
+        text = path.read_text()
+        assert "torch.load(" not in text
+        assert not re.search(r"^\s*(import|from) pickle", text, re.M)

@@ -1,0 +1,248 @@
+"""Choosing the prior precision: each rule against doing it by hand."""
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+
+import mola
+from mola import metrics
+from mola.search import log_grid, maximise
+from tests.conftest import CLOSED_FORM_LINKS, make_problem
+from tests.test_laws import data, loader, networks
+
+GRID = log_grid(1e-4, 1e3, 25)
+
+
+class Counted(list):
+    """A loader that counts how often it is read."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+
+@functools.cache
+def trained_once():
+    inputs, _ = data(count=300)
+    labels = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
+    members = networks(3)
+    for member in members:
+        optimiser = torch.optim.Adam(member.parameters(), lr=0.05)
+        for _ in range(400):
+            optimiser.zero_grad()
+            torch.nn.functional.cross_entropy(member(inputs[:200]), labels[:200]).backward()
+            optimiser.step()
+    return members, inputs, labels
+
+
+@pytest.fixture
+def trained():
+    """Three networks that fit their data: validation confidence means something."""
+    members, inputs, labels = copy.deepcopy(trained_once())
+    return members, loader(inputs[:200], labels[:200], 50), Counted(loader(inputs[200:], labels[200:], 40))
+
+
+def by_hand(posterior, validation, score):
+    """Every candidate, the slow way: a new posterior and a pass over the data for each."""
+    inputs, labels = (torch.cat(parts) for parts in zip(*validation, strict=True))
+    return [score(posterior.with_prior_precision(value)(inputs), labels) for value in GRID]
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+@pytest.mark.parametrize("link", [*CLOSED_FORM_LINKS, "mc"])
+def test_threshold_together_equals_by_hand(trained, structure, link):
+    members, train, validation = trained
+    posterior = mola.fit(members, train, structure=structure, link=link)
+    confidences = by_hand(posterior, validation, lambda probs, _: metrics.mean_confidence(probs))
+    threshold = sorted(confidences)[12]
+    tuned = posterior.tune(validation, mola.ConfidenceThreshold(threshold - 1e-12, grid=GRID))
+    curve = dict(zip(tuned.tuning.curve["prior_precision"], tuned.tuning.curve["confidence"], strict=True))
+    assert torch.allclose(torch.tensor([curve[value] for value in GRID]), torch.tensor(confidences), atol=1e-12)
+    expected = min(value for value, found in curve.items() if found >= threshold - 1e-12)
+    assert tuned.prior_precision == (expected,) * 3
+    assert min(curve) == GRID[0] or confidences[0] >= threshold - 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+@pytest.mark.parametrize("score", ["nll", "brier", "ece"])
+def test_validation_score_together_equals_by_hand(trained, structure, score):
+    members, train, validation = trained
+    functions = {
+        "nll": metrics.negative_log_likelihood,
+        "brier": metrics.brier,
+        "ece": metrics.expected_calibration_error,
+    }
+    posterior = mola.fit(members, train, structure=structure, weights=[0.5, 0.25, 0.25])
+    expected = torch.tensor(by_hand(posterior, validation, functions[score]))
+    tuned = posterior.tune(validation, mola.ValidationScore(score, grid=GRID))
+    curve = dict(zip(tuned.tuning.curve["prior_precision"], tuned.tuning.curve[score], strict=True))
+    assert torch.allclose(torch.tensor([curve[value] for value in GRID]), expected, atol=1e-10)
+    assert curve[tuned.prior_precision[0]] == min(curve.values())
+
+
+@pytest.mark.parametrize(
+    "rule", [mola.ConfidenceThreshold(0.6), mola.ValidationScore("brier")], ids=["threshold", "score"]
+)
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_validation_data_are_read_once(trained, structure, rule):
+    members, train, validation = trained
+    posterior = mola.fit(members, train, structure=structure)
+    passes = []
+    handle = members[0].register_forward_hook(lambda *_: passes.append(1))
+    posterior.tune(validation, rule)
+    handle.remove()
+    assert validation.reads == 1
+    assert len(passes) == len(validation)
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_default_threshold_lies_below_the_networks_own_accuracy(trained):
+    members, train, validation = trained
+    tuned = mola.fit(members, train, validation)
+    inputs, labels = (torch.cat(parts) for parts in zip(*validation, strict=True))
+    accuracy = sum(metrics.accuracy(member(inputs), labels) for member in members) / 3
+    confidence = metrics.mean_confidence(tuned(inputs))
+    assert accuracy - 0.01 <= confidence < accuracy + 0.02
+    below = tuned.prior_precision[0] / 10 ** (1 / 14)
+    assert metrics.mean_confidence(tuned.with_prior_precision(below)(inputs)) < accuracy - 0.01
+
+
+def test_the_grid_grows_past_an_end_that_wins_and_says_so(trained):
+    members, train, validation = trained
+    posterior = mola.fit(members, train)
+    with pytest.warns(mola.MolaWarning, match="went on to"):
+        tuned = posterior.tune(validation, mola.ConfidenceThreshold(0.6, grid=log_grid(1.0, 10.0, 5)))
+    wide = posterior.tune(validation, mola.ConfidenceThreshold(0.6, grid=log_grid(1e-9, 10.0, 141)))
+    assert tuned.prior_precision[0] < 1.0
+    assert math.isclose(tuned.prior_precision[0], wide.prior_precision[0], rel_tol=0.2)
+    assert "went on to" in tuned.tuning.notes[0]
+    with pytest.warns(mola.MolaWarning, match="went on to"):
+        upward = posterior.tune(validation, mola.ConfidenceThreshold(0.6, grid=log_grid(1e-12, 1e-11, 5)))
+    assert upward.prior_precision[0] > 1e-11
+
+
+def test_a_threshold_nothing_meets_is_a_clear_warning(trained):
+    members, train, validation = trained
+    posterior = mola.fit(members, train)
+    with pytest.warns(mola.MolaWarning) as caught:
+        tuned = posterior.tune(validation, mola.ConfidenceThreshold(0.99999))
+    assert any("no prior precision gives a mean confidence of at least 1.0000" in str(w.message) for w in caught)
+    inputs = torch.cat([batch[0] for batch in validation])
+    assert torch.allclose(tuned(inputs), mola.ensemble(members)(inputs), atol=1e-4)
+
+
+def test_brier_threshold_must_be_met_too(trained):
+    members, train, validation = trained
+    posterior = mola.fit(members, train)
+    plain = posterior.tune(validation, mola.ConfidenceThreshold(0.5, grid=log_grid(1e-9, 1e3, 60)))
+    curve = plain.tuning.curve
+    limit = curve["brier"][30]
+    both = posterior.tune(validation, mola.ConfidenceThreshold(0.5, brier=limit, grid=log_grid(1e-9, 1e3, 60)))
+    expected = next(
+        precision
+        for precision, confidence, brier in zip(
+            curve["prior_precision"], curve["confidence"], curve["brier"], strict=True
+        )
+        if confidence >= 0.5 and brier <= limit
+    )
+    assert both.prior_precision[0] == expected > plain.prior_precision[0]
+
+
+def dense_maximum(objective):
+    """Golden-section search, far from the code under test."""
+    low, high = math.log(1e-8), math.log(1e8)
+    ratio = (5**0.5 - 1) / 2
+    for _ in range(200):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (left, high) if objective(math.exp(left)) < objective(math.exp(right)) else (low, right)
+    return math.exp((low + high) / 2)
+
+
+def test_evidence_is_maximised_to_convergence(structure):
+    problem = make_problem()
+    posterior = mola.fit(problem.network, problem.loader, structure=structure)
+    tuned = posterior.tune(rule=mola.Evidence())
+    expected = dense_maximum(lambda value: float(posterior.with_prior_precision(value).log_evidence()[0]))
+    assert math.isclose(tuned.prior_precision[0], expected, rel_tol=1e-5)
+    best = float(tuned.log_evidence()[0])
+    for factor in (0.99, 1.01):
+        moved = posterior.with_prior_precision(tuned.prior_precision[0] * factor)
+        assert float(moved.log_evidence()[0]) < best
+
+
+def test_evidence_shared_and_apart(structure):
+    inputs, labels = data()
+    posterior = mola.fit(networks(3), loader(inputs, labels, 7), structure=structure)
+    shared, apart = posterior.tune(rule=mola.Evidence()), posterior.tune(rule=mola.Evidence(shared=False))
+    assert len(set(shared.prior_precision)) == 1
+    assert len(set(apart.prior_precision)) == 3
+    for index, member in enumerate(posterior.networks):
+        alone = mola.fit(member, loader(inputs, labels, 7), structure=structure).tune(rule=mola.Evidence())
+        assert math.isclose(apart.prior_precision[index], alone.prior_precision[0], rel_tol=1e-9)
+    assert float(apart.log_evidence().sum()) > float(shared.log_evidence().sum())
+    moved = posterior.with_prior_precision(shared.prior_precision[0] * 1.02)
+    assert float(moved.log_evidence().sum()) < float(shared.log_evidence().sum())
+
+
+def test_maximise_finds_a_known_maximum():
+    found = maximise(lambda value: -((value.log() - math.log(3.7)) ** 2))
+    assert math.isclose(found, 3.7, rel_tol=1e-10)
+
+
+def test_maximise_says_when_there_is_none():
+    with pytest.warns(mola.MolaWarning, match="no interior maximum"):
+        maximise(lambda value: value.log())
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_outlier_exposure_lowers_confidence_outside(trained):
+    members, train, validation = trained
+    posterior = mola.fit(members, train)
+    outliers = [30 * torch.randn(50, 3)]
+    plain = posterior.tune(validation, mola.ValidationScore("nll"))
+    exposed = posterior.tune(validation, mola.OutlierExposure(outliers, weight=10.0))
+    assert exposed.prior_precision[0] < plain.prior_precision[0]
+    assert float(exposed(outliers[0]).max(1).values.mean()) < float(plain(outliers[0]).max(1).values.mean())
+    inside = torch.cat([batch[0] for batch in validation])
+    labels = torch.cat([batch[1] for batch in validation])
+
+    def objective(posterior):
+        uniform = -posterior(outliers[0]).log().mean()
+        return metrics.negative_log_likelihood(posterior(inside), labels) + 10.0 * float(uniform)
+
+    curve = exposed.tuning.curve
+    best = min(curve["objective"])
+    assert math.isclose(objective(exposed), best, rel_tol=1e-9)
+    assert objective(exposed) <= objective(plain)
+
+
+def test_tuning_returns_a_new_value_that_shares_the_networks(trained):
+    members, train, validation = trained
+    posterior = mola.fit(members, train)
+    tuned = posterior.tune(validation, mola.ConfidenceThreshold(0.6, grid=log_grid(1e-9, 1e3, 60)))
+    assert posterior.prior_precision == (1.0,) * 3
+    assert posterior.tuning is None
+    assert all(a is b for a, b in zip(tuned.networks, members, strict=True))
+    assert tuned.components[0].curvature is posterior.components[0].curvature
+
+
+def test_evidence_takes_no_data(trained):
+    members, train, validation = trained
+    with pytest.raises(mola.OptionError, match="training data alone"):
+        mola.fit(members, train).tune(validation, mola.Evidence())
+
+
+def test_rules_that_need_data_say_so(trained):
+    members, train, _ = trained
+    with pytest.raises(mola.OptionError, match="needs validation data"):
+        mola.fit(members, train).tune()
+
+
+def test_unknown_score_is_refused():
+    with pytest.raises(mola.OptionError, match="'nll', 'brier' or 'ece'"):
+        mola.ValidationScore("auc")
