@@ -1,0 +1,35 @@
+"""Write a measurement as JSON beside the environment it was made in: versions and kind of machine, no paths."""
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Versions of Python and of the packages, and what kind of machine this is."""
+    versions = {}
+    for package in ("torch", "numpy", *packages):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "python": platform.python_version(),
+        "packages": versions,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def write(name: str, document: dict[str, Any]) -> None:
+    """Write results/NAME.json in one step."""
+    RESULTS.mkdir(exist_ok=True)
+    unfinished = RESULTS / f"{name}.json.partial"
+    unfinished.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(RESULTS / f"{name}.json")
