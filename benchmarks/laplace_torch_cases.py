@@ -67,7 +67,7 @@ def train(network: nn.Module, inputs: Tensor, labels: Tensor) -> None:
 def apart(ours: Tensor, theirs: Tensor) -> float:
     """Largest difference relative to the largest value."""
     ours, theirs = ours.detach(), theirs.detach()
-    return float((ours - theirs).abs().max() / theirs.abs().max())
+    return float(f"{float((ours - theirs).abs().max() / theirs.abs().max()):.2g}")
 
 
 def bias_last(classes: int, features: int, bias: bool) -> Tensor:

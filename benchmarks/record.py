@@ -28,8 +28,15 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def write(name: str, document: dict[str, Any]) -> None:
-    """Write results/NAME.json in one step."""
+    """Write results/NAME.json in one step, each row of a table on a line of its own."""
     RESULTS.mkdir(exist_ok=True)
     unfinished = RESULTS / f"{name}.json.partial"
-    unfinished.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    entries = [f"{json.dumps(key)}: {_value(value)}" for key, value in document.items()]
+    unfinished.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
     unfinished.replace(RESULTS / f"{name}.json")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return "[\n  " + ",\n  ".join(json.dumps(row) for row in value) + "\n]"
+    return json.dumps(value)
