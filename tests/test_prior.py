@@ -136,6 +136,17 @@ def test_a_threshold_nothing_meets_is_a_clear_warning(trained):
     assert torch.allclose(tuned(inputs), mola.ensemble(members)(inputs), atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_growth_stops_where_the_prior_does_not_matter_any_more(trained):
+    """The diagonal posterior has a floor under its variance: below some lambda nothing changes."""
+    members, train, validation = trained
+    posterior = mola.fit(members, train, structure="diag")
+    tuned = posterior.tune(validation, mola.ConfidenceThreshold(0.3))
+    assert 1e-20 < tuned.prior_precision[0] < 1e-6
+    inputs = torch.cat([batch[0] for batch in validation])
+    assert torch.allclose(tuned(inputs), posterior.with_prior_precision(1e-24)(inputs), atol=1e-6)
+
+
 def test_brier_threshold_must_be_met_too(trained):
     members, train, validation = trained
     posterior = mola.fit(members, train)

@@ -69,10 +69,11 @@ class ConfidenceThreshold:
             return meets if self.brier is None else meets & (curve["brier"] <= self.brier)
 
         search = Search(lambda grid: problem.curve(data, grid), self.grid)
-        while bool(passing(search.curve)[0]) and search.grow(down=True):
+        while bool(passing(search.curve)[0]) and not search.flat("confidence", down=True) and search.grow(down=True):
             pass
-        while not bool(passing(search.curve).any()) and search.grow(down=False):
-            pass
+        while not bool(passing(search.curve).any()) and not search.flat("confidence", down=False):
+            if not search.grow(down=False):
+                break
         meets = passing(search.curve)
         notes = search.notes()
         if bool(meets.any()):

@@ -16,8 +16,8 @@ __all__ = ["PAPER_GRID", "Search", "log_grid", "maximise"]
 SMALLEST, LARGEST = 1e-24, 1e12
 """How far a grid may grow. Beyond them the posterior is the prior, or the trained weights."""
 
-PER_DECADE = 99 / 7
-"""Density of the paper's grid: 100 values from 1e-4 to 1e3."""
+STEPS = round(99 / 7)
+"""Candidates in a decade: the density of the paper's grid of 100 values from 1e-4 to 1e3."""
 
 
 def log_grid(low: float, high: float, count: int) -> tuple[float, ...]:
@@ -47,11 +47,10 @@ class Search:
 
     def grow(self, *, down: bool) -> bool:
         """Add a decade below or above; False where the grid may not grow further."""
-        steps = max(1, round(PER_DECADE))
         end, factor = (self.grid[0], 0.1) if down else (self.grid[-1], 10.0)
         if not SMALLEST < end < LARGEST:
             return False
-        added = [end * factor ** (step / steps) for step in range(1, steps + 1)]
+        added = [end * factor ** (step / STEPS) for step in range(1, STEPS + 1)]
         scores = self.evaluate(added)
         if down:
             self.grid = added[::-1] + self.grid
@@ -60,6 +59,11 @@ class Search:
             self.grid += added
             self.curve = {name: torch.cat([self.curve[name], scores[name]]) for name in scores}
         return True
+
+    def flat(self, score: str, *, down: bool) -> bool:
+        """Whether the last candidates towards an end score alike: growing further would change nothing."""
+        values = self.curve[score][:STEPS] if down else self.curve[score][-STEPS:]
+        return len(values) > 1 and float(values.max() - values.min()) <= 1e-9 * float(values.abs().max())
 
     def notes(self) -> tuple[str, ...]:
         """Say whether the grid grew."""
