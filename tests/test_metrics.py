@@ -21,7 +21,9 @@ def predictions():
 def test_calibration_error_counts_every_prediction(predictions, bins):
     probs, labels = predictions
     theirs = multiclass_calibration_error(probs, labels, num_classes=5, n_bins=bins, norm="l1")
-    assert metrics.expected_calibration_error(probs, labels, bins) == pytest.approx(float(theirs), abs=1e-9)
+    assert metrics.expected_calibration_error(probs, labels, bins) == pytest.approx(
+        float(theirs), abs=1e-6
+    )  # theirs is in float32
     certain = torch.eye(5)[torch.zeros(100, dtype=torch.long)]
     assert metrics.expected_calibration_error(certain, torch.ones(100, dtype=torch.long), bins) == 1.0
 

@@ -115,8 +115,9 @@ def test_default_threshold_lies_below_the_networks_own_accuracy(trained):
 def test_the_grid_grows_past_an_end_that_wins_and_says_so(trained):
     members, train, validation = trained
     posterior = mola.fit(members, train)
-    with pytest.warns(mola.MolaWarning, match="went on to"):
+    with pytest.warns(mola.MolaWarning, match="went on to") as caught:
         tuned = posterior.tune(validation, mola.ConfidenceThreshold(0.6, grid=log_grid(1.0, 10.0, 5)))
+    assert caught[0].filename == __file__
     wide = posterior.tune(validation, mola.ConfidenceThreshold(0.6, grid=log_grid(1e-9, 10.0, 141)))
     assert tuned.prior_precision[0] < 1.0
     assert math.isclose(tuned.prior_precision[0], wide.prior_precision[0], rel_tol=0.2)
@@ -134,6 +135,17 @@ def test_a_threshold_nothing_meets_is_a_clear_warning(trained):
     assert any("no prior precision gives a mean confidence of at least 1.0000" in str(w.message) for w in caught)
     inputs = torch.cat([batch[0] for batch in validation])
     assert torch.allclose(tuned(inputs), mola.ensemble(members)(inputs), atol=1e-4)
+
+
+def test_data_taken_in_portions_give_the_same_curve(trained, structure, monkeypatch):
+    members, train, validation = trained
+    posterior = mola.fit(members, train, structure=structure)
+    rule = mola.ConfidenceThreshold(0.9, grid=log_grid(1e-9, 1e9, 30))
+    whole = posterior.tune(validation, rule).tuning.curve
+    monkeypatch.setattr("mola.tuning.PROJECTED_AT_ONCE", 1000)
+    parts = posterior.tune(validation, rule).tuning.curve
+    for name, values in whole.items():
+        assert torch.allclose(torch.tensor(values), torch.tensor(parts[name]), rtol=1e-12), name
 
 
 @pytest.mark.filterwarnings("ignore::mola.MolaWarning")

@@ -6,6 +6,9 @@ else. Kinds also derive from the built-in a Python user would reach for (`ValueE
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 __all__ = [
     "BoundError",
     "DataError",
@@ -16,6 +19,7 @@ __all__ = [
     "OptionError",
     "StorageError",
     "StructureTooLargeError",
+    "warn",
 ]
 
 
@@ -59,3 +63,11 @@ class MissingExtraError(MolaError, ImportError):
 
 class MolaWarning(UserWarning):
     """Something worth knowing that does not stop the work."""
+
+
+def warn(message: str) -> None:
+    """Warn of something, pointing at the line outside this library that asked for it."""
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "mola":
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, MolaWarning, stacklevel=depth - 1)

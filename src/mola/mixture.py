@@ -114,7 +114,7 @@ class Mixture(nn.Module):
         """
         seed = seed_from(generator)
         if isinstance(inputs, (Tensor, Mapping, tuple)):
-            batches: Iterable[Any] = [(inputs,)]
+            batches: Iterable[Any] = [(inputs,) if isinstance(inputs, tuple) else inputs]
         else:
             _, batches = peek(inputs, "the prediction loader")
         total = batch_count(inputs) if not isinstance(inputs, Tensor) else None

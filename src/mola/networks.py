@@ -135,6 +135,7 @@ def call(network: nn.Module, inputs: Inputs) -> Tensor:
 
 def _run(network: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, Mapping):
+        inputs = {key: value for key, value in inputs.items() if key != LABELS}
         return network(**inputs) if _takes_keywords(network, inputs) else network(inputs)
     return network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
 

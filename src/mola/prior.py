@@ -6,7 +6,6 @@ small product in the eigenbasis of the curvature.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -14,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from mola.errors import MolaWarning, OptionError
+from mola.errors import OptionError, warn
 from mola.search import PAPER_GRID, Search, maximise
 from mola.tuning import HeldOut, Problem, Tuning
 
@@ -88,7 +87,7 @@ class ConfidenceThreshold:
                 f"reach {float(search.curve['confidence'][-1]):.4f}. Took the largest tried, {chosen:.3g}, which is all but the "
                 f"plain ensemble. Lower the threshold, or use rule=mola.ValidationScore('nll')."
             )
-            warnings.warn(note, MolaWarning, stacklevel=3)
+            warn(note)
             notes = (*notes, note)
         rule = f"ConfidenceThreshold(confidence={threshold:.6g}, brier={self.brier})"
         return Tuning(rule, (chosen,) * len(problem.spectra), search.table(), notes)
@@ -112,7 +111,7 @@ def _smallest(problem: Problem, search: Search, score: str, rule: str) -> Tuning
     if index in (0, len(search.grid) - 1):
         what = "the prior alone" if index == 0 else "no covariance at all: the plain ensemble"
         note = f"{rule}: no interior optimum; the best is {what} (prior precision {search.grid[index]:.3g})."
-        warnings.warn(note, MolaWarning, stacklevel=4)
+        warn(note)
         notes = (*notes, note)
     return Tuning(rule, (search.grid[index],) * len(problem.spectra), search.table(), notes)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mola.errors import MolaWarning, OptionError
+from mola.errors import OptionError, warn
 
 __all__ = ["PAPER_GRID", "Search", "log_grid", "maximise"]
 
@@ -74,7 +73,7 @@ class Search:
             f"the search for the prior precision reached the end of its grid [{low:.3g}, {high:.3g}] and went on to "
             f"[{self.grid[0]:.3g}, {self.grid[-1]:.3g}]."
         )
-        warnings.warn(note, MolaWarning, stacklevel=4)
+        warn(note)
         return (note,)
 
     def table(self) -> dict[str, tuple[float, ...]]:
@@ -100,7 +99,7 @@ def maximise(objective: Callable[[Tensor], Tensor]) -> float:
     low, high = positions[max(peak - 1, 0)], positions[min(peak + 1, len(positions) - 1)]
     if slope(low) <= 0 or slope(high) >= 0:
         note = f"the log evidence has no interior maximum in the prior precision; took {math.exp(positions[peak]):.3g}."
-        warnings.warn(note, MolaWarning, stacklevel=4)
+        warn(note)
         return math.exp(positions[peak])
     while high - low > 1e-12 * max(1.0, abs(low)):
         middle = (low + high) / 2

@@ -18,8 +18,8 @@ from mola.metrics import bin_confidences, calibration_gap
 
 __all__ = ["HeldOut", "Problem", "Tuning", "read_held_out"]
 
-ROWS_AT_ONCE = 1024
-"""Data taken together when candidates are compared; bounds the memory of their projections."""
+PROJECTED_AT_ONCE = 2**24
+"""Projected numbers of all components held at once when candidates are compared; the data are taken in portions."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,9 @@ class Problem:
         sums = torch.zeros(len(precisions), 4, dtype=torch.float64)
         bins = torch.zeros(len(precisions), 15, 3, dtype=torch.float64)
         mixing = [self.weights_at(precision) for precision in precisions]
-        for start in range(0, len(data), ROWS_AT_ONCE):
-            rows = slice(start, start + ROWS_AT_ONCE)
+        portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra))
+        for start in range(0, len(data), portion):
+            rows = slice(start, start + portion)
             features = [values[rows].double() for values in data.features]
             means = [values[rows].double() for values in data.logits]
             projected = [spectrum.project(values) for spectrum, values in zip(self.spectra, features, strict=True)]

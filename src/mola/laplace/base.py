@@ -128,6 +128,11 @@ class Spectrum(ABC):
     outputs: int
     features: int
 
+    @property
+    def projection_size(self) -> int:
+        """Numbers that `project` makes of one datum."""
+        return self.features
+
     @abstractmethod
     def project(self, features: Tensor) -> Tensor:
         """What the variance of the logits at features (n, P) needs, free of the prior; made once for all candidates."""

@@ -142,6 +142,11 @@ class FullSpectrum(Spectrum):
         self.feature_values, self.feature_vectors = eigensystem(factors.gram / factors.count)
         self.unseen_share = self.unseen.square().sum(1)
 
+    @property
+    def projection_size(self) -> int:
+        """Each logit has coordinates of its own."""
+        return self.outputs * (len(self.values) + 1)
+
     def project(self, features: Tensor) -> Tensor:
         """Squared coordinates (n, C, M + 1) of each logit in the eigenbasis; the last is the invisible part."""
         coordinates = torch.einsum("np,cpm->ncm", features, self.vectors).square_()
