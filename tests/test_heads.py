@@ -15,7 +15,7 @@ import mola
 from mola import HeadError
 from mola.features import capture
 from mola.heads import find_head
-from mola.networks import undisturbed
+from mola.networks import as_batch, undisturbed
 from tests.witness import unchanged
 
 X = torch.randn(12, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -317,8 +317,13 @@ def test_batches_of_every_form_give_the_same_posterior():
     for form, (network, batch) in forms.items():
         loader = [batch(slice(0, 7)), batch(slice(7, 12))]
         with unchanged(network):
-            got = mola.fit(network, loader).predict(loader)
+            posterior = mola.fit(network, loader)
+            got = posterior.predict(loader)
         assert torch.allclose(got.probs, expected.probs, rtol=1e-12), form
+        inputs = as_batch(batch(slice(0, 12)), form).inputs
+        assert torch.allclose(posterior(inputs), expected.probs, rtol=1e-12), form
+        if form != "list":  # a list is a loader
+            assert torch.allclose(posterior.predict(inputs).probs, expected.probs, rtol=1e-12), form
 
 
 class MappingNetwork(nn.Module):
@@ -348,6 +353,15 @@ def test_a_network_that_runs_in_mixed_precision_has_a_head():
     with unchanged(network):
         got = mola.fit(network, [(X.float(), Y)]).predict(X.float()).probs
     torch.testing.assert_close(got, mola.fit(plain, [(X.float(), Y)]).predict(X.float()).probs, rtol=3e-2, atol=3e-2)
+
+
+def test_mixed_precision_around_everything_changes_little():
+    network = nn.Sequential(make_body(), nn.Linear(4, 3)).float()
+    expected = mola.fit(network, [(X.float(), Y)]).predict(FAR.float()).probs
+    with unchanged(network), torch.autocast("cpu", dtype=torch.bfloat16):
+        got = mola.fit(network, [(X.float(), Y)]).predict(FAR.float()).probs
+    torch.testing.assert_close(got.float(), expected, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(got.float().sum(1), torch.ones(9, dtype=torch.float32), rtol=0, atol=1e-5)
 
 
 def test_eval_results_are_used_whatever_the_mode():
@@ -485,6 +499,13 @@ def test_a_network_without_a_head_is_refused_and_left_alone(name):
     message = rf"(?s)models\[1\] \({type(network).__name__}\): .*{words}"
     with unchanged(network, good), pytest.raises(HeadError, match=message):
         mola.fit([good, network], [(X, Y)])
+
+
+def test_a_square_of_logits_that_is_transposed_is_not_the_heads_output():
+    """Same memory, same shape: only the strides tell."""
+    network = wrapped(lambda s, x: s.head(s.body(x)).T)(make_body(), nn.Linear(4, 3))
+    with pytest.raises(HeadError, match=r"'head' gives shape \(3, 3\).*returns the output of 'head'"):
+        mola.fit(network, [(X[:3], Y[:3])])
 
 
 def test_a_scale_of_one_is_not_called_a_temperature():
