@@ -68,7 +68,6 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
                 progress("mapping two moons", WALKED + (MAPPED - WALKED) * done)
 
             moons = map_moons(settings, mapped)
-    progress("done", 1.0)
     versions = {"mola": mola.__version__, "torch": torch.__version__, "Python": platform.python_version()}
     return DemoResult(settings, on_digits, distance, moons, seconds, versions)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mola.bench.demo_result import DemoSettings, MoonsResult
 from mola.bench.methods import four_methods
@@ -14,7 +14,7 @@ from mola.data.moons import two_moons
 from mola.models.mlp import mlp
 from mola.training import Recipe, train_ensemble
 
-__all__ = ["map_moons"]
+__all__ = ["map_moons", "plane_points"]
 
 POINTS = 200
 REACH = 12.0
@@ -24,6 +24,12 @@ REACH = 12.0
 def _build() -> nn.Sequential:
     # With biases, unlike the digits' networks: without, the predicted class is the same all along a ray from the origin.
     return mlp(2, (64, 64), 2)
+
+
+def plane_points(reach: float, size: int) -> Tensor:
+    """Points (size * size, 2) of the square from -reach to reach, row by row from the lowest, each from left to right."""
+    axis = torch.linspace(-reach, reach, size, dtype=torch.float32)
+    return torch.cartesian_prod(axis, axis).flip(1)
 
 
 def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> MoonsResult:
@@ -40,10 +46,10 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> M
     recipe = Recipe(epochs=settings.moons_epochs, batch_size=POINTS // 2, learning_rate=1e-2)
     networks = train_ensemble(_build, train, recipe, members=settings.members, seed=settings.seed, on_epoch=on_epoch)
     contestants = four_methods(networks, train.batches(), val.batches())
-    axis = torch.linspace(-REACH, REACH, settings.map_size, dtype=torch.float32)
-    plane = torch.cartesian_prod(axis, axis).flip(1)  # y varies slowest, so that rows of the map are rows of the plane
+    size = settings.map_size
+    plane = plane_points(REACH, size)
     maps = {
-        name: np.asarray(method(plane).double().max(1).values.reshape(len(axis), len(axis)).numpy())
+        name: np.asarray(method(plane).double().max(1).values.reshape(size, size).numpy())
         for name, method in contestants.predictors.items()
     }
     return MoonsResult(

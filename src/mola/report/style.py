@@ -18,7 +18,23 @@ try:
 except ImportError as error:
     raise MissingExtraError(feature="drawing figures", package="matplotlib", extra="bench") from error
 
-__all__ = ["COLOURS", "INK", "PAPER", "Axes", "Figure", "Shape", "as_png", "as_svg", "canvas", "drawing", "quiet_axes"]
+__all__ = [
+    "COLOURS",
+    "INK",
+    "NARROW",
+    "PAPER",
+    "WIDE",
+    "Axes",
+    "Figure",
+    "Shape",
+    "as_png",
+    "as_svg",
+    "canvas",
+    "drawing",
+    "explain",
+    "quiet_axes",
+    "settle",
+]
 
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
 """Okabe and Ito's palette, which the colour-blind can tell apart; grey for the plain network."""
@@ -28,7 +44,7 @@ INK = "#25303b"
 
 PAPER = "#ffffff"
 
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -38,8 +54,10 @@ SETTINGS: dict[str, Any] = {
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
-    "figure.facecolor": "none",
     "axes.facecolor": "none",
+    "figure.constrained_layout.h_pad": 0.07,
+    "figure.constrained_layout.w_pad": 0.07,
+    "figure.facecolor": "none",
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same figure everywhere
     "font.size": 9,
@@ -90,6 +108,17 @@ def quiet_axes(panel: Axes) -> None:
     """Faint grid lines."""
     panel.grid(True)
     panel.tick_params(length=3)
+
+
+def explain(figure: Figure, shape: Shape, *parts: str) -> None:
+    """A line below a figure that says how to read it: on one line where there is room."""
+    figure.supxlabel((" \N{MIDDLE DOT} " if shape.wide else "\n").join(parts), fontsize=8)
+
+
+def settle(figure: Figure) -> None:
+    """Arrange the panels now and for good: arranging takes longer than drawing, and would be done for each format."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
 
 
 def as_png(figure: Figure) -> bytes:

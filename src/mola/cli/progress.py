@@ -1,0 +1,41 @@
+"""Progress on stderr: a bar in a terminal, a line for each step elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+__all__ = ["showing_progress"]
+
+
+@contextmanager
+def showing_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """Yield a function to be told what is being done, and which share of the work, from 0 to 1, is done.
+
+    Args:
+        quiet: whether to show nothing.
+
+    Yields:
+        The function.
+    """
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda doing, done: None
+    elif console.is_terminal:
+        columns = (TextColumn("{task.description:<32}"), BarColumn(bar_width=32), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=1.0)
+            yield lambda doing, done: bar.update(task, description=doing, completed=done)
+    else:
+        said = ""
+
+        def say(doing: str, done: float) -> None:
+            nonlocal said
+            if doing != said:
+                console.print(f"{round(100 * done):3d} % {doing}", highlight=False)
+                said = doing
+
+        yield say
