@@ -21,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # lines of a paragraph are joined and wrapped anew
 )
 app.command()(demo.demo)
 

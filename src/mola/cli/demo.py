@@ -20,12 +20,17 @@ __all__ = ["demo"]
 FIGURES_BEGIN = 0.85
 """Share of the whole time after which figures are drawn, as measured."""
 
+LARGEST_SEED = 2**31 - 1
+"""Half of what scikit-learn's generators take, as the two moons draw with two seeds."""
+
 
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the page, the figures and the numbers.")] = Path(
         "demo-results"
     ),
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the split, the networks and the noise.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the split, the networks and the noise.")
+    ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write files, show nothing.")] = False,
 ) -> None:
     """Compare MAP, DE, LLLA and MoLA on handwritten digits.
