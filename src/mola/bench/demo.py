@@ -37,6 +37,7 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
         What was found.
     """
     seconds: dict[str, float] = {}
+    progress("reading the data", 0.0)
     with _one_thread():
         with _timed(seconds, "train"):
             digits = load_digits(settings.seed)

@@ -49,7 +49,7 @@ def demo(
         )
     if quiet:
         return
-    console = Console()
+    console = Console(highlight=False)
     for table in demo_tables(result):
         console.print(for_terminal(table))
     for headline in headlines(result):
