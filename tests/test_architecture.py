@@ -30,8 +30,11 @@ ROOMS = (
     "weights",
     "component",
     "bounds",
+    "schema",
     "storage",
     "archive",
+    "randomness",
+    "sampling",
     "prediction",
     "mixture",
     "posterior",
@@ -65,7 +68,9 @@ def room_of(path):
     return parts[0]
 
 
-@pytest.mark.parametrize("path", [file for file in FILES if file.parent != PACKAGE or file.name != "__init__.py"], ids=str)
+@pytest.mark.parametrize(
+    "path", [file for file in FILES if file.parent != PACKAGE or file.name != "__init__.py"], ids=str
+)
 def test_rooms_import_only_from_rooms_above(path):
     room = room_of(path)
     assert room in ROOMS, f"{room} has no place in the house: add it to ROOMS and to ARCHITECTURE.md"
@@ -79,7 +84,9 @@ def test_rooms_import_only_from_rooms_above(path):
                 assert LAPLACE.index(parts[2]) < LAPLACE.index(path.stem), f"{path.name} imports {imported}"
             continue
         if other in ROOMS:
-            assert ROOMS.index(other) < ROOMS.index(room), f"{path.relative_to(ROOT)} imports {imported}, which lies below it"
+            assert ROOMS.index(other) < ROOMS.index(room), (
+                f"{path.relative_to(ROOT)} imports {imported}, which lies below it"
+            )
         else:
             assert room in ("bench", "report", "cli", "__main__"), f"{path.relative_to(ROOT)} imports {imported}"
 
@@ -101,7 +108,19 @@ def test_the_likelihood_alone_knows_the_softmax_of_logits():
 
 
 def test_importing_mola_imports_no_extra():
-    heavy = {"sklearn", "scipy", "matplotlib", "typer", "rich", "torchmetrics", "pooch", "PIL", "onnx", "timm", "transformers"}
+    heavy = {
+        "sklearn",
+        "scipy",
+        "matplotlib",
+        "typer",
+        "rich",
+        "torchmetrics",
+        "pooch",
+        "PIL",
+        "onnx",
+        "timm",
+        "transformers",
+    }
     code = "import sys, mola; print(' '.join(sorted({name.split('.')[0] for name in sys.modules})))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert heavy.isdisjoint(loaded)
@@ -119,7 +138,9 @@ def test_importing_mola_costs_little_more_than_torch():
 
 def test_public_names_are_documented():
     public = [name for name in vars(mola) if not name.startswith("_") and hasattr(vars(mola)[name], "__module__")]
-    assert {"fit", "ensemble", "load", "MoLA", "Mixture", "Prediction", "ConfidenceThreshold", "Evidence"} <= set(public)
+    assert {"fit", "ensemble", "load", "MoLA", "Mixture", "Prediction", "ConfidenceThreshold", "Evidence"} <= set(
+        public
+    )
     for name in public:
         assert vars(mola)[name].__doc__, name
 

@@ -137,6 +137,7 @@ def test_a_threshold_nothing_meets_is_a_clear_warning(trained):
     assert torch.allclose(tuned(inputs), mola.ensemble(members)(inputs), atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
 def test_data_taken_in_portions_give_the_same_curve(trained, structure, monkeypatch):
     members, train, validation = trained
     posterior = mola.fit(members, train, structure=structure)

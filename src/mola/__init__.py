@@ -26,13 +26,13 @@ from mola.links import Probit as Probit
 from mola.mixture import Mixture as Mixture
 from mola.mixture import Predictor as Predictor
 from mola.posterior import MoLA as MoLA
-from mola.posterior import WeightSamples as WeightSamples
 from mola.prediction import Prediction as Prediction
 from mola.prior import ConfidenceThreshold as ConfidenceThreshold
 from mola.prior import Evidence as Evidence
 from mola.prior import OutlierExposure as OutlierExposure
 from mola.prior import Rule as Rule
 from mola.prior import ValidationScore as ValidationScore
+from mola.sampling import WeightSamples as WeightSamples
 from mola.tuning import Tuning as Tuning
 
 __version__ = "0.1.0"

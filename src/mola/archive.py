@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from mola import storage
 from mola.component import Component, Curvature
-from mola.errors import HeadError, StorageError
+from mola.errors import HeadError, OptionError, StorageError
 from mola.heads import Head, head_by_name
-from mola.laplace import STRUCTURES
+from mola.laplace import STRUCTURES, Structure
+from mola.likelihood import CATEGORICAL
 from mola.links import LINKS, Link
+from mola.networks import undisturbed
+from mola.schema import Optional, check
 from mola.tuning import Tuning
+from mola.weights import check_weighting, check_weights
 
 __all__ = ["Parts", "pack", "unpack"]
+
+WEIGHTS = "weights"
+"""Name of the tensor with a head's trained weights; the others are the structure's own."""
+
+SCHEMA = {
+    "classes": int,
+    "likelihood": str,
+    "structure": {"name": str},
+    "link": {"name": str},
+    "weighting": str,
+    "weights": [float],
+    "tuning": Optional({"rule": str, "curve": {str: [float]}, "notes": [str]}),
+    "components": [
+        {
+            "head": str,
+            "features": int,
+            "bias": bool,
+            "fingerprint": {str: str},
+            "prior_precision": float,
+            "count": int,
+            "log_likelihood": Optional(float),
+        }
+    ],
+}
 
 
 class Parts(NamedTuple):
@@ -23,7 +53,7 @@ class Parts(NamedTuple):
 
     components: list[Component]
     link: Link
-    weights: str | list[float]
+    weights: str | Tensor | list[float]
     tuning: Tuning | None
 
 
@@ -39,12 +69,13 @@ def pack(
                 "head": head.name,
                 "features": head.width,
                 "bias": head.has_bias,
-                "fingerprint": storage.fingerprint(head.layer),
+                "fingerprint": storage.fingerprint(curvature.weights),
                 "prior_precision": component.precision,
                 "count": curvature.factors.count,
                 "log_likelihood": curvature.factors.log_likelihood,
             }
         )
+        tensors[f"{index}.{WEIGHTS}"] = curvature.weights
         for name, tensor in curvature.factors.tensors().items():
             tensors[f"{index}.{name}"] = tensor
     head, curvature = components[0].require_curvature("saving a posterior")
@@ -82,31 +113,30 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
     Raises:
         StorageError: if something is missing or garbled, or a network is not the one that was fitted.
     """
-    try:
-        return _unpack(document, tensors, networks)
-    except (KeyError, TypeError, AttributeError) as error:
-        message = f"the saved document lacks or garbles an entry ({error}): it was edited, or is not of this version."
-        raise StorageError(message) from error
-
-
-def _unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Sequence[nn.Module]) -> Parts:
+    check(document, SCHEMA, "")
     parts = document["components"]
     if len(parts) != len(networks):
         message = f"the saved posterior has {len(parts)} components, got {len(networks)} models."
         raise StorageError(message)
-    structure = _rebuild(document["structure"], STRUCTURES, "structure")
-    link = _rebuild(document["link"], LINKS, "link")
-    components = []
-    for index, (network, part) in enumerate(zip(networks, parts, strict=True)):
-        head = _check_network(index, network, part, document["classes"], networks)
-        named = {name: tensors[f"{index}.{name}"] for name in structure.empty(head.width, head.classes)}
-        for name, shape in structure.empty(head.width, head.classes).items():
-            if tuple(named[name].shape) != shape:
-                message = f"tensor {index}.{name} has shape {tuple(named[name].shape)}, expected {shape}."
-                raise StorageError(message)
-        factors = structure.restore(part["count"], part["log_likelihood"], named)
-        components.append(Component(network, head, Curvature(structure, factors), part["prior_precision"]))
-    weights = document["weighting"] if document["weighting"] != "given" else document["weights"]
+    if document["likelihood"] != CATEGORICAL.name:
+        message = (
+            f"the saved posterior is for likelihood {document['likelihood']!r}; this mola knows {CATEGORICAL.name!r}."
+        )
+        raise StorageError(message)
+    try:
+        structure = _rebuild(document["structure"], STRUCTURES, "structure")
+        link = _rebuild(document["link"], LINKS, "link")
+        heads = _check_networks(networks, parts, document["classes"])
+        components = [
+            _component(index, network, head, part, structure, tensors)
+            for index, (network, head, part) in enumerate(zip(networks, heads, parts, strict=True))
+        ]
+        check_weights(document["weights"], len(parts))
+        weighting = document["weighting"]
+        weights = document["weights"] if weighting == "given" else check_weighting(weighting, len(parts))
+    except (OptionError, TypeError) as error:
+        message = f"the saved document holds a value that cannot be used: {error}"
+        raise StorageError(message) from error
     precisions = tuple(part["prior_precision"] for part in parts)
     tuning = None if document["tuning"] is None else Tuning.from_json(document["tuning"], precisions)
     return Parts(components, link, weights, tuning)
@@ -118,38 +148,72 @@ def _rebuild(entry: dict[str, Any], known: dict[str, Any], what: str) -> Any:
     if name not in known:
         message = f"unknown {what} {name!r}; this mola knows {sorted(known)}."
         raise StorageError(message)
-    return known[name](**settings)
+    rebuilt = known[name](**settings)
+    # A value of another type than the default's would pass through the constructor and fail much later.
+    kinds = {field.name: type(field.default) for field in fields(rebuilt) if field.default is not None}
+    check(settings, {key: kinds[key] for key in settings if key in kinds}, what)
+    return rebuilt
 
 
-def _check_network(
-    index: int, network: nn.Module, part: dict[str, Any], classes: int, networks: Sequence[nn.Module]
-) -> Head:
+def _component(
+    index: int, network: nn.Module, head: Head, part: dict[str, Any], structure: Structure, tensors: dict[str, Tensor]
+) -> Component:
+    shapes = structure.empty(head.width, head.classes) | {WEIGHTS: (head.classes, head.width)}
+    named = {name: _tensor(tensors, f"{index}.{name}", shape) for name, shape in shapes.items()}
+    weights = named.pop(WEIGHTS)
+    if part["count"] < 1:
+        message = f"component {index}: the number of training data must be at least 1, got {part['count']}."
+        raise StorageError(message)
+    factors = structure.restore(part["count"], part["log_likelihood"], named)
+    return Component(network, head, Curvature(structure, factors, weights), part["prior_precision"])
+
+
+def _tensor(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in tensors:
+        message = f"tensor {name} is missing from the saved posterior."
+        raise StorageError(message)
+    tensor = tensors[name]
+    if tuple(tensor.shape) != shape:
+        message = f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}."
+        raise StorageError(message)
+    if tensor.dtype != torch.float64 or not bool(torch.isfinite(tensor).all()):
+        message = f"tensor {name} must hold finite numbers in float64, got {tensor.dtype}, finite or not."
+        raise StorageError(message)
+    return tensor
+
+
+def _check_networks(networks: Sequence[nn.Module], parts: Sequence[dict[str, Any]], classes: int) -> list[Head]:
+    """The head of each network.
+
+    Raises:
+        StorageError: if one is not the network that was fitted.
+    """
+    heads = []
+    with undisturbed(*networks):
+        for index, (network, part) in enumerate(zip(networks, parts, strict=True)):
+            problem = _mismatch(network, part, classes)
+            if problem is not None:
+                others = [other for other, one in enumerate(networks) if _mismatch(one, part, classes) is None]
+                hint = f" They are those of models[{others[0]}]." if others else ""
+                message = (
+                    f"models[{index}]: {problem}{hint} Pass the same {len(networks)} networks, in the order they were "
+                    f"fitted in."
+                )
+                raise StorageError(message)
+            heads.append(head_by_name(network, part["head"]))
+    return heads
+
+
+def _mismatch(network: nn.Module, part: dict[str, Any], classes: int) -> str | None:
+    """Why a network is not the one a component was fitted on, or None if it is."""
     try:
         head = head_by_name(network, part["head"])
     except HeadError as error:
-        message = f"models[{index}] is not the network that was fitted: {error}"
-        raise StorageError(message) from None
-    found = (head.classes, head.width, head.has_bias)
-    saved = (classes, part["features"], part["bias"])
+        return f"this is not the network that was fitted: {error}"
+    found, saved = (head.classes, head.width, head.has_bias), (classes, part["features"], part["bias"])
     if found != saved:
-        message = (
-            f"models[{index}]: head {head.name!r} has (classes, features, bias) = {found}, the saved posterior {saved}. "
-            f"Pass the networks that were fitted."
-        )
-        raise StorageError(message)
+        return f"head {head.name!r} has (classes, features, bias) = {found}, the saved posterior {saved}."
     dtype = str(head.layer.weight.dtype).removeprefix("torch.")
-    if storage.fingerprint(head.layer)[dtype] != part["fingerprint"][dtype]:
-        message = (
-            f"models[{index}]: the weights of head {head.name!r} are not those the posterior was fitted on."
-            f"{_order_hint(part, networks, dtype)} Pass the same {len(networks)} networks, in the order they were fitted in."
-        )
-        raise StorageError(message)
-    return head
-
-
-def _order_hint(part: dict[str, Any], networks: Sequence[nn.Module], dtype: str) -> str:
-    for index, network in enumerate(networks):
-        module = dict(network.named_modules()).get(part["head"])
-        if isinstance(module, nn.Linear) and storage.fingerprint(module)[dtype] == part["fingerprint"][dtype]:
-            return f" They are those of models[{index}]."
-    return ""
+    if storage.fingerprint(head.weights())[dtype] != part["fingerprint"].get(dtype):
+        return f"the weights of head {head.name!r} are not those the posterior was fitted on."
+    return None

@@ -54,7 +54,7 @@ def component_bounds(component: Component, classes: int) -> Tensor:
     if component.head is None or component.curvature is None:
         return torch.ones(classes, dtype=torch.float64)
     smallest = component.curvature.spectrum.smallest_class_variance(component.precision)
-    return class_bounds(largest_logits(component.head.weights(), smallest))
+    return class_bounds(largest_logits(component.curvature.weights, smallest))
 
 
 def far_field_logits(component: Component, once: LogitMoments, twice: LogitMoments) -> Tensor:
@@ -71,7 +71,7 @@ def far_field_logits(component: Component, once: LogitMoments, twice: LogitMomen
     Raises:
         BoundError: if the features do not double.
     """
-    head, _ = component.require_curvature("the far-field limit")
+    head, curvature = component.require_curvature("the far-field limit")
     width = head.layer.in_features
     if not torch.allclose(twice.features[:, :width], 2 * once.features[:, :width], rtol=1e-4, atol=1e-6):
         message = (
@@ -81,7 +81,7 @@ def far_field_logits(component: Component, once: LogitMoments, twice: LogitMomen
         raise BoundError(message)
     direction = once.features.clone()
     direction[:, width:] = 0  # the constant 1 is nothing beside features that grow
-    slope = direction @ head.weights().T.to(direction)
+    slope = direction @ curvature.weights.T.to(direction)
     variance = LogitMoments(slope, direction, once.posterior).variance
     # Features of 0 stay 0 however far one goes: nothing is known there, and nothing is said.
     return torch.where(variance > 0, slope / (math.pi / 8 * variance).sqrt(), torch.zeros_like(slope))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from mola.features import capture
 from mola.heads import Head
 from mola.laplace import Factors, LogitMoments, Posterior, Spectrum, Structure, check_precision
 from mola.likelihood import CATEGORICAL, Likelihood
-from mola.networks import Inputs, call
+from mola.networks import Inputs
 
 __all__ = ["Component", "Curvature", "per_component"]
 
@@ -25,6 +25,8 @@ class Curvature:
 
     structure: Structure
     factors: Factors
+    weights: Tensor
+    """Trained weights (C, P) of the last layer, in float64: the posterior's mean."""
     likelihood: Likelihood = CATEGORICAL
 
     @cached_property
@@ -59,21 +61,23 @@ class Component(nn.Module):
         return Component(self.network, self.head, self.curvature, precision)
 
     def prepare(self) -> Posterior | None:
-        """Build the posterior, if there is curvature and it is not built yet."""
-        if self._posterior is None and self.curvature is not None and self.head is not None:
-            posterior = self.curvature.spectrum.posterior(self.precision)
-            weight = self.head.layer.weight
-            self._posterior = posterior.to(weight.device, weight.dtype)
+        """Build the posterior, if there is curvature, and move it to where the network is."""
+        if self.curvature is None or self.head is None:
+            return None
+        if self._posterior is None:
+            self._posterior = self.curvature.spectrum.posterior(self.precision)
+        # The network's owner may have moved it since. Any parameter tells: reading `weight` may compute it.
+        like = next(self.head.layer.parameters())
+        self._posterior.follow(like.device, like.dtype)
         return self._posterior
 
     def moments(self, inputs: Inputs) -> LogitMoments:
         """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
         posterior = self.prepare()
-        if posterior is None or self.head is None:
-            logits = call(self.network, inputs)
-            mean = logits if logits.dtype == torch.float64 else logits.float()
-            return LogitMoments(mean, mean.new_zeros(len(mean), 0), None)
         seen = capture(self.network, self.head, inputs)
+        if posterior is None or self.head is None:
+            dtype = torch.promote_types(seen.logits.dtype, torch.float32)
+            return LogitMoments(seen.logits.to(dtype), seen.features.to(dtype), None)
         features = self.head.lift(seen.features.to(posterior.dtype))
         return LogitMoments(seen.logits.to(posterior.dtype), features, posterior)
 
@@ -108,30 +112,31 @@ class Component(nn.Module):
         Raises:
             OptionError: if the training data had no labels.
         """
-        head, curvature = self.require_curvature("the log evidence")
+        _, curvature = self.require_curvature("the log evidence")
         if curvature.factors.log_likelihood is None:
             message = "the log evidence needs training labels: fit with batches of (inputs, labels)."
             raise OptionError(message)
-        weights = head.weights()
+        weights = curvature.weights
         prior = weights.numel() * precision.log() - precision * weights.square().sum()
         return curvature.factors.log_likelihood + (prior - curvature.spectrum.log_determinant(precision)) / 2
 
 
-def per_component(value: float | Sequence[float], count: int, name: str) -> list[float]:
-    """One number for each component.
+def per_component(value: Any, count: int, name: str) -> list[Any]:
+    """One value for each component.
 
     Args:
-        value: a number for all, or one for each.
+        value: one for all, or one for each.
         count: number of components.
         name: of the argument, for the message.
 
     Returns:
-        `count` numbers.
+        `count` values.
 
     Raises:
-        OptionError: if the numbers are not `count`.
+        OptionError: if they are not `count`.
     """
-    values = [float(value)] * count if isinstance(value, (int, float)) else [float(each) for each in value]
+    single = isinstance(value, (int, float, str)) or value is None or getattr(value, "ndim", 1) == 0
+    values = [value] * count if single else list(value)
     if len(values) != count:
         message = f"{name}: expected one number, or {count} of them (one for each component); got {len(values)}."
         raise OptionError(message)

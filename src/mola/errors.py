@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "BoundError",
@@ -19,6 +21,7 @@ __all__ = [
     "OptionError",
     "StorageError",
     "StructureTooLargeError",
+    "located",
     "warn",
 ]
 
@@ -65,9 +68,24 @@ class MolaWarning(UserWarning):
     """Something worth knowing that does not stop the work."""
 
 
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Say where it happened: errors about data or heads raised inside get `place` in front of their message.
+
+    Yields:
+        Nothing.
+
+    """
+    try:
+        yield
+    except (DataError, HeadError) as error:
+        message = f"{place}: {error}"
+        raise type(error)(message) from error.__cause__
+
+
 def warn(message: str) -> None:
     """Warn of something, pointing at the line outside this library that asked for it."""
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "mola":
         frame, depth = frame.f_back, depth + 1
-    warnings.warn(message, MolaWarning, stacklevel=depth - 1)
+    warnings.warn(message, MolaWarning, stacklevel=depth)

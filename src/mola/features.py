@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from mola.errors import DataError, HeadError
-from mola.heads import Head, find_head, same_tensor
+from mola.errors import DataError, HeadError, located
+from mola.heads import Head, check_logits, find_head, layer_input, same_tensor
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.networks import Inputs, as_batch, call
 
@@ -28,22 +28,30 @@ class Features:
     """(n, C): output of the network."""
 
 
-def capture(network: nn.Module, head: Head, inputs: Inputs) -> Features:
+def capture(network: nn.Module, head: Head | None, inputs: Inputs) -> Features:
     """One forward pass, keeping what the head saw. Call it inside `undisturbed(network)`.
 
     Args:
         network: the trained classifier.
-        head: its last linear layer.
+        head: its last linear layer, or None where the logits are all that is wanted.
         inputs: one batch of inputs.
 
     Returns:
-        Features and logits of the batch.
+        Features (none without a head) and logits of the batch.
 
     Raises:
         HeadError: if the network's output was not the head's output this time.
     """
+    if head is None:
+        logits = call(network, inputs)
+        check_logits(logits)
+        return Features(logits[:, :0], logits)
     seen: list[tuple[Tensor, Tensor]] = []
-    handle = head.layer.register_forward_hook(lambda _, arguments, output: seen.append((arguments[0], output)))
+
+    def keep(_: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: Tensor) -> None:
+        seen.append((layer_input(arguments, keywords), output))
+
+    handle = head.layer.register_forward_hook(keep, with_kwargs=True)
     try:
         logits = call(network, inputs)
     finally:
@@ -68,11 +76,14 @@ def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
     Raises:
         DataError: if the loader is empty or cannot be iterated.
     """
-    try:
-        batches = iter(loader)
-    except TypeError as error:
-        message = f"{where}: expected an iterable of batches, got {type(loader).__name__}."
-        raise DataError(message) from error
+    is_batch = isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader)
+    if isinstance(loader, (Tensor, Mapping)) or is_batch or not isinstance(loader, Iterable):
+        message = (
+            f"{where}: expected an iterable of batches, got {type(loader).__name__}. "
+            f"Pass a DataLoader, or a single batch in a list: [(x, y)]."
+        )
+        raise DataError(message)
+    batches = iter(loader)
     for first in batches:
 
         def every(first: Any = first) -> Iterator[Any]:
@@ -108,11 +119,8 @@ def find_heads(networks: Sequence[nn.Module], names: Sequence[str | None], input
     """
     heads = []
     for index, (network, name) in enumerate(zip(networks, names, strict=True)):
-        try:
+        with located(f"models[{index}] ({type(network).__name__})"):
             heads.append(find_head(network, inputs, name))
-        except HeadError as error:
-            message = f"models[{index}] ({type(network).__name__}): {error}"
-            raise HeadError(message) from None
     classes = [head.classes for head in heads]
     if len(set(classes)) > 1:
         message = (
@@ -124,7 +132,7 @@ def find_heads(networks: Sequence[nn.Module], names: Sequence[str | None], input
 
 def stream(
     networks: Sequence[nn.Module],
-    heads: Sequence[Head],
+    heads: Sequence[Head | None],
     loader: Iterable[Any],
     *,
     where: str,
@@ -170,20 +178,20 @@ def stream(
         had_labels = batch.labels is not None
         seen = []
         for position, (network, head) in enumerate(zip(networks, heads, strict=True)):
-            features = capture(network, head, batch.inputs)
-            _check_finite(features, f"{place}, models[{position}]")
-            seen.append(features)
+            with located(f"{place}, models[{position}]"):
+                seen.append(capture(network, head, batch.inputs))
+                _check_finite(seen[-1])
         labels = None if batch.labels is None else likelihood.check_labels(batch.labels, seen[0].logits, place)
         yield seen, labels
 
 
-def _check_finite(seen: Features, place: str) -> None:
+def _check_finite(seen: Features) -> None:
     for name, values in (("features", seen.features), ("logits", seen.logits)):
         finite = torch.isfinite(values)
         if not bool(finite.all()):
             rows = int((~finite).any(1).sum())
             message = (
-                f"{place}: {name} are NaN or infinite for {rows} of {len(values)} inputs. Check the inputs for NaN; "
+                f"{name} are NaN or infinite for {rows} of {len(values)} inputs. Check the inputs for NaN; "
                 f"a network in float16 may overflow where bfloat16 or float32 does not."
             )
             raise DataError(message)

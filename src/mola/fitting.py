@@ -18,13 +18,15 @@ from mola.likelihood import CATEGORICAL, Likelihood
 from mola.links import Link, as_link
 from mola.networks import as_batch, undisturbed
 from mola.posterior import MoLA
+from mola.weights import check_weighting
 
 __all__ = ["ensemble", "fit", "load"]
 
 
 def _as_networks(models: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    # A Sequential or ModuleList can be iterated, but a Sequential is one network.
-    networks = [models] if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList) else list(models)
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+        return [models]  # a Sequential can be iterated, but is one network
+    networks = list(models) if isinstance(models, Iterable) else [models]
     if not networks or not all(isinstance(network, nn.Module) for network in networks):
         kinds = [type(network).__name__ for network in networks]
         message = f"models: expected one nn.Module or a non-empty list of them, got {kinds}."
@@ -68,6 +70,7 @@ def fit(
     networks = _as_networks(models)
     count = len(networks)
     chosen_structure, chosen_link = as_structure(structure), as_link(link)
+    weighting = check_weighting(weights, count)
     precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
     names: list[str | None] = [head] * count if head is None or isinstance(head, str) else list(head)
     if len(names) != count:
@@ -76,8 +79,7 @@ def fit(
     with undisturbed(*networks):
         first, batches = peek(train_loader, "the training loader")
         heads = find_heads(networks, names, as_batch(first, "batch 0 of the training loader").inputs)
-        for one in heads:
-            chosen_structure.check_size(one.width, one.classes)
+        chosen_structure.check_size([one.width for one in heads], heads[0].classes)
         curvatures = _curvatures(
             networks, heads, batches, chosen_structure, CATEGORICAL, total=batch_count(train_loader), progress=progress
         )
@@ -85,7 +87,7 @@ def fit(
         Component(network, one, curvature, precision)
         for network, one, curvature, precision in zip(networks, heads, curvatures, precisions, strict=True)
     ]
-    posterior = MoLA(components, chosen_link, weights)
+    posterior = MoLA(components, chosen_link, weighting)
     return posterior if val_loader is None else posterior.tune(val_loader, progress=progress)
 
 
@@ -111,7 +113,10 @@ def _curvatures(
             totals[index] = structure.merge(
                 totals[index], structure.sums(features, likelihood.curvature(logits), score)
             )
-    return [Curvature(structure, factors.cpu(), likelihood) for factors in totals]
+    return [
+        Curvature(structure, factors.cpu(), head.weights(), likelihood)
+        for head, factors in zip(heads, totals, strict=True)
+    ]
 
 
 def _exact(values: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ layer came closest and what the network does to its output.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional
 from mola.errors import HeadError
 from mola.networks import Inputs, call
 
-__all__ = ["Head", "find_head", "head_by_name", "same_tensor"]
+__all__ = ["Head", "check_logits", "find_head", "head_by_name", "layer_input", "same_tensor"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,10 @@ class Head:
         return self.layer.in_features + self.has_bias
 
     def weights(self) -> Tensor:
-        """Trained weights (C, P) in float64 on the CPU, the bias as last column."""
+        """Trained weights (C, P) in float64 on the CPU, the bias as last column.
+
+        Read them inside `undisturbed`: under spectral normalisation in train mode, reading alone changes the layer.
+        """
         with torch.no_grad():
             weight = self.layer.weight.detach().to("cpu", torch.float64)
             if self.layer.bias is None:
@@ -62,6 +66,17 @@ class _Call:
     layer: nn.Linear
     features: Tensor
     output: Tensor
+
+    def recomputed(self) -> Tensor:
+        """Weight times input plus bias, in float32 or better: the network may mix precisions."""
+        dtype = torch.promote_types(self.layer.weight.dtype, torch.float32)
+        bias = None if self.layer.bias is None else self.layer.bias.detach().to(dtype)
+        return functional.linear(self.features.to(dtype), self.layer.weight.detach().to(dtype), bias)
+
+
+def layer_input(arguments: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Tensor:
+    """What a linear layer was called on, by position or by name."""
+    return arguments[0] if arguments else keywords["input"]
 
 
 def same_tensor(first: Tensor, second: Tensor) -> bool:
@@ -91,13 +106,13 @@ def find_head(network: nn.Module, inputs: Inputs, name: str | None = None) -> He
         HeadError: if there is no such layer.
     """
     expected = None if name is None else head_by_name(network, name).layer
-    calls, logits = _watch(network, inputs)
-    _check_logits(logits, calls)
+    calls, ran, logits = _watch(network, inputs)
+    check_logits(logits, ran)
     matches = [seen for seen in calls if same_tensor(seen.output, logits)]
     if not matches:
-        raise HeadError(_explain(network, logits, calls))
+        raise HeadError(_explain(network, logits, calls, ran))
     found = matches[-1]
-    recomputed = functional.linear(found.features, found.layer.weight, found.layer.bias)
+    recomputed = found.recomputed().to(logits.dtype)
     # Loose: only a network that overwrites its logits in place, or a layer that is more than W x + b, is this far off.
     tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 5e-2
     scale = float(recomputed.abs().max()) or 1.0
@@ -136,7 +151,7 @@ def head_by_name(network: nn.Module, name: str) -> Head:
     Raises:
         HeadError: if there is no module of that name, or it is not an `nn.Linear`.
     """
-    modules = dict(network.named_modules())
+    modules = dict(network.named_modules(remove_duplicate=False))
     linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
     if name not in modules:
         message = f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}."
@@ -148,14 +163,18 @@ def head_by_name(network: nn.Module, name: str) -> Head:
     return Head(name, layer)
 
 
-def _watch(network: nn.Module, inputs: Inputs) -> tuple[list[_Call], Tensor]:
+def _watch(network: nn.Module, inputs: Inputs) -> tuple[list[_Call], list[tuple[str, torch.Size]], Tensor]:
+    """Calls of linear layers with a matrix as output; names and output shapes of all of them; the network's output."""
     calls: list[_Call] = []
+    ran: list[tuple[str, torch.Size]] = []
 
-    def record(name: str) -> object:
-        def hook(layer: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
-            # Only matrices are kept: hidden states of a transformer (3-d) cannot be the logits and would fill memory.
-            if isinstance(layer, nn.Linear) and isinstance(output, Tensor) and output.dim() == 2 and arguments:
-                calls.append(_Call(name, layer, arguments[0], output))
+    def record(name: str, layer: nn.Linear) -> Callable[..., None]:
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: object) -> None:
+            if isinstance(output, Tensor):
+                ran.append((name, output.shape))
+                # Only matrices are kept: hidden states of a transformer (3-d) cannot be the logits and would fill memory.
+                if output.dim() == 2:
+                    calls.append(_Call(name, layer, layer_input(arguments, keywords), output))
 
         return hook
 
@@ -163,18 +182,25 @@ def _watch(network: nn.Module, inputs: Inputs) -> tuple[list[_Call], Tensor]:
     try:
         for name, module in network.named_modules():
             if isinstance(module, nn.Linear):
-                handles.append(module.register_forward_hook(record(name)))  # type: ignore[arg-type]
-        return calls, call(network, inputs)
+                handles.append(module.register_forward_hook(record(name, module), with_kwargs=True))
+        return calls, ran, call(network, inputs)
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _check_logits(logits: Tensor, calls: list[_Call]) -> None:
+def check_logits(logits: Tensor, ran: Sequence[tuple[str, torch.Size]] = ()) -> None:
+    """Refuse outputs that are not the logits of a classifier.
+
+    Args:
+        logits: a network's output.
+        ran: names and output shapes of the linear layers that ran, to name the last.
+
+    Raises:
+        HeadError: unless they are (batch, classes) with at least two classes.
+    """
     if logits.dim() != 2:
-        near = (
-            f" Its last linear layer, {calls[-1].name!r}, gives shape {tuple(calls[-1].output.shape)}." if calls else ""
-        )
+        near = f" Its last linear layer, {ran[-1][0]!r}, gives shape {tuple(ran[-1][1])}." if ran else ""
         message = (
             f"expected logits of shape (batch, classes), got shape {tuple(logits.shape)}.{near} "
             f"Pass a network that returns the output of its last linear layer as it is, without reshaping."
@@ -188,9 +214,10 @@ def _check_logits(logits: Tensor, calls: list[_Call]) -> None:
         raise HeadError(message)
 
 
-def _explain(network: nn.Module, logits: Tensor, calls: list[_Call]) -> str:
+def _explain(network: nn.Module, logits: Tensor, calls: list[_Call], ran: Sequence[tuple[str, torch.Size]]) -> str:
     """Say which layer came closest to being the head, and what the network does to its output."""
     if not calls:
+        other = f" Layer {ran[-1][0]!r} ran, with an output of shape {tuple(ran[-1][1])}." if ran else ""
         compiled = (
             " A compiled network hides its layers: pass the module you compiled."
             if hasattr(network, "_orig_mod")
@@ -198,7 +225,7 @@ def _explain(network: nn.Module, logits: Tensor, calls: list[_Call]) -> str:
         )
         return (
             f"no nn.Linear layer with a 2-d output ran in the forward pass of {type(network).__name__}, so there is no last "
-            f"linear layer to put a posterior on.{compiled} End the network in an nn.Linear that maps features to logits."
+            f"linear layer to put a posterior on.{compiled}{other} End the network in an nn.Linear that maps features to logits."
         )
     sized = [seen for seen in calls if seen.output.shape == logits.shape]
     near = sized[-1] if sized else calls[-1]
@@ -210,10 +237,14 @@ def _explain(network: nn.Module, logits: Tensor, calls: list[_Call]) -> str:
 
 
 def _change(before: Tensor, after: Tensor) -> str:
-    before, after = before.double(), after.double()
     if before.shape != after.shape:
         verb = "reshapes" if before.numel() == after.numel() else "changes"
         return f"{verb} it to {tuple(after.shape)}"
+    if before.dtype != after.dtype and torch.equal(before.to(after.dtype), after):
+        return f"converts it from {before.dtype} to {after.dtype}"
+    before, after = before.double(), after.double()
+    if torch.equal(before, after):
+        return "copies it"
     if torch.allclose(before.softmax(1), after, atol=1e-3):
         return "applies a softmax to it"
     if torch.allclose(before.log_softmax(1), after, rtol=1e-3, atol=1e-3):

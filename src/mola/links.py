@@ -188,7 +188,7 @@ def as_link(link: str | Link) -> Link:
     """
     if isinstance(link, Link):
         return link
-    if link not in LINKS:
+    if not isinstance(link, str) or link not in LINKS:
         message = f"link must be one of {sorted(LINKS)} or a Link object, got {link!r}."
         raise OptionError(message)
     return LINKS[link]()

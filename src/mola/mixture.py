@@ -12,8 +12,9 @@ from tqdm.auto import tqdm
 
 from mola.errors import DataError, OptionError
 from mola.features import batch_count, peek
-from mola.networks import Inputs, as_batch
+from mola.networks import Inputs, as_batch, undisturbed
 from mola.prediction import Prediction
+from mola.randomness import seed_from
 from mola.uncertainty import max_probability_score, mutual_information
 from mola.weights import check_weights, uniform_weights
 
@@ -45,17 +46,18 @@ class Mixture(nn.Module):
             OptionError: if they do not fit.
         """
         super().__init__()
-        if not predictors or not all(callable(predictor) for predictor in predictors):
-            message = "predictors: expected at least one callable from inputs to probabilities."
+        members = tuple(predictors) if isinstance(predictors, Iterable) else ()
+        if not members or not all(callable(member) for member in members):
+            message = "predictors: expected a list of at least one callable from inputs to probabilities."
             raise OptionError(message)
-        self.predictors = tuple(predictors)
-        for index, predictor in enumerate(predictors):
-            if isinstance(predictor, nn.Module):
-                self.add_module(f"predictor_{index}", predictor)
         if isinstance(weights, str) and weights != "uniform":
-            message = f"weights must be 'uniform' or {len(predictors)} numbers, got {weights!r}."
+            message = f"weights must be 'uniform' or {len(members)} numbers, got {weights!r}."
             raise OptionError(message)
-        count = len(predictors)
+        self.predictors = members
+        for index, member in enumerate(members):
+            if isinstance(member, nn.Module):
+                self.add_module(f"predictor_{index}", member)
+        count = len(members)
         self.weights = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
 
     def forward(self, inputs: Inputs) -> Tensor:
@@ -69,29 +71,17 @@ class Mixture(nn.Module):
         return total
 
     def _member_probs(self, inputs: Inputs) -> list[Tensor]:
-        members = [self._check(index, predictor(inputs)) for index, predictor in enumerate(self.predictors)]
-        classes = [probs.shape[1] for probs in members]
-        if len(set(classes)) > 1:
-            message = f"expected predictors with the same number of classes, got {classes}."
+        modules = [predictor for predictor in self.predictors if isinstance(predictor, nn.Module)]
+        with undisturbed(*modules), torch.no_grad():
+            members = [_as_probabilities(index, member(inputs)) for index, member in enumerate(self.predictors)]
+        shapes = [tuple(probs.shape) for probs in members]
+        if len({classes for _, classes in shapes}) > 1:
+            message = f"expected predictors with the same number of classes, got {[classes for _, classes in shapes]}."
+            raise DataError(message)
+        if len({rows for rows, _ in shapes}) > 1:
+            message = f"expected a row for each input from every predictor, got {[rows for rows, _ in shapes]} rows."
             raise DataError(message)
         return members
-
-    @staticmethod
-    def _check(index: int, output: Any) -> Tensor:
-        probs = torch.as_tensor(output)
-        if probs.dim() != 2 or not probs.is_floating_point():
-            message = (
-                f"predictors[{index}]: expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}."
-            )
-            raise DataError(message)
-        off = float((probs.sum(1) - 1).abs().max()) if len(probs) else 0.0
-        if not off < 1e-2 or bool((probs < 0).any()):
-            message = (
-                f"predictors[{index}]: rows must be probabilities that sum to 1, got rows off by {off:.3g}. "
-                f"A network that returns logits goes through mola.ensemble or mola.fit."
-            )
-            raise DataError(message)
-        return probs
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
         members = torch.stack(self._member_probs(inputs))
@@ -139,26 +129,37 @@ class Mixture(nn.Module):
         """Probabilities (n, C) as a NumPy array, of a NumPy array (or anything `predict` takes)."""
         if isinstance(inputs, np.ndarray):
             parameter = next(self.parameters(), None)
-            given = torch.from_numpy(np.ascontiguousarray(inputs))
+            # A copy in native byte order: arrays may be read-only or foreign, which torch does not take.
+            given = torch.from_numpy(np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C"))
             inputs = given.to(parameter.dtype) if parameter is not None and given.is_floating_point() else given
         return self.predict(inputs).probs.numpy()
 
 
-def seed_from(generator: torch.Generator | None) -> int | None:
-    """A seed drawn from a generator: one number a call, so that batches and components share it.
-
-    Args:
-        generator: on the CPU, or None.
-
-    Returns:
-        A seed, or None without a generator.
+def _as_probabilities(index: int, output: Any) -> Tensor:
+    """What a predictor gave, as a tensor of probabilities (n, C).
 
     Raises:
-        OptionError: if the generator is not on the CPU.
+        DataError: if it is none.
     """
-    if generator is None:
-        return None
-    if generator.device.type != "cpu":
-        message = f"generator must be on the CPU so that draws are the same on every device, got {generator.device}."
-        raise OptionError(message)
-    return int(torch.randint(2**62, (), generator=generator))
+    try:
+        # NumPy's arrays may be read-only or run backwards, which torch does not take: copied, they are neither.
+        probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output))
+    except (TypeError, ValueError, RuntimeError) as error:
+        message = f"predictors[{index}]: expected probabilities (n, C), got {type(output).__name__}."
+        raise DataError(message) from error
+    if probs.dim() != 2 or not probs.is_floating_point():
+        message = (
+            f"predictors[{index}]: expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}."
+        )
+        raise DataError(message)
+    off = float((probs.sum(1) - 1).abs().max()) if len(probs) else 0.0
+    if not off < 1e-2:
+        message = (
+            f"predictors[{index}]: rows must be probabilities that sum to 1, got rows off by {off:.3g}. "
+            f"A network that returns logits goes through mola.ensemble or mola.fit."
+        )
+        raise DataError(message)
+    if bool((probs < 0).any()):
+        message = f"predictors[{index}]: probabilities must not be negative, got {float(probs.min()):.3g}."
+        raise DataError(message)
+    return probs

@@ -99,12 +99,15 @@ def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     if isinstance(inputs, Mapping):
         return {key: to_device(value, device) for key, value in inputs.items()}
     if isinstance(inputs, (tuple, list)):
-        return type(inputs)(to_device(value, device) for value in inputs)
+        moved = [to_device(value, device) for value in inputs]
+        return type(inputs)(*moved) if hasattr(inputs, "_fields") else type(inputs)(moved)
     return inputs
 
 
 def call(network: nn.Module, inputs: Inputs) -> Tensor:
-    """Logits (n, C) of one forward pass, on the network's own device.
+    """Logits (n, C) of one forward pass without gradients, on the network's own device.
+
+    `no_grad` rather than `inference_mode`: a network that caches a tensor during the pass must still train afterwards.
 
     Args:
         network: any module that returns logits, or an object or mapping with `logits`.
@@ -122,7 +125,8 @@ def call(network: nn.Module, inputs: Inputs) -> Tensor:
     if device is not None:
         inputs = to_device(inputs, device)
     try:
-        return _logits_of(_run(network, inputs))
+        with torch.no_grad():
+            return _logits_of(_run(network, inputs))
     except (MolaError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -177,36 +181,50 @@ def _logits_of(output: Any) -> Tensor:
 def undisturbed(*networks: nn.Module) -> Iterator[None]:
     """Evaluate networks inside; afterwards they, and the random state, are exactly as they were.
 
-    Inside, gradients are off and every module is in eval mode. Afterwards, also when an exception strikes, training
-    flags, buffers (values and identity) and the random state of the CPU and of the networks' devices are restored.
-    `no_grad` rather than `inference_mode`: a network that caches a tensor during the pass must still train afterwards.
+    Inside, every module is in eval mode. Afterwards, also when an exception strikes, training flags, plain attributes,
+    buffers (which ones, and their values) and the random state of the CPU and of the networks' devices are restored.
+    Nothing but buffers is copied.
 
     Yields:
         Nothing.
     """
-    modules = [module for network in networks for module in network.modules()]
-    modes = [module.training for module in modules]
-    registered = [dict(module._buffers) for module in modules]
-    values = [
-        (buffer, buffer._version, buffer.detach().clone())
-        for names in registered
-        for buffer in names.values()
-        if buffer is not None and not buffer.is_inference()
-    ]
-    accelerators = sorted({p.device.index or 0 for n in networks for p in n.parameters() if p.device.type == "cuda"})
+    modules = list({id(module): module for network in networks for module in network.modules()}.values())
     tracing = torch.compiler.is_compiling()  # nothing runs then: no values or random numbers to protect
-    random_state = nullcontext() if tracing else torch.random.fork_rng(devices=accelerators)
-    with torch.no_grad(), random_state:
+    states = [_State(module, copy_values=not tracing) for module in modules]
+    accelerators = sorted({p.device.index or 0 for n in networks for p in n.parameters() if p.device.type == "cuda"})
+    with nullcontext() if tracing else torch.random.fork_rng(devices=accelerators):
         try:
             for module in modules:
                 module.training = False
             yield
         finally:
-            for module, mode, names in zip(modules, modes, registered, strict=True):
-                module.training = mode
-                module._buffers.clear()
-                module._buffers.update(names)
-            for buffer, version, value in () if tracing else values:
-                # Untouched buffers are not written: a copy would invalidate a graph the user still holds.
-                if buffer._version != version:
-                    buffer.copy_(value)
+            for state in states:
+                state.restore()
+
+
+class _State:
+    """What a pass may change in a module: its attributes, which buffers it has, and their values."""
+
+    def __init__(self, module: nn.Module, *, copy_values: bool) -> None:
+        self.module, self.training = module, module.training
+        # A scripted module keeps its attributes elsewhere, and cannot gain or lose any.
+        self.scripted = isinstance(module, torch.jit.ScriptModule)
+        self.attributes = {} if self.scripted else dict(vars(module))
+        self.buffers = {} if self.scripted else dict(module._buffers)
+        here = [buffer for buffer in module.buffers(recurse=False) if copy_values and not buffer.is_inference()]
+        self.values = [(buffer, buffer._version, buffer.detach().clone()) for buffer in here]
+
+    def restore(self) -> None:
+        """Put all of it back."""
+        if not self.scripted:
+            vars(self.module).clear()
+            vars(self.module).update(self.attributes)
+            self.module._buffers.clear()
+            self.module._buffers.update(self.buffers)
+        self.module.training = self.training
+        for buffer, version, value in self.values:
+            # Untouched buffers are not written: a copy would invalidate a graph the user still holds. The values are
+            # compared too, as a change through `.data` leaves the version alone.
+            if buffer._version != version or not torch.equal(buffer, value):
+                with torch.no_grad():
+                    buffer.resize_(value.shape).copy_(value)

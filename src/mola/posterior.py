@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,28 +16,21 @@ from torch import Tensor, nn
 from mola import archive, storage
 from mola.bounds import component_bounds, far_field_logits, require_probit
 from mola.component import Component, per_component
-from mola.errors import DataError
+from mola.errors import DataError, located
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
-from mola.mixture import Mixture, seed_from
+from mola.mixture import Mixture
 from mola.networks import Inputs, undisturbed
 from mola.prediction import Prediction
 from mola.prior import ConfidenceThreshold, Rule
+from mola.randomness import seed_from
+from mola.sampling import WeightSamples, draw_weights
 from mola.tuning import HeldOut, Problem, Tuning, read_held_out
 from mola.uncertainty import entropy, epistemic_share, far_field_score, max_probability_score
-from mola.weights import evidence_weights, stacking_weights
+from mola.weights import check_weighting, evidence_weights, stacking_weights
 
-__all__ = ["MoLA", "WeightSamples"]
-
-
-class WeightSamples(NamedTuple):
-    """Draws of the last layer's weights from the mixture."""
-
-    weights: Tensor | list[Tensor]
-    """(S, C, P), the bias as last column where the head has one; a list of (C, P) where the networks' widths differ."""
-    component: Tensor
-    """(S,): which component, and so which network's features, each draw belongs to."""
+__all__ = ["MoLA"]
 
 
 class MoLA(Mixture):
@@ -60,11 +53,12 @@ class MoLA(Mixture):
         tuning: Tuning | None = None,
     ) -> None:
         """Bind components, a link and weights."""
-        by_evidence = isinstance(weights, str) and weights == "evidence"
-        super().__init__(components, "uniform" if by_evidence else weights)
+        weighting = check_weighting(weights, len(components))
+        by_evidence = isinstance(weighting, str) and weighting == "evidence"
+        super().__init__(components, "uniform" if by_evidence else weighting)
         self.components = tuple(components)
         self.link = as_link(link)
-        self.weighting = weights if isinstance(weights, str) else "given"
+        self.weighting = weighting if isinstance(weighting, str) else "given"
         self.tuning = tuning
         if by_evidence:
             self.weights = evidence_weights(self.log_evidence())
@@ -119,7 +113,15 @@ class MoLA(Mixture):
             return self._mix([self.link(moments, seed) for moments in self._moments(inputs)])
 
     def _moments(self, inputs: Inputs) -> list[LogitMoments]:
-        return [component.moments(inputs) for component in self.components]
+        moments = []
+        for index, component in enumerate(self.components):
+            with located(f"models[{index}]"):
+                moments.append(component.moments(inputs))
+        classes = [one.mean.shape[1] for one in moments]
+        if len(set(classes)) > 1:
+            message = f"expected networks with the same number of classes, got {classes}."
+            raise DataError(message)
+        return moments
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
         with undisturbed(*self.networks):
@@ -153,6 +155,8 @@ class MoLA(Mixture):
 
     def with_prior_precision(self, prior_precision: float | Sequence[float]) -> MoLA:
         """The same mixture at another prior precision: one number, or one for each component."""
+        for component in self.components:
+            component.require_curvature("a prior precision")
         values = per_component(prior_precision, len(self.components), "prior_precision")
         moved = [component.at(value) for component, value in zip(self.components, values, strict=True)]
         return self._with(components=moved, tuning=None)
@@ -209,15 +213,14 @@ class MoLA(Mixture):
         chosen = []
         with torch.no_grad():
             for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
-                posterior = component.prepare()
-                if posterior is not None:
-                    posterior = component.curvature.spectrum.posterior(component.precision)  # type: ignore[union-attr]
+                curvature = component.curvature
+                posterior = None if curvature is None else curvature.spectrum.posterior(component.precision)
                 probs = self.link(LogitMoments(logits.double(), features.double(), posterior))
                 chosen.append(probs.gather(1, data.labels[:, None]).squeeze(1))  # type: ignore[index]
         return self.with_weights(stacking_weights(torch.stack(chosen, dim=1)))
 
     def _read(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool) -> HeldOut:
-        heads = [component.require_curvature("reading held-out data")[0] for component in self.components]
+        heads = [component.head for component in self.components]
         with undisturbed(*self.networks):
             return read_held_out(self.networks, heads, loader, where=where, labelled=labelled, progress=progress)
 
@@ -242,19 +245,7 @@ class MoLA(Mixture):
         Returns:
             Weights in float64, and the component of each.
         """
-        if generator is not None:
-            seed_from(torch.Generator(device=generator.device))
-        choice = torch.multinomial(self.weights, n, replacement=True, generator=generator)
-        drawn: list[Tensor] = [torch.empty(0)] * n
-        for index, component in enumerate(self.components):
-            head, curvature = component.require_curvature("sampling weights")
-            places = (choice == index).nonzero().flatten().tolist()
-            if places:
-                deviations = curvature.spectrum.deviations(component.precision, len(places), generator)
-                for place, deviation in zip(places, deviations, strict=True):
-                    drawn[place] = head.weights() + deviation
-        alike = len({weights.shape for weights in drawn}) == 1
-        return WeightSamples(torch.stack(drawn) if alike else drawn, choice)
+        return draw_weights(self.components, self.weights, n, generator)
 
     def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> Tensor:
         """Upper bound on the confidence of each input, and of the same input scaled by any number.

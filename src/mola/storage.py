@@ -18,9 +18,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor, nn
+from torch import Tensor
 
 from mola.errors import StorageError
+from mola.schema import check
 
 __all__ = ["DOCUMENT", "FORMAT", "VERSION", "fingerprint", "read", "write"]
 
@@ -29,19 +30,17 @@ VERSION = 1
 DOCUMENT = "posterior.json"
 
 
-def fingerprint(layer: nn.Linear) -> dict[str, str]:
+def fingerprint(weights: Tensor) -> dict[str, str]:
     """Checksums of a layer's weights as they read in each floating-point type.
 
     A network that was fitted in float32 is still the same network after `.half()`, so each type has its own checksum.
     """
-    prints = {}
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        digest = hashlib.sha256()
-        for tensor in (layer.weight, layer.bias):
-            if tensor is not None:
-                digest.update(tensor.detach().cpu().to(dtype).contiguous().view(torch.uint8).numpy().tobytes())
-        prints[str(dtype).removeprefix("torch.")] = digest.hexdigest()
-    return prints
+    return {
+        str(dtype).removeprefix("torch."): hashlib.sha256(
+            weights.to(dtype).contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    }
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -101,6 +100,18 @@ def read(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         StorageError: if files are missing, truncated, foreign, or newer than this library.
     """
     folder = Path(directory)
+    document = _read_document(folder)
+    try:
+        return document, _read_tensors(folder, document)
+    except StorageError:
+        # Somebody may have saved over it since the document was read: then the new one is whole.
+        again = _read_document(folder)
+        if again == document:
+            raise
+        return again, _read_tensors(folder, again)
+
+
+def _read_document(folder: Path) -> dict[str, Any]:
     path = folder / DOCUMENT
     if not path.is_file():
         message = (
@@ -109,27 +120,25 @@ def read(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise StorageError(message)
     try:
         document = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         message = f"{path} is not readable JSON ({error}): the file is truncated or was not written by mola."
         raise StorageError(message) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         message = f"{path} was not written by mola: expected format {FORMAT!r}."
         raise StorageError(message)
-    if document.get("version") != VERSION:
+    if type(document.get("version")) is not int or document["version"] != VERSION:
         message = (
             f"{path} has version {document.get('version')!r}; this mola reads version {VERSION}. "
             f"Update mola, or save the posterior again with this one."
         )
         raise StorageError(message)
-    return document, _read_tensors(folder, document)
+    check(document, {"tensors": {"file": str, "sha256": str}}, "")
+    return document
 
 
 def _read_tensors(folder: Path, document: dict[str, Any]) -> dict[str, Tensor]:
-    entry = document.get("tensors")
-    if not isinstance(entry, dict) or not {"file", "sha256"} <= entry.keys():
-        message = f"{folder / DOCUMENT} does not name its tensor file: it is truncated or was edited."
-        raise StorageError(message)
-    path = folder / Path(str(entry["file"])).name
+    entry = document["tensors"]
+    path = folder / Path(entry["file"].replace("\\", "/")).name  # inside the folder, whatever the document says
     if not path.is_file():
         message = f"{path} is missing: {DOCUMENT} points to it. Copy the whole folder."
         raise StorageError(message)

@@ -53,7 +53,7 @@ class HeldOut:
 
 def read_held_out(
     networks: Sequence[nn.Module],
-    heads: Sequence[Head],
+    heads: Sequence[Head | None],
     loader: Iterable[Any],
     *,
     where: str,
@@ -66,7 +66,7 @@ def read_held_out(
 
     Args:
         networks: the trained classifiers.
-        heads: their last linear layers.
+        heads: their last linear layers; None where only the logits are wanted.
         loader: any iterable of batches.
         where: what the loader is for.
         labelled: whether every batch must carry labels.
@@ -82,7 +82,7 @@ def read_held_out(
         networks, heads, loader, where=where, progress=progress, total=batch_count(loader), labelled=labelled
     ):
         for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
-            features[index].append(head.lift(one.features).cpu())
+            features[index].append((one.features if head is None else head.lift(one.features)).cpu())
             logits[index].append(one.logits.cpu())
         if batch_labels is not None:
             labels.append(batch_labels.cpu())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mola.errors import OptionError
 
-__all__ = ["check_weights", "evidence_weights", "stacking_weights", "uniform_weights"]
+__all__ = ["check_weighting", "check_weights", "evidence_weights", "stacking_weights", "uniform_weights"]
 
 
 def uniform_weights(count: int) -> Tensor:
@@ -30,7 +30,11 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
     Raises:
         OptionError: unless they are K non-negative numbers that sum to 1.
     """
-    values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().flatten()
+    try:
+        values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().flatten()
+    except (TypeError, ValueError, RuntimeError) as error:
+        message = f"weights: expected {count} numbers that sum to 1, got {weights!r}."
+        raise OptionError(message) from error
     if len(values) != count:
         message = f"weights: expected {count} numbers, one for each component, got {len(values)}."
         raise OptionError(message)
@@ -41,6 +45,30 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
         message = f"weights must sum to 1, got {values.tolist()} with sum {float(values.sum()):.6g}. Divide them by their sum."
         raise OptionError(message)
     return values
+
+
+def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str | Tensor:
+    """A way to choose the weights, or the weights themselves.
+
+    Args:
+        weights: "uniform", "evidence", or K numbers.
+        count: K.
+
+    Returns:
+        The name, or the numbers as `check_weights` gives them.
+
+    Raises:
+        OptionError: if the name is unknown or the numbers do not fit.
+    """
+    if not isinstance(weights, str):
+        return check_weights(weights, count)
+    if weights == "stacking":
+        message = "weights 'stacking' need validation data: fit first, then posterior.reweight(val_loader)."
+        raise OptionError(message)
+    if weights not in ("uniform", "evidence"):
+        message = f"weights must be 'uniform', 'evidence' or {count} numbers that sum to 1, got {weights!r}."
+        raise OptionError(message)
+    return weights
 
 
 def evidence_weights(log_evidence: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -52,7 +52,10 @@ def check_precision(value: float) -> float:
     Raises:
         OptionError: unless it is finite and positive.
     """
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
     if not (math.isfinite(number) and number > 0):
         message = (
             f"prior_precision must be a finite number above 0, got {value!r}. It is the precision of a Gaussian prior."
@@ -114,8 +117,8 @@ class Structure(ABC):
         """Take one more batch into the total, which is None before the first."""
         return batch if total is None else total + batch
 
-    def check_size(self, features: int, outputs: int) -> None:  # noqa: B027  (most structures are small)
-        """Raise `StructureTooLargeError` if the structure would not fit in memory."""
+    def check_size(self, features: Sequence[int], outputs: int) -> None:  # noqa: B027  (most structures are small)
+        """Raise `StructureTooLargeError` if the factors of networks with so many features each would not fit in memory."""
 
     def settings(self) -> dict[str, Any]:
         """What it takes to rebuild the structure, as JSON."""
@@ -210,8 +213,15 @@ class Posterior(nn.Module, ABC):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Rebuilt from float64 rather than cast: .half() must not lose the posterior, and .double() must gain it.
         probe = fn(next(self.buffers()).detach()[:0])
-        self._set(probe.device, probe.dtype if probe.dtype == torch.float64 else torch.float32)
+        self.follow(probe.device, probe.dtype)
         return self
+
+    def follow(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Be on a device, in a precision of at least float32."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        here = next(self.buffers())
+        if (here.device, here.dtype) != (device, dtype):
+            self._set(device, dtype)
 
     @property
     def dtype(self) -> torch.dtype:

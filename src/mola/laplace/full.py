@@ -13,6 +13,7 @@ the posterior is the prior: :math:`\Sigma = (F \otimes I)(H_F + \lambda I)^{-1}(
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,24 +52,28 @@ class Full(Structure):
     memory: int | None = None
     name = "full"
 
-    def check_size(self, features: int, outputs: int) -> None:
-        """Refuse a Hessian that would not fit.
+    def check_size(self, features: Sequence[int], outputs: int) -> None:
+        """Refuse Hessians that would not fit.
 
         Args:
-            features: P.
+            features: P of each network.
             outputs: C.
 
         Raises:
-            StructureTooLargeError: saying how large it would be, and what to use instead.
+            StructureTooLargeError: saying how large they would be, and what to use instead.
         """
-        side = features * outputs
-        needed = WORKING_COPIES * 8 * side**2
+        sides = [outputs * width for width in features]
+        # The sums of all networks are alive while fitting; later one of them at a time is decomposed.
+        needed = 8 * (sum(side**2 for side in sides) + (WORKING_COPIES - 1) * max(sides) ** 2)
         free = self.memory if self.memory is not None else free_memory()
         if needed > free:
+            side, width = max(sides), max(features)
+            together = f" for each of {len(sides)} networks" if len(sides) > 1 else ""
             message = (
-                f"structure 'full' needs the exact Hessian of {outputs} x {features} weights: a {side} x {side} matrix of "
-                f"{8 * side**2 / 1e9:.2f} GB, about {needed / 1e9:.2f} GB with the eigensolver, and {free / 1e9:.2f} GB are "
-                f"free. Use structure 'kron' (it needs {8 * (features**2 + outputs**2) / 1e9:.3f} GB) or 'diag'."
+                f"structure 'full' needs the exact Hessian of {outputs} x {width} weights: a {side} x {side} matrix of "
+                f"{8 * side**2 / 1e9:.2f} GB{together}, about {needed / 1e9:.2f} GB with the eigensolver, and "
+                f"{free / 1e9:.2f} GB are free. Use structure 'kron' (it needs "
+                f"{8 * (width**2 + outputs**2) / 1e9:.3f} GB) or 'diag'."
             )
             raise StructureTooLargeError(message)
 

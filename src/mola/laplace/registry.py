@@ -28,7 +28,7 @@ def as_structure(structure: str | Structure) -> Structure:
     """
     if isinstance(structure, Structure):
         return structure
-    if structure not in STRUCTURES:
+    if not isinstance(structure, str) or structure not in STRUCTURES:
         message = f"structure must be one of {sorted(STRUCTURES)} or a Structure object, got {structure!r}."
         raise OptionError(message)
     return STRUCTURES[structure]()

@@ -1,0 +1,35 @@
+"""One seed a call: what a generator becomes, so that every batch and component draws the same numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from mola.errors import OptionError
+
+__all__ = ["check_generator", "seed_from"]
+
+
+def seed_from(generator: torch.Generator | None) -> int | None:
+    """A seed drawn from a generator: one number a call, so that batches and components share it.
+
+    Args:
+        generator: on the CPU, or None.
+
+    Returns:
+        A seed, or None without a generator.
+    """
+    if generator is None:
+        return None
+    check_generator(generator)
+    return int(torch.randint(2**62, (), generator=generator))
+
+
+def check_generator(generator: torch.Generator | None) -> None:
+    """Refuse a generator that is not on the CPU.
+
+    Raises:
+        OptionError: if it is not.
+    """
+    if generator is not None and generator.device.type != "cpu":
+        message = f"generator must be on the CPU so that draws are the same on every device, got {generator.device}."
+        raise OptionError(message)
