@@ -2,7 +2,10 @@
 
 import copy
 import io
+import itertools
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -330,6 +333,15 @@ def test_seeded_draws_are_the_same_bits_through_every_entry(mixture):
             assert not torch.equal(draw(5).probs, draw(6).probs)
 
 
+def test_a_generator_reaches_the_members_that_draw():
+    """An argument that is taken must not be dropped."""
+    drawing = mola.fit(three(), LOADER, link="mc")
+    mixture = mola.Mixture([drawing, flat], [0.5, 0.5])
+    first, again, other = (mixture.predict(X, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    assert torch.equal(first.probs, again.probs)
+    assert not torch.equal(first.probs, other.probs)
+
+
 def test_mutual_information_of_an_ensemble_is_exact():
     networks = three()
     prediction = mola.ensemble(networks, [0.2, 0.3, 0.5]).predict(X)
@@ -509,6 +521,56 @@ def test_an_exported_posterior_gives_the_same_for_any_batch_size(structure, used
     for size in (2, 17, 64):
         inputs = torch.randn(size, 5, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
         torch.testing.assert_close(exported(inputs), posterior(inputs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_threads_may_predict_at_once(training):
+    """As in a service: none sees another's dropout, and the networks come out as they went in."""
+    networks = [make_network(64, seed).train(training) for seed in range(2)]
+    posterior = mola.fit(networks, LOADER).eval()
+    inputs = X.repeat(50, 1)
+    expected = posterior(inputs)
+    start = threading.Barrier(6)
+
+    def work():
+        start.wait()
+        return [posterior(inputs) for _ in range(8)]
+
+    with unchanged(*networks), ThreadPoolExecutor(6) as pool:
+        answers = [answer.result() for answer in [pool.submit(work) for _ in range(6)]]
+    for probs in itertools.chain.from_iterable(answers):
+        torch.testing.assert_close(probs, expected, rtol=1e-12, atol=1e-12)
+
+
+WORK = {
+    "probabilities": lambda p: p(X),
+    "prediction": lambda p: p.predict(X).mutual_information,
+    "outlier score": lambda p: p.predict(X).ood_score,
+    "variance": lambda p: p.predict(X).logit_variance,
+    "evidence": lambda p: p.log_evidence(),
+    "evidence weights": lambda p: p.with_weights("evidence").weights,
+    "stacking": lambda p: p.reweight(LOADER).weights,
+    "samples": lambda p: torch.cat(
+        [w.flatten() for w in p.sample(5, generator=torch.Generator().manual_seed(1)).weights]
+    ),
+    "bound": lambda p: p.confidence_bound(X),
+    "tuned": lambda p: torch.tensor(p.tune(rule=mola.Evidence(shared=False)).prior_precision, dtype=torch.float64),
+    **{link: lambda p, link=link: p.with_link(link)(X) for link in LINKS},
+}
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_default_type_of_torch_does_not_matter(structure):
+    """These tests run with float64 as default; their users have float32."""
+    networks = three()
+    results = []
+    for default in (torch.float64, torch.float32):
+        torch.set_default_dtype(default)
+        posterior = mola.fit(networks, LOADER, structure=structure, prior_precision=0.3)
+        results.append({name: work(posterior) for name, work in WORK.items()})
+    for name in WORK:
+        assert results[1][name].dtype == torch.float64, name
+        assert torch.equal(results[0][name], results[1][name]), name
 
 
 def test_new_values_share_the_networks_and_leave_the_old_one_alone():

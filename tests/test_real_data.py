@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.real_cifar10 import evaluate
+from benchmarks.real_cifar10 import evaluate, load
 
 SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 
@@ -25,8 +25,8 @@ def rows(tmp_path_factory):
     torch.set_num_threads(os.cpu_count() or 1)
     torch.set_default_dtype(torch.float32)
     try:
-        networks = SHARED / "networks" / "resnet20"
-        return evaluate(folder, networks, count=5, train=10_000, outliers=5_000, structures=("kron", "kron-exact"))
+        heads, data = load(folder, SHARED / "networks" / "resnet20", count=5, train=10_000, outliers=5_000)
+        return evaluate(heads, data, structures=("kron", "kron-exact"))
     finally:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)

@@ -159,6 +159,21 @@ def test_a_posterior_without_labels_comes_back(tmp_path):
         loaded.log_evidence()
 
 
+def test_a_bare_layer_comes_back(tmp_path):
+    network = nn.Linear(5, 3).double()
+    posterior = mola.fit(network, LOADER)
+    assert_same(mola.load(posterior.save(tmp_path), network), posterior)
+
+
+def test_a_compiled_network_and_the_one_it_was_compiled_from_are_the_same_network(tmp_path):
+    network = plain()
+    compiled = torch.compile(network, backend="eager")
+    expected = mola.fit(network, LOADER)
+    for fitted, other in ((compiled, network), (network, compiled)):
+        loaded = mola.load(mola.fit(fitted, LOADER).save(tmp_path), other)
+        torch.testing.assert_close(loaded(FAR), expected(FAR), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
 def test_a_parametrised_head_is_recognised(wrap, tmp_path):
     network = plain()
@@ -328,6 +343,26 @@ def test_a_reader_that_is_overtaken_by_a_writer_gets_the_new_one(tmp_path, monke
 
     monkeypatch.setattr(storage, "_read_tensors", overtaken)
     assert_same(mola.load(tmp_path, networks), new)
+
+
+def test_two_writers_at_once_leave_a_folder_that_loads(tmp_path, monkeypatch):
+    """As the processes of one distributed run do, whose sums differ in the last bit."""
+    networks = same_kind()
+    first, second = mola.fit(networks, LOADER), mola.fit(networks, LOADER[:1])
+    write = storage.write_atomically
+    interrupted = []
+
+    def overtaken(path, content):
+        if path.suffix == ".json" and not interrupted:  # the first has written its tensors, but not its document
+            interrupted.append(path)
+            second.save(tmp_path)
+        write(path, content)
+
+    monkeypatch.setattr(storage, "write_atomically", overtaken)
+    first.save(tmp_path)
+    assert interrupted
+    loaded = mola.load(tmp_path, networks)
+    assert_same(loaded, first if loaded.components[0].curvature.factors.count == 23 else second)
 
 
 def test_saving_over_an_older_one_leaves_what_is_not_ours_alone(tmp_path):

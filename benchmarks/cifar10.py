@@ -1,0 +1,123 @@
+"""CIFAR-10, two sets of outliers and pretrained ResNet-20s, reduced to what their last layers see.
+
+The data folder holds `cifar-10-batches-bin` (the official binary files), `cifar-100-binary/test.bin` and
+`svhn/test_32x32.npz` (arrays `images` and `labels`); the network folder `00.safetensors`, `01.safetensors`, ... Every image
+is normalised like the networks' training data, the outliers too, as a deployed network would see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mola.features import find_heads, stream
+from mola.models.resnet import resnet20
+from mola.networks import undisturbed
+
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+VALIDATION = 2000
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs in batches, with labels where there are any: a loader that can be read again and again."""
+
+    inputs: Tensor
+    labels: Tensor | None = None
+    batch: int = 500
+
+    def __len__(self) -> int:
+        return -(-len(self.inputs) // self.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        for start in range(0, len(self.inputs), self.batch):
+            rows = slice(start, start + self.batch)
+            inputs = self.inputs[rows]
+            if inputs.dtype == torch.uint8:
+                inputs = (inputs.float() / 255 - MEAN) / STD
+            yield (inputs,) if self.labels is None else (inputs, self.labels[rows])
+
+    def part(self, index: Sequence[int] | slice) -> Examples:
+        """Some of them."""
+        return Examples(self.inputs[index], None if self.labels is None else self.labels[index], self.batch)
+
+
+def read_binary(paths: Sequence[Path], label_bytes: int) -> Examples:
+    """CIFAR's binary files: label bytes, the last of which is the finest, then the red, green and blue planes."""
+    rows = np.concatenate([np.fromfile(path, np.uint8).reshape(-1, label_bytes + 3072) for path in paths])
+    images = torch.from_numpy(rows[:, label_bytes:].reshape(-1, 3, 32, 32))
+    return Examples(images, torch.from_numpy(rows[:, label_bytes - 1].astype(np.int64)))
+
+
+def read_data(folder: Path, *, train: int = 50_000, outliers: int = 10_000) -> dict[str, Examples]:
+    """Training images, the test set split into validation (2000) and test (8000), and two sets of outliers."""
+    cifar = folder / "cifar-10-batches-bin"
+    training = read_binary([cifar / f"data_batch_{index}.bin" for index in range(1, 6)], 1).part(slice(train))
+    test = read_binary([cifar / "test_batch.bin"], 1)
+    sizes = [VALIDATION, len(test.inputs) - VALIDATION]
+    split = torch.utils.data.random_split(range(len(test.inputs)), sizes, generator=torch.Generator().manual_seed(42))
+    svhn = torch.from_numpy(np.load(folder / "svhn" / "test_32x32.npz")["images"]).permute(0, 3, 1, 2)
+    cifar100 = read_binary([folder / "cifar-100-binary" / "test.bin"], 2).inputs
+    return {
+        "train": training,
+        "validation": test.part(split[0].indices),
+        "test": test.part(split[1].indices),
+        "SVHN": Examples(svhn[:outliers]),
+        "CIFAR-100": Examples(cifar100[:outliers]),
+    }
+
+
+def read_networks(folder: Path, count: int) -> list[nn.Module]:
+    """The first `count` networks of the folder."""
+    networks = []
+    for index in range(count):
+        network = resnet20()
+        network.load_state_dict(load_file(folder / f"{index:02d}.safetensors"))
+        networks.append(network.eval())
+    return networks
+
+
+class HeadOnly(nn.Module):
+    """A network's last layer over features (n, K, P) that are known: every method shares one pass over the images."""
+
+    def __init__(self, network: nn.Module, index: int) -> None:
+        super().__init__()
+        self.linear, self.index = network.linear, index
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits of this network."""
+        return self.linear(features[:, self.index])
+
+
+def features_of(networks: Sequence[nn.Module], images: Examples, name: str) -> Examples:
+    """What each network's head sees, (n, K, P), by mola's own reading of the networks."""
+    with undisturbed(*networks):
+        heads = find_heads(networks, [None] * len(networks), next(iter(images))[0])
+        passes = stream(networks, heads, images, where=f"{name} images", progress=True, total=len(images))
+        seen = [torch.stack([one.features for one in batch], dim=1) for batch, _ in passes]
+    return Examples(torch.cat(seen), images.labels)
+
+
+def load(
+    data: Path, networks: Path, *, count: int, train: int = 50_000, outliers: int = 10_000, cache: Path | None = None
+) -> tuple[list[HeadOnly], dict[str, Examples]]:
+    """The networks' heads, and what they see of each set; features are kept in `cache`, if given, and taken from there."""
+    trained = read_networks(networks, count)
+    examples = read_data(data, train=train, outliers=outliers)
+    for name, images in examples.items():
+        stored = None if cache is None else cache / f"{name}-{count}-{len(images.inputs)}.npy"
+        if stored is not None and stored.exists():
+            examples[name] = Examples(torch.from_numpy(np.load(stored)), images.labels)
+            continue
+        examples[name] = features_of(trained, images, name)
+        if stored is not None:
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            np.save(stored, examples[name].inputs.numpy())
+    return [HeadOnly(network, index) for index, network in enumerate(trained)], examples
