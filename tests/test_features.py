@@ -259,6 +259,27 @@ def test_a_network_that_returns_another_head_for_some_batches_is_noticed():
         mola.fit(network, LOADER)
 
 
+@pytest.mark.parametrize("change", ["logits", "features"])
+def test_an_overwriting_in_place_that_shows_in_later_batches_only_is_noticed(change):
+    """A clamp that leaves the first batch as it is passes every comparison of numbers made there."""
+
+    class Clamping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            features = self.body(x)
+            logits = self.head(features)
+            (logits if change == "logits" else features).clamp_(-3, 3)
+            return logits
+
+    network = Clamping()
+    loader = [(0.01 * X, Y), (100 * X, Y)]
+    with unchanged(network), pytest.raises(HeadError, match=r"(?s)'head'.*in place"):
+        mola.fit(network, loader)
+
+
 def test_differing_numbers_of_classes_are_refused():
     networks = [make_network(), nn.Linear(5, 4), nn.Linear(5, 3)]
     with unchanged(*networks), pytest.raises(HeadError, match=r"same number of classes, got \[3, 4, 3\]"):

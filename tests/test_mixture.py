@@ -524,6 +524,13 @@ def test_an_exported_posterior_gives_the_same_for_any_batch_size(structure, used
         torch.testing.assert_close(exported(inputs), posterior(inputs), rtol=1e-12, atol=1e-12)
 
 
+def test_a_mixture_of_modules_can_be_exported():
+    mixture = mola.Mixture([mola.fit(three(), LOADER), mola.ensemble(make_network()), Probabilities()], [0.5, 0.3, 0.2])
+    program = torch.export.export(mixture.eval(), (X,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    inputs = X[:7] + 1
+    torch.testing.assert_close(program.module()(inputs), mixture(inputs), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_threads_may_predict_at_once(training):
     """As in a service: none sees another's dropout, and the networks come out as they went in."""

@@ -148,9 +148,18 @@ def with_shared_buffer():
     return network
 
 
+def with_expanded_buffer():
+    """Many elements in one place of memory: it can be read, and not be written."""
+    network = plain()
+    network.register_buffer("ones", torch.ones(1).expand(4))
+    network.register_buffer("positions", torch.arange(4).expand(3, -1))
+    return network
+
+
 NETWORKS = [plain, with_norm_and_dropout, with_mixed_modes, with_frozen_parameters, with_gradients, with_shared_buffer]
+NETWORKS += [with_expanded_buffer]
 NETWORKS += [lambda disturb=disturb: restless(disturb) for disturb in DISTURBANCES]
-NAMES = [getattr(make, "__name__", "") for make in NETWORKS[:6]] + [disturb.__name__ for disturb in DISTURBANCES]
+NAMES = [getattr(make, "__name__", "") for make in NETWORKS[:7]] + [disturb.__name__ for disturb in DISTURBANCES]
 every_network = pytest.mark.parametrize("make", NETWORKS, ids=NAMES)
 
 
@@ -210,6 +219,18 @@ def test_a_graph_that_the_user_still_holds_can_be_run_backwards_after_a_visit():
         call(network, X)
     loss.backward()
     assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+def test_a_graph_through_a_buffer_with_nan_can_be_run_backwards_after_a_visit():
+    """NaN is not equal to itself, and is no change for that."""
+    network = plain().double()
+    network.register_buffer("missing", torch.tensor([float("nan"), 1.0]))
+    scale = torch.ones(2, requires_grad=True)
+    loss = (scale * network.missing).sum()
+    with unchanged(network), undisturbed(network):
+        call(network, X)
+    loss.backward()
+    assert scale.grad[1] == 1
 
 
 def test_a_network_that_keeps_a_cache_beside_a_flag_still_works_after_a_visit():
