@@ -25,7 +25,7 @@ def rows(tmp_path_factory):
     torch.set_num_threads(os.cpu_count() or 1)
     torch.set_default_dtype(torch.float32)
     try:
-        heads, data = load(folder, SHARED / "networks" / "resnet20", count=5, train=10_000, outliers=5_000)
+        heads, data = load(folder, SHARED / "networks" / "resnet20", count=5, train=5_000, outliers=3_000)
         return evaluate(heads, data, structures=("kron", "kron-exact"))
     finally:
         torch.set_num_threads(threads)

@@ -46,21 +46,33 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs) -> Features:
         logits = call(network, inputs)
         check_logits(logits)
         return Features(logits[:, :0], logits)
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
 
     def keep(_: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: Tensor) -> None:
-        seen.append((layer_input(arguments, keywords), output))
+        features = layer_input(arguments, keywords)
+        seen.append((features, output, (_version(features), _version(output))))
 
     handle = head.layer.register_forward_hook(keep, with_kwargs=True)
     try:
         logits = call(network, inputs)
     finally:
         handle.remove()
-    for features, output in reversed(seen):
+    for features, output, versions in reversed(seen):
         if output is logits or (not torch.compiler.is_compiling() and same_tensor(output, logits)):
+            if (_version(features), _version(output)) != versions:
+                message = (
+                    f"the network overwrites the input or the output of its head {head.name!r} in place. Pass a network that "
+                    f"returns the plain output of {head.name!r}."
+                )
+                raise HeadError(message)
             return Features(features, logits)
     message = f"the network's output is not the output of its head {head.name!r} in this pass. Was the network changed?"
     raise HeadError(message)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written in place; tensors of inference mode, and of a trace, do not count."""
+    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
 def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:

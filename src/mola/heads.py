@@ -138,6 +138,11 @@ def _insist(found: _Call, expected: nn.Linear | None, name: str | None) -> Head:
     return Head(name or found.name, found.layer)
 
 
+def _bare(name: str) -> str:
+    """A module's name without what `torch.compile` puts before it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def head_by_name(network: nn.Module, name: str) -> Head:
     """The linear layer of that dotted name (the empty name is the network itself).
 
@@ -151,7 +156,8 @@ def head_by_name(network: nn.Module, name: str) -> Head:
     Raises:
         HeadError: if there is no module of that name, or it is not an `nn.Linear`.
     """
-    modules = dict(network.named_modules(remove_duplicate=False))
+    modules = {_bare(found): module for found, module in network.named_modules(remove_duplicate=False)}
+    name = _bare(name)
     linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
     if name not in modules:
         message = f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}."

@@ -60,9 +60,9 @@ class Mixture(nn.Module):
         count = len(members)
         self.weights = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        """Probabilities (n, C)."""
-        return self._mix(self._member_probs(inputs))
+    def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
+        """Probabilities (n, C); the generator is for members that draw."""
+        return self._mix(self._member_probs(inputs, seed_from(generator)))
 
     def _mix(self, member_probs: Sequence[Tensor]) -> Tensor:
         total = torch.zeros_like(member_probs[0])
@@ -70,21 +70,26 @@ class Mixture(nn.Module):
             total = total + weight * probs
         return total
 
-    def _member_probs(self, inputs: Inputs) -> list[Tensor]:
+    def _member_probs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
+        def ask(member: Predictor) -> Any:
+            if seed is None or not isinstance(member, Mixture):
+                return member(inputs)
+            return member(inputs, generator=torch.Generator().manual_seed(seed))
+
         modules = [predictor for predictor in self.predictors if isinstance(predictor, nn.Module)]
         with undisturbed(*modules), torch.no_grad():
-            members = [_as_probabilities(index, member(inputs)) for index, member in enumerate(self.predictors)]
+            members = [_as_probabilities(index, ask(member)) for index, member in enumerate(self.predictors)]
         shapes = [tuple(probs.shape) for probs in members]
         if len({classes for _, classes in shapes}) > 1:
             message = f"expected predictors with the same number of classes, got {[classes for _, classes in shapes]}."
             raise DataError(message)
-        if len({rows for rows, _ in shapes}) > 1:
+        if any(rows != shapes[0][0] for rows, _ in shapes):
             message = f"expected a row for each input from every predictor, got {[rows for rows, _ in shapes]} rows."
             raise DataError(message)
         return members
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
-        members = torch.stack(self._member_probs(inputs))
+        members = torch.stack(self._member_probs(inputs, seed))
         probs = self._mix(list(members))
         spread = mutual_information(members, self.weights.to(members))
         return Prediction(probs, spread, max_probability_score(probs), "max-probability")
@@ -152,6 +157,8 @@ def _as_probabilities(index: int, output: Any) -> Tensor:
             f"predictors[{index}]: expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}."
         )
         raise DataError(message)
+    if torch.compiler.is_compiling():
+        return probs  # a trace has no numbers to look at
     off = float((probs.sum(1) - 1).abs().max()) if len(probs) else 0.0
     if not off < 1e-2:
         message = (

@@ -8,6 +8,7 @@ tuple of positional arguments, or a mapping of keyword arguments.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -190,41 +191,106 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
     """
     modules = list({id(module): module for network in networks for module in network.modules()}.values())
     tracing = torch.compiler.is_compiling()  # nothing runs then: no values or random numbers to protect
-    states = [_State(module, copy_values=not tracing) for module in modules]
     accelerators = sorted({p.device.index or 0 for n in networks for p in n.parameters() if p.device.type == "cuda"})
     with nullcontext() if tracing else torch.random.fork_rng(devices=accelerators):
+        _enter(modules, copy_values=not tracing)
         try:
-            for module in modules:
-                module.training = False
             yield
         finally:
-            for state in states:
-                state.restore()
+            _leave(modules)
 
 
-class _State:
-    """What a pass may change in a module: its attributes, which buffers it has, and their values."""
+@dataclass
+class _Visit:
+    """What is put back when the last visitor leaves a module; visitors may come from several threads."""
 
-    def __init__(self, module: nn.Module, *, copy_values: bool) -> None:
+    attributes: _Attributes
+    values: _BufferValues
+    visitors: int = 0
+
+
+_visits: dict[int, _Visit] = {}
+"""Modules that are being visited, by identity."""
+_door = threading.Lock()
+
+
+def _enter(modules: Sequence[nn.Module], *, copy_values: bool) -> None:
+    """Note the state of modules that nobody visits yet, and evaluate all."""
+    with _door:
+        fresh = [module for module in modules if id(module) not in _visits]
+        values = _BufferValues(fresh if copy_values else [], sharers=len(fresh))
+        for module in fresh:
+            _visits[id(module)] = _Visit(_Attributes(module), values)
+        for module in modules:  # after all states are noted: a compiled module sets the flag of the one inside too
+            _visits[id(module)].visitors += 1
+            module.training = False
+
+
+def _leave(modules: Sequence[nn.Module]) -> None:
+    """Restore the modules whose last visitor goes."""
+    with _door:
+        for module in modules:
+            visit = _visits[id(module)]
+            visit.visitors -= 1
+            if visit.visitors == 0:
+                del _visits[id(module)]
+                visit.attributes.restore()
+                visit.values.release()
+
+
+class _Attributes:
+    """A module's attributes, its mode among them, and which buffers it has."""
+
+    def __init__(self, module: nn.Module) -> None:
         self.module, self.training = module, module.training
         # A scripted module keeps its attributes elsewhere, and cannot gain or lose any.
         self.scripted = isinstance(module, torch.jit.ScriptModule)
         self.attributes = {} if self.scripted else dict(vars(module))
         self.buffers = {} if self.scripted else dict(module._buffers)
-        here = [buffer for buffer in module.buffers(recurse=False) if copy_values and not buffer.is_inference()]
-        self.values = [(buffer, buffer._version, buffer.detach().clone()) for buffer in here]
 
     def restore(self) -> None:
-        """Put all of it back."""
+        """Put them back."""
         if not self.scripted:
             vars(self.module).clear()
             vars(self.module).update(self.attributes)
             self.module._buffers.clear()
             self.module._buffers.update(self.buffers)
         self.module.training = self.training
-        for buffer, version, value in self.values:
-            # Untouched buffers are not written: a copy would invalidate a graph the user still holds. The values are
-            # compared too, as a change through `.data` leaves the version alone.
-            if buffer._version != version or not torch.equal(buffer, value):
-                with torch.no_grad():
-                    buffer.resize_(value.shape).copy_(value)
+
+
+class _BufferValues:
+    """The values of all buffers, in one tensor for each type and device: a hundred small copies would cost more than the pass."""
+
+    def __init__(self, modules: Sequence[nn.Module], sharers: int) -> None:
+        self.sharers = sharers
+        self.groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for module in modules:
+            for buffer in module.buffers(recurse=False):
+                if not buffer.is_inference():
+                    self.groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        self.shapes = {kind: [buffer.shape for buffer in group] for kind, group in self.groups.items()}
+        self.versions = {kind: [buffer._version for buffer in group] for kind, group in self.groups.items()}
+        self.values = {kind: _joined(group) for kind, group in self.groups.items()}
+
+    def release(self) -> None:
+        """Restore the values when the last of the modules that share them is left."""
+        self.sharers -= 1
+        if self.sharers == 0:
+            self._restore()
+
+    def _restore(self) -> None:
+        for kind, group in self.groups.items():
+            shapes, versions, values = self.shapes[kind], self.versions[kind], self.values[kind]
+            # The values are compared too, as a change through `.data` leaves the version alone.
+            if [buffer._version for buffer in group] == versions and torch.equal(_joined(group), values):
+                continue
+            saved = torch.split(values, [shape.numel() for shape in shapes])
+            for buffer, shape, version, flat in zip(group, shapes, versions, saved, strict=True):
+                value = flat.view(shape)
+                if buffer._version != version or not torch.equal(buffer, value):
+                    # Through `.data`: a plain copy would invalidate a graph that the user still holds.
+                    buffer.data.resize_(shape).copy_(value)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

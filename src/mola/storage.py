@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def fingerprint(weights: Tensor) -> dict[str, str]:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file in one step: readers see the old content or the new, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "wb") as file:
             file.write(content)
@@ -81,9 +82,12 @@ def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[s
     write_atomically(folder / name, content)
     full = {"format": FORMAT, "version": VERSION, **document, "tensors": {"file": name, "sha256": checksum}}
     write_atomically(folder / DOCUMENT, json.dumps(full, indent=2, allow_nan=False).encode())
-    for stale in folder.glob("factors-*.safetensors"):
-        if stale.name != name:
-            stale.unlink()
+    if not (folder / name).exists():  # another writer, at work at the same time, took it for an old one
+        write_atomically(folder / name, content)
+    if _read_document(folder)["tensors"]["file"] == name:
+        for stale in folder.glob("factors-*.safetensors"):
+            if stale.name != name:
+                stale.unlink(missing_ok=True)
     return folder
 
 
