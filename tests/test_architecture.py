@@ -49,7 +49,7 @@ ROOMS = (
 )
 """A room imports only from rooms above it."""
 
-LAPLACE = ("base", "moments", "kron", "kron_exact", "diag", "full", "registry", "__init__")
+LAPLACE = ("base", "basis", "moments", "kron", "kron_exact", "diag", "full", "registry", "__init__")
 
 
 def imports(path):

@@ -468,3 +468,56 @@ def test_errors_of_a_kind_can_be_caught_by_the_built_in_that_fits():
     for kind, builtin in kinds.items():
         assert issubclass(kind, builtin)
         assert issubclass(kind, MolaError)
+
+
+def test_a_head_that_was_trained_further_is_noticed():
+    network = make_network()
+    posterior = mola.fit(network, LOADER)
+    posterior.predict(X)
+    with torch.no_grad():
+        network[3].weight += 0.1
+    for use in (posterior, posterior.predict, posterior.confidence_bound):
+        with pytest.raises(mola.HeadError, match=r"models\[0\].*changed since.*Fit again"):
+            use(X)
+
+
+def test_an_ensemble_of_networks_with_a_softmax_is_refused():
+    with pytest.raises(mola.HeadError, match=r"probabilities already.*logits"):
+        mola.ensemble(nn.Sequential(make_network(), nn.Softmax(1))).predict(X)
+
+
+def test_a_batch_of_a_loader_is_a_batch():
+    posterior = mola.fit(make_network(), LOADER)
+    assert torch.equal(posterior.predict([X, Y]).probs, posterior.predict(X).probs)
+    assert torch.equal(posterior.predict((X, Y)).probs, posterior.predict(X).probs)
+
+
+@pytest.mark.parametrize("arguments", [(LOADER, "nll"), (LOADER, mola.Evidence), (mola.Evidence(),)], ids=str)
+def test_what_is_no_rule_is_refused(arguments):
+    posterior = mola.fit(make_network(), LOADER)
+    with pytest.raises(mola.OptionError, match=r"mola\.ValidationScore\('nll'\)"):
+        posterior.tune(*arguments)
+
+
+@pytest.mark.parametrize("options", [{"confidence": 95}, {"confidence": 0}, {"brier": -1}], ids=str)
+def test_thresholds_out_of_range_are_refused(options):
+    with pytest.raises(mola.OptionError, match="must lie between"):
+        mola.ConfidenceThreshold(**options)
+
+
+def test_an_array_for_a_tensor_is_told_where_to_go():
+    with pytest.raises(mola.DataError, match="predict_proba"):
+        mola.fit(make_network(), LOADER).predict(X.numpy())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_small_batches_are_gathered_for_the_full_hessian(count, monkeypatch):
+    """However small the batches, the Hessian is written once for a few hundred rows."""
+    calls = []
+    original = mola.Full.sums
+    monkeypatch.setattr(mola.Full, "sums", lambda self, *args: calls.append(1) or original(self, *args))
+    small = [(x[None], y[None]) for x, y in zip(X, Y, strict=True)]
+    networks = [make_network()] * count
+    found = mola.fit(networks, small, structure="full")
+    assert len(calls) == count
+    torch.testing.assert_close(found(X), mola.fit(networks, [(X, Y)], structure="full")(X))

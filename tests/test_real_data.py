@@ -15,10 +15,10 @@ SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     if not (SHARED / "unpack.py").is_file():
-        pytest.fail(
-            f"no real data at {SHARED}: set MOLA_TEST_DATA to the folder with unpack.py and networks/, "
-            "or leave these tests out with -m 'not real_data'."
-        )
+        message = f"NO REAL DATA at {SHARED}: set MOLA_TEST_DATA to the folder that holds unpack.py and networks/."
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
     folder = tmp_path_factory.mktemp("data")
     subprocess.run([sys.executable, SHARED / "unpack.py", folder], check=True)
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()

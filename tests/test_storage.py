@@ -749,3 +749,15 @@ def test_a_network_that_was_rounded_is_not_the_same_network(tmp_path):
     mola.fit(network, FLOATS).save(tmp_path)
     refuse(tmp_path, [copy.deepcopy(network).half().float()], r"are not those")
     refuse(tmp_path, [single(1).half()], r"are not those")
+
+
+def test_a_posterior_does_not_go_on_a_network_whose_body_has_changed(tmp_path):
+    network = plain()
+    posterior = mola.fit(network, LOADER)
+    posterior.save(tmp_path)
+    changed = copy.deepcopy(network)
+    with torch.no_grad():
+        next(changed.parameters())[0, 0] += 1e-3
+    with pytest.raises(StorageError, match=r"models\[0\].*other layers have changed"):
+        mola.load(tmp_path, changed)
+    assert_same(mola.load(tmp_path, network), posterior)

@@ -40,6 +40,7 @@ SCHEMA = {
             "features": int,
             "bias": bool,
             "fingerprint": {str: str},
+            "network": {"numbers": int, "sum": float, "magnitude": float, "half": bool},
             "prior_precision": float,
             "count": int,
             "log_likelihood": Optional(float),
@@ -70,6 +71,7 @@ def pack(
                 "features": head.width,
                 "bias": head.has_bias,
                 "fingerprint": storage.fingerprint(curvature.weights),
+                "network": storage.signature(component.network),
                 "prior_precision": component.precision,
                 "count": curvature.factors.count,
                 "log_likelihood": curvature.factors.log_likelihood,
@@ -216,4 +218,6 @@ def _mismatch(network: nn.Module, part: dict[str, Any], classes: int) -> str | N
     dtype = str(head.layer.weight.dtype).removeprefix("torch.")
     if storage.fingerprint(head.weights())[dtype] != part["fingerprint"].get(dtype):
         return f"the weights of head {head.name!r} are not those the posterior was fitted on."
+    if not storage.same_signature(storage.signature(network), part["network"]):
+        return f"its head {head.name!r} was fitted, but other layers have changed since the posterior was saved."
     return None

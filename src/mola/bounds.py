@@ -28,6 +28,10 @@ from mola.links import Link, Probit
 __all__ = ["class_bounds", "component_bounds", "far_field_logits", "largest_logits", "require_probit"]
 
 
+SCALE = 2.0**20
+"""By which inputs are scaled to see whether features scale with them: a power of two, so that nothing is rounded."""
+
+
 def largest_logits(weights: Tensor, smallest_variance: Tensor) -> Tensor:
     """Largest magnitude b (C,) that each cooled logit can reach.
 
@@ -57,25 +61,26 @@ def component_bounds(component: Component, classes: int) -> Tensor:
     return class_bounds(largest_logits(component.curvature.weights, smallest))
 
 
-def far_field_logits(component: Component, once: LogitMoments, twice: LogitMoments) -> Tensor:
+def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMoments) -> Tensor:
     """Cooled logits (n, C) of one component infinitely far away in the direction of each input.
 
     Args:
         component: a network whose features scale with its input.
         once: moments at the inputs.
-        twice: moments at the doubled inputs, to see that the features double.
+        scaled: moments at `SCALE` times the inputs, to see that the features scale.
 
     Returns:
         (n, C)
 
     Raises:
-        BoundError: if the features do not double.
+        BoundError: if the features do not scale.
     """
     head, curvature = component.require_curvature("the far-field limit")
     width = head.layer.in_features
-    if not torch.allclose(twice.features[:, :width], 2 * once.features[:, :width], rtol=1e-4, atol=1e-6):
+    near, far = once.features[:, :width], scaled.features[:, :width] / SCALE
+    if not torch.allclose(far, near, rtol=1e-4, atol=1e-5 * float(near.abs().max())):
         message = (
-            "doubling the input does not double the features, so there is no closed-form limit. "
+            "the features do not scale with the input, so there is no closed-form limit. "
             "It is known for ReLU networks without biases and without normalisation layers."
         )
         raise BoundError(message)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mola.errors import OptionError
+from mola.errors import HeadError, OptionError
 from mola.features import capture
 from mola.heads import Head
 from mola.laplace import Factors, LogitMoments, Posterior, Spectrum, Structure, check_precision
@@ -54,7 +54,9 @@ class Component(nn.Module):
         self.head = head
         self.curvature = curvature
         self.precision = check_precision(precision)
-        self._posterior = None
+        # Registered while it is empty, too: an attribute of that name would later hide the module.
+        self.register_module("_posterior", None)
+        self._checked: object = None
 
     def at(self, precision: float) -> Component:
         """The same network and curvature at another prior precision."""
@@ -71,13 +73,36 @@ class Component(nn.Module):
         self._posterior.follow(like.device, like.dtype)
         return self._posterior
 
+    def _check_head(self, head: Head, curvature: Curvature) -> None:
+        """Notice a head that was trained further: the old posterior is not the new network's.
+
+        Raises:
+            HeadError: if its weights are not those that were fitted, in whatever precision.
+        """
+        if torch.compiler.is_compiling():
+            return
+        now = tuple((parameter.data_ptr(), parameter._version) for parameter in head.layer.parameters())
+        if now == self._checked:
+            return
+        weights, dtype = head.weights(), head.layer.weight.dtype
+        rounded = (curvature.weights.to(kind).to(dtype).double() for kind in (dtype, torch.float16, torch.bfloat16))
+        if not any(torch.equal(weights, expected) for expected in rounded):
+            message = (
+                f"the weights of head {head.name!r} changed since the posterior was fitted. Fit again: mola.fit(...)."
+            )
+            raise HeadError(message)
+        self._checked = now
+
     def moments(self, inputs: Inputs) -> LogitMoments:
         """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
         posterior = self.prepare()
         seen = capture(self.network, self.head, inputs)
         if posterior is None or self.head is None:
+            _refuse_probabilities(seen.logits)
             dtype = torch.promote_types(seen.logits.dtype, torch.float32)
             return LogitMoments(seen.logits.to(dtype), seen.features.to(dtype), None)
+        if self.curvature is not None:
+            self._check_head(self.head, self.curvature)
         features = self.head.lift(seen.features.to(posterior.dtype))
         return LogitMoments(seen.logits.to(posterior.dtype), features, posterior)
 
@@ -119,6 +144,19 @@ class Component(nn.Module):
         weights = curvature.weights
         prior = weights.numel() * precision.log() - precision * weights.square().sum()
         return curvature.factors.log_likelihood + (prior - curvature.spectrum.log_determinant(precision)) / 2
+
+
+def _refuse_probabilities(outputs: Tensor) -> None:
+    """Refuse a network that ends in a softmax, whose outputs would go through another one.
+
+    Raises:
+        HeadError: if the outputs are probabilities already.
+    """
+    if torch.compiler.is_compiling() or not bool((outputs >= 0).all()):
+        return
+    if bool(((outputs.float().sum(1) - 1).abs() < 1e-3).all()):
+        message = "the network's outputs are probabilities already: they sum to 1. Pass a network that returns logits."
+        raise HeadError(message)
 
 
 def per_component(value: Any, count: int, name: str) -> list[Any]:

@@ -79,7 +79,7 @@ def located(place: str) -> Iterator[None]:
     try:
         yield
     except (DataError, HeadError) as error:
-        message = f"{place}: {error}"
+        message = f"{place}, {error}" if str(error).startswith("models[") else f"{place}: {error}"
         raise type(error)(message) from error.__cause__
 
 

@@ -15,7 +15,7 @@ from mola.heads import Head, check_logits, find_head, layer_input, same_tensor
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.networks import Inputs, as_batch, call
 
-__all__ = ["Features", "batch_count", "capture", "find_heads", "peek", "stream"]
+__all__ = ["Features", "batch_count", "capture", "check_finite", "find_heads", "peek", "stream"]
 
 
 @dataclass(frozen=True)
@@ -192,18 +192,29 @@ def stream(
         for position, (network, head) in enumerate(zip(networks, heads, strict=True)):
             with located(f"{place}, models[{position}]"):
                 seen.append(capture(network, head, batch.inputs))
-                _check_finite(seen[-1])
+                check_finite(seen[-1].features, "features")
+                check_finite(seen[-1].logits)
         labels = None if batch.labels is None else likelihood.check_labels(batch.labels, seen[0].logits, place)
         yield seen, labels
 
 
-def _check_finite(seen: Features) -> None:
-    for name, values in (("features", seen.features), ("logits", seen.logits)):
-        finite = torch.isfinite(values)
-        if not bool(finite.all()):
-            rows = int((~finite).any(1).sum())
-            message = (
-                f"{name} are NaN or infinite for {rows} of {len(values)} inputs. Check the inputs for NaN; "
-                f"a network in float16 may overflow where bfloat16 or float32 does not."
-            )
-            raise DataError(message)
+def check_finite(values: Tensor, name: str = "logits") -> None:
+    """Refuse activations that are NaN or infinite.
+
+    Args:
+        values: (n, ...); not looked at in a trace, which has no numbers.
+        name: what they are, for the message.
+
+    Raises:
+        DataError: saying how many inputs are affected.
+    """
+    if torch.compiler.is_compiling():
+        return
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        rows = int((~finite).any(1).sum())
+        message = (
+            f"{name} are NaN or infinite for {rows} of {len(values)} inputs. Check the inputs for NaN; "
+            f"a network in float16 may overflow where bfloat16 or float32 does not."
+        )
+        raise DataError(message)

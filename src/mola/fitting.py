@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mola import archive, storage
@@ -13,7 +14,7 @@ from mola.component import Component, Curvature, per_component
 from mola.errors import OptionError
 from mola.features import batch_count, find_heads, peek, stream
 from mola.heads import Head
-from mola.laplace import Structure, as_structure, check_precision
+from mola.laplace import Factors, Structure, as_structure, check_precision
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.links import Link, as_link
 from mola.networks import as_batch, undisturbed
@@ -76,7 +77,8 @@ def fit(
     if len(names) != count:
         message = f"head: expected one name, or {count} of them (one for each model); got {len(names)}."
         raise OptionError(message)
-    with undisturbed(*networks):
+    # Sums made in inference mode could not be differentiated by mola.Evidence later.
+    with torch.inference_mode(False), undisturbed(*networks):
         first, batches = peek(train_loader, "the training loader")
         heads = find_heads(networks, names, as_batch(first, "batch 0 of the training loader").inputs)
         chosen_structure.check_size([one.width for one in heads], heads[0].classes)
@@ -101,22 +103,48 @@ def _curvatures(
     total: int | None,
     progress: bool,
 ) -> list[Curvature]:
-    totals: list[Any] = [None] * len(networks)
+    sums = [_Sums(structure, likelihood) for _ in networks]
     for seen, labels in stream(
         networks, heads, batches, where="training loader", progress=progress, total=total, likelihood=likelihood
     ):
-        for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
-            logits, features = _exact(one.logits), head.lift(_exact(one.features))
-            score = None
-            if labels is not None:
-                score = float(likelihood.log_likelihood(logits, labels.to(logits.device)).sum())
-            totals[index] = structure.merge(
-                totals[index], structure.sums(features, likelihood.curvature(logits), score)
-            )
+        for one, head, features in zip(sums, heads, seen, strict=True):
+            one.add(head.lift(_exact(features.features)), _exact(features.logits), labels)
     return [
-        Curvature(structure, factors.cpu(), head.weights(), likelihood)
-        for head, factors in zip(heads, totals, strict=True)
+        Curvature(structure, one.finish().cpu(), head.weights(), likelihood)
+        for head, one in zip(heads, sums, strict=True)
     ]
+
+
+class _Sums:
+    """One network's factors, growing batch by batch; small batches are gathered where the structure asks for it."""
+
+    def __init__(self, structure: Structure, likelihood: Likelihood) -> None:
+        self.structure, self.likelihood = structure, likelihood
+        self.total: Any = None
+        self.waiting: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def add(self, features: Tensor, logits: Tensor, labels: Tensor | None) -> None:
+        """Take one more batch."""
+        self.waiting.append((features, logits, labels))
+        if sum(len(part[0]) for part in self.waiting) >= self.structure.rows:
+            self._sum()
+
+    def finish(self) -> Factors:
+        """The factors of all batches."""
+        if self.waiting:
+            self._sum()
+        factors: Factors = self.total
+        return factors
+
+    def _sum(self) -> None:
+        features, logits = torch.cat([part[0] for part in self.waiting]), torch.cat([part[1] for part in self.waiting])
+        labels = [part[2] for part in self.waiting if part[2] is not None]
+        score = None
+        if labels:
+            score = float(self.likelihood.log_likelihood(logits, torch.cat(labels).to(logits.device)).sum())
+        batch = self.structure.sums(features, self.likelihood.curvature(logits), score)
+        self.total = self.structure.merge(self.total, batch)
+        self.waiting = []
 
 
 def _exact(values: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ graph whose edge weights are :math:`u_i u_j`. For a softmax, :math:`\mathrm{diag
 is no separate part, and
 
 * :math:`\Lambda 1 = 0` holds by construction, in any precision: the softmax ignores a shift common to all outputs;
-* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms, so nothing cancels when a
-  network is almost certain.
+* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms: summed over data first, as
+  `kron` and `full` do, nothing cancels when a network is almost certain.
 
 Independent outputs (Bernoulli, Gaussian) have only the separate part.
 """
@@ -124,7 +124,7 @@ class Categorical:
 
     def visible(self, outputs: int) -> Tensor:
         """Contrasts: an orthonormal basis (C, C-1) of the vectors that sum to zero (Helmert's)."""
-        basis = torch.zeros(outputs, outputs - 1, dtype=torch.float64)
+        basis = torch.zeros(outputs, outputs - 1, dtype=torch.float64, device="cpu")
         for column in range(outputs - 1):
             size = column + 1
             basis[:size, column] = 1 / (size * (size + 1)) ** 0.5

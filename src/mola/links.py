@@ -21,6 +21,9 @@ from mola.likelihood import CATEGORICAL
 
 __all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo", "Probit", "as_link"]
 
+PAIRS_AT_ONCE = 2**23
+"""Pairs of classes, over all data, held at once by the mean-field link; more are taken in turns."""
+
 
 class Link(ABC):
     """A rule that turns the moments of logits into probabilities."""
@@ -78,6 +81,14 @@ class MeanField(Link):
 
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
         """Probabilities (n, C)."""
+        count, classes = moments.mean.shape
+        if torch.compiler.is_compiling():
+            return self._probabilities(moments)
+        portion = max(1, PAIRS_AT_ONCE // classes**2)
+        return torch.cat([self._probabilities(moments.rows(start, portion)) for start in range(0, count, portion)])
+
+    @staticmethod
+    def _probabilities(moments: LogitMoments) -> Tensor:
         covariance = moments.contrast_covariance
         variance = covariance.diagonal(dim1=1, dim2=2)
         of_difference = (variance[:, :, None] + variance[:, None, :] - 2 * covariance).clamp_min(0)
@@ -164,11 +175,12 @@ class MonteCarlo(Link):
 
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
         """Probabilities (n, C)."""
-        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
+        generator = torch.Generator("cpu").manual_seed(self.seed if seed is None else seed)
         total = torch.zeros_like(moments.mean, dtype=torch.float64)
-        for drawn in moments.draws(self.samples, generator, self.over):
+        samples = self.samples if moments.posterior is not None else 1
+        for drawn in moments.draws(samples, generator, self.over):
             total += CATEGORICAL.probabilities(drawn).sum(dim=1, dtype=torch.float64)
-        return (total / self.samples).to(moments.mean.dtype)
+        return (total / samples).to(moments.mean.dtype)
 
 
 LINKS: dict[str, type[Link]] = {kind.name: kind for kind in (Probit, CentredProbit, MeanField, Bridge, MonteCarlo)}

@@ -74,7 +74,7 @@ class Mixture(nn.Module):
         def ask(member: Predictor) -> Any:
             if seed is None or not isinstance(member, Mixture):
                 return member(inputs)
-            return member(inputs, generator=torch.Generator().manual_seed(seed))
+            return member(inputs, generator=torch.Generator("cpu").manual_seed(seed))
 
         modules = [predictor for predictor in self.predictors if isinstance(predictor, nn.Module)]
         with undisturbed(*modules), torch.no_grad():
@@ -108,14 +108,8 @@ class Mixture(nn.Module):
             One prediction for each batch, in main memory.
         """
         seed = seed_from(generator)
-        if isinstance(inputs, (Tensor, Mapping, tuple)):
-            batches: Iterable[Any] = [(inputs,) if isinstance(inputs, tuple) else inputs]
-        else:
-            _, batches = peek(inputs, "the prediction loader")
-        total = batch_count(inputs) if not isinstance(inputs, Tensor) else None
-        for index, raw in enumerate(tqdm(batches, desc="predict", total=total, disable=None if progress else True)):
-            place = f"batch {index} of the prediction loader"
-            yield self._predict_batch(as_batch(raw, place).inputs, seed, place).cpu()
+        for place, batch in _batches(inputs, progress=progress):
+            yield self._predict_batch(batch, seed, place).cpu()
 
     def predict(self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False) -> Prediction:
         """Probabilities and uncertainty of one batch or of all batches of a loader.
@@ -137,7 +131,42 @@ class Mixture(nn.Module):
             # A copy in native byte order: arrays may be read-only or foreign, which torch does not take.
             given = torch.from_numpy(np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C"))
             inputs = given.to(parameter.dtype) if parameter is not None and given.is_floating_point() else given
-        return self.predict(inputs).probs.numpy()
+        return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
+
+
+def _batches(inputs: Any, *, progress: bool) -> Iterator[tuple[str, Inputs]]:
+    """What to predict, batch by batch, and where each comes from.
+
+    Yields:
+        Words for the place, and inputs.
+
+    Raises:
+        DataError: for an array, which could be meant either way.
+    """
+    if isinstance(inputs, np.ndarray):
+        message = "the prediction loader: expected tensors, got an ndarray. Use predict_proba(array), or torch.from_numpy(array)."
+        raise DataError(message)
+    if isinstance(inputs, (Tensor, Mapping)) or _is_labelled(inputs):
+        batches: Iterable[Any] = [inputs]
+    elif isinstance(inputs, tuple):
+        batches = [(inputs,)]
+    else:
+        _, batches = peek(inputs, "the prediction loader")
+    total = None if isinstance(inputs, Tensor) else batch_count(inputs)
+    for index, raw in enumerate(tqdm(batches, desc="predict", total=total, disable=None if progress else True)):
+        place = f"batch {index} of the prediction loader"
+        yield place, as_batch(raw, place).inputs
+
+
+def _is_labelled(inputs: Any) -> bool:
+    """Whether this is one batch of a loader, `[x, y]` or `(x, y)`: a whole number for each input."""
+    if not (
+        isinstance(inputs, (list, tuple)) and len(inputs) == 2 and all(isinstance(part, Tensor) for part in inputs)
+    ):
+        return False
+    first, second = inputs
+    whole = not (second.is_floating_point() or second.is_complex() or second.dtype == torch.bool)
+    return bool(whole and second.dim() == 1 and first.dim() > 1 and len(first) == len(second))
 
 
 def _as_probabilities(index: int, output: Any) -> Tensor:
@@ -148,7 +177,7 @@ def _as_probabilities(index: int, output: Any) -> Tensor:
     """
     try:
         # NumPy's arrays may be read-only or run backwards, which torch does not take: copied, they are neither.
-        probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output))
+        probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         message = f"predictors[{index}]: expected probabilities (n, C), got {type(output).__name__}."
         raise DataError(message) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mola.errors import DataError, HeadError, MolaError
 
-__all__ = ["Batch", "Inputs", "as_batch", "call", "undisturbed"]
+__all__ = ["Batch", "Inputs", "as_batch", "call", "undisturbed", "without_autocast"]
 
 Inputs = Any
 """A tensor, a tuple of them (positional arguments), or a mapping of them (keyword arguments)."""
@@ -76,10 +76,10 @@ def _split(raw: Any, where: str) -> Batch:
 
 
 def _as_labels(labels: Any, where: str) -> Tensor | None:
-    if labels is None:
-        return None
+    if labels is None or isinstance(labels, Tensor):
+        return labels
     try:
-        return torch.as_tensor(labels)
+        return torch.as_tensor(labels, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         message = f"{where}: labels must be a tensor or array of class indices, got {type(labels).__name__}."
         raise DataError(message) from error
@@ -178,6 +178,13 @@ def _logits_of(output: Any) -> Tensor:
     return output
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A place where autocast, which is for the networks, does not round the posterior's own arithmetic."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 @contextmanager
 def undisturbed(*networks: nn.Module) -> Iterator[None]:
     """Evaluate networks inside; afterwards they, and the random state, are exactly as they were.
@@ -249,13 +256,16 @@ class _Attributes:
         self.buffers = {} if self.scripted else dict(module._buffers)
 
     def restore(self) -> None:
-        """Put them back."""
-        if not self.scripted:
-            vars(self.module).clear()
-            vars(self.module).update(self.attributes)
-            self.module._buffers.clear()
-            self.module._buffers.update(self.buffers)
-        self.module.training = self.training
+        """Put back what changed, and only that: another thread may be reading."""
+        if self.scripted:
+            self.module.training = self.training
+            return
+        for now, before in ((vars(self.module), self.attributes), (self.module._buffers, self.buffers)):
+            for name in now.keys() - before.keys():
+                del now[name]
+            for name, value in before.items():
+                if name not in now or now[name] is not value:
+                    now[name] = value
 
 
 class _BufferValues:
@@ -265,8 +275,8 @@ class _BufferValues:
         self.sharers = sharers
         self.groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for module in modules:
-            for buffer in module.buffers(recurse=False):
-                if not buffer.is_inference():
+            for buffer in module._buffers.values():
+                if buffer is not None and not buffer.is_inference():
                     self.groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         self.shapes = {kind: [buffer.shape for buffer in group] for kind, group in self.groups.items()}
         self.versions = {kind: [buffer._version for buffer in group] for kind, group in self.groups.items()}

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from mola import archive, storage
-from mola.bounds import component_bounds, far_field_logits, require_probit
+from mola.bounds import SCALE, component_bounds, far_field_logits, require_probit
 from mola.component import Component, per_component
-from mola.errors import DataError, located
+from mola.errors import DataError, OptionError, located
+from mola.features import check_finite
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
 from mola.mixture import Mixture
-from mola.networks import Inputs, undisturbed
+from mola.networks import Inputs, undisturbed, without_autocast
 from mola.prediction import Prediction
 from mola.prior import ConfidenceThreshold, Rule
 from mola.randomness import seed_from
@@ -110,13 +111,16 @@ class MoLA(Mixture):
         """
         seed = seed_from(generator)
         with undisturbed(*self.networks):
-            return self._mix([self.link(moments, seed) for moments in self._moments(inputs)])
+            moments = self._moments(inputs)
+        with without_autocast(moments[0].mean.device):
+            return self._mix([self.link(one, seed) for one in moments])
 
     def _moments(self, inputs: Inputs) -> list[LogitMoments]:
         moments = []
         for index, component in enumerate(self.components):
             with located(f"models[{index}]"):
                 moments.append(component.moments(inputs))
+                check_finite(moments[-1].mean)
         classes = [one.mean.shape[1] for one in moments]
         if len(set(classes)) > 1:
             message = f"expected networks with the same number of classes, got {classes}."
@@ -124,15 +128,9 @@ class MoLA(Mixture):
         return moments
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
-        with undisturbed(*self.networks):
+        with located(place), undisturbed(*self.networks):
             moments = self._moments(inputs)
-            for index, one in enumerate(moments):
-                if not bool(torch.isfinite(one.mean).all()):
-                    rows = int((~torch.isfinite(one.mean)).any(1).sum())
-                    message = (
-                        f"{place}, models[{index}]: logits are NaN or infinite for {rows} of {len(one.mean)} inputs."
-                    )
-                    raise DataError(message)
+        with without_autocast(moments[0].mean.device):
             probs = self._mix([self.link(one, seed) for one in moments])
             mean = torch.stack([one.mean for one in moments])
             variance = torch.stack([one.variance for one in moments])
@@ -174,18 +172,30 @@ class MoLA(Mixture):
 
         Args:
             val_loader: validation data, read once; not for `mola.Evidence`.
-            rule: how to choose; None is the paper's, `mola.ConfidenceThreshold()`.
+            rule: how to choose; None is the paper's, `mola.ConfidenceThreshold()`. All rules but
+                `mola.Evidence(shared=False)` choose one number for all components.
             progress: whether to show a progress bar on stderr, if that is a terminal.
 
         Returns:
             A new posterior; `.tuning` says how it was chosen.
+
+        Raises:
+            OptionError: if the rule is none, or there is no curvature.
         """
+        if hasattr(val_loader, "choose") or not (
+            rule is None or (hasattr(rule, "choose") and not isinstance(rule, type))
+        ):
+            message = (
+                f"tune(val_loader, rule=...): the rule must be an object such as mola.ValidationScore('nll') or mola.Evidence(), "
+                f"passed as rule=...; got val_loader {type(val_loader).__name__}, rule {rule!r}."
+            )
+            raise OptionError(message)
         curvatures = [component.require_curvature("tuning the prior precision")[1] for component in self.components]
 
         def weights_at(precision: float) -> Tensor:
             if self.weighting != "evidence":
                 return self.weights
-            at = torch.tensor(precision, dtype=torch.float64)
+            at = torch.tensor(precision, dtype=torch.float64, device="cpu")
             return evidence_weights(torch.stack([component.log_evidence(at) for component in self.components]))
 
         problem = Problem(
@@ -195,7 +205,7 @@ class MoLA(Mixture):
             read=lambda loader, where, labelled: self._read(loader, where, labelled=labelled, progress=progress),
             log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
         )
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             tuning = (rule or ConfidenceThreshold()).choose(problem, val_loader)
         return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning)
 
@@ -230,7 +240,7 @@ class MoLA(Mixture):
         """Log marginal likelihoods (K,) of the training labels, one for each component."""
         with torch.no_grad():
             values = [
-                component.log_evidence(torch.tensor(component.precision, dtype=torch.float64))
+                component.log_evidence(torch.tensor(component.precision, dtype=torch.float64, device="cpu"))
                 for component in self.components
             ]
         return torch.stack(values)
@@ -248,7 +258,9 @@ class MoLA(Mixture):
         return draw_weights(self.components, self.weights, n, generator)
 
     def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> Tensor:
-        """Upper bound on the confidence of each input, and of the same input scaled by any number.
+        """Upper bound on the confidence of each input, for the class that is predicted there.
+
+        The bound of a class holds for every input. Far away another class may win: take the bound there.
 
         Args:
             inputs: one batch.
@@ -259,7 +271,9 @@ class MoLA(Mixture):
         """
         require_probit(self.link)
         with undisturbed(*self.networks):
-            members = [self.link(moments).cpu() for moments in self._moments(inputs)]
+            moments = self._moments(inputs)
+        with without_autocast(moments[0].mean.device):
+            members = [self.link(one).cpu() for one in moments]
         bounds = torch.stack([component_bounds(component, members[0].shape[1]) for component in self.components])
         if lemma:
             return torch.stack([bound[probs.argmax(1)] for bound, probs in zip(bounds, members, strict=True)])
@@ -268,7 +282,7 @@ class MoLA(Mixture):
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
-        Exact for bias-free ReLU networks, whose features scale with the input; this is checked by doubling the input.
+        Exact for bias-free ReLU networks, whose features scale with the input; this is checked.
 
         Args:
             inputs: a batch, as one tensor.
@@ -278,8 +292,8 @@ class MoLA(Mixture):
         """
         require_probit(self.link)
         with undisturbed(*self.networks):
-            near = zip(self.components, self._moments(inputs), self._moments(2 * inputs), strict=True)
-            limits = [far_field_logits(component, once, twice) for component, once, twice in near]
+            pairs = zip(self.components, self._moments(inputs), self._moments(SCALE * inputs), strict=True)
+            limits = [far_field_logits(component, once, scaled) for component, once, scaled in pairs]
         return self._mix([CATEGORICAL.probabilities(logits) for logits in limits])
 
     # --- files ------------------------------------------------------------------------------------------------------

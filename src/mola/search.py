@@ -13,7 +13,7 @@ from mola.errors import OptionError, warn
 __all__ = ["PAPER_GRID", "Search", "log_grid", "maximise"]
 
 SMALLEST, LARGEST = 1e-24, 1e12
-"""How far a grid may grow. Beyond them the posterior is the prior, or the trained weights."""
+"""How far a grid may grow. Below, the prior says nothing any more; above, no spread is left around the trained weights."""
 
 STEPS = round(99 / 7)
 """Candidates in a decade: the density of the paper's grid of 100 values from 1e-4 to 1e3."""
@@ -21,7 +21,7 @@ STEPS = round(99 / 7)
 
 def log_grid(low: float, high: float, count: int) -> tuple[float, ...]:
     """`count` values from `low` to `high`, evenly spaced in the logarithm."""
-    return tuple(torch.logspace(math.log10(low), math.log10(high), count, dtype=torch.float64).tolist())
+    return tuple(torch.logspace(math.log10(low), math.log10(high), count, dtype=torch.float64, device="cpu").tolist())
 
 
 PAPER_GRID = log_grid(1e-4, 1e3, 100)
@@ -38,9 +38,9 @@ def check_grid(grid: Sequence[float]) -> tuple[float, ...]:
 class Search:
     """Candidates and their curve, growing by a decade past an end that wins."""
 
-    def __init__(self, evaluate: Callable[[Sequence[float]], dict[str, Tensor]], grid: Sequence[float]) -> None:
+    def __init__(self, evaluate: Callable[[Sequence[float]], dict[str, Tensor]], grid: Sequence[float] | None) -> None:
         self.evaluate = evaluate
-        self.grid = list(check_grid(grid))
+        self.grid = list(PAPER_GRID if grid is None else check_grid(grid))
         self.first_grid = (self.grid[0], self.grid[-1])
         self.curve = evaluate(self.grid)
 
@@ -88,13 +88,15 @@ def maximise(objective: Callable[[Tensor], Tensor]) -> float:
 
     def slope(log_precision: float) -> float:
         with torch.enable_grad():
-            position = torch.tensor(log_precision, dtype=torch.float64, requires_grad=True)
+            position = torch.tensor(log_precision, dtype=torch.float64, device="cpu", requires_grad=True)
             (gradient,) = torch.autograd.grad(objective(position.exp()), position)
         return float(gradient)
 
-    positions = torch.linspace(math.log(1e-16), math.log(1e16), 257, dtype=torch.float64).tolist()
+    positions = torch.linspace(math.log(1e-16), math.log(1e16), 257, dtype=torch.float64, device="cpu").tolist()
     with torch.no_grad():
-        values = [float(objective(torch.tensor(position, dtype=torch.float64).exp())) for position in positions]
+        values = [
+            float(objective(torch.tensor(position, dtype=torch.float64, device="cpu").exp())) for position in positions
+        ]
     peak = max(range(len(values)), key=values.__getitem__)
     low, high = positions[max(peak - 1, 0)], positions[min(peak + 1, len(positions) - 1)]
     if slope(low) <= 0 or slope(high) >= 0:

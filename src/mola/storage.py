@@ -12,6 +12,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor
+from torch import Tensor, nn
 
 from mola.errors import StorageError
 from mola.schema import check
 
-__all__ = ["DOCUMENT", "FORMAT", "VERSION", "fingerprint", "read", "write"]
+__all__ = ["DOCUMENT", "FORMAT", "VERSION", "fingerprint", "read", "same_signature", "signature", "write"]
 
 FORMAT = "mola-posterior"
 VERSION = 1
@@ -42,6 +43,30 @@ def fingerprint(weights: Tensor) -> dict[str, str]:
         ).hexdigest()
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     }
+
+
+def signature(network: nn.Module) -> dict[str, Any]:
+    """What tells one trained network from another, and survives a change of precision: sums over all its numbers."""
+    tensors = [
+        tensor.detach() for tensor in chain(network.parameters(), network.buffers()) if tensor.is_floating_point()
+    ]
+    exact = [tensor.to("cpu" if tensor.device.type == "mps" else tensor.device).double() for tensor in tensors]
+    return {
+        "numbers": sum(tensor.numel() for tensor in exact),
+        "sum": float(sum(tensor.sum().item() for tensor in exact)),
+        "magnitude": float(sum(tensor.abs().sum().item() for tensor in exact)),
+        "half": any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors),
+    }
+
+
+def same_signature(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether two signatures are of the same network, in the same precision or another."""
+    # Rounding to half precision moves each number by up to 0.4 %, and their sum by far less.
+    tolerance = 1e-3 if first["half"] or second["half"] else 1e-9
+    scale = tolerance * max(first["magnitude"], second["magnitude"])
+    return first["numbers"] == second["numbers"] and all(
+        abs(first[name] - second[name]) <= scale for name in ("sum", "magnitude")
+    )
 
 
 def write_atomically(path: Path, content: bytes) -> None:

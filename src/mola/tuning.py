@@ -141,8 +141,8 @@ class Problem:
             One value for each candidate of "confidence" and "uniform" (cross-entropy to the uniform distribution) and,
             with labels, "nll", "brier" and "ece".
         """
-        sums = torch.zeros(len(precisions), 4, dtype=torch.float64)
-        bins = torch.zeros(len(precisions), 15, 3, dtype=torch.float64)
+        sums = torch.zeros(len(precisions), 4, dtype=torch.float64, device="cpu")
+        bins = torch.zeros(len(precisions), 15, 3, dtype=torch.float64, device="cpu")
         mixing = [self.weights_at(precision) for precision in precisions]
         portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra))
         for start in range(0, len(data), portion):
@@ -164,7 +164,7 @@ class Problem:
         curve = {"confidence": means_of_sums[:, 0], "uniform": means_of_sums[:, 1]}
         if data.labels is not None:
             curve |= {"nll": means_of_sums[:, 2], "brier": means_of_sums[:, 3]}
-            curve["ece"] = torch.tensor([calibration_gap(binned) for binned in bins], dtype=torch.float64)
+            curve["ece"] = torch.tensor([calibration_gap(binned) for binned in bins], dtype=torch.float64, device="cpu")
         return curve
 
 

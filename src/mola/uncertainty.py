@@ -98,7 +98,7 @@ def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], s
     mixed, within = torch.zeros_like(moments[0].mean), torch.zeros_like(moments[0].mean[:, 0])
     for weight, one in zip(weights, moments, strict=True):
         draws = 1 if one.posterior is None else SPREAD_DRAWS
-        for drawn in one.draws(draws, torch.Generator().manual_seed(seed), "logits"):
+        for drawn in one.draws(draws, torch.Generator("cpu").manual_seed(seed), "logits"):
             probs = CATEGORICAL.probabilities(drawn)
             mixed += weight / draws * probs.sum(1)
             within += weight / draws * entropy(probs).sum(1)

@@ -14,7 +14,7 @@ __all__ = ["check_weighting", "check_weights", "evidence_weights", "stacking_wei
 
 def uniform_weights(count: int) -> Tensor:
     """`1 / K` each, as in all the paper's experiments."""
-    return torch.full((count,), 1 / count, dtype=torch.float64)
+    return torch.full((count,), 1 / count, dtype=torch.float64, device="cpu")
 
 
 def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
@@ -25,13 +25,13 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
         count: K.
 
     Returns:
-        (K,) in float64, exactly as given.
+        (K,) in float64, summing to 1 to rounding.
 
     Raises:
         OptionError: unless they are K non-negative numbers that sum to 1.
     """
     try:
-        values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().flatten()
+        values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().flatten()
     except (TypeError, ValueError, RuntimeError) as error:
         message = f"weights: expected {count} numbers that sum to 1, got {weights!r}."
         raise OptionError(message) from error
@@ -44,7 +44,7 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
     if abs(float(values.sum()) - 1) > 1e-6:
         message = f"weights must sum to 1, got {values.tolist()} with sum {float(values.sum()):.6g}. Divide them by their sum."
         raise OptionError(message)
-    return values
+    return values / values.sum()
 
 
 def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str | Tensor:

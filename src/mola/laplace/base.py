@@ -96,6 +96,8 @@ class Structure(ABC):
     """A way to approximate the Hessian of the last layer."""
 
     name: str
+    rows: int = 1
+    """Rows gathered from the batches, at least, before `sums` is called; 1 takes each batch as it comes."""
 
     @abstractmethod
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Factors:
@@ -219,8 +221,7 @@ class Posterior(nn.Module, ABC):
     def follow(self, device: torch.device, dtype: torch.dtype) -> None:
         """Be on a device, in a precision of at least float32."""
         dtype = torch.promote_types(dtype, torch.float32)
-        here = next(self.buffers())
-        if (here.device, here.dtype) != (device, dtype):
+        if (next(self.buffers()).device, self.dtype) != (device, dtype):
             self._set(device, dtype)
 
     @property

@@ -47,7 +47,7 @@ class Diag(Structure):
 
 def _diagonal(curvature: OutputCurvature) -> Tensor:
     """Diagonal (n, C) of each datum's output curvature."""
-    diagonal = torch.zeros(()) if curvature.separate is None else curvature.separate
+    diagonal = torch.zeros((), device="cpu") if curvature.separate is None else curvature.separate
     if curvature.coupling is not None:
         coupling = curvature.coupling
         diagonal = diagonal + coupling * (coupling.sum(1, keepdim=True) - coupling)
@@ -80,7 +80,7 @@ class DiagSpectrum(Spectrum):
 
     def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
         """Independent normals of the right width."""
-        noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64)
+        noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64, device="cpu")
         return noise * (self.diagonal + precision).rsqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:

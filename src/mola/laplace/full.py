@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mola.errors import StructureTooLargeError
 from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
-from mola.laplace.kron import eigensystem, seen_basis
+from mola.laplace.basis import eigensystem, seen_basis
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = ["Full", "FullFactors"]
@@ -29,8 +29,11 @@ __all__ = ["Full", "FullFactors"]
 ROW_BYTES = 64 * 2**20
 """Rows of a batch are taken in blocks whose scaled copies Z stay below this size."""
 
-WORKING_COPIES = 5
-"""Matrices of the Hessian's size alive at once: the sum, the eigenvectors, and the eigensolver's workspace."""
+KEPT, WORKSPACE = 3, 2
+"""Matrices of the Hessian's size: kept for each network, and taken by the eigensolver."""
+
+GATHERED = 512
+"""Rows gathered before they are summed: each sum writes the whole Hessian once, however few the rows."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Full(Structure):
 
     memory: int | None = None
     name = "full"
+    rows = GATHERED
 
     def check_size(self, features: Sequence[int], outputs: int) -> None:
         """Refuse Hessians that would not fit.
@@ -63,8 +67,8 @@ class Full(Structure):
             StructureTooLargeError: saying how large they would be, and what to use instead.
         """
         sides = [outputs * width for width in features]
-        # The sums of all networks are alive while fitting; later one of them at a time is decomposed.
-        needed = 8 * (sum(side**2 for side in sides) + (WORKING_COPIES - 1) * max(sides) ** 2)
+        # Each network keeps its sum, eigenvectors and a root; one of them at a time is decomposed.
+        needed = 8 * (KEPT * sum(side**2 for side in sides) + WORKSPACE * max(sides) ** 2)
         free = self.memory if self.memory is not None else free_memory()
         if needed > free:
             side, width = max(sides), max(features)
@@ -170,15 +174,17 @@ class FullSpectrum(Spectrum):
 
     def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
         """Independent normals in the eigenbasis, rotated back; the prior's own where the data say nothing."""
-        noise = torch.randn(count, len(self.values), generator=generator, dtype=torch.float64)
+        noise = torch.randn(count, len(self.values), generator=generator, dtype=torch.float64, device="cpu")
         deviations = torch.einsum("cpm,sm->scp", self.vectors, noise * (self.values + precision).rsqrt())
-        hidden = torch.randn(count, self.unseen.shape[1], self.features, generator=generator, dtype=torch.float64)
+        hidden = torch.randn(
+            count, self.unseen.shape[1], self.features, generator=generator, dtype=torch.float64, device="cpu"
+        )
         return deviations + self.unseen @ hidden / precision**0.5
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
         """Diagonal block of the covariance."""
         vectors = self.vectors[output]
-        identity = torch.eye(self.features, dtype=torch.float64)
+        identity = torch.eye(self.features, dtype=torch.float64, device="cpu")
         return (vectors / (self.values + precision)) @ vectors.T + self.unseen_share[output] / precision * identity
 
     def smallest_class_variance(self, precision: float) -> Tensor:
@@ -221,38 +227,52 @@ class FullPosterior(Posterior):
             "outlier_weights": mahalanobis_weights(spectrum.feature_values),
         }
 
+    def _set(self, device: torch.device, dtype: torch.dtype) -> None:
+        # The covariance has entries of size 1 / lambda that cancel where the data do know: float32 would leave noise.
+        super()._set(device, torch.float64)
+        self.precision_of_results = dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of what goes in and comes out; in between it is float64."""
+        return self.precision_of_results
+
     def _prior_variance(self, features: Tensor) -> Tensor:
         return features.square().sum(1) / self.precision
 
     def variance(self, features: Tensor) -> Tensor:
         """`phi' Sigma_cc phi`."""
-        return self.contrast_variance(features) + self._prior_variance(features)[:, None] * self.unseen.square().sum(1)
+        share = self.unseen.square().sum(1).to(features.dtype)
+        return self.contrast_variance(features) + self._prior_variance(features)[:, None] * share
 
     def contrast_variance(self, features: Tensor) -> Tensor:
         """The same with the visible part of the covariance."""
-        return ((features @ self.blocks) * features).sum(2).T
+        exact = features.double()
+        return ((exact @ self.blocks) * exact).sum(2).T.clamp_min(0).to(features.dtype)
 
     def _visible_covariance(self, features: Tensor) -> Tensor:
-        """Covariance (n, R, R) in the basis of the visible directions."""
-        root = (features @ self.root).view(len(features), self.noise_size, -1)
+        """Covariance (n, R, R) in the basis of the visible directions, in float64."""
+        root = (features.double() @ self.root).reshape(
+            features.shape[0], self.noise_size, self.root.shape[1] // self.noise_size
+        )
         return root @ root.transpose(1, 2)
 
     def covariance(self, features: Tensor) -> Tensor:
         """All of it: the visible part and the prior's."""
-        hidden = self._prior_variance(features)[:, None, None] * (self.unseen @ self.unseen.T)
+        hidden = self._prior_variance(features)[:, None, None] * (self.unseen @ self.unseen.T).to(features.dtype)
         return self.contrast_covariance(features) + hidden
 
     def contrast_covariance(self, features: Tensor) -> Tensor:
         """The visible part."""
-        return self.seen @ self._visible_covariance(features) @ self.seen.T
+        return (self.seen @ self._visible_covariance(features) @ self.seen.T).to(features.dtype)
 
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
         """A root of each datum's visible covariance times the noise."""
-        # eigh in float64: in float32 a covariance with spread-out eigenvalues is not numerically positive.
-        values, vectors = torch.linalg.eigh(self._visible_covariance(features).double())
-        root = (self.seen.double() @ (vectors * values.clamp_min(0).sqrt()[:, None, :])).to(features)
+        values, vectors = torch.linalg.eigh(self._visible_covariance(features))
+        root = (self.seen @ (vectors * values.clamp_min(0).sqrt()[:, None, :])).to(features.dtype)
         return noise @ root.transpose(1, 2)
 
     def mahalanobis(self, features: Tensor) -> Tensor:
         """`sqrt(phi' B^-1 phi)`."""
-        return ((features @ self.feature_vectors).square() @ self.outlier_weights).sqrt()
+        squares = (features.double() @ self.feature_vectors).square()
+        return (squares @ self.outlier_weights).sqrt().to(features.dtype)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from mola.errors import OptionError
 from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
+from mola.laplace.basis import eigensystem, seen_basis
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature, laplacian
 
-__all__ = ["Kron", "KronFactors", "KronPosterior", "KronSpectrum", "RunningKronFactors", "eigensystem", "seen_basis"]
+__all__ = ["Kron", "KronFactors", "KronPosterior", "KronSpectrum", "RunningKronFactors"]
 
 
 @dataclass(frozen=True)
@@ -65,29 +66,6 @@ def output_sum(curvature: OutputCurvature) -> Tensor:
         message = "a likelihood must give separate or coupled curvature"
         raise OptionError(message)
     return total
-
-
-def seen_basis(likelihood: Likelihood, outputs: int) -> tuple[Tensor, Tensor]:
-    """Orthonormal bases of what the likelihood sees of output space (C, R), and of what it does not (C, C - R).
-
-    Raises:
-        OptionError: if it hides more than one direction.
-    """
-    visible = likelihood.visible(outputs)
-    hidden = outputs - visible.shape[1]
-    if hidden == 0:
-        return visible, visible.new_zeros(outputs, 0)
-    if hidden == 1:
-        # The complement of the contrasts is the constant vector: written down, not computed.
-        return visible, visible.new_full((outputs, 1), outputs**-0.5)
-    message = f"a likelihood may hide at most one direction of output space, got {hidden}"
-    raise OptionError(message)
-
-
-def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, clamped at 0, and eigenvectors of a positive semi-definite matrix."""
-    values, vectors = torch.linalg.eigh(matrix)
-    return values.clamp_min(0), vectors
 
 
 @dataclass(frozen=True)
@@ -179,6 +157,11 @@ class KronPosterior(Posterior):
     feature_vectors: Tensor
     outlier_weights: Tensor
 
+    @property
+    def noise_size(self) -> int:  # type: ignore[override]
+        """One normal for each visible direction of output space."""
+        return self.spectrum.visible
+
     def shared_constants(self) -> dict[str, Tensor]:
         """B's eigenvectors and the weights of the outlier score."""
         spectrum = self.spectrum
@@ -226,7 +209,7 @@ class DampedSpectrum(KronSpectrum):
 
     def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
         """`U^1/2 E V^1/2` for standard normal E."""
-        noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64)
+        noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64, device="cpu")
         left = self.class_vectors * self.class_inverse(precision).sqrt()
         right = self.feature_vectors * self.feature_inverse(precision).sqrt()
         return left @ noise @ right.T
@@ -253,11 +236,6 @@ class DampedPosterior(KronPosterior):
     class_variance: Tensor
     contrast_class_variance: Tensor
     class_root: Tensor
-
-    @property
-    def noise_size(self) -> int:  # type: ignore[override]
-        """One normal for each visible direction of output space."""
-        return self.spectrum.visible
 
     def constants(self) -> dict[str, Tensor]:
         """Eigenvalues of V, the diagonal of U, and a root of U with the visible directions first."""

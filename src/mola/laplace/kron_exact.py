@@ -52,7 +52,7 @@ class ExactSpectrum(KronSpectrum):
 
     def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
         """Independent normals in the joint eigenbasis, rotated back."""
-        noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64)
+        noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64, device="cpu")
         return self.class_vectors @ (noise * self.inverse(precision).sqrt()) @ self.feature_vectors.T
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
@@ -76,11 +76,6 @@ class ExactPosterior(KronPosterior):
     contrast_class_table: Tensor
     inverse: Tensor
     class_vectors: Tensor
-
-    @property
-    def noise_size(self) -> int:  # type: ignore[override]
-        """One normal for each visible direction of output space."""
-        return self.spectrum.visible
 
     def constants(self) -> dict[str, Tensor]:
         """Tables of weights over squared coordinates, and A's eigenvectors with the visible directions first."""

@@ -66,6 +66,12 @@ class LogitMoments:
     posterior: Posterior | Candidate | None
     """None: all the mass is on the mean."""
 
+    def rows(self, start: int, count: int) -> LogitMoments:
+        """The moments of some of the data, for links that need the covariance."""
+        part = slice(start, start + count)
+        posterior = self.posterior._posterior if isinstance(self.posterior, Candidate) else self.posterior
+        return LogitMoments(self.mean[part], self.features[part], posterior)
+
     @cached_property
     def variance(self) -> Tensor:
         """Variance (n, C) of each logit."""
@@ -103,7 +109,9 @@ class LogitMoments:
         if self.posterior is None:
             yield self.mean[:, None, :].expand(-1, count, -1)
         elif over == "logits":
-            noise = torch.randn(count, self.posterior.noise_size, generator=generator, dtype=torch.float64)
+            noise = torch.randn(
+                count, self.posterior.noise_size, generator=generator, dtype=torch.float64, device="cpu"
+            )
             for part in torch.split(noise.to(self.mean), portion):
                 yield self.mean[:, None, :] + self.posterior.perturb(self.features, part)
         else:
