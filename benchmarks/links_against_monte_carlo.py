@@ -1,6 +1,6 @@
 """Error of each link against Monte Carlo with very many samples, on the logits of a real network.
 
-    python benchmarks/links_against_monte_carlo.py --data DIR [--cache DIR] [--network 0]
+    python benchmarks/links_against_monte_carlo.py --data DIR --networks DIR [--cache DIR] [--network 0]
 
 A link approximates the integral of the softmax over Gaussian logits. On 1000 test images of CIFAR-10 and 1000 of SVHN, with
 the prior precision that the threshold rule or the validation log-loss picks for each structure (probit link, 2000 of the test
@@ -10,7 +10,6 @@ second. All are Markdown, as in docs/links.md.
 """
 
 import argparse
-import os
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
@@ -18,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import cifar_features
+import cifar10
 import record
 import torch
 from torch import Tensor, nn
-from torch.utils.data import random_split
 
 import mola
 from mola import Rule, metrics
@@ -85,18 +83,16 @@ class Experiment:
     svhn: Tensor
 
     @classmethod
-    def on(cls, seen: cifar_features.HeadInputs) -> Self:
-        """Split the test images into 2000 for validation and 8000 for testing."""
-        features = {name: values.double() for name, values in seen.features.items()}
-        split = random_split(range(10_000), [2000, 8000], generator=torch.Generator().manual_seed(42))
-        held_out, rest = (torch.tensor(part.indices) for part in split)
+    def on(cls, head: cifar10.HeadOnly, examples: dict[str, cifar10.Examples]) -> Self:
+        """What one network's head sees."""
+        features = {name: seen.inputs[:, head.index].double() for name, seen in examples.items()}
         return cls(
-            seen.head.double(),
-            batches(features["train"], seen.labels["train"]),
-            batches(features["test"][held_out], seen.labels["test"][held_out]),
-            features["test"][rest],
-            seen.labels["test"][rest],
-            features["svhn"],
+            head.linear.double(),
+            batches(features["train"], examples["train"].labels),
+            batches(features["validation"], examples["validation"].labels),
+            features["test"],
+            examples["test"].labels,
+            features["SVHN"],
         )
 
     def fit(self, structure: str) -> mola.MoLA:
@@ -230,13 +226,14 @@ def variance_table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    folder = os.environ.get("MOLA_DATA_SHARED")
-    parser.add_argument("--data", type=Path, default=folder, required=folder is None, help="or set MOLA_DATA_SHARED")
+    parser.add_argument("--data", type=Path, required=True, help="folder as in cifar10.py")
+    parser.add_argument("--networks", type=Path, required=True, help="folder with 00.safetensors, ...")
     parser.add_argument("--cache", type=Path, help="keep the network's features in this folder")
     parser.add_argument("--network", type=int, default=0, help="which of the pretrained networks (default 0)")
     options = parser.parse_args()
     warnings.simplefilter("ignore", mola.MolaWarning)  # the grids grow, as they should
-    experiment = Experiment.on(cifar_features.load(Path(options.data), options.network, options.cache))
+    heads, examples = cifar10.load(options.data, options.networks, count=options.network + 1, cache=options.cache)
+    experiment = Experiment.on(heads[options.network], examples)
     rows, tuned, spreads = [], list(baseline_scores(experiment)), []
     for structure in STRUCTURES:
         fitted = experiment.fit(structure)
