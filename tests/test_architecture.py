@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ROOMS = (
     "errors",
+    "choices",
     "likelihood",
     "networks",
     "heads",

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mola.choices import resolve
 from mola.errors import OptionError
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL
@@ -187,20 +188,5 @@ LINKS: dict[str, type[Link]] = {kind.name: kind for kind in (Probit, CentredProb
 
 
 def as_link(link: str | Link) -> Link:
-    """The link of that name, or the link itself.
-
-    Args:
-        link: a name of `LINKS`, or a link.
-
-    Returns:
-        A link.
-
-    Raises:
-        OptionError: if the name is unknown.
-    """
-    if isinstance(link, Link):
-        return link
-    if not isinstance(link, str) or link not in LINKS:
-        message = f"link must be one of {sorted(LINKS)} or a Link object, got {link!r}."
-        raise OptionError(message)
-    return LINKS[link]()
+    """The link of that name, or the link itself."""
+    return resolve(link, Link, LINKS, "link")  # type: ignore[type-abstract]
