@@ -69,9 +69,14 @@ def read_data(folder: Path, *, train: int = 50_000, outliers: int = 10_000) -> d
         "train": training,
         "validation": test.part(split[0].indices),
         "test": test.part(split[1].indices),
-        "SVHN": Examples(svhn[:outliers]),
-        "CIFAR-100": Examples(cifar100[:outliers]),
+        "SVHN": Examples(evenly(svhn, outliers)),
+        "CIFAR-100": Examples(evenly(cifar100, outliers)),
     }
+
+
+def evenly(images: Tensor, count: int) -> Tensor:
+    """At most `count` images, evenly spaced: the files may be in order of classes."""
+    return images if len(images) <= count else images[torch.linspace(0, len(images) - 1, count).long()]
 
 
 def read_networks(folder: Path, count: int) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mola import archive, storage
 from mola.component import Component, Curvature, per_component
 from mola.errors import OptionError
-from mola.features import batch_count, find_heads, peek, stream
+from mola.features import Features, batch_count, find_heads, peek, stream
 from mola.heads import Head
 from mola.laplace import Factors, Structure, as_structure, check_precision
 from mola.likelihood import CATEGORICAL, Likelihood
@@ -103,12 +103,12 @@ def _curvatures(
     total: int | None,
     progress: bool,
 ) -> list[Curvature]:
-    sums = [_Sums(structure, likelihood) for _ in networks]
+    sums = [_Sums(head, structure, likelihood) for head in heads]
     for seen, labels in stream(
         networks, heads, batches, where="training loader", progress=progress, total=total, likelihood=likelihood
     ):
-        for one, head, features in zip(sums, heads, seen, strict=True):
-            one.add(head.lift(_exact(features.features)), _exact(features.logits), labels)
+        for one, features in zip(sums, seen, strict=True):
+            one.add(features, labels)
     return [
         Curvature(structure, one.finish().cpu(), head.weights(), likelihood)
         for head, one in zip(heads, sums, strict=True)
@@ -116,17 +116,23 @@ def _curvatures(
 
 
 class _Sums:
-    """One network's factors, growing batch by batch; small batches are gathered where the structure asks for it."""
+    """One network's factors, growing as batches come.
 
-    def __init__(self, structure: Structure, likelihood: Likelihood) -> None:
-        self.structure, self.likelihood = structure, likelihood
+    Small batches are gathered until there are as many rows as the structure asks for: the products cost the same, and what
+    each sum costs besides is paid more rarely.
+    """
+
+    def __init__(self, head: Head, structure: Structure, likelihood: Likelihood) -> None:
+        self.head, self.structure, self.likelihood = head, structure, likelihood
         self.total: Any = None
         self.waiting: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self.rows = 0
 
-    def add(self, features: Tensor, logits: Tensor, labels: Tensor | None) -> None:
+    def add(self, seen: Features, labels: Tensor | None) -> None:
         """Take one more batch."""
-        self.waiting.append((features, logits, labels))
-        if sum(len(part[0]) for part in self.waiting) >= self.structure.rows:
+        self.waiting.append((seen.features, seen.logits, labels))
+        self.rows += len(seen.logits)
+        if self.rows >= self.structure.rows:
             self._sum()
 
     def finish(self) -> Factors:
@@ -137,14 +143,19 @@ class _Sums:
         return factors
 
     def _sum(self) -> None:
-        features, logits = torch.cat([part[0] for part in self.waiting]), torch.cat([part[1] for part in self.waiting])
+        features = self.head.lift(_exact(_joined([part[0] for part in self.waiting])))
+        logits = _exact(_joined([part[1] for part in self.waiting]))
         labels = [part[2] for part in self.waiting if part[2] is not None]
         score = None
         if labels:
-            score = float(self.likelihood.log_likelihood(logits, torch.cat(labels).to(logits.device)).sum())
+            score = float(self.likelihood.log_likelihood(logits, _joined(labels).to(logits.device)).sum())
         batch = self.structure.sums(features, self.likelihood.curvature(logits), score)
         self.total = self.structure.merge(self.total, batch)
-        self.waiting = []
+        self.waiting, self.rows = [], 0
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _exact(values: Tensor) -> Tensor:

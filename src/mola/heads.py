@@ -55,7 +55,10 @@ class Head:
 
     def lift(self, features: Tensor) -> Tensor:
         """Features (n, P) of the bias trick: a column of ones joins where the layer has a bias."""
-        return functional.pad(features, (0, 1), value=1.0) if self.has_bias else features
+        if not self.has_bias:
+            return features
+        # Not functional.pad: it took ten times as long.
+        return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Categorical:
             )
             raise DataError(message)
         labels = labels.to(outputs.device, torch.int64)
-        low, high = int(labels.min()), int(labels.max())
+        low, high = (int(end) for end in torch.aminmax(labels))
         if low < 0 or high >= classes:
             message = (
                 f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, "

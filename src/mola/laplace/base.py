@@ -34,6 +34,9 @@ __all__ = [
     "mahalanobis_weights",
 ]
 
+GATHERED = 1024
+"""Rows that are summed together, where batches are smaller."""
+
 OUTLIER_RIDGE = 1e-10
 """Ridge of the feature covariance in the outlier score, relative to its largest eigenvalue: the outlier score's own,
 vanishing prior precision. Small enough to leave every direction seen in training alone, large enough that a direction
@@ -96,8 +99,11 @@ class Structure(ABC):
     """A way to approximate the Hessian of the last layer."""
 
     name: str
-    rows: int = 1
-    """Rows gathered from the batches, at least, before `sums` is called; 1 takes each batch as it comes."""
+
+    @property
+    def rows(self) -> int:
+        """Rows gathered from the batches, at least, before `sums` is called; 1 takes each batch as it comes."""
+        return GATHERED
 
     @abstractmethod
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Factors:

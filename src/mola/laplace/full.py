@@ -32,9 +32,6 @@ ROW_BYTES = 64 * 2**20
 KEPT, WORKSPACE = 3, 2
 """Matrices of the Hessian's size: kept for each network, and taken by the eigensolver."""
 
-GATHERED = 512
-"""Rows gathered before they are summed: each sum writes the whole Hessian once, however few the rows."""
-
 
 @dataclass(frozen=True)
 class FullFactors(Factors):
@@ -54,7 +51,6 @@ class Full(Structure):
 
     memory: int | None = None
     name = "full"
-    rows = GATHERED
 
     def check_size(self, features: Sequence[int], outputs: int) -> None:
         """Refuse Hessians that would not fit.
