@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from mola.errors import OptionError
 
-__all__ = ["resolve"]
+__all__ = ["one_of", "resolve"]
 
 Kind = TypeVar("Kind")
 
@@ -33,3 +34,25 @@ def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]]
         message = f"{argument} must be one of {sorted(known)} or a {kind.__name__} object, got {value!r}."
         raise OptionError(message)
     return known[value]()
+
+
+def one_of(name: str, known: Collection[str], argument: str) -> str:
+    """The name itself, if it is known.
+
+    Args:
+        name: what was asked for.
+        known: what there is.
+        argument: what the option is called, for the message.
+
+    Returns:
+        The name.
+
+    Raises:
+        OptionError: listing the known names, with the nearest one.
+    """
+    if name in known:
+        return name
+    near = difflib.get_close_matches(str(name), known, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    message = f"{argument} must be one of {', '.join(known)}; got {name!r}.{hint}"
+    raise OptionError(message)

@@ -1,0 +1,119 @@
+"""The training loop: the same seed gives the same network, interrupted or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from mola.data.labelled import Labelled
+from mola.errors import DataError
+from mola.training.checkpoint import Checkpoint
+from mola.training.recipe import Recipe
+
+__all__ = ["member_seeds", "train", "train_ensemble"]
+
+
+def train(
+    build: Callable[[], nn.Module],
+    data: Labelled,
+    recipe: Recipe,
+    *,
+    seed: int,
+    prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
+    on_epoch: Callable[[int], None] = lambda epoch: None,
+    checkpoint: Checkpoint | None = None,
+) -> nn.Module:
+    """Build a network and train it. Torch's own random state is left as it was.
+
+    Args:
+        build: makes a network with fresh weights; called once, after seeding.
+        data: training data, shuffled anew for every epoch.
+        recipe: how to train.
+        seed: of the initial weights, the order of the data and any dropout or augmentation.
+        prepare: makes a batch of stored inputs what the network sees; it may draw from torch's random state.
+        on_epoch: called after every epoch with the number of epochs done.
+        checkpoint: where to keep the training after every epoch, and to take it up again.
+
+    Returns:
+        The network in eval mode, on the device and in the precision of the prepared inputs.
+
+    Raises:
+        DataError: if the loss is no longer finite, or there are no data.
+    """
+    if not len(data):
+        message = "there are no training data: expected at least one."
+        raise DataError(message)
+    inputs, labels = data.inputs, data.labels
+    accelerators = [inputs.device.index or 0] if inputs.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=accelerators):
+        torch.manual_seed(seed)
+        network = build()
+        state = torch.get_rng_state()
+        seen = prepare(inputs[:1])
+        torch.set_rng_state(state)
+        network = network.to(seen.device, seen.dtype).train()
+        optimiser = recipe.make_optimiser(network.parameters())
+        schedule = recipe.make_schedule(optimiser, len(data))
+        done = 0 if checkpoint is None else checkpoint.restore(network, optimiser, schedule)
+        if done:
+            on_epoch(done)
+        for epoch in range(done + 1, recipe.epochs + 1):
+            for rows in torch.split(torch.randperm(len(data)), recipe.batch_size):
+                loss = _step(network, optimiser, prepare(inputs[rows]), labels[rows])
+                schedule.step()
+            if not math.isfinite(float(loss)):
+                message = f"the loss is {float(loss)} after epoch {epoch}: lower the learning rate (now {recipe.learning_rate})."
+                raise DataError(message)
+            if checkpoint is not None:
+                checkpoint.save(epoch, network, optimiser, schedule)
+            on_epoch(epoch)
+    return network.eval()
+
+
+def _step(network: nn.Module, optimiser: Optimizer, inputs: Tensor, labels: Tensor) -> Tensor:
+    optimiser.zero_grad()
+    loss = functional.cross_entropy(network(inputs), labels)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimiser.step()
+    return loss.detach()
+
+
+def member_seeds(members: int, seed: int) -> list[int]:
+    """A seed for each network of an ensemble; a larger ensemble begins with the same ones.
+
+    Drawn rather than counted up, so that ensembles of neighbouring seeds share no member.
+    """
+    return torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def train_ensemble(
+    build: Callable[[], nn.Module],
+    data: Labelled,
+    recipe: Recipe,
+    *,
+    members: int,
+    seed: int,
+    on_epoch: Callable[[int, int], None] = lambda member, epoch: None,
+) -> list[nn.Module]:
+    """Train networks that differ by their seed alone: a deep ensemble.
+
+    Args:
+        build: makes a network with fresh weights.
+        data: training data.
+        recipe: how to train.
+        members: number of networks.
+        seed: of all the members' seeds.
+        on_epoch: called after every epoch with the member's index and its number of epochs done.
+
+    Returns:
+        The networks.
+    """
+    return [
+        train(build, data, recipe, seed=own, on_epoch=lambda epoch, member=member: on_epoch(member, epoch))  # type: ignore[misc]
+        for member, own in enumerate(member_seeds(members, seed))
+    ]

@@ -1,0 +1,98 @@
+"""How to train: optimiser, schedule and numbers, as values that can be compared and written down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
+
+from mola.choices import one_of
+from mola.errors import OptionError
+
+__all__ = ["OPTIMISERS", "RECIPES", "SCHEDULES", "Recipe"]
+
+OPTIMISERS = ("adamw", "adam", "sgd")
+"""Adam with decoupled weight decay; Adam with weight decay in the gradient; SGD with Nesterov momentum 0.9."""
+
+SCHEDULES = ("cosine", "steps")
+"""The learning rate falls to 0 along a half cosine, batch by batch; or to a tenth at each of `drops`."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train on the cross-entropy.
+
+    Raises:
+        OptionError: if a number or a name cannot be used.
+    """
+
+    epochs: int
+    batch_size: int = 64
+    learning_rate: float = 3e-3
+    """At the start."""
+    weight_decay: float = 1e-2
+    optimiser: str = "adamw"
+    """One of `OPTIMISERS`."""
+    schedule: str = "cosine"
+    """One of `SCHEDULES`."""
+    drops: tuple[float, ...] = ()
+    """For "steps": after which shares of the epochs the learning rate falls."""
+    augment: bool = False
+    """Whether images are flipped at random, and shifted by up to 4 pixels."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            OptionError: if one cannot be used.
+        """
+        if self.epochs < 1 or self.batch_size < 1 or not self.learning_rate > 0 or not self.weight_decay >= 0:
+            message = f"epochs, batch_size and learning_rate must be above 0 and weight_decay not below, got {self}."
+            raise OptionError(message)
+        one_of(self.optimiser, OPTIMISERS, "optimiser")
+        one_of(self.schedule, SCHEDULES, "schedule")
+        if bool(self.drops) != (self.schedule == "steps") or not all(0 < drop < 1 for drop in self.drops):
+            message = f'drops must be shares between 0 and 1, and belong to schedule="steps"; got {self}.'
+            raise OptionError(message)
+
+    def describe(self) -> dict[str, Any]:
+        """The recipe as plain JSON values."""
+        return {**asdict(self), "drops": list(self.drops)}
+
+    def make_optimiser(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """The optimiser of these parameters."""
+        numbers = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        if self.optimiser == "sgd":
+            return torch.optim.SGD(parameters, momentum=0.9, nesterov=True, **numbers)
+        kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        return kinds[self.optimiser](parameters, **numbers)
+
+    def make_schedule(self, optimiser: Optimizer, count: int) -> LRScheduler:
+        """The learning rate over all batches of `count` data, to be stepped after each."""
+        steps = self.epochs * math.ceil(count / self.batch_size)
+        if self.schedule == "cosine":
+            return CosineAnnealingLR(optimiser, steps)
+        return MultiStepLR(optimiser, [round(drop * steps) for drop in self.drops], gamma=0.1)
+
+
+RECIPES: dict[str, Recipe] = {
+    "mnist": Recipe(epochs=100, batch_size=128, learning_rate=1e-3, weight_decay=5e-4, optimiser="adam"),
+    "cifar10": Recipe(epochs=100, batch_size=128, learning_rate=0.1, weight_decay=5e-4, optimiser="sgd", augment=True),
+    "imagenet": Recipe(
+        epochs=90,
+        batch_size=256,
+        learning_rate=0.1,
+        weight_decay=1e-4,
+        optimiser="sgd",
+        schedule="steps",
+        drops=(1 / 3, 2 / 3),
+        augment=True,
+    ),
+}
+"""The paper's, by data set."""
