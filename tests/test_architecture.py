@@ -25,6 +25,7 @@ ROOMS = (
     "links",
     "metrics",
     "uncertainty",
+    "detectors",
     "search",
     "tuning",
     "prior",

@@ -1,13 +1,20 @@
 """Metrics against independent implementations."""
 
 import math
+import os
+from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
-from torchmetrics.functional.classification import multiclass_calibration_error
+from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
+from torchmetrics.functional.classification import binary_average_precision, multiclass_calibration_error
 
 from mola import metrics
+from mola.errors import DataError, OptionError
+
+SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 
 
 @pytest.fixture
@@ -47,3 +54,226 @@ def test_auroc_with_and_without_ties(digits):
     outside = (torch.randn(500, generator=generator) + 0.7).round(decimals=digits)
     truth = [0] * 300 + [1] * 500
     assert metrics.auroc(inside, outside) == pytest.approx(roc_auc_score(truth, torch.cat([inside, outside]).numpy()))
+
+
+@pytest.fixture(params=["random", "tied"])
+def graded(request):
+    """Predictions whose confidence falls with difficulty, as they are or with few distinct confidences."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 2 * torch.randn(1500, 4, generator=generator)
+    labels = torch.distributions.Categorical(logits=logits / 2).sample()
+    probs = torch.softmax(logits, 1)
+    if request.param == "tied":
+        # Multiples of 1/16, exact in binary, many of them on the edges of 4 bins.
+        best = (probs.amax(1) * 16).round() / 16
+        rest = ((1 - best) / 3)[:, None].expand(-1, 4).clone()
+        probs = rest.scatter(1, logits.argmax(1, keepdim=True), best[:, None])
+    return probs, labels
+
+
+@pytest.mark.parametrize("bins", [4, 15, 100])
+def test_maximum_calibration_error_against_torchmetrics(graded, bins):
+    probs, labels = graded
+    # Confidences are moved off the edges: torchmetrics closes bins on the left, we close them on the right.
+    probs = probs * (1 - 1e-6)
+    for norm, ours in (
+        ("max", metrics.maximum_calibration_error),
+        ("l1", metrics.expected_calibration_error),
+    ):
+        theirs = multiclass_calibration_error(probs, labels, num_classes=4, n_bins=bins, norm=norm)
+        assert ours(probs, labels, bins) == pytest.approx(float(theirs), abs=2e-6)
+
+
+def dense_bins(confidence, correct, member):
+    """ECE and MCE by a loop over masks."""
+    expected, largest, counted = 0.0, 0.0, sum(int(mask.sum()) for mask in member)
+    for mask in member:
+        if mask.any():
+            gap = abs(confidence[mask].mean() - correct[mask].mean())
+            expected, largest = expected + mask.sum() / counted * gap, max(largest, gap)
+    return expected, largest
+
+
+@pytest.mark.parametrize("bins", [4, 100])
+def test_bins_are_closed_on_the_right(graded, bins):
+    probs, labels = (value.numpy() for value in graded)
+    confidence, correct = probs.max(1), probs.argmax(1) == labels
+    edges = np.arange(bins + 1) / bins
+    member = [(confidence > low) & (confidence <= high) for low, high in pairwise(edges)]
+    expected, largest = dense_bins(confidence, correct, member)
+    assert metrics.expected_calibration_error(*graded, bins) == pytest.approx(expected, abs=1e-12)
+    assert metrics.maximum_calibration_error(*graded, bins) == pytest.approx(largest, abs=1e-12)
+
+
+@pytest.mark.parametrize("bins", [16, 100])
+def test_legacy_errors_leave_out_the_surest(graded, bins):
+    probs, labels = (value.numpy() for value in graded)
+    confidence, correct = probs.max(1), probs.argmax(1) == labels
+    edges = np.histogram(confidence, bins, range=(0, 1))[1]
+    index = np.digitize(confidence, edges)
+    expected, largest = dense_bins(confidence, correct, [index == i for i in range(bins)])
+    assert (index >= bins).sum() > 10
+    assert metrics.expected_calibration_error_legacy(*graded, bins) == pytest.approx(expected, abs=1e-12)
+    assert metrics.maximum_calibration_error_legacy(*graded, bins) == pytest.approx(largest, abs=1e-12)
+
+
+def test_legacy_edges_are_numpys():
+    """numpy's edge is 0.5700000000000001, so 0.57 lies in the bin below it, together with 0.565."""
+    confidence = torch.tensor([0.57, 0.565])
+    probs = torch.stack([confidence, 1 - confidence], 1)
+    labels = torch.tensor([0, 1])
+    assert metrics.maximum_calibration_error_legacy(probs, labels) == pytest.approx(0.0675)
+    # 0.99 itself is left out.
+    probs, labels = torch.tensor([[0.99, 0.01], [0.985, 0.015]]), torch.tensor([1, 1])
+    assert metrics.maximum_calibration_error_legacy(probs, labels) == pytest.approx(0.985)
+
+
+def test_what_the_legacy_error_hides():
+    probs = torch.tensor([[0.995, 0.005]] * 50 + [[0.6, 0.4]] * 50)
+    labels = torch.tensor([1] * 50 + [0] * 30 + [1] * 20)
+    assert metrics.expected_calibration_error_legacy(probs, labels) == pytest.approx(0)
+    assert metrics.expected_calibration_error(probs, labels, 100) == pytest.approx(0.4975)
+    assert math.isnan(metrics.expected_calibration_error_legacy(probs[:50], labels[:50]))
+    assert math.isnan(metrics.maximum_calibration_error_legacy(probs[:50], labels[:50]))
+
+
+def test_adaptive_error_has_bins_of_equal_counts(graded):
+    probs, labels = graded
+    confidence, correct = probs.amax(1).numpy(), (probs.argmax(1) == labels).numpy().astype(float)
+    if len(np.unique(confidence)) == len(confidence):
+        order = np.argsort(confidence)
+        parts = np.array_split(order, 15)
+        expected = sum(len(part) / 1500 * abs(confidence[part].mean() - correct[part].mean()) for part in parts)
+        assert metrics.adaptive_calibration_error(probs, labels) == pytest.approx(expected)
+    shuffled = torch.randperm(1500, generator=torch.Generator().manual_seed(0))
+    assert metrics.adaptive_calibration_error(probs[shuffled], labels[shuffled]) == pytest.approx(
+        metrics.adaptive_calibration_error(probs, labels), abs=1e-12
+    )
+    # One bin: the difference between mean confidence and accuracy, whatever the ties.
+    assert metrics.adaptive_calibration_error(probs, labels, 1) == pytest.approx(
+        abs(confidence.mean() - correct.mean())
+    )
+
+
+def test_classwise_error_is_the_mean_over_classes(graded):
+    probs, labels = (value.numpy() for value in graded)
+    edges = np.arange(16) / 15
+    edges[0] = -1
+    errors = []
+    for column in range(4):
+        value, hit = probs[:, column], labels == column
+        member = [(value > low) & (value <= high) for low, high in pairwise(edges)]
+        errors.append(dense_bins(value, hit, member)[0])
+    assert metrics.classwise_calibration_error(*graded) == pytest.approx(np.mean(errors), abs=1e-12)
+
+
+def test_log_likelihood_is_minus_nll(graded):
+    assert metrics.log_likelihood(*graded) == -metrics.negative_log_likelihood(*graded)
+
+
+@pytest.fixture(params=["random", "tied", "all equal"])
+def scores(request):
+    generator = torch.Generator().manual_seed(4)
+    inside, outside = torch.randn(401, generator=generator), torch.randn(230, generator=generator) + 1
+    decimals = {"random": 12, "tied": 1, "all equal": -2}[request.param]
+    return inside.round(decimals=decimals), outside.round(decimals=decimals)
+
+
+def test_average_precision_against_two_others(scores):
+    inside, outside = scores
+    truth = torch.tensor([0] * 401 + [1] * 230)
+    both = torch.cat([inside, outside])
+    assert metrics.aupr_out(*scores) == pytest.approx(average_precision_score(truth, both))
+    assert metrics.aupr_in(*scores) == pytest.approx(average_precision_score(1 - truth, -both))
+    for ours, target, sign in ((metrics.aupr_out, truth, 1), (metrics.aupr_in, 1 - truth, -1)):
+        theirs = binary_average_precision(torch.special.expit(sign * both), target)
+        assert ours(*scores) == pytest.approx(float(theirs), abs=1e-6)  # theirs is in float32
+
+
+@pytest.mark.parametrize(("tpr", "percent"), [(0.0, 100), (0.5, 50), (0.95, 5), (0.951, 4.9), (1.0, 0)])
+def test_fpr_at_tpr_is_the_papers(scores, tpr, percent):
+    confidence, other = (-value.numpy() for value in scores)
+    assert metrics.fpr_at_tpr(*scores, tpr) == (other >= np.percentile(confidence, percent)).mean()
+
+
+def test_fpr_at_tpr_lies_on_the_roc_curve(scores):
+    inside, outside = scores
+    # The inliers are the positives and their confidence, minus the score, is high.
+    false, true, _ = roc_curve([1] * 401 + [0] * 230, -torch.cat([inside, outside]).numpy(), drop_intermediate=False)
+    # 401 inliers: the quantile is the 381st value itself, and at least 381 pass.
+    assert metrics.fpr_at_tpr(*scores) == pytest.approx(false[true >= 381 / 401 - 1e-12].min())
+
+
+def test_metrics_of_scores_know_which_side_is_which():
+    low, high = torch.arange(10.0), torch.arange(10.0) + 20
+    for score in (metrics.auroc, metrics.aupr_in, metrics.aupr_out):
+        assert score(low, high) == 1
+        assert score(high, low) < 0.5
+    assert metrics.fpr_at_tpr(low, high) == 0
+    assert metrics.fpr_at_tpr(high, low) == 1
+    assert metrics.fpr_at_tpr(torch.zeros(5), torch.tensor([math.inf, 0.0])) == 0.5
+
+
+def test_scores_that_cannot_be_compared_are_refused():
+    good = torch.arange(3.0)
+    for function in (metrics.auroc, metrics.aupr_in, metrics.aupr_out, metrics.fpr_at_tpr):
+        with pytest.raises(DataError, match=r"outlier_scores must hold.*1 nan"):
+            function(good, torch.tensor([1.0, math.nan]))
+        with pytest.raises(DataError, match=r"inlier_scores must hold.*shape \(0,\)"):
+            function(good[:0], good)
+    with pytest.raises(OptionError, match="tpr must be between 0 and 1"):
+        metrics.fpr_at_tpr(good, good, 95)
+    with pytest.raises(OptionError, match="coverage must be above 0"):
+        metrics.selective_risk(good, good > 1, 0)
+    with pytest.raises(DataError, match="one uncertainty per prediction"):
+        metrics.area_under_risk_coverage(good, torch.ones(4))
+
+
+def test_risk_and_coverage_by_a_loop(graded):
+    probs, labels = graded
+    uncertainty, correct = 1 - probs.amax(1), probs.argmax(1) == labels
+    curves = []
+    generator = np.random.default_rng(0)
+    for _ in range(200):  # orders among equals
+        order = np.lexsort((generator.random(1500), uncertainty.numpy()))
+        wrong = ~correct.numpy()[order]
+        curves.append([wrong[: count + 1].mean() for count in range(0, 1500, 50)])
+    coverage, risk = metrics.risk_coverage_curve(uncertainty, correct)
+    assert torch.equal(coverage, torch.arange(1, 1501) / 1500)
+    spread = np.std(curves, axis=0) / np.sqrt(200)
+    assert np.all(np.abs(np.mean(curves, axis=0) - risk[::50].numpy()) <= 4 * spread + 1e-12)
+    assert metrics.area_under_risk_coverage(uncertainty, correct) == pytest.approx(float(risk.mean()))
+    assert metrics.selective_risk(uncertainty, correct, 1.0) == pytest.approx(1 - metrics.accuracy(probs, labels))
+
+
+def test_selective_risk_by_hand():
+    uncertainty = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    correct = torch.tensor([1, 1, 1, 1, 1, 0, 1, 0, 0, 0]).bool()
+    assert metrics.selective_risk(uncertainty, correct, 0.5) == 0
+    assert metrics.selective_risk(uncertainty, correct, 0.7) == pytest.approx(1 / 7)
+    assert metrics.selective_risk(uncertainty, correct, 0.71) == pytest.approx(2 / 8)
+    assert metrics.selective_risk(-uncertainty, correct, 0.3) == 1
+    area = (1 / 6 + 1 / 7 + 2 / 8 + 3 / 9 + 4 / 10) / 10
+    assert metrics.area_under_risk_coverage(uncertainty, correct) == pytest.approx(area)
+    assert metrics.area_under_risk_coverage(torch.zeros(10), correct) == pytest.approx(0.4)
+
+
+@pytest.mark.real_data
+def test_published_values_of_a_real_network():
+    """A ResNet-110 on CIFAR-10: accuracy, NLL, Brier and ECE as published (Kull et al., 2019)."""
+    path = SHARED / "logits" / "resnet110_cifar10.npz"
+    if not path.is_file():
+        message = f"NO REAL DATA at {SHARED}: set MOLA_TEST_DATA to the folder that holds logits/."
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    with np.load(path) as file:
+        arrays = dict(file)
+    probs = torch.softmax(torch.from_numpy(arrays["test_logits"]).double(), 1)
+    labels = torch.from_numpy(arrays["test_labels"]).long()
+    assert len(labels) == 10_000
+    assert metrics.accuracy(probs, labels) == pytest.approx(0.9356)
+    assert metrics.negative_log_likelihood(probs, labels) == pytest.approx(0.35827, abs=5e-6)
+    assert metrics.brier(probs, labels) == pytest.approx(0.11019, abs=5e-6)
+    assert metrics.expected_calibration_error(probs, labels, 15) == pytest.approx(0.04750, abs=5e-6)
+    assert metrics.expected_calibration_error(probs, labels, 100) == pytest.approx(0.04838, abs=5e-6)

@@ -1,18 +1,38 @@
-"""Probabilities and labels in, numbers out. Pure functions over tensors; each is one definition."""
+r"""Probabilities and labels in, numbers out. Pure functions over tensors; each is one definition.
+
+Scores of outliers are higher for what is more outlying, as everywhere in this package. Papers often write the same
+metrics for the confidence, in-distribution data being the positives; with score = -confidence the numbers are equal.
+Ties never depend on the order of the data.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mola.errors import DataError, OptionError
+
 __all__ = [
     "accuracy",
+    "adaptive_calibration_error",
+    "area_under_risk_coverage",
+    "aupr_in",
+    "aupr_out",
     "auroc",
     "bin_confidences",
     "brier",
+    "classwise_calibration_error",
     "expected_calibration_error",
+    "expected_calibration_error_legacy",
+    "fpr_at_tpr",
+    "log_likelihood",
+    "maximum_calibration_error",
+    "maximum_calibration_error_legacy",
     "mean_confidence",
     "negative_log_likelihood",
+    "risk_coverage_curve",
+    "selective_risk",
 ]
 
 
@@ -30,6 +50,11 @@ def negative_log_likelihood(probs: Tensor, labels: Tensor) -> float:
     """Mean of `-log p(label)`; a probability that underflowed to 0 counts as the smallest positive number."""
     chosen = probs.gather(1, labels[:, None]).squeeze(1)
     return float(-chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log().mean())
+
+
+def log_likelihood(probs: Tensor, labels: Tensor) -> float:
+    """Mean of `log p(label)`: the paper's LL, higher is better."""
+    return -negative_log_likelihood(probs, labels)
 
 
 def brier(probs: Tensor, labels: Tensor) -> float:
@@ -59,12 +84,199 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     return calibration_gap(bin_confidences(probs, labels, bins))
 
 
+def maximum_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """Largest |confidence - accuracy| of any bin (MCE); an empty bin counts as 0. Few predictions make it noisy."""
+    return _largest_gap(bin_confidences(probs, labels, bins))
+
+
+def _largest_gap(binned: Tensor) -> float:
+    return float(((binned[:, 1] - binned[:, 2]).abs() / binned[:, 0].clamp_min(1)).max())
+
+
+def _bin_legacy(probs: Tensor, labels: Tensor, bins: int) -> Tensor:
+    """As `bin_confidences`, with bins closed on the left and without the last bin's predictions."""
+    confidence, predicted = probs.double().max(1)
+    # numpy's edges, not i / bins: they differ in the last bit, which decides for confidences on an edge.
+    edges = torch.from_numpy(np.linspace(0, 1, bins + 1)).to(confidence.device)
+    index = torch.bucketize(confidence, edges, right=True) - 1
+    values = torch.stack([torch.ones_like(confidence), confidence, (predicted == labels).double()], dim=1)
+    kept = index < bins - 1
+    return values.new_zeros(bins, 3).index_add_(0, index[kept], values[kept])
+
+
+def expected_calibration_error_legacy(probs: Tensor, labels: Tensor, bins: int = 100) -> float:
+    """ECE as the authors' scripts compute it, for comparison with published figures only; it is wrong.
+
+    Predictions in the last bin (confidence >= 0.99 with 100 bins) are left out, and the weights are those among the
+    rest: a network that is 99.5 % sure and always wrong there looks calibrated. Use `expected_calibration_error`.
+
+    Args:
+        probs: (n, C).
+        labels: (n,).
+        bins: equal-width bins, closed on the left.
+
+    Returns:
+        The error among predictions below the last bin; nan if there are none.
+    """
+    binned = _bin_legacy(probs, labels, bins)
+    return calibration_gap(binned) if binned[:, 0].sum() > 0 else float("nan")
+
+
+def maximum_calibration_error_legacy(probs: Tensor, labels: Tensor, bins: int = 100) -> float:
+    """MCE as the authors' scripts compute it: predictions with confidence >= 0.99 left out (see the legacy ECE)."""
+    binned = _bin_legacy(probs, labels, bins)
+    return _largest_gap(binned) if binned[:, 0].sum() > 0 else float("nan")
+
+
+def adaptive_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """ECE over bins of equal counts (to within one) instead of equal widths: no bin is empty, none holds nearly all.
+
+    Predictions of equal confidence share their mean accuracy, so where a bin's edge falls among them does not matter.
+    """
+    confidence, predicted = probs.double().max(1)
+    confidence, correct = _tied(confidence, (predicted == labels).double())
+    gaps = [part.sum().abs() for part in torch.tensor_split(confidence - correct, bins)]
+    return float(torch.stack(gaps).sum() / len(confidence))
+
+
+def classwise_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """Mean over classes of the ECE of that class's probability, most probable or not (Kull et al., 2019)."""
+    exact = probs.double()
+    hits = torch.nn.functional.one_hot(labels, probs.shape[1])
+    index = (torch.ceil(exact * bins).long() - 1).clamp(0, bins - 1)
+    index = index + bins * torch.arange(probs.shape[1], device=probs.device)
+    gaps = exact.new_zeros(bins * probs.shape[1]).index_add_(0, index.flatten(), (exact - hits).flatten())
+    return float(gaps.abs().sum() / exact.numel())
+
+
+def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in ascending order of the keys, the values of equal keys replaced by their mean."""
+    distinct, inverse, counts = torch.unique(keys, return_inverse=True, return_counts=True)
+    means = values.new_zeros(len(distinct)).index_add_(0, inverse, values) / counts
+    return distinct.repeat_interleave(counts), means.repeat_interleave(counts)
+
+
+def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    """What the error rate would be if only the least uncertain predictions were made.
+
+    Predictions of equal uncertainty are accepted in random order: the curve is the mean over these orders.
+
+    Args:
+        uncertainty: (n,), such as `1 - probs.amax(1)` or an outlier score; the highest are refused first.
+        correct: (n,), whether each prediction is right.
+
+    Returns:
+        Coverage (n,): 1/n, 2/n, ..., 1; and the error rate (n,) among that share of the predictions.
+
+    Raises:
+        DataError: if there are no predictions, as many uncertainties as predictions are not given, or one is nan.
+    """
+    if uncertainty.shape != correct.shape or uncertainty.ndim != 1 or len(correct) == 0 or uncertainty.isnan().any():
+        message = (
+            f"risk and coverage need one uncertainty per prediction, none of them nan; got {tuple(uncertainty.shape)} "
+            f"uncertainties ({int(uncertainty.isnan().sum())} nan) for {tuple(correct.shape)} predictions."
+        )
+        raise DataError(message)
+    _, wrong = _tied(uncertainty.double(), 1 - correct.double())
+    accepted = torch.arange(1, len(wrong) + 1, device=wrong.device, dtype=torch.float64)
+    return accepted / len(wrong), wrong.cumsum(0) / accepted
+
+
+def selective_risk(uncertainty: Tensor, correct: Tensor, coverage: float = 0.8) -> float:
+    """Error rate among the least uncertain share of the predictions; see `risk_coverage_curve`.
+
+    Args:
+        uncertainty: (n,), higher is refused first.
+        correct: (n,), whether each prediction is right.
+        coverage: share of the predictions that must be made, above 0 and at most 1; rounded up to whole predictions.
+
+    Returns:
+        Between 0 and 1.
+
+    Raises:
+        OptionError: if the coverage is not above 0 and at most 1.
+    """
+    if not 0 < coverage <= 1:
+        message = f"coverage must be above 0 and at most 1 (the share of predictions to make), got {coverage!r}."
+        raise OptionError(message)
+    covered, risk = risk_coverage_curve(uncertainty, correct)
+    # The tolerance keeps 0.7 of 10 at 7 predictions although 0.7 is no binary fraction.
+    return float(risk[int((covered < coverage - 1e-12).sum())])
+
+
+def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
+    """Mean of the risk-coverage curve (AURC; Geifman et al., 2019): 0 is best, random refusal gives the error rate."""
+    return float(risk_coverage_curve(uncertainty, correct)[1].mean())
+
+
+def _checked(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
+    for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
+        if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
+            message = (
+                f"{name}_scores must hold one number per input, at least one and none nan; "
+                f"got shape {tuple(scores.shape)} with {int(scores.isnan().sum())} nan."
+            )
+            raise DataError(message)
+    return inlier_scores.double(), outlier_scores.double()
+
+
 def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
     """Probability that an outlier scores higher than an inlier, ties counting half. Higher score = more outlying."""
-    scores = torch.cat([inlier_scores, outlier_scores]).double()
+    scores = torch.cat(_checked(inlier_scores, outlier_scores))
     _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     # Mean rank of tied values: those below, plus half of those tied.
     ranks = (counts.cumsum(0) - counts).double() + (counts.double() + 1) / 2
     inliers, outliers = len(inlier_scores), len(outlier_scores)
     rank_sum = ranks[inverse][inliers:].sum()
     return float((rank_sum - outliers * (outliers + 1) / 2) / (inliers * outliers))
+
+
+def _average_precision(positives: Tensor, negatives: Tensor) -> float:
+    """Sum over thresholds of the step in recall times the precision, positives scoring high; no interpolation."""
+    scores = torch.cat([positives, negatives])
+    _, inverse = torch.unique(-scores, return_inverse=True)
+    true = torch.bincount(inverse[: len(positives)], minlength=int(inverse.max()) + 1).double()
+    all_counts = torch.bincount(inverse).double()
+    return float((true * true.cumsum(0) / all_counts.cumsum(0)).sum() / len(positives))
+
+
+def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
+    """Average precision of finding the inliers by low scores. It depends on the share of outliers, unlike AUROC."""
+    inliers, outliers = _checked(inlier_scores, outlier_scores)
+    return _average_precision(-inliers, -outliers)
+
+
+def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
+    """Average precision of finding the outliers by high scores. It depends on the share of outliers, unlike AUROC."""
+    inliers, outliers = _checked(inlier_scores, outlier_scores)
+    return _average_precision(outliers, inliers)
+
+
+def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
+    """Share of outliers taken for inliers when `tpr` of the inliers pass (FPR95).
+
+    The positives are the inliers, as in the paper: an input passes if its score is at most the `tpr` quantile of the
+    inliers' scores (linear between two of them), which is the 5th percentile of their confidence. Some packages take
+    the outliers as positives instead: that is another number.
+
+    Args:
+        inlier_scores: (n,), higher = more outlying.
+        outlier_scores: (m,).
+        tpr: share of inliers that should pass.
+
+    Returns:
+        Between 0 and 1; 0 is best.
+
+    Raises:
+        OptionError: if tpr is not between 0 and 1.
+    """
+    if not 0 <= tpr <= 1:
+        message = f"tpr must be between 0 and 1 (the share of inliers that pass), got {tpr!r}."
+        raise OptionError(message)
+    inliers, outliers = _checked(inlier_scores, outlier_scores)
+    ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)
+    below, above = ordered[int(position)], ordered[min(int(position) + 1, len(ordered) - 1)]
+    share = position - int(position)
+    # Equal neighbours are not averaged: rounding must not move the threshold off a tie, nor infinities cancel.
+    threshold = below if share == 0 or below == above else (1 - share) * below + share * above
+    return float((outliers <= threshold).double().mean())

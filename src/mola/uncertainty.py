@@ -11,14 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mola.errors import OptionError
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL
 
 __all__ = [
+    "energy_score",
     "entropy",
     "entropy_score",
     "epistemic_share",
     "far_field_score",
+    "max_logit_score",
     "max_probability_score",
     "mutual_information",
 ]
@@ -56,6 +59,33 @@ def max_probability_score(probs: Tensor) -> Tensor:
 def entropy_score(probs: Tensor) -> Tensor:
     """Entropy of the prediction."""
     return entropy(probs)
+
+
+def max_logit_score(logits: Tensor) -> Tensor:
+    """Minus the largest logit (Hendrycks et al., 2022), over the last axis."""
+    return -logits.max(-1).values
+
+
+def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    r"""Free energy of the logits, :math:`-T \log \sum_c \exp(f_c / T)` (Liu et al., 2020), over the last axis.
+
+    Unlike the probabilities it changes with a shift common to all logits, so members of an ensemble differ in its zero.
+    As T goes to 0 it becomes `max_logit_score`.
+
+    Args:
+        logits: (..., C).
+        temperature: T, positive.
+
+    Returns:
+        (...), higher = more outlying.
+
+    Raises:
+        OptionError: if the temperature is not positive and finite.
+    """
+    if not 0 < temperature < float("inf"):
+        message = f"temperature must be positive and finite, got {temperature!r}."
+        raise OptionError(message)
+    return -temperature * torch.logsumexp(logits / temperature, dim=-1)
 
 
 def far_field_score(logit_mean: Tensor, length: Tensor, weights: Tensor) -> Tensor:
