@@ -73,6 +73,8 @@ def equalised(layers: Bytes) -> Bytes:
     everyone = np.arange(len(layers))
     least = counts[everyone, lowest]
     flat = least == total
-    share = (np.cumsum(counts, axis=1) - least[:, None]) / np.where(flat, 1, total - least)[:, None]
-    table = np.where(flat[:, None], np.arange(levels), np.rint(255 * np.clip(share, 0, 1))).astype(np.uint8)
+    # In float32, as OpenCV: it decides which way halves fall.
+    scale = np.float32(255) / np.where(flat, 1, total - least).astype(np.float32)
+    risen = np.maximum(np.cumsum(counts, axis=1) - least[:, None], 0).astype(np.float32)
+    table = np.where(flat[:, None], np.arange(levels), np.rint(risen * scale[:, None])).astype(np.uint8)
     return table[everyone[:, None, None], layers]
