@@ -1,0 +1,83 @@
+"""A baseline in a folder: the document says what kind of thing it is, so that one kind is never read as another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from mola import storage
+from mola.errors import StorageError
+from mola.networks import undisturbed
+from mola.schema import check
+
+__all__ = ["NETWORK", "load", "require_network", "save", "signature_of"]
+
+NETWORK = {"numbers": int, "sum": float, "magnitude": float, "half": bool}
+"""Schema of what tells one trained network from another."""
+
+
+def save(directory: str | Path, kind: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Save a document of one kind, and its tensors.
+
+    Args:
+        directory: folder to write to; what it held before stays readable until all is written.
+        kind: of thing, as in "swag".
+        document: JSON.
+        tensors: by name.
+
+    Returns:
+        The folder.
+    """
+    return storage.write(directory, {"kind": kind, **document}, tensors)
+
+
+def load(directory: str | Path, kind: str, schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Load what `save` wrote.
+
+    Args:
+        directory: a folder.
+        kind: of thing that must be in it.
+        schema: of its document.
+
+    Returns:
+        The document and the tensors by name.
+
+    Raises:
+        StorageError: if the folder holds something else, or is damaged.
+    """
+    document, tensors = storage.read(directory)
+    found = document.get("kind", "posterior")
+    if found != kind:
+        message = f"{directory} holds a saved {found}, expected a saved {kind}. Load it with what saved it."
+        raise StorageError(message)
+    check(document, dict(schema), "")
+    return document, tensors
+
+
+def signature_of(network: nn.Module) -> dict[str, Any]:
+    """What tells one trained network from another, read without disturbing it."""
+    with undisturbed(network):
+        return storage.signature(network)
+
+
+def require_network(network: nn.Module, saved: dict[str, Any], name: str) -> None:
+    """Refuse a network that is not the one that was saved.
+
+    Args:
+        network: as the user passed it.
+        saved: signature of the one that was saved.
+        name: of the argument, for the message.
+
+    Raises:
+        StorageError: if it is another.
+    """
+    found = signature_of(network)
+    if not storage.same_signature(found, saved):
+        message = (
+            f"{name}: this is not the network that was saved: it has {found['numbers']} numbers of sum {found['sum']:.6g}, "
+            f"the saved one {saved['numbers']} of sum {saved['sum']:.6g}. Pass the network this was made from."
+        )
+        raise StorageError(message)
