@@ -41,6 +41,7 @@ ROOMS = (
     "mixture",
     "posterior",
     "fitting",
+    "baselines",
     "data",
     "models",
     "training",
