@@ -8,9 +8,8 @@ from pathlib import Path
 
 from mola.bench.demo_result import DemoResult
 from mola.errors import OptionError
-from mola.report.figures import FIGURES, draw
+from mola.report.figures import FIGURES, draw, write_figure
 from mola.report.page import render_page
-from mola.report.style import PAPER
 
 __all__ = ["prepare_folder", "write_demo"]
 
@@ -54,9 +53,7 @@ def write_demo(
     for index, name in enumerate(FIGURES):
         progress(f"drawing {name}", index / len(FIGURES))
         figure = draw(name, result)
-        on_white = figure.wide.replace("<svg ", f'<svg style="background:{PAPER}" ', 1)
-        (pictures / f"{name}.svg").write_text(on_white, encoding="utf-8")
-        (pictures / f"{name}.png").write_bytes(figure.png)
+        write_figure(figure, pictures)
         drawn.append(figure)
     numbers = json.dumps(result.numbers(), indent=2, ensure_ascii=False)
     (directory / "numbers.json").write_text(numbers + "\n", encoding="utf-8")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
-from itertools import groupby
 
 from mola.bench.demo_result import DemoResult
 from mola.report.figures import Drawn
-from mola.report.style import COLOURS, INK
-from mola.report.tables import Table, demo_tables
+from mola.report.markup import document, inline_svg, table_markup
+from mola.report.style import COLOURS
+from mola.report.tables import demo_tables
 from mola.report.words import CAPTIONS, TITLES, Headline, headlines, tuning_words
 
 __all__ = ["render_page"]
@@ -34,7 +32,6 @@ def render_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
     Returns:
         A complete HTML document.
     """
-    style = files("mola.report").joinpath("page.css").read_text(encoding="utf-8")
     sizes, settings = result.digits.sizes, result.settings
     parts = [
         "<h1>How sure should a network be?</h1>",
@@ -46,16 +43,11 @@ def render_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
         *[_card(headline) for headline in headlines(result)],
         "</div>",
         '<p class="caption">Each card: MAP, then MoLA. Lower is better on all four.</p>',
-        *[_table(table) for table in demo_tables(result)],
+        *[f"<h2>{escape(table.title)}</h2>{table_markup(table)}" for table in demo_tables(result)],
         *[_figure(figure) for figure in figures],
         _fine_print(result),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>mola demo: how sure should a network be?</title>\n<style>\n{style}</style>\n</head>\n"
-        "<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
-    )
+    return document("mola demo: how sure should a network be?", "page.css", "\n".join(parts))
 
 
 def _methods() -> str:
@@ -74,50 +66,13 @@ def _card(headline: Headline) -> str:
     )
 
 
-def _table(table: Table) -> str:
-    groups = [(name, len(list(columns))) for name, columns in groupby(column.group for column in table.columns)]
-    grouped = any(name for name, _ in groups)
-    starts = {sum(size for _, size in groups[:index]) for index in range(len(groups))} if grouped else set()
-
-    def mark(index: int, *classes: str) -> str:
-        names = [*classes, *(["first"] if index in starts else [])]
-        return f' class="{" ".join(names)}"' if names else ""
-
-    head = ""
-    if grouped:
-        cells = "".join(f'<th colspan="{size}" scope="colgroup">{escape(name)}</th>' for name, size in groups)
-        head = f'<tr class="groups"><th></th>{cells}</tr>'
-    names = "".join(
-        f'<th scope="col"{mark(index)}>{escape(column.name)}</th>' for index, column in enumerate(table.columns)
-    )
-    rows = []
-    for row in table.rows:
-        cells = "".join(
-            f"<td{mark(index, *(['best'] if cell.best else []))}>{escape(cell.text)}</td>"
-            for index, cell in enumerate(row.cells)
-        )
-        aside = ' class="aside"' if row.aside else ""
-        rows.append(f'<tr{aside}><th scope="row">{escape(row.name)}</th>{cells}</tr>')
-    return (
-        f'<h2>{escape(table.title)}</h2><div class="scroll"><table><thead>{head}<tr><th></th>{names}</tr></thead>'
-        f'<tbody>{"".join(rows)}</tbody></table></div><p class="caption">{escape(table.caption)}</p>'
-    )
-
-
 def _figure(figure: Drawn) -> str:
     title, caption = TITLES[figure.name], CAPTIONS[figure.name]
     shapes = "".join(
-        f'<div class="{kind}">{_inline(svg, title)}</div>'
+        f'<div class="{kind}">{inline_svg(svg, title)}</div>'
         for kind, svg in (("wide", figure.wide), ("narrow", figure.narrow))
     )
     return f'<h2>{escape(title)}</h2><figure id="{figure.name}">{shapes}<figcaption>{escape(caption)}</figcaption></figure>'
-
-
-def _inline(svg: str, label: str) -> str:
-    """An SVG element as part of the page: sized by it, in its text colour, and named for those who cannot see it."""
-    opening, rest = svg.split(">", 1)
-    opening = re.sub(r'\s(?:width|height|xmlns(?::\w+)?|version)="[^"]*"', "", opening)
-    return f'{opening} role="img" aria-label="{escape(label, quote=True)}">{rest}'.replace(INK, "currentColor")
 
 
 def _fine_print(result: DemoResult) -> str:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Literal
 
 from mola.bench.demo_result import METHODS, DemoResult
 from mola.errors import MissingExtraError
+from mola.report.estimate import Estimate
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["Cell", "Column", "Row", "Table", "demo_tables", "for_terminal"]
+__all__ = ["MISSING", "Cell", "Column", "Number", "Row", "Table", "demo_tables", "for_terminal", "make_table"]
+
+Number = float | Estimate | None
 
 TABLE_ANGLES = (15, 30, 45)
 MISSING = "\N{EN DASH}"
@@ -62,8 +65,8 @@ def make_table(
     title: str,
     caption: str,
     columns: Sequence[Column],
-    values: Mapping[str, Sequence[float | None]],
-    aside: Mapping[str, Sequence[float | None]] | None = None,
+    values: Mapping[str, Sequence[Number]],
+    aside: Mapping[str, Sequence[Number]] | None = None,
 ) -> Table:
     """Format numbers and mark the best of each column; those that look the same as the best are best too.
 
@@ -71,7 +74,7 @@ def make_table(
         title: of the table.
         caption: what to know when reading it.
         columns: what the numbers are.
-        values: one number, or None, for each column, by row.
+        values: one number, estimate or None for each column, by row. Estimates compete by their means.
         aside: further rows that do not compete.
 
     Returns:
@@ -79,20 +82,31 @@ def make_table(
     """
     best: list[str | None] = []
     for index, column in enumerate(columns):
-        numbers = [number for row in values.values() if (number := row[index]) is not None]
+        numbers = [_mean(number) for row in values.values() if (number := row[index]) is not None]
         choose = {"low": min, "high": max}.get(column.better or "")
-        best.append(None if choose is None or not numbers else f"{choose(numbers):.{column.digits}f}")
+        best.append(None if choose is None or not numbers else _text(choose(numbers), column.digits))
 
-    def cells(row: Sequence[float | None], *, competes: bool) -> tuple[Cell, ...]:
-        texts = [
-            MISSING if number is None else f"{number:.{column.digits}f}"
-            for number, column in zip(row, columns, strict=True)
-        ]
-        return tuple(Cell(text, competes and text == top) for text, top in zip(texts, best, strict=True))
+    def cells(row: Sequence[Number], *, competes: bool) -> tuple[Cell, ...]:
+        shown = []
+        for number, column, top in zip(row, columns, best, strict=True):
+            if number is None:
+                shown.append(Cell(MISSING))
+            else:
+                leads = competes and _text(_mean(number), column.digits) == top
+                shown.append(Cell(_text(number, column.digits), leads))
+        return tuple(shown)
 
     rows = [Row(name, cells(row, competes=True)) for name, row in values.items()]
     rows += [Row(name, cells(row, competes=False), aside=True) for name, row in (aside or {}).items()]
     return Table(title, caption, tuple(columns), tuple(rows))
+
+
+def _mean(number: float | Estimate) -> float:
+    return number.mean if isinstance(number, Estimate) else number
+
+
+def _text(number: float | Estimate, digits: int) -> str:
+    return number.text(digits) if isinstance(number, Estimate) else f"{number:z.{digits}f}"
 
 
 def demo_tables(result: DemoResult) -> list[Table]:
@@ -169,7 +183,7 @@ def _outliers(result: DemoResult) -> Table:
         ]
         for name in METHODS
     }
-    scored: list[float | None] = []
+    scored: list[Number] = []
     for kind in sets:
         scored += [None, 100 * result.digits.ood_score_auroc[kind]["MoLA"]]
     caption = (
@@ -207,7 +221,7 @@ def for_terminal(table: Table) -> Group:
         previous = column.group
         shown.add_column("\n".join([*over, column.name]), justify="right", vertical="bottom", no_wrap=True)
     for position, row in enumerate(table.rows):
-        if row.aside:
+        if row.aside and position and not table.rows[position - 1].aside:
             shown.rows[position - 1].end_section = True
         cells = [Text(cell.text, style="bold" if cell.best else "") for cell in row.cells]
         shown.add_row(row.name, *cells, style="italic" if row.aside else None)
