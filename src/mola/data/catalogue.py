@@ -10,8 +10,8 @@ from types import MappingProxyType
 from mola.data.download import fetch
 from mola.data.files import verify as verify_file
 from mola.data.images import Images, split_validation
-from mola.data.layout import Dataset
-from mola.data.sources import cifar10, cifar100, emnist, mnist_like, notmnist, svhn
+from mola.data.layout import Dataset, Layout
+from mola.data.sources import cifar10, cifar100, emnist, lsun, mnist_like, notmnist, svhn
 from mola.errors import DataError, OptionError
 
 __all__ = ["DATASETS", "VARIABLE", "data_directory", "load_images", "split_validation"]
@@ -67,6 +67,7 @@ DATASETS: Mapping[str, Dataset] = MappingProxyType(
             cifar10(),
             cifar100(),
             svhn(),
+            lsun(),
         )
     }
 )
@@ -159,10 +160,11 @@ def _missing(dataset: Dataset, split: str, root: Path, download: bool) -> str:
     remedy = (
         " Allow the download (download=True), or put there yourself:" if fetchable and not download else " Put there:"
     )
+    plain = isinstance(first, Layout)
+    note = "Compressed by gzip or not; the folders that torchvision makes are found too." if plain else ""
     return (
-        f"{dataset.title} ({split}) is not in {root}.{some}{unpack}{remedy}\n{dataset.wanted(split, root)}\n"
-        "Compressed by gzip or not; the folders that torchvision makes are found too."
-    )
+        f"{dataset.title} ({split}) is not in {root}.{some}{unpack}{remedy}\n{dataset.wanted(split, root)}\n{note}"
+    ).rstrip()
 
 
 def _packed(root: Path, folders: Sequence[str], name: str) -> Path | None:

@@ -13,7 +13,7 @@ from mola.data.files import Original
 from mola.data.layout import Archive, Dataset
 from mola.errors import DataError, MissingExtraError
 
-__all__ = ["fetch"]
+__all__ = ["fetch", "fetch_archive"]
 
 
 def fetch(dataset: Dataset, split: str, directory: Path, *, progress: bool = True) -> None:
@@ -37,7 +37,7 @@ def fetch(dataset: Dataset, split: str, directory: Path, *, progress: bool = Tru
         raise DataError(message + dataset.wanted(split, directory))
     try:
         if archive is not None:
-            _fetch_archive(archive, directory, progress)
+            fetch_archive(archive, directory, progress=progress)
         else:
             for original in originals:
                 _fetch_file(original, directory / dataset.layouts[split][0].folders[0], progress)
@@ -82,8 +82,8 @@ def _fetch_file(original: Original, folder: Path, progress: bool) -> Path:
     raise DataError(message)
 
 
-def _fetch_archive(archive: Archive, directory: Path, progress: bool) -> None:
-    """Fetch an archive, take the files out that are wanted, and forget it."""
+def fetch_archive(archive: Archive, directory: Path, *, progress: bool = True) -> None:
+    """Fetch an archive, take the files out that are wanted and not there yet, and forget it."""
     with tempfile.TemporaryDirectory(prefix=".download-", dir=directory) as folder:
         path = _fetch_file(archive.original, Path(folder), progress)
         for member, target in archive.members.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from mola.data.files import Original, checksum, find
 from mola.data.images import Images
 
-__all__ = ["Archive", "Dataset", "Layout"]
+__all__ = ["Archive", "Dataset", "FolderLayout", "Layout"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,25 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class FolderLayout:
+    """A split that lies on disk as a folder of image files.
+
+    Attributes:
+        folders: where it may lie, under the data directory.
+        read: from the folder, alone in a sequence, to images.
+        files: what to expect in it, for messages.
+    """
+
+    folders: tuple[str, ...]
+    read: Callable[[Sequence[Path]], Images]
+    files: tuple[str, ...]
+
+    def find(self, directory: Path, originals: Sequence[Original]) -> list[Path | None]:
+        """The first of the folders that is there; nothing is known of the originals' checksums."""
+        return [next((directory / folder for folder in self.folders if (directory / folder).is_dir()), None)]
+
+
+@dataclass(frozen=True)
 class Archive:
     """A published archive that holds a split's files.
 
@@ -83,7 +102,7 @@ class Dataset:
     title: str
     classes: int
     shape: tuple[int, int, int]
-    layouts: Mapping[str, tuple[Layout, ...]]
+    layouts: Mapping[str, tuple[Layout | FolderLayout, ...]]
     originals: Mapping[str, tuple[Original, ...]]
     archives: Mapping[str, Archive]
     hint: str = ""

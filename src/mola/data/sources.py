@@ -12,16 +12,30 @@ from pathlib import Path
 
 from mola.data.cifar import read_cifar_binary, read_cifar_python
 from mola.data.files import Original
+from mola.data.folder import Preparation, open_folder
 from mola.data.idx import read_idx_pair
 from mola.data.images import Images
-from mola.data.layout import Archive, Dataset, Layout
+from mola.data.layout import Archive, Dataset, FolderLayout, Layout
 from mola.data.svhn import read_svhn
 
-__all__ = ["cifar10", "cifar100", "emnist", "mnist_like", "notmnist", "svhn"]
+__all__ = ["cifar10", "cifar100", "emnist", "lsun", "mnist_like", "notmnist", "svhn"]
 
 CIFAR_PAGE = "https://www.cs.toronto.edu/~kriz"
 SVHN_PAGE = "http://ufldl.stanford.edu/housenumbers"
 IDX_PREFIX = {"train": "train", "test": "t10k"}
+NOTMNIST_BROKEN = frozenset(
+    f"{name}.png"
+    for name in (
+        "RGVtb2NyYXRpY2FCb2xkT2xkc3R5bGUgQm9sZC50dGY=",
+        "Q3Jvc3NvdmVyIEJvbGRPYmxpcXVlLnR0Zg==",
+        "RnJlaWdodERpc3BCb29rSXRhbGljLnR0Zg==",
+        "SG90IE11c3RhcmQgQlROIFBvc3Rlci50dGY=",
+        "Um9tYW5hIEJvbGQucGZi",
+        "TmlraXNFRi1TZW1pQm9sZEl0YWxpYy5vdGY=",
+        "VHJhbnNpdCBCb2xkLnR0Zg==",
+    )
+)
+"""Files that were published empty: two of the small set, five of the large one."""
 EMNIST_SUMS = {
     "emnist-letters-train-images-idx3-ubyte": "8795078f199c478165fe18db82625747",
     "emnist-letters-train-labels-idx1-ubyte": "c16de4f1848ddcdddd39ab65d2a7be52",
@@ -61,7 +75,7 @@ def mnist_like(
     contents: dict[str, tuple[str, str]],
 ) -> Dataset:
     """MNIST and the sets that took over its file names: `sums` and `contents` are for images and labels of each split."""
-    layouts: dict[str, tuple[Layout, ...]] = {}
+    layouts: dict[str, tuple[Layout | FolderLayout, ...]] = {}
     originals: dict[str, tuple[Original, ...]] = {}
     for split, prefix in IDX_PREFIX.items():
         files = _idx_names(prefix)
@@ -86,7 +100,7 @@ def emnist(part: str, *, upright: bool) -> Dataset:
     )
     letters = part == "letters"
     read = partial(_pair, first_label=1 if letters else 0, upright=upright)
-    layouts: dict[str, tuple[Layout, ...]] = {}
+    layouts: dict[str, tuple[Layout | FolderLayout, ...]] = {}
     originals: dict[str, tuple[Original, ...]] = {}
     archives: dict[str, Archive] = {}
     for split in IDX_PREFIX:
@@ -108,19 +122,54 @@ def emnist(part: str, *, upright: bool) -> Dataset:
 
 
 def notmnist() -> Dataset:
-    """The notMNIST letters A to J in MNIST's format and file names, as several public conversions have them."""
+    """The notMNIST letters A to J: in MNIST's format, as several public conversions have them, or the published images.
+
+    The test set is the smaller of the two that were published, which was cleaned by hand.
+    """
+
+    def read(paths: Sequence[Path]) -> Images:
+        grey = Preparation(mode="L")
+        return open_folder(paths[0], grey, classes="ABCDEFGHIJ", without=NOTMNIST_BROKEN).load()
+
+    def layouts(prefix: str, size: str) -> tuple[Layout | FolderLayout, ...]:
+        return (
+            Layout(_folders("notMNIST", "notmnist"), _idx_names(prefix), _pair, ambiguous=True),
+            FolderLayout((f"notMNIST_{size}", f"notMNIST/notMNIST_{size}"), read, ("A/*.png",)),
+        )
+
     return Dataset(
         name="notmnist",
         title="notMNIST",
         classes=10,
         shape=(1, 28, 28),
-        layouts={
-            split: (Layout(_folders("notMNIST", "notmnist"), _idx_names(prefix), _pair, ambiguous=True),)
-            for split, prefix in IDX_PREFIX.items()
-        },
+        layouts={"train": layouts("train", "large"), "test": layouts("t10k", "small")},
         originals={},
         archives={},
-        hint="from any conversion of http://yaroslavvb.com/upload/notMNIST to MNIST's format",
+        hint=(
+            "or unpack notMNIST_small.tar.gz (test) or notMNIST_large.tar.gz (train) there,\n"
+            "  from http://yaroslavvb.com/upload/notMNIST"
+        ),
+    )
+
+
+def lsun() -> Dataset:
+    """LSUN's classrooms, the 300 of the validation set, shrunk to 32 x 32 pixels without regard to proportions."""
+
+    def read(paths: Sequence[Path]) -> Images:
+        images = open_folder(paths[0], Preparation(resize=(32, 32))).load()
+        # One class, whatever subfolders an export has made.
+        return Images(images.pixels, images.labels * 0)
+
+    places = ("lsun/classroom_val", "LSUN/classroom_val", "classroom_val", "lsun", "LSUN")
+    return Dataset(
+        name="lsun",
+        title="LSUN classrooms",
+        classes=1,
+        shape=(3, 32, 32),
+        layouts={"test": (FolderLayout(places, read, ("*.webp, *.jpg or *.png",)),)},
+        originals={},
+        archives={},
+        hint="exported from the database in http://dl.yf.io/lsun/scenes/classroom_val_lmdb.zip",
     )
 
 
@@ -137,7 +186,7 @@ def _cifar(
     label_bytes, key = (1, "labels") if classes == 10 else (2, "fine_labels")
     archive_name = f"{title.lower()}-binary.tar.gz"
     archive = Original(archive_name, archive_md5, (f"{CIFAR_PAGE}/{archive_name}",))
-    layouts: dict[str, tuple[Layout, ...]] = {}
+    layouts: dict[str, tuple[Layout | FolderLayout, ...]] = {}
     originals: dict[str, tuple[Original, ...]] = {}
     archives: dict[str, Archive] = {}
     for split, stems in files.items():
