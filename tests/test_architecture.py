@@ -154,8 +154,48 @@ def test_the_architecture_page_names_every_room():
     assert [room for room in sorted(existing) if f"`{room}" not in page and f"  {room}" not in page] == []
 
 
+def unsafe_loads(source):
+    """Uses of torch's loader other than `torch.load(..., weights_only=True)`, which builds tensors and runs nothing."""
+    tree = ast.parse(source)
+    safe = {
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "load" and ast.unparse(node.value).startswith("torch"):
+            if id(node) not in safe:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from (f"from {node.module} import load" for alias in node.names if alias.name == "load")
+        elif isinstance(node, ast.Import):
+            # Under another name, the checks above would not see it.
+            yield from (
+                f"import torch as {alias.asname}" for alias in node.names if alias.name == "torch" and alias.asname
+            )
+
+
 def test_no_pickle():
     for path in FILES:
         text = path.read_text()
-        assert "torch.load(" not in text
+        assert list(unsafe_loads(text)) == [], path.name
         assert not re.search(r"^\s*(import|from) pickle", text, re.M)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=flag)",
+        "torch.jit.load(path)",
+        "read = torch.load",
+        "from torch import load",
+        "from torch.serialization import load",
+        "import torch as t",
+    ],
+)
+def test_unsafe_loading_would_be_noticed(source):
+    assert len(list(unsafe_loads(source))) == 1
+    assert list(unsafe_loads("torch.load(path, map_location='cpu', weights_only=True)")) == []
