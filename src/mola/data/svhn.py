@@ -71,7 +71,10 @@ def _mat() -> Callable[[BytesIO], tuple[np.ndarray, np.ndarray]]:
         raise MissingExtraError(feature="reading SVHN's .mat files", package="scipy", extra="bench") from error
 
     def read(content: BytesIO) -> tuple[np.ndarray, np.ndarray]:
-        arrays = io.loadmat(content, variable_names=["X", "y"])
+        try:
+            arrays = io.loadmat(content, variable_names=["X", "y"])
+        except io.matlab.MatReadError as error:  # derives from nothing but Exception
+            raise ValueError(error) from error
         return arrays["X"].transpose(3, 2, 0, 1), arrays["y"]
 
     return read
