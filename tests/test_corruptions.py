@@ -22,7 +22,7 @@ from mola.data.corruptions import (
     USUAL_CORRUPTIONS,
     corrupt,
 )
-from mola.data.corruptions.blur import defocus_kernel
+from mola.data.corruptions.blur import _zooms, defocus_kernel
 from mola.data.corruptions.digital import JPEG_QUALITY
 from mola.data.corruptions.edges import canny, distance
 from mola.data.corruptions.elastic import bilinear
@@ -694,6 +694,13 @@ def test_unknown_corruptions_and_severities_are_refused(images):
             corrupt(images, "fog", severity)
     with pytest.raises(mola.OptionError, match="first must be the index"):
         corrupt(images, "fog", 1, first=-1)
+    with pytest.raises(mola.OptionError, match=r"seed must be a whole number, got 0\.5"):
+        corrupt(images, "fog", 1, seed=0.5)
+
+
+def test_numpy_integers_are_integers(images):
+    plain = corrupt(images, "fog", 2, seed=3, first=4)
+    assert torch.equal(corrupt(images, "fog", np.int64(2), seed=np.int32(3), first=np.uint8(4)), plain)
 
 
 @pytest.mark.parametrize(
@@ -701,6 +708,7 @@ def test_unknown_corruptions_and_severities_are_refused(images):
     [("zoom_blur", "scipy"), ("spatter", "scipy"), ("jpeg_compression", "PIL")],
 )
 def test_a_missing_extra_is_named(images, monkeypatch, name, package):
+    _zooms.cache_clear()
     original = builtins.__import__
 
     def refuse(module, *arguments, **options):

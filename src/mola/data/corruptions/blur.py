@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import numpy as np
 
 from mola.data.corruptions.filters import correlate, gaussian, gaussian_taps, zooming
@@ -83,9 +86,15 @@ def motion_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
 
 
 def zoom_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
-    """Mean of the image and of its centre enlarged by 1.00, 1.01, ... (so the image itself counts twice).
+    """Mean of the image and of its centre enlarged by 1.00, 1.01, ... (so the image itself counts twice)."""
+    side = pixels.shape[-1]
+    flat = np.ascontiguousarray(unit(pixels).reshape(-1, side * side).T)
+    return truncated((_zooms(side, ZOOM_END[severity - 1]) @ flat).T.reshape(pixels.shape))
 
-    All enlargements together are one linear map of the side^2 pixels, of which few are not 0.
+
+@lru_cache(maxsize=1)
+def _zooms(side: int, end: float) -> Any:
+    """All enlargements together: one linear map of the side^2 pixels, of which few entries are not 0.
 
     Raises:
         MissingExtraError: if scipy is not installed.
@@ -94,11 +103,9 @@ def zoom_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
         from scipy import sparse
     except ImportError as error:
         raise MissingExtraError(feature="the corruption zoom_blur", package="scipy", extra="bench") from error
-    factors, side = np.arange(1, ZOOM_END[severity - 1], 0.01), pixels.shape[-1]
+    factors = np.arange(1, end, 0.01)
     total = sparse.eye_array(side * side, format="csr")
     for factor in factors:
         axis = sparse.csr_array(zooming(side, float(factor)))
         total = total + sparse.kron(axis, axis, format="csr")
-    flat = unit(pixels).reshape(-1, side * side)
-    values = np.ascontiguousarray((total @ np.ascontiguousarray(flat.T)).T) / (len(factors) + 1)
-    return truncated(values.reshape(pixels.shape))
+    return total / (len(factors) + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
@@ -97,15 +98,18 @@ def corrupt(
         Bytes of the same shape, on the same device.
 
     Raises:
-        OptionError: if the corruption is unknown, or severity or `first` is out of range.
+        OptionError: if the corruption is unknown, or severity, seed or `first` is no whole number in its range.
     """
     if corruption not in _BY_NAME:
         message = f"corruption must be one of {', '.join(CORRUPTIONS)}; got {corruption!r}."
         raise OptionError(message)
-    if isinstance(severity, bool) or not isinstance(severity, int) or severity not in (0, *SEVERITIES):
+    if not _is_whole(severity) or severity not in (0, *SEVERITIES):
         message = f"severity must be a whole number from 1 to 5, or 0 for the images as they are; got {severity!r}."
         raise OptionError(message)
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+    if not _is_whole(seed):
+        message = f"seed must be a whole number, got {seed!r}."
+        raise OptionError(message)
+    if not _is_whole(first) or first < 0:
         message = f"first must be the index of the first image, 0 or more; got {first!r}."
         raise OptionError(message)
     images = _checked(pixels)
@@ -118,9 +122,14 @@ def corrupt(
     size = max(1, PIECE // images.shape[-1] ** 2)
     for start in range(0, len(images), size):
         piece = images[start : start + size]
-        streams = Streams.of(seed, corruption, severity, first=first + start, count=len(piece))
+        # int: a NumPy integer would overflow as a counter.
+        streams = Streams.of(seed, corruption, severity, first=int(first) + start, count=len(piece))
         result[start : start + size] = apply(piece, severity, streams)
     return torch.from_numpy(result).to(pixels.device)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _checked(pixels: Tensor) -> Bytes:

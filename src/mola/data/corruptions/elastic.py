@@ -18,8 +18,8 @@ SIDE = 32
 def elastic_transform(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
     """Three points about the centre are jittered, and the image follows; then each pixel is displaced on its own.
 
-    The lengths grow with the side. OpenCV, which made the published images, rounds the affine map's places to 1/32 of
-    a pixel; here they are exact.
+    The lengths grow with the side. The OpenCV of the published images rounds the affine map's places to 1/32 of a
+    pixel; here they are exact.
     """
     side = pixels.shape[-1]
     size, smoothness, jitter = (length * side / SIDE for length in ELASTIC[severity - 1])

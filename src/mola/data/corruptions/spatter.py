@@ -53,7 +53,7 @@ def _water(liquid: Bytes) -> Floats:
     """How strongly the light shows in drops (n, side, side), at most 1 in each image."""
     mean = np.full((3, 3), 1 / 9)
     near = np.minimum(distance(canny(liquid, LOW, HIGH)), REACH)
-    # Distances are whole or irrational-looking numbers: a mean of whole ones must not fall below itself by rounding.
+    # Truncated: a mean that is a whole number must not fall below itself by rounding.
     smooth = np.floor(correlate(near, mean, "mirror") + 1e-6).astype(np.uint8)
     relief = rounded(correlate(equalised(smooth).astype(np.float64), RELIEF, "mirror"))
     light = liquid * rounded(correlate(relief.astype(np.float64), mean, "mirror")).astype(np.float64)
