@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import IO
 
-from mola.data.files import Original
+from mola.data.files import Original, find
 from mola.data.layout import Archive, Dataset
 from mola.errors import DataError, MissingExtraError
 
@@ -39,8 +39,11 @@ def fetch(dataset: Dataset, split: str, directory: Path, *, progress: bool = Tru
         if archive is not None:
             fetch_archive(archive, directory, progress=progress)
         else:
+            folder = directory / dataset.layouts[split][0].folders[0]
             for original in originals:
-                _fetch_file(original, directory / dataset.layouts[split][0].folders[0], progress)
+                # What is there is the user's, and never replaced.
+                if find([folder], original.name.removesuffix(".gz")) is None:
+                    _fetch_file(original, folder, progress)
     except DataError as error:
         message = f"{dataset.title} ({split}) could not be downloaded: {error} Put there yourself:\n"
         raise DataError(message + dataset.wanted(split, directory)) from error
