@@ -196,6 +196,12 @@ def test_fpr_at_tpr_is_the_papers(scores, tpr, percent):
     assert metrics.fpr_at_tpr(*scores, tpr) == (other >= np.percentile(confidence, percent)).mean()
 
 
+def test_fpr_at_tpr_is_not_moved_off_a_tie_by_rounding():
+    """The 0.57 quantile of 0, 1, ..., 100 is 57 itself, although 0.57 * 100 is 56.99999999999999."""
+    assert 0.57 * 100 < 57
+    assert metrics.fpr_at_tpr(torch.arange(101.0), torch.tensor([57.0, 58.0]), 0.57) == 0.5
+
+
 def test_fpr_at_tpr_lies_on_the_roc_curve(scores):
     inside, outside = scores
     # The inliers are the positives and their confidence, minus the score, is high.

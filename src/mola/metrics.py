@@ -275,6 +275,8 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
         raise OptionError(message)
     inliers, outliers = _checked(inlier_scores, outlier_scores)
     ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)
+    if abs(position - round(position)) < 1e-12 * len(inliers):  # 0.57 of 100 is 57, not 56.99999999999999
+        position = round(position)
     below, above = ordered[int(position)], ordered[min(int(position) + 1, len(ordered) - 1)]
     share = position - int(position)
     # Equal neighbours are not averaged: rounding must not move the threshold off a tie, nor infinities cancel.
