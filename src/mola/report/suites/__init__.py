@@ -1,0 +1,1 @@
+"""Reports of benchmark suites, from their stored records alone."""
