@@ -114,6 +114,11 @@ def test_missing_files_are_fetched_into_torchvisions_folder_and_only_once(tmp_pa
     assert len(server.asked) == 4
 
 
+def test_the_bar_can_be_left_out(tmp_path, mnist, capsys):
+    load_images("mnist", "test", tmp_path, download=True, progress=False)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_file_that_is_there_is_never_replaced(tmp_path, server, mnist):
     _, pixels, labels = mnist
     mine = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
@@ -210,6 +215,14 @@ def test_nothing_is_left_of_an_archive_that_fails(tmp_path, server, fault):
         fetch_archive(Archive(original, {inside: inside}), tmp_path, progress=False)
     assert files_in(tmp_path) == []
     assert not list(tmp_path.glob(".download*"))
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path, server):
+    (tmp_path / "folder").write_text("in the way")
+    original = server.offer("set.tar.gz", tarball({"folder/file.bin": b"x"}))
+    with pytest.raises(mola.DataError, match=rf"set.tar.gz cannot be unpacked in {tmp_path}: .*folder"):
+        fetch_archive(Archive(original, {"folder/file.bin": "folder/file.bin"}), tmp_path, progress=False)
+    assert files_in(tmp_path) == ["folder"]
 
 
 def test_cifar10_c_comes_as_one_archive(tmp_path, server, monkeypatch):

@@ -14,7 +14,7 @@ from mola.data.layout import Dataset, Layout
 from mola.data.sources import cifar10, cifar100, emnist, lsun, mnist_like, notmnist, svhn
 from mola.errors import DataError, OptionError
 
-__all__ = ["DATASETS", "VARIABLE", "data_directory", "load_images", "split_validation"]
+__all__ = ["DATASETS", "VARIABLE", "data_directory", "has_images", "load_images", "split_validation"]
 
 VARIABLE = "MOLA_DATA"
 
@@ -98,8 +98,28 @@ def data_directory(given: Path | str | None = None) -> Path:
     return path
 
 
+def has_images(name: str, split: str, directory: Path | str | None = None) -> bool:
+    """Whether all of a split's files are there; whether they are whole shows when they are read.
+
+    Args:
+        name: one of `DATASETS`.
+        split: "train" or "test".
+        directory: the data directory; otherwise `MOLA_DATA` names it.
+
+    Returns:
+        Whether `load_images` would find it without a download.
+    """
+    return _known(name, split).find(split, data_directory(directory)) is not None
+
+
 def load_images(
-    name: str, split: str, directory: Path | str | None = None, *, download: bool = False, verify: bool = False
+    name: str,
+    split: str,
+    directory: Path | str | None = None,
+    *,
+    download: bool = False,
+    verify: bool = False,
+    progress: bool = True,
 ) -> Images:
     """A data set's images and labels.
 
@@ -109,25 +129,19 @@ def load_images(
         directory: the data directory; otherwise `MOLA_DATA` names it.
         download: whether to fetch missing files, checked against their checksums.
         verify: whether to check files that are there already against the originals' checksums.
+        progress: whether to show a bar on stderr while downloading.
 
     Returns:
         The images in the order of the files, labelled from 0.
 
     Raises:
-        OptionError: if there is no such data set or split.
         DataError: if files are missing, not whole, or not the originals.
     """
-    if name not in DATASETS:
-        message = f"unknown data set {name!r}; known: {', '.join(DATASETS)}."
-        raise OptionError(message)
-    dataset = DATASETS[name]
-    if split not in dataset.splits:
-        message = f"{dataset.title} has the splits {', '.join(dataset.splits)}, got {split!r}."
-        raise OptionError(message)
+    dataset = _known(name, split)
     root = data_directory(directory)
     images = _read(dataset, split, root, verify)
     if images is None and download:
-        fetch(dataset, split, root)
+        fetch(dataset, split, root, progress=progress)
         images = _read(dataset, split, root, verify)
     if images is None:
         raise DataError(_missing(dataset, split, root, download))
@@ -135,17 +149,30 @@ def load_images(
     return images
 
 
+def _known(name: str, split: str) -> Dataset:
+    """The data set of this name, if it has this split.
+
+    Raises:
+        OptionError: if there is none.
+    """
+    if name not in DATASETS:
+        message = f"unknown data set {name!r}; known: {', '.join(DATASETS)}."
+        raise OptionError(message)
+    if split not in DATASETS[name].splits:
+        message = f"{DATASETS[name].title} has the splits {', '.join(DATASETS[name].splits)}, got {split!r}."
+        raise OptionError(message)
+    return DATASETS[name]
+
+
 def _read(dataset: Dataset, split: str, root: Path, verify: bool) -> Images | None:
     """From the first layout that is complete."""
-    originals = dataset.originals.get(split, ())
-    for layout in dataset.layouts[split]:
-        paths = layout.find(root, originals)
-        if all(path is not None for path in paths):
-            whole = [path for path in paths if path is not None]
-            for path in whole if verify else ():
-                verify_file(path, originals)
-            return layout.read(whole)
-    return None
+    found = dataset.find(split, root)
+    if found is None:
+        return None
+    layout, paths = found
+    for path in paths if verify else ():
+        verify_file(path, dataset.originals.get(split, ()))
+    return layout.read(paths)
 
 
 def _missing(dataset: Dataset, split: str, root: Path, download: bool) -> str:

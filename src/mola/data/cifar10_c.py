@@ -11,39 +11,17 @@ import numpy as np
 import torch
 
 from mola.data.catalogue import data_directory
+from mola.data.corruptions import CORRUPTIONS, SEVERITIES
 from mola.data.download import fetch_archive
 from mola.data.files import FETCH_AGAIN, Original
 from mola.data.images import Images
 from mola.data.layout import Archive
 from mola.errors import DataError, OptionError
 
-__all__ = ["CIFAR10_C", "load_cifar10_c"]
+__all__ = ["load_cifar10_c"]
 
 FOLDER = "CIFAR-10-C"
 PLACES = (FOLDER, "cifar10-c", "cifar-10-c", "")
-SEVERITIES = 5
-CIFAR10_C = (
-    "gaussian_noise",
-    "shot_noise",
-    "impulse_noise",
-    "defocus_blur",
-    "glass_blur",
-    "motion_blur",
-    "zoom_blur",
-    "snow",
-    "frost",
-    "fog",
-    "brightness",
-    "contrast",
-    "elastic_transform",
-    "pixelate",
-    "jpeg_compression",
-    "speckle_noise",
-    "gaussian_blur",
-    "spatter",
-    "saturate",
-)
-"""The published corruptions: the usual fifteen, then the four that were meant for validation."""
 
 ARCHIVE = Archive(
     Original(
@@ -51,7 +29,7 @@ ARCHIVE = Archive(
         "56bf5dcef84df0e2308c6dcbcbbd8499",
         ("https://zenodo.org/records/2535967/files/CIFAR-10-C.tar",),
     ),
-    {f"{FOLDER}/{name}.npy": f"{FOLDER}/{name}.npy" for name in (*CIFAR10_C, "labels")},
+    {f"{FOLDER}/{name}.npy": f"{FOLDER}/{name}.npy" for name in (*CORRUPTIONS, "labels")},
 )
 
 
@@ -61,7 +39,7 @@ def load_cifar10_c(
     """The CIFAR-10 test images, in their order, under one corruption.
 
     Args:
-        corruption: one of `CIFAR10_C`.
+        corruption: one of `mola.data.corruptions.CORRUPTIONS`.
         severity: 1 to 5.
         directory: the data directory; otherwise `MOLA_DATA` names it.
         download: whether to fetch the archive of all corruptions (2.9 GB) if the file is missing.
@@ -73,11 +51,11 @@ def load_cifar10_c(
         OptionError: if there is no such corruption or severity.
         DataError: if the files are missing, cut off or others.
     """
-    if corruption not in CIFAR10_C:
-        message = f"unknown corruption {corruption!r}; CIFAR-10-C has: {', '.join(CIFAR10_C)}."
+    if corruption not in CORRUPTIONS:
+        message = f"unknown corruption {corruption!r}; CIFAR-10-C has: {', '.join(CORRUPTIONS)}."
         raise OptionError(message)
-    if severity not in range(1, SEVERITIES + 1):
-        message = f"severity must be 1 to {SEVERITIES}, got {severity}."
+    if severity not in SEVERITIES:
+        message = f"severity must be 1 to {SEVERITIES[-1]}, got {severity}."
         raise OptionError(message)
     root = data_directory(directory)
     folder = _folder(root, corruption)
@@ -93,13 +71,13 @@ def load_cifar10_c(
         )
         raise DataError(message)
     pixels, labels = _open(folder / f"{corruption}.npy", 4), _open(folder / "labels.npy", 1)
-    if len(pixels) != len(labels) or len(labels) % SEVERITIES or pixels.shape[1:] != (32, 32, 3):
+    if len(pixels) != len(labels) or len(labels) % len(SEVERITIES) or pixels.shape[1:] != (32, 32, 3):
         message = (
             f"{folder / corruption}.npy holds the shape {pixels.shape} and labels.npy {labels.shape}: expected "
-            f"(n, 32, 32, 3) and (n,), with n the images of {SEVERITIES} severities. {FETCH_AGAIN}"
+            f"(n, 32, 32, 3) and (n,), with n the images of {len(SEVERITIES)} severities. {FETCH_AGAIN}"
         )
         raise DataError(message)
-    count = len(labels) // SEVERITIES
+    count = len(labels) // len(SEVERITIES)
     rows = slice((severity - 1) * count, severity * count)
     chosen = np.ascontiguousarray(pixels[rows].transpose(0, 3, 1, 2))
     return Images(torch.from_numpy(chosen), torch.from_numpy(labels[rows].astype(np.int64)))

@@ -86,17 +86,25 @@ def _fetch_file(original: Original, folder: Path, progress: bool) -> Path:
 
 
 def fetch_archive(archive: Archive, directory: Path, *, progress: bool = True) -> None:
-    """Fetch an archive, take the files out that are wanted and not there yet, and forget it."""
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=directory) as folder:
-        path = _fetch_file(archive.original, Path(folder), progress)
-        for member, target in archive.members.items():
-            destination = directory / target
-            if destination.exists():
-                continue
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            whole = Path(folder) / "member"
-            _take_out(path, member, whole)
-            whole.replace(destination)
+    """Fetch an archive, take the files out that are wanted and not there yet, and forget it.
+
+    Raises:
+        DataError: if it cannot be had, or the directory cannot be written to.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=directory) as folder:
+            path = _fetch_file(archive.original, Path(folder), progress)
+            for member, target in archive.members.items():
+                destination = directory / target
+                if destination.exists():
+                    continue
+                destination.parent.mkdir(parents=True, exist_ok=True)
+                whole = Path(folder) / "member"
+                _take_out(path, member, whole)
+                whole.replace(destination)
+    except OSError as error:
+        message = f"{archive.original.name} cannot be unpacked in {directory}: {error}."
+        raise DataError(message) from error
 
 
 def _take_out(archive: Path, member: str, target: Path) -> None:

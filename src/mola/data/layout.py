@@ -92,6 +92,7 @@ class Dataset:
         title: what its authors call it.
         classes: how many.
         shape: channels, height and width.
+        counts: for each split, how many images were published; a user may have a part of them.
         layouts: for each split, the forms in which it may lie on disk; the first is the one to recommend.
         originals: for each split, the files to download into the first layout's first folder; also all known checksums.
         archives: for each split, the archive to download instead.
@@ -102,6 +103,7 @@ class Dataset:
     title: str
     classes: int
     shape: tuple[int, int, int]
+    counts: Mapping[str, int]
     layouts: Mapping[str, tuple[Layout | FolderLayout, ...]]
     originals: Mapping[str, tuple[Original, ...]]
     archives: Mapping[str, Archive]
@@ -111,6 +113,15 @@ class Dataset:
     def splits(self) -> tuple[str, ...]:
         """Those that exist."""
         return tuple(self.layouts)
+
+    def find(self, split: str, directory: Path) -> tuple[Layout | FolderLayout, list[Path]] | None:
+        """The first layout whose files are all there, and their paths."""
+        for layout in self.layouts[split]:
+            paths = layout.find(directory, self.originals.get(split, ()))
+            found = [path for path in paths if path is not None]
+            if len(found) == len(paths):
+                return layout, found
+        return None
 
     def wanted(self, split: str, directory: Path) -> str:
         """What to put where."""

@@ -85,7 +85,7 @@ def mnist_like(
             Original(f"{file}.gz", md5, tuple(f"{page}/{file}.gz" for page in pages), content)
             for file, md5, content in zip(files, sums[split], inside, strict=True)
         )
-    return Dataset(name, title, 10, (1, 28, 28), layouts, originals, {})
+    return Dataset(name, title, 10, (1, 28, 28), {"train": 60_000, "test": 10_000}, layouts, originals, {})
 
 
 def emnist(part: str, *, upright: bool) -> Dataset:
@@ -115,6 +115,7 @@ def emnist(part: str, *, upright: bool) -> Dataset:
         title=f"EMNIST {part}{'' if upright else ', as the files have it: rows and columns exchanged'}",
         classes=26 if letters else 10,
         shape=(1, 28, 28),
+        counts={"train": 124_800, "test": 20_800} if letters else {"train": 240_000, "test": 40_000},
         layouts=layouts,
         originals=originals,
         archives=archives,
@@ -142,6 +143,7 @@ def notmnist() -> Dataset:
         title="notMNIST",
         classes=10,
         shape=(1, 28, 28),
+        counts={"train": 529_114, "test": 18_724},
         layouts={"train": layouts("train", "large"), "test": layouts("t10k", "small")},
         originals={},
         archives={},
@@ -166,6 +168,7 @@ def lsun() -> Dataset:
         title="LSUN classrooms",
         classes=1,
         shape=(3, 32, 32),
+        counts={"test": 300},
         layouts={"test": (FolderLayout(places, read, ("*.webp, *.jpg or *.png",)),)},
         originals={},
         archives={},
@@ -199,7 +202,7 @@ def _cifar(
         )
         originals[split] = tuple(Original(file, sums[file]) for file in (*names, *stems))
         archives[split] = Archive(archive, {f"{binary}/{file}": f"{binary}/{file}" for file in names})
-    return Dataset(name, title, classes, (3, 32, 32), layouts, originals, archives)
+    return Dataset(name, title, classes, (3, 32, 32), {"train": 50_000, "test": 10_000}, layouts, originals, archives)
 
 
 def cifar10() -> Dataset:
@@ -258,6 +261,7 @@ def svhn() -> Dataset:
         title="SVHN, cropped digits",
         classes=10,
         shape=(3, 32, 32),
+        counts={"train": 73_257, "test": 26_032},
         layouts={
             split: tuple(Layout(("svhn", "SVHN", ""), (f"{split}_32x32.{end}",), read) for end in ("mat", "npz"))
             for split in sums
