@@ -11,7 +11,7 @@ except ImportError as error:
     raise MissingExtraError(feature="the mola command", package=error.name or "typer", extra="cli") from error
 
 import mola
-from mola.cli import demo
+from mola.cli import bench, demo, report, train
 
 __all__ = ["app"]
 
@@ -24,6 +24,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",  # lines of a paragraph are joined and wrapped anew
 )
 app.command()(demo.demo)
+app.command()(train.train)
+app.command()(bench.bench)
+app.command()(report.report)
 
 
 def _version(wanted: bool) -> None:

@@ -67,11 +67,12 @@ class Recipe:
 
     def make_optimiser(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """The optimiser of these parameters."""
-        numbers = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        rate, decay = self.learning_rate, self.weight_decay
         if self.optimiser == "sgd":
-            return torch.optim.SGD(parameters, momentum=0.9, nesterov=True, **numbers)
-        kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-        return kinds[self.optimiser](parameters, **numbers)
+            return torch.optim.SGD(parameters, lr=rate, weight_decay=decay, momentum=0.9, nesterov=True)
+        if self.optimiser == "adam":
+            return torch.optim.Adam(parameters, lr=rate, weight_decay=decay)
+        return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)
 
     def make_schedule(self, optimiser: Optimizer, count: int) -> LRScheduler:
         """The learning rate over all batches of `count` data, to be stepped after each."""

@@ -1,0 +1,182 @@
+"""What each network makes of each set, computed once and kept on disk: every method, lambda and ablation reads it.
+
+One file for each network and set, named by their checksums, so that nothing stale is ever read and an interrupted run
+loses the file under way alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from mola.bench.suite import Batches, Source
+from mola.errors import StorageError
+from mola.features import find_heads, peek, stream
+from mola.models.checkpoints import load_weights
+from mola.networks import undisturbed
+from mola.storage import write_atomically
+
+__all__ = ["Activations", "HeadOnly", "Network", "Progress", "Seen", "open_networks"]
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A trained network on disk; built when it is asked for."""
+
+    path: Path
+    build: Callable[[], nn.Module]
+    checksum: str
+
+    def load(self) -> nn.Module:
+        """The network with its trained weights, in eval mode."""
+        network = self.build()
+        load_weights(network, self.path)
+        return network.eval()
+
+
+def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module]) -> list[Network]:
+    """Networks of one architecture, by their files."""
+    return [Network(path, build, hashlib.sha256(path.read_bytes()).hexdigest()[:16]) for path in paths]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the heads of K networks see of a set."""
+
+    features: Tensor
+    """(n, K, P)"""
+    logits: Tensor
+    """(n, K, C)"""
+    labels: Tensor
+    heads: tuple[HeadOnly, ...]
+    """The K last layers, as networks over the features."""
+
+    def __len__(self) -> int:
+        """Number of data."""
+        return len(self.labels)
+
+    def loader(self, size: int = 1024) -> list[tuple[Tensor, Tensor]]:
+        """Batches of (features, labels) for networks that are `HeadOnly`."""
+        return list(zip(torch.split(self.features, size), torch.split(self.labels, size), strict=True))
+
+    def first(self, count: int) -> Seen:
+        """The first `count` networks alone."""
+        return Seen(self.features[:, :count], self.logits[:, :count], self.labels, self.heads[:count])
+
+
+class HeadOnly(nn.Module):
+    """A network's last layer over features (n, K, P) that are known: the rest of the network has been run already."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, index: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+        self.head.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+        self.index = index
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits of this network."""
+        logits: Tensor = self.head(features[:, self.index])
+        return logits
+
+
+class Activations:
+    """A folder of activations; what is missing is computed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, network: Network, source: Source) -> Path:
+        """Where they are kept."""
+        return self.directory / network.checksum / f"{source.checksum}.safetensors"
+
+    def missing(self, networks: Sequence[Network], sources: Sequence[Source]) -> list[tuple[Network, Source]]:
+        """What is still to be computed."""
+        return [
+            (network, source) for network in networks for source in sources if not self.path(network, source).exists()
+        ]
+
+    def compute(self, networks: Sequence[Network], sources: Sequence[Source], progress: Progress) -> None:
+        """Run the networks over the sets where that has not been done; the data are made once for all networks.
+
+        Args:
+            networks: the trained networks.
+            sources: the sets.
+            progress: told what is being done, and which share of the images is done.
+        """
+        todo = self.missing(networks, sources)
+        total, done = sum(source.count for _, source in todo), 0
+        for source in sources:
+            waiting = [network for network, other in todo if other is source]
+            if not waiting:
+                continue
+            progress(f"preparing {source.title}", done / total)
+            batches = list(source.open()) if len(waiting) > 1 and _fits(source) else None
+            for network in waiting:
+                progress(f"{network.path.stem} on {source.title}", done / total)
+                tensors = _run(network.load(), source.open() if batches is None else batches, source)
+                path = self.path(network, source)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, save(tensors, {"set": source.name, "network": network.path.name}))
+                done += source.count
+        progress("activations are ready", 1.0)
+
+    def read(self, networks: Sequence[Network], source: Source) -> Seen:
+        """What the networks' heads see of a set.
+
+        Args:
+            networks: the trained networks.
+            source: the set; computed already.
+
+        Returns:
+            Features, logits and labels.
+        """
+        parts = [_read(self.path(network, source)) for network in networks]
+        return Seen(
+            torch.stack([part["features"] for part in parts], dim=1),
+            torch.stack([part["logits"] for part in parts], dim=1),
+            parts[0]["labels"],
+            tuple(HeadOnly(part["weight"], part.get("bias"), index).eval() for index, part in enumerate(parts)),
+        )
+
+
+LARGEST_IN_MEMORY = 200_000
+"""Images of a set that is prepared once for all networks, rather than once for each."""
+
+
+def _fits(source: Source) -> bool:
+    return source.count <= LARGEST_IN_MEMORY and source.show(1)[0].numel() <= 3 * 64 * 64
+
+
+def _run(network: nn.Module, batches: Batches, source: Source) -> dict[str, Tensor]:
+    features, logits, labels = [], [], []
+    # Outliers belong to no class of the network: their labels, if any, are not its own.
+    labelled = source.role != "outlier"
+    given: Iterable[Any] = batches if labelled else ([inputs] for inputs, _ in batches)
+    with undisturbed(network):
+        first, every = peek(given, source.title)
+        (head,) = find_heads([network], [None], first[0])
+        for (seen,), batch_labels in stream([network], [head], every, where=source.title, progress=False):
+            features.append(seen.features.clone())
+            logits.append(seen.logits.clone())
+            labels.append(torch.zeros(len(seen.logits)).long() if batch_labels is None else batch_labels.clone())
+    tensors = {"features": torch.cat(features), "logits": torch.cat(logits), "labels": torch.cat(labels)}
+    bias = {} if head.layer.bias is None else {"bias": head.layer.bias.detach()}
+    return {**tensors, "weight": head.layer.weight.detach(), **bias}
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load(path.read_bytes())
+    except (SafetensorError, OSError, ValueError) as error:
+        message = f"{path} is not a whole file of activations ({error}). Delete it: it will be computed again."
+        raise StorageError(message) from error

@@ -1,0 +1,75 @@
+"""The comparisons of a suite, declared: the paper's main one and its ablations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mola.bench.contestants import RULES, WEIGHTS, Contestant, LastLayer
+
+__all__ = ["COMPARISONS", "SWEEP"]
+
+SWEEP = 10
+"""Components of the largest mixture in the sweep."""
+
+STRUCTURES = ("diag", "kron", "kron-exact", "full")
+LINKS = ("probit", "probit-centered", "mean-field", "bridge", "mc")
+
+
+def _main() -> list[Contestant]:
+    return [
+        LastLayer("MAP", components=1, detectors=True),
+        LastLayer("MAP-T", components=1, temperature=True, detectors=True),
+        LastLayer("DE", detectors=True),
+        LastLayer("DE-T", temperature=True, detectors=True),
+        LastLayer("LLLA", components=1, structure="kron", detectors=True),
+        LastLayer("MoLA", structure="kron", detectors=True),
+        LastLayer("MoLA (NLL)", structure="kron", rule="nll", detectors=True),
+    ]
+
+
+def _variants() -> list[Contestant]:
+    return [
+        LastLayer(f"LLLA {structure} {link}", "variants", 1, structure, link)
+        for structure in STRUCTURES
+        for link in LINKS
+    ]
+
+
+def _mixtures() -> list[Contestant]:
+    return [
+        LastLayer(f"MoLA {structure} {rule}", "structures", None, structure, rule=rule)
+        for structure in STRUCTURES
+        for rule in ("threshold", "nll")
+    ]
+
+
+def _components() -> list[Contestant]:
+    return [
+        method
+        for count in range(1, SWEEP + 1)
+        for method in (
+            LastLayer(f"DE K={count}", "components", count),
+            LastLayer(f"DE-T K={count}", "components", count, temperature=True),
+            LastLayer(f"MoLA K={count}", "components", count, "kron"),
+        )
+    ]
+
+
+def _rules() -> list[Contestant]:
+    return [LastLayer(f"MoLA by {rule}", "rules", None, "kron", rule=rule) for rule in RULES]
+
+
+def _weights() -> list[Contestant]:
+    return [LastLayer(f"MoLA with {weights} weights", "weights", None, "kron", weights=weights) for weights in WEIGHTS]
+
+
+COMPARISONS: dict[str, Callable[[], list[Contestant]]] = {
+    "main": _main,
+    "variants": _variants,
+    "structures": _mixtures,
+    "components": _components,
+    "rules": _rules,
+    "weights": _weights,
+}
+"""By name: the paper's methods; LLLA with every structure and link; MoLA with every structure; 1 to 10 components; ways to
+choose the prior precision; ways to choose the mixture weights."""

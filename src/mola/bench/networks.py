@@ -1,0 +1,152 @@
+"""The trained networks of a suite: a folder of `00.safetensors`, `01.safetensors`, ... made here or brought along."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mola.bench.suite import DataOptions, Suite, TrainingData
+from mola.errors import OptionError, StorageError
+from mola.models.checkpoints import read_metadata, save_weights
+from mola.training import Recipe, train
+from mola.training.checkpoint import Checkpoint
+from mola.training.loop import member_seeds
+
+__all__ = ["Training", "find_networks", "train_networks"]
+
+ENDINGS = (".safetensors", ".pt", ".pth", ".th")
+
+UNDER_WAY = ".training.safetensors"
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """Which networks are to be trained, and how."""
+
+    suite: Suite
+    count: int
+    recipe: Recipe
+    network: str | None = None
+    """None is the suite's default."""
+    seed: int = 0
+    """Of all the networks' seeds; more networks of the same seed begin with the same ones."""
+    options: DataOptions = field(default_factory=DataOptions)
+
+    def __post_init__(self) -> None:
+        """Check what can be checked before the data are read.
+
+        Raises:
+            OptionError: if there is nothing to train.
+        """
+        if self.count < 1:
+            message = f"expected at least one network to train, got {self.count}."
+            raise OptionError(message)
+        self.suite.builder(self.network)
+
+    def read_data(self) -> TrainingData:
+        """What the networks are trained on.
+
+        Raises:
+            OptionError: if the suite does not train networks.
+        """
+        if self.suite.training_data is None:
+            message = (
+                f"the {self.suite.name} suite does not train networks: bring trained ones with mola bench {self.suite.name} "
+                f"--networks DIR."
+            )
+            raise OptionError(message)
+        return self.suite.training_data(self.options)
+
+
+def train_networks(training: Training, directory: Path, progress: Progress) -> list[Path]:
+    """Train the networks that are not there yet; an interrupted training goes on where it stopped.
+
+    Args:
+        training: which, and how.
+        directory: where to keep them.
+        progress: told what is being done, and which share is done.
+
+    Returns:
+        The files, in order.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    name, build = training.suite.builder(training.network)
+    paths = []
+    data: TrainingData | None = None
+    for index, seed in enumerate(member_seeds(training.count, training.seed)):
+        identity = {
+            "data": training.suite.name,
+            "model": name,
+            "seed": seed,
+            "recipe": training.recipe.describe(),
+            **({"train": training.options.train} if training.options.train is not None else {}),
+            **({"normalisation": training.options.normalisation} if training.options.normalisation else {}),
+        }
+        path = directory / f"{index:02d}.safetensors"
+        paths.append(path)
+        if path.exists():
+            _check_identity(path, identity)
+            continue
+        if data is None:
+            progress(f"reading {training.suite.title}", index / training.count)
+            data = training.read_data()
+
+        def on_epoch(epoch: int, index: int = index) -> None:
+            share = epoch / training.recipe.epochs
+            doing = f"network {index + 1} of {training.count}, epoch {epoch} of {training.recipe.epochs}"
+            progress(doing, (index + share) / training.count)
+
+        checkpoint = Checkpoint(directory / f"{index:02d}{UNDER_WAY}", identity)
+        network = _train(build, data, training.recipe, seed, checkpoint, on_epoch)
+        save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
+        checkpoint.remove()
+    progress("done", 1.0)
+    return paths
+
+
+def _train(
+    build: Callable[[], nn.Module],
+    data: TrainingData,
+    recipe: Recipe,
+    seed: int,
+    checkpoint: Checkpoint,
+    on_epoch: Callable[[int], None],
+) -> nn.Module:
+    return train(build, data.data, recipe, seed=seed, prepare=data.prepare, checkpoint=checkpoint, on_epoch=on_epoch)
+
+
+def _check_identity(path: Path, identity: dict[str, Any]) -> None:
+    kept = read_metadata(path).get("identity")
+    if kept is None or json.loads(kept) != identity:
+        message = (
+            f"{path} is another network than asked for: expected {json.dumps(identity, sort_keys=True)}, "
+            f"got {kept or 'one without a description'}. Train into another folder, or delete it."
+        )
+        raise StorageError(message)
+
+
+def find_networks(directory: Path) -> list[Path]:
+    """The weights files of a folder, in the order of their names; trainings under way are left out.
+
+    Raises:
+        OptionError: if there is no such folder, or nothing in it.
+    """
+    found = (
+        sorted(path for path in directory.iterdir() if path.suffix in ENDINGS and not path.name.endswith(UNDER_WAY))
+        if directory.is_dir()
+        else []
+    )
+    if not found:
+        message = (
+            f"{directory} holds no trained networks ({', '.join(ENDINGS)}). Train some with: mola train SUITE --output "
+            f"{directory}, or pass --train."
+        )
+        raise OptionError(message)
+    return found
