@@ -1,7 +1,9 @@
 """Mixtures of Laplace approximations: honest confidence for trained PyTorch classifiers, after the fact."""
 
+from mola.baselines.multi_swag import multi_swag as multi_swag
 from mola.baselines.scaled import TemperatureScaled as TemperatureScaled
 from mola.baselines.scaled import temperature_scaled as temperature_scaled
+from mola.baselines.swag import Swag as Swag
 from mola.baselines.temperature import fit_member_temperatures as fit_member_temperatures
 from mola.baselines.temperature import fit_pooled_temperature as fit_pooled_temperature
 from mola.baselines.temperature import fit_temperature as fit_temperature

@@ -1,0 +1,154 @@
+"""Choosing a learning rate by the confidence it leaves on validation data: the paper's rule for lambda, for SWAG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from mola.baselines.sgd_path import DivergedError
+from mola.errors import DataError, OptionError, warn
+from mola.features import peek
+from mola.likelihood import CATEGORICAL
+from mola.metrics import accuracy, brier, mean_confidence
+from mola.mixture import Mixture
+from mola.networks import as_batch
+from mola.prior import ConfidenceThreshold
+
+__all__ = ["LearningRateTuning", "choose_learning_rate"]
+
+Made = TypeVar("Made", bound=Mixture)
+
+
+@dataclass(frozen=True)
+class LearningRateTuning:
+    """How a learning rate was chosen."""
+
+    rule: str
+    learning_rate: float
+    curve: dict[str, tuple[float, ...]]
+    """What each candidate scored, in the order they were tried: "learning_rate", "confidence", "accuracy", "brier"."""
+    notes: tuple[str, ...] = ()
+    """What the user should know: rates that diverged, a threshold that nothing met."""
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[Made]):
+    """The predictor at the chosen rate, and how it was chosen."""
+
+    predictor: Made
+    tuning: LearningRateTuning
+
+
+def score(predictor: Mixture, loader: Iterable[Any], *, labelled: bool) -> dict[str, float]:
+    """Mean confidence and, where there are labels, accuracy and Brier score on a loader.
+
+    Args:
+        predictor: to score.
+        loader: read once.
+        labelled: whether there must be labels.
+
+    Returns:
+        Scores by name.
+
+    Raises:
+        DataError: if labels are missing.
+    """
+    probs, labels = [], []
+    for index, raw in enumerate(peek(loader, "the validation loader")[1]):
+        place = f"batch {index} of the validation loader"
+        batch = as_batch(raw, place)
+        probs.append(predictor(batch.inputs).cpu())
+        if batch.labels is not None:
+            labels.append(CATEGORICAL.check_labels(batch.labels, probs[-1], place))
+        elif labelled:
+            message = f"{place} has no labels, which the threshold needs. Yield (inputs, labels), or pass a confidence."
+            raise DataError(message)
+    joined = torch.cat(probs)
+    scores = {"confidence": mean_confidence(joined)}
+    if labels:
+        known = torch.cat(labels)
+        scores |= {"accuracy": accuracy(joined, known), "brier": brier(joined, known)}
+    return scores
+
+
+def choose_learning_rate(
+    rates: Sequence[float],
+    make: Callable[[float], Made],
+    plain: Sequence[Mixture],
+    val_loader: Iterable[Any] | None,
+    rule: ConfidenceThreshold | None,
+) -> Chosen[Made]:
+    """The largest learning rate whose predictor meets the threshold on validation data.
+
+    A larger rate spreads the weights more, as a smaller lambda does: the paper's rule, the smallest lambda that meets
+    the threshold, is here the largest rate. Rates are tried from the largest down, and the first that meets it ends
+    the search.
+
+    Args:
+        rates: candidates.
+        make: the predictor at a rate; raises `DivergedError` where there is none.
+        plain: the trained networks by themselves, whose accuracy sets the default threshold.
+        val_loader: validation data, read once for each rate tried.
+        rule: the threshold; None is the paper's.
+
+    Returns:
+        The predictor and the record.
+
+    Raises:
+        DivergedError: if every rate diverges; `OptionError` if there is no rate, no validation data, or the rule has a
+            grid of its own.
+    """
+    rule = rule or ConfidenceThreshold()
+    _check(rates, val_loader, rule)
+    assert val_loader is not None
+    labelled = rule.confidence is None or rule.brier is not None
+    threshold = rule.confidence
+    if threshold is None:
+        threshold = sum(score(one, val_loader, labelled=True)["accuracy"] for one in plain) / len(plain) - rule.margin
+    record: list[tuple[float, dict[str, float]]] = []
+    notes: list[str] = []
+    best: tuple[float, float, Made] | None = None
+    for rate in sorted(rates, reverse=True):
+        try:
+            made = make(rate)
+        except DivergedError as error:
+            notes.append(str(error))
+            continue
+        scores = score(made, val_loader, labelled=labelled)
+        record.append((rate, scores))
+        if scores["confidence"] >= threshold and (rule.brier is None or scores["brier"] <= rule.brier):
+            best = (scores["confidence"], rate, made)
+            break
+        if best is None or scores["confidence"] > best[0]:
+            best = (scores["confidence"], rate, made)
+    else:
+        if best is None:
+            message = f"SWAG diverged at every learning rate of {sorted(rates)}. {notes[-1]}"
+            raise DivergedError(message)
+        notes.append(
+            f"no learning rate of {sorted(rates)} meets the threshold, a mean confidence of at least {threshold:.4f}, on "
+            f"the validation data; took {best[1]:g}, the most confident with {best[0]:.4f}. Try smaller rates."
+        )
+    for note in notes:
+        warn(note)
+    curve = {"learning_rate": tuple(rate for rate, _ in record)}
+    curve |= {name: tuple(scores[name] for _, scores in record) for name in record[0][1]}
+    name = f"ConfidenceThreshold(confidence={threshold:.6g}, brier={rule.brier})"
+    return Chosen(best[2], LearningRateTuning(name, best[1], curve, tuple(notes)))
+
+
+def _check(rates: Sequence[float], val_loader: Iterable[Any] | None, rule: ConfidenceThreshold) -> None:
+    if not rates:
+        message = "learning_rate: expected a number, or at least one of them to choose from; got none."
+        raise OptionError(message)
+    if val_loader is None:
+        message = f"choosing among the learning rates {list(rates)} needs validation data: pass val_loader."
+        raise OptionError(message)
+    if rule.grid is not None:
+        message = (
+            "rule: a grid of prior precisions says nothing about learning rates; pass the rates as learning_rate=[...]."
+        )
+        raise OptionError(message)

@@ -1,0 +1,64 @@
+"""Many seeds from one, apart for each purpose; more of them begin with the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from mola.errors import OptionError
+
+__all__ = ["check_seed", "derived_seeds", "seeded"]
+
+
+def check_seed(seed: int) -> int:
+    """The seed itself.
+
+    Args:
+        seed: what the user gave.
+
+    Returns:
+        The same number.
+
+    Raises:
+        OptionError: unless it is a whole number from 0 to 2^63 - 1.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        message = f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}."
+        raise OptionError(message)
+    return seed
+
+
+def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
+    """`count` seeds of one purpose.
+
+    Args:
+        seed: the user's.
+        purpose: a small number; different purposes share no seed but by chance.
+        count: how many.
+
+    Returns:
+        Seeds.
+    """
+    generator = torch.Generator("cpu").manual_seed(check_seed(seed))
+    own = int(torch.randint(2**62, (purpose + 1,), generator=generator)[-1])
+    return torch.randint(2**62, (count,), generator=generator.manual_seed(own)).tolist()
+
+
+@contextmanager
+def seeded(network: nn.Module, seed: int) -> Iterator[None]:
+    """A place with a random state of its own, which begins at a seed; outside, nothing changes.
+
+    Args:
+        network: on whose devices things are drawn.
+        seed: of the CPU and of those devices.
+
+    Yields:
+        Nothing.
+    """
+    devices = sorted({tensor.device.index or 0 for tensor in network.parameters() if tensor.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
