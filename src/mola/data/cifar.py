@@ -37,7 +37,7 @@ def read_cifar_binary(paths: Sequence[Path], label_bytes: int) -> Images:
         DataError: if a file is not a whole number of records.
     """
     record = label_bytes + PIXELS
-    parts = []
+    pixels, labels = [], []
     for path in paths:
         content = np.frombuffer(read_bytes(path), np.uint8)
         if len(content) == 0 or len(content) % record:
@@ -47,10 +47,11 @@ def read_cifar_binary(paths: Sequence[Path], label_bytes: int) -> Images:
                 f"version. {FETCH_AGAIN}"
             )
             raise DataError(message)
-        parts.append(content.reshape(-1, record))
-    rows = torch.from_numpy(np.concatenate(parts))
-    pixels = rows[:, label_bytes:].reshape(-1, 3, SIDE, SIDE)
-    return Images(pixels.clone(memory_format=torch.contiguous_format), rows[:, label_bytes - 1].long())
+        rows = content.reshape(-1, record)
+        pixels.append(rows[:, label_bytes:])
+        labels.append(rows[:, label_bytes - 1])
+    planes = torch.from_numpy(np.concatenate(pixels)).view(-1, 3, SIDE, SIDE)
+    return Images(planes, torch.from_numpy(np.concatenate(labels)).long())
 
 
 def read_cifar_python(paths: Sequence[Path], label_key: str) -> Images:
