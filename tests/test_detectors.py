@@ -80,11 +80,18 @@ def test_dead_features_change_nothing(relative):
     features, labels, queries = make_features(2)
     ours = Mahalanobis.fit(features, labels, relative=relative)(queries)
 
-    def padded(values):
-        return torch.cat([values, torch.full((len(values), 2), 0.1), values[:, :1] + values[:, 1:2]], 1)
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(6, 5, generator=generator)
 
-    dead = Mahalanobis.fit(padded(features), labels, relative=relative)(padded(queries))
-    torch.testing.assert_close(dead, ours, rtol=1e-8, atol=1e-8)
+    def padded(values, off):
+        """Two constant columns and five that follow from the others, left by `off` as training data never leave them."""
+        never = torch.cat([-off @ mixing.T, off], 1)  # orthogonal to every (value, value @ mixing)
+        constant = 0.1 + off[:, :2]
+        return torch.cat([torch.cat([values, values @ mixing], 1) + never, constant], 1)
+
+    detector = Mahalanobis.fit(padded(features, torch.zeros(300, 5)), labels, relative=relative)
+    for off in (torch.zeros(70, 5), torch.randn(70, 5, generator=generator)):
+        torch.testing.assert_close(detector(padded(queries, off)), ours, rtol=1e-8, atol=1e-8)
 
 
 def test_sums_are_exact_for_float32_features_far_from_zero():

@@ -257,6 +257,7 @@ def test_selective_risk_by_hand():
     correct = torch.tensor([1, 1, 1, 1, 1, 0, 1, 0, 0, 0]).bool()
     assert metrics.selective_risk(uncertainty, correct, 0.5) == 0
     assert metrics.selective_risk(uncertainty, correct, 0.7) == pytest.approx(1 / 7)
+    assert metrics.selective_risk(uncertainty, correct, 7 * 0.1) == pytest.approx(1 / 7)
     assert metrics.selective_risk(uncertainty, correct, 0.71) == pytest.approx(2 / 8)
     assert metrics.selective_risk(-uncertainty, correct, 0.3) == 1
     area = (1 / 6 + 1 / 7 + 2 / 8 + 3 / 9 + 4 / 10) / 10

@@ -200,7 +200,7 @@ def selective_risk(uncertainty: Tensor, correct: Tensor, coverage: float = 0.8) 
         message = f"coverage must be above 0 and at most 1 (the share of predictions to make), got {coverage!r}."
         raise OptionError(message)
     covered, risk = risk_coverage_curve(uncertainty, correct)
-    # The tolerance keeps 0.7 of 10 at 7 predictions although 0.7 is no binary fraction.
+    # The tolerance keeps 7 * 0.1, which is 0.7000000000000001, at 7 predictions of 10.
     return float(risk[int((covered < coverage - 1e-12).sum())])
 
 
