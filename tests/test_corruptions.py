@@ -217,6 +217,22 @@ def test_noise_has_the_moments_of_its_formula(name, distribution, severity, valu
     assert float(values.var()) == pytest.approx(second, abs=5 * math.sqrt((fourth - second**2) / count))
 
 
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_noise_from_the_same_draws(images, severity):
+    """The moments cannot tell 0.060 from 0.061; the formula on the same normal numbers can."""
+    sigma = (0.04, 0.06, 0.08, 0.09, 0.10)[severity - 1]
+    share = (0.06, 0.1, 0.12, 0.16, 0.2)[severity - 1]
+    for name, formula in (
+        ("gaussian_noise", lambda x, normal: x + sigma * normal),
+        ("speckle_noise", lambda x, normal: x + x * share * normal),
+    ):
+        results = corrupt(images, name, severity).numpy()
+        for image, result, generator in zip(images.numpy() / 255, results, streams(name, severity, 4), strict=True):
+            apart = levels_apart(result, as_bytes(formula(image, generator.standard_normal(image.shape))))
+            assert apart.max() <= 1
+            assert (apart > 0).mean() < 0.001
+
+
 def test_shot_noise_is_poisson_not_gaussian():
     """A third moment of its own, and nothing but whole photons."""
     values = corrupt(constant(26), "shot_noise", 5).double().numpy().ravel()
@@ -404,17 +420,25 @@ def test_plasma_is_diamond_square_on_a_torus():
         assert next(drawn, None) is None
 
 
-def test_fog_thickens_with_the_clouds(images):
-    clouds = plasma(streams("fog", 4, 4), 32, 2.0)
-    for image, cloud, result in zip(images.numpy() / 255, clouds, corrupt(images, "fog", 4).numpy(), strict=True):
-        np.testing.assert_array_equal(result, as_bytes((image + cloud) * image.max() / (image.max() + 1.0)))
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_fog_thickens_with_the_clouds(images, severity):
+    c, decay = ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75))[severity - 1]
+    clouds = plasma(streams("fog", severity, 4), 32, decay)
+    for image, cloud, result in zip(
+        images.numpy() / 255, clouds, corrupt(images, "fog", severity).numpy(), strict=True
+    ):
+        np.testing.assert_array_equal(result, as_bytes((image + c * cloud) * image.max() / (image.max() + c)))
 
 
-@pytest.mark.parametrize("severity", [1, 3, 5])
+@pytest.mark.parametrize("severity", SEVERITIES)
 def test_snow_step_by_step(images, severity):
-    parameters = {1: (0.1, 0.2, 1, 0.6, 8, 3, 0.95), 3: (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9)}
-    parameters[5] = (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8)
-    mean, deviation, zoom, threshold, radius, sigma, share = parameters[severity]
+    mean, deviation, zoom, threshold, radius, sigma, share = (
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+    )[severity - 1]
     results = corrupt(images, "snow", severity).numpy()
     for image, result, generator in zip(images.numpy() / 255, results, streams("snow", severity, 4), strict=True):
         layer = enlarged(mean + deviation * generator.standard_normal(32 * 32).reshape(32, 32), zoom)
@@ -433,14 +457,16 @@ def test_snow_step_by_step(images, severity):
         assert levels_apart(result, as_bytes(scene + fallen + np.rot90(fallen, 2))).max() <= 1
 
 
-def test_frost_is_a_weighted_sum_with_a_piece_of_a_picture(images):
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_frost_is_a_weighted_sum_with_a_piece_of_a_picture(images, severity):
+    ours, theirs = ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))[severity - 1]
     pictures = [synthetic_frost(index, 96) for index in range(5)]
-    results = corrupt(images, "frost", 3).numpy()
-    for image, result, generator in zip(images.numpy(), results, streams("frost", 3, 4), strict=True):
+    results = corrupt(images, "frost", severity).numpy()
+    for image, result, generator in zip(images.numpy(), results, streams("frost", severity, 4), strict=True):
         picture = pictures[generator.integers(5)]
         top, left = generator.integers(64), generator.integers(64)
         piece = picture[:, top : top + 32, left : left + 32]
-        np.testing.assert_array_equal(result, np.uint8(np.clip(0.9 * image + 0.4 * piece, 0, 255)))
+        np.testing.assert_array_equal(result, np.uint8(np.clip(ours * image + theirs * piece, 0, 255)))
 
 
 def test_synthetic_frost_is_bluish_white_and_structured():
@@ -576,19 +602,25 @@ def test_equalised_by_counting():
 
 
 @pytest.mark.parametrize("severity", [1, 2, 3])
-def test_water_lights_up_drops_only(images, severity):
+def test_water_step_by_step(images, severity):
     mean, deviation, blur, threshold = ((0.62, 0.1, 0.7, 0.7), (0.65, 0.1, 0.8, 0.7), (0.65, 0.3, 1, 0.69))[
         severity - 1
     ]
-    black = torch.zeros_like(images)
-    results = corrupt(black, "spatter", severity).numpy()
-    for result, generator in zip(results, streams("spatter", severity, 4), strict=True):
-        layer = ndimage.gaussian_filter(
-            mean + deviation * generator.standard_normal((32, 32)), blur, mode="nearest", truncate=4
-        )
-        assert (result[:, layer < threshold] == 0).all()
-        # The brightest drop has the strength 0.5 of pale turquoise.
-        np.testing.assert_array_equal(result.max(axis=(1, 2)), [175 // 2, 238 // 2, 238 // 2])
+    turquoise = np.array([175, 238, 238])[:, None, None] / 255
+    relief = [[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]
+    results = corrupt(images, "spatter", severity).numpy()
+    for image, result, generator in zip(images.numpy() / 255, results, streams("spatter", severity, 4), strict=True):
+        noise = mean + deviation * generator.standard_normal((32, 32))
+        layer = ndimage.gaussian_filter(noise, blur, mode="nearest", truncate=4)
+        drops = as_bytes(np.where(layer < threshold, 0, layer))
+        near = np.minimum(distance(slow_canny(drops, 50, 150)[None])[0], 20)
+        smooth = np.uint8(ndimage.uniform_filter(near, 3, mode="mirror") + 1e-6)
+        even = equalised(smooth[None])[0].astype(float)
+        carved = np.clip(ndimage.correlate(even, relief, mode="mirror"), 0, 255)
+        light = drops * np.rint(ndimage.uniform_filter(carved, 3, mode="mirror"))
+        assert 0 < (light > 0).mean() < 0.6
+        expected = as_bytes(image + 0.5 * light / light.max() * turquoise)
+        assert levels_apart(result, expected).max() <= 1
 
 
 @pytest.mark.parametrize("severity", [4, 5])
