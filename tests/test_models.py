@@ -118,7 +118,7 @@ def test_wide_resnet_starts_and_drops_as_the_paper_says():
     + [("mlp", lambda classes: mlp(784, [20, 20], classes, bias=False))]
     + [("resnet-56", lambda classes: CifarResNet(56, classes, homogeneous=True))],
 )
-@pytest.mark.parametrize("factor", [1e-3, 0.5, 40.0, 1e4])
+@pytest.mark.parametrize("factor", [1e-3, 40.0])
 def test_homogeneous_networks_scale_with_their_input(name, build, factor):
     torch.manual_seed(0)
     network = build(7).eval()
