@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from typing import TextIO
 
-from mola.errors import MolaError
+from mola.errors import MolaError, MolaWarning
 
 __all__ = ["main"]
+
+INTERRUPTED = 130
+"""Exit code of a program that the user stopped."""
 
 
 def main() -> None:
     """Run the command line. What goes wrong on purpose is one line on stderr and exit code 1, not a traceback."""
+    warnings.showwarning = _show_warning
     try:
         from mola.cli import app
 
@@ -18,6 +24,32 @@ def main() -> None:
     except MolaError as error:
         sys.stderr.write(f"mola: {error}\n")
         sys.exit(1)
+    except OSError as error:
+        # A full disk, a folder without permission: nothing the program could have known.
+        if error.filename is None and error.strerror is None:
+            raise
+        place = "" if error.filename is None else f" ({error.filename})"
+        sys.stderr.write(f"mola: {error.strerror}{place}. What was finished before is kept.\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write("mola: stopped. The same command goes on where it can.\n")
+        sys.exit(INTERRUPTED)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Warnings of this library are for the user of the command: no file name, no line of code."""
+    if issubclass(category, MolaWarning):
+        sys.stderr.write(f"mola: note: {message}\n")
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        (file or sys.stderr).write(text)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from mola.bench.digits import ANGLES, build_network
 from mola.bench.suite import DataOptions, Role, Shift, Source, Suite, TrainingData, from_memory
 from mola.choices import one_of
 from mola.data.augment import flip_and_crop
-from mola.data.catalogue import load_images, split_validation
+from mola.data.catalogue import DATASETS, has_images, load_images, split_validation
 from mola.data.corruptions import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
 from mola.data.digits import SIDE, load_digits
 from mola.data.images import Images
@@ -20,7 +20,7 @@ from mola.data.labelled import Labelled
 from mola.data.normalisation import normalisation
 from mola.data.outliers import natural_patches, uniform_noise
 from mola.data.rotation import rotate
-from mola.errors import DataError, warn
+from mola.errors import warn
 from mola.models.registry import build_network as build_registered
 from mola.training import RECIPES, Recipe
 
@@ -74,12 +74,10 @@ def corrupted(images: Images, severity: int, types: tuple[str, ...]) -> Images:
 
 def _outlier(options: DataOptions, name: str) -> Images | None:
     """A set of outliers; one that is not in the data directory is left out, and said so."""
-    try:
-        images = load_images(name, "test", options.directory, download=options.download)
-    except DataError as error:
-        warn(f"{name} is left out: {error}")
+    if not options.download and not has_images(name, "test", options.directory):
+        warn(f"{DATASETS[name].title} is not in the data directory and is left out of the comparison.")
         return None
-    return _limited(images, options.outliers)
+    return _limited(load_images(name, "test", options.directory, download=options.download), options.outliers)
 
 
 def _in_distribution(name: str, title: str, normal: str, options: DataOptions) -> dict[str, Source]:

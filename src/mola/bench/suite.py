@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mola.choices import one_of
 from mola.data.images import Images
 from mola.data.labelled import Labelled
+from mola.models.imported import import_builder
 from mola.training import Recipe
 
 __all__ = [
@@ -114,7 +115,9 @@ class Suite:
     """What `mola train` reads."""
 
     def builder(self, network: str | None) -> tuple[str, Callable[[], nn.Module]]:
-        """Name and builder of the network asked for; `OptionError` if there is none of that name."""
+        """Name and builder of the network asked for: one of the suite's, or the user's own `package.module:function`."""
+        if network is not None and ":" in network:
+            return network, import_builder(network)
         name = next(iter(self.builders)) if network is None else one_of(network, tuple(self.builders), "network")
         return name, self.builders[name]
 
