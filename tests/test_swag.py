@@ -350,9 +350,9 @@ def test_files(tmp_path):
 def test_a_checkpoint_of_another_path_or_network_is_refused(tmp_path):
     problem = make_problem()
     fit(problem, checkpoint=tmp_path)
-    with pytest.raises(mola.StorageError, match="another path or another network"):
+    with pytest.raises(mola.StorageError, match="another training or another network"):
         fit(problem, learning_rate=0.01, checkpoint=tmp_path)
-    with pytest.raises(mola.StorageError, match="another path or another network"):
+    with pytest.raises(mola.StorageError, match="another training or another network"):
         fit(problem, make_problem(1).network, checkpoint=tmp_path)
     with pytest.raises(mola.StorageError, match="holds 6 epochs, more than the 3"):
         fit(problem, epochs=3, checkpoint=tmp_path)

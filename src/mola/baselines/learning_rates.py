@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from mola.baselines.sgd_path import DivergedError
+from mola.baselines.keeping import DivergedError
 from mola.errors import DataError, OptionError, warn
 from mola.features import peek
 from mola.likelihood import CATEGORICAL

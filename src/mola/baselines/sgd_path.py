@@ -9,28 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 
 from mola.baselines import folders
+from mola.baselines.keeping import DivergedError, Keeper
 from mola.baselines.passes import Differentiable
 from mola.baselines.seeds import derived_seeds, seeded
 from mola.baselines.snapshots import Moments
-from mola.errors import DataError, OptionError, StorageError
+from mola.errors import DataError, OptionError
 from mola.features import peek
 from mola.heads import check_logits
 from mola.likelihood import CATEGORICAL
 from mola.networks import as_batch, call
-from mola.storage import DOCUMENT
 
-__all__ = ["DivergedError", "SgdPath", "trainable"]
+__all__ = ["SgdPath", "trainable"]
 
 TRAINING = 0
 """Purpose of the seeds of the epochs."""
-
-
-class DivergedError(DataError):
-    """The loss is no longer finite: the learning rate is too high."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +94,13 @@ class SgdPath:
         optimiser = torch.optim.SGD(
             weights.values(), lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
         )
-        keeper = None if checkpoint is None else _Keeper(checkpoint, self, folders.signature_of(network))
+        identity = {"path": asdict(self), "network": folders.signature_of(network)}
+        keeper = None if checkpoint is None else Keeper(checkpoint, "swag-checkpoint", identity)
         moments = Moments.start({name: tensor.detach() for name, tensor in weights.items()})
         if keeper is not None:
-            moments = keeper.restore(network, weights, optimiser, moments, epochs)
+            done, kept = keeper.restore(epochs, network, optimiser)
+            if done:
+                moments = Moments.from_tensors(done, kept).to(next(iter(weights.values())).device)
         seeds = derived_seeds(self.seed, TRAINING, epochs)
         bar = tqdm(
             range(moments.count, epochs),
@@ -123,7 +122,7 @@ class SgdPath:
                 raise DivergedError(message)
             moments = moments.add(snapshot, self.rank)
             if keeper is not None:
-                keeper.save(network, weights, optimiser, moments)
+                keeper.save(moments.count, network, optimiser, more=moments.tensors())
         return moments
 
 
@@ -176,75 +175,3 @@ def _epoch(network: nn.Module, loader: Iterable[Any], optimiser: torch.optim.Opt
         if not math.isfinite(total):
             break
     return total / batches
-
-
-@dataclass(frozen=True)
-class _Keeper:
-    """The state after an epoch, in a folder."""
-
-    folder: Path
-    path: SgdPath
-    start: dict[str, Any]
-    """Signature of the network at the start."""
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        return {"path": asdict(self.path), "network": self.start}
-
-    def save(
-        self, network: nn.Module, weights: dict[str, nn.Parameter], optimiser: torch.optim.Optimizer, moments: Moments
-    ) -> None:
-        momentum = {
-            f"momentum.{name}": optimiser.state[parameter]["momentum_buffer"]
-            for name, parameter in weights.items()
-            if optimiser.state[parameter].get("momentum_buffer") is not None
-        }
-        state = {f"state.{name}": tensor for name, tensor in _state(network).items()}
-        document = {"epochs": moments.count, "identity": self._identity}
-        folders.save(self.folder, "swag-checkpoint", document, moments.tensors() | momentum | state)
-
-    def restore(
-        self,
-        network: nn.Module,
-        weights: dict[str, nn.Parameter],
-        optimiser: torch.optim.Optimizer,
-        fresh: Moments,
-        epochs: int,
-    ) -> Moments:
-        if not (self.folder / DOCUMENT).exists():
-            return fresh
-        document, tensors = folders.load(self.folder, "swag-checkpoint", {"epochs": int, "identity": {"path": {}}})
-        if document["identity"] != self._identity:
-            message = (
-                f"{self.folder} is the checkpoint of another path or another network: expected {self._identity}, got "
-                f"{document['identity']}. Delete it, or use another folder."
-            )
-            raise StorageError(message)
-        if document["epochs"] > epochs:
-            message = (
-                f"{self.folder} holds {document['epochs']} epochs, more than the {epochs} that are asked for. Ask for as "
-                f"many, or use another folder."
-            )
-            raise StorageError(message)
-        state, device = _state(network), next(iter(weights.values())).device
-        wrong = [
-            name
-            for name, tensor in state.items()
-            if getattr(tensors.get(f"state.{name}"), "shape", None) != tensor.shape
-        ]
-        if wrong:
-            message = f"{self.folder} is the checkpoint of another network: {wrong[0]} is missing or has another shape."
-            raise StorageError(message)
-        with torch.no_grad():
-            for name, tensor in state.items():
-                tensor.copy_(tensors[f"state.{name}"])
-        for name, parameter in weights.items():
-            if f"momentum.{name}" in tensors:
-                optimiser.state[parameter]["momentum_buffer"] = tensors[f"momentum.{name}"].to(device)
-        return Moments.from_tensors(document["epochs"], tensors).to(device)
-
-
-def _state(network: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers, those that a state dictionary leaves out included, each once."""
-    named = [*network.named_parameters(), *network.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named}
