@@ -225,4 +225,5 @@ def for_terminal(table: Table) -> Group:
             shown.rows[position - 1].end_section = True
         cells = [Text(cell.text, style="bold" if cell.best else "") for cell in row.cells]
         shown.add_row(row.name, *cells, style="italic" if row.aside else None)
-    return Group(Text(table.title, style="bold"), shown, Text(table.caption, style="dim"), Text(""))
+    below = [Text(table.caption, style="dim")] if table.caption else []
+    return Group(Text(table.title, style="bold"), shown, *below, Text(""))

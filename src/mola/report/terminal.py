@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from mola.report.tables import Row, Table
+from mola.report.tables import MISSING, Row, Table
 
 __all__ = ["fitting"]
 
@@ -39,10 +39,18 @@ def fitting(table: Table, width: int) -> list[Table]:
             title=f"{table.title} ({number} of {len(parts)})",
             caption=table.caption if number == len(parts) else "",
             columns=tuple(table.columns[index] for index in part),
-            rows=tuple(Row(row.name, tuple(row.cells[index] for index in part), row.aside) for row in table.rows),
+            rows=tuple(_cut(table.rows, part)),
         )
         for number, part in enumerate(parts, 1)
     ]
+
+
+def _cut(rows: Sequence[Row], part: Sequence[int]) -> Iterator[Row]:
+    """The rows with these columns only; rows aside that say nothing in them are left out."""
+    for row in rows:
+        cells = tuple(row.cells[index] for index in part)
+        if not row.aside or any(cell.text != MISSING for cell in cells):
+            yield Row(row.name, cells, row.aside)
 
 
 def _group(indexed: tuple[int, object]) -> object:

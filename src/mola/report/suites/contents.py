@@ -24,7 +24,7 @@ from mola.report.tables import Table
 
 __all__ = ["TERMINAL", "suite_figures", "suite_tables"]
 
-TERMINAL = ("outliers", "in-distribution", "scores", "cost")
+TERMINAL = ("outliers", "in-distribution", "cost")
 """Tables that are shown in the terminal; all of them are in the files."""
 
 

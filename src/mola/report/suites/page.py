@@ -10,7 +10,7 @@ from typing import Any
 from mola.report.figures import Drawn
 from mola.report.markup import document, inline_svg, table_markup
 from mola.report.suites.ablation_tables import ablation_groups
-from mola.report.suites.palette import colours
+from mola.report.suites.palette import strokes
 from mola.report.suites.reading import SuiteResults
 from mola.report.suites.tables import METRIC_NAMES
 from mola.report.suites.words import FIGURE_WORDS, METHOD_WORDS, findings
@@ -18,7 +18,7 @@ from mola.report.tables import Table
 
 __all__ = ["SuiteReport", "render_page"]
 
-NARROW_SCREEN, WIDE_SCREEN = 44, 118
+NARROW_SCREEN, WIDE_SCREEN = 44, 136
 """Characters of a table's row that fit on a phone, and on the page at its widest."""
 
 
@@ -119,13 +119,18 @@ def _findings(suite: SuiteResults) -> str:
 
 
 def _methods(suite: SuiteResults) -> str:
-    painted = colours(suite.main)
+    drawn = strokes(suite.main)
     rows = [
-        f'<dt><span class="swatch" style="background:{painted[name]}"></span>{escape(name)}</dt>'
-        f"<dd>{escape(METHOD_WORDS.get(name, ''))}</dd>"
+        f"<dt>{_swatch(drawn[name])}{escape(name)}</dt><dd>{escape(METHOD_WORDS.get(name, ''))}</dd>"
         for name in suite.main
     ]
     return '<dl class="methods">' + "".join(rows) + "</dl>" if rows else ""
+
+
+def _swatch(stroke: Mapping[str, Any]) -> str:
+    """Filled, or hollow for a method whose lines are dashed."""
+    kind, colour = ("swatch", stroke["color"]) if stroke["linestyle"] == "-" else ("swatch second", "transparent")
+    return f'<span class="{kind}" style="background:{colour};border-color:{stroke["color"]}"></span>'
 
 
 def _shown(report: SuiteReport, name: str) -> str:

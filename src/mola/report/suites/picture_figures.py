@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from matplotlib.patches import Patch
 
 from mola.bench.record import Examples
 from mola.report.style import INK, Axes, Figure, Shape, canvas
-from mola.report.suites.palette import colours
+from mola.report.suites.palette import strokes
 from mola.report.suites.reading import Pictures, SuiteResults
 
 __all__ = ["draw_examples", "example_sets"]
@@ -36,16 +39,16 @@ def draw_examples(suite: SuiteResults, shape: Shape) -> Figure:
     columns = 8 if shape.wide else 4
     height = 1.12 + len(methods) * (BAR + GAP)
     figure, panels = canvas(shape, len(sets), 1, shape.width / columns * height * 0.98 + 0.28)
-    painted = colours(methods)
+    drawn = strokes(methods)
     for panel, name in zip(panels, sets, strict=True):
         first = {method: suite.main[method][0].examples.get(name) for method in methods}
-        _row(panel, suite.pictures[name], first, painted, columns)
+        _row(panel, suite.pictures[name], first, drawn, columns)
         panel.set_xlim(0, columns)
         panel.set_ylim(-(height - 1.0), 1.04)
         panel.set_aspect("equal")
         panel.set_axis_off()
         panel.set_title(suite.sets[name].title, fontsize=9)
-    handles = [Patch(facecolor=painted[method], label=method) for method in methods]
+    handles = [Patch(facecolor=(drawn[method]["color"], strength(drawn[method])), label=method) for method in methods]
     handles.append(Patch(facecolor="none", edgecolor=INK, label="wrong class"))
     figure.legend(
         handles=handles,
@@ -58,7 +61,11 @@ def draw_examples(suite: SuiteResults, shape: Shape) -> Figure:
 
 
 def _row(
-    panel: Axes, pictures: Pictures, told: dict[str, Examples | None], painted: dict[str, str], columns: int
+    panel: Axes,
+    pictures: Pictures,
+    told: dict[str, Examples | None],
+    drawn: Mapping[str, Mapping[str, Any]],
+    columns: int,
 ) -> None:
     size = 0.86
     for column in range(min(columns, len(pictures.pixels))):
@@ -68,34 +75,40 @@ def _row(
             panel.imshow(image[..., 0], extent=extent, cmap="gray_r", vmin=0, vmax=255, interpolation="nearest")
         else:
             panel.imshow(image, extent=extent, interpolation="nearest")
-        _bars(panel, pictures, told, painted, column, size)
+        _bars(panel, pictures, told, drawn, column, size)
 
 
 def _bars(
     panel: Axes,
     pictures: Pictures,
     told: dict[str, Examples | None],
-    painted: dict[str, str],
+    drawn: Mapping[str, Mapping[str, Any]],
     column: int,
     size: float,
 ) -> None:
     for place, (method, examples) in enumerate(told.items()):
         if examples is None or column >= min(len(examples.confidence), len(examples.label)):
             continue
-        confidence = examples.confidence[column]
+        confidence, colour = examples.confidence[column], drawn[method]["color"]
         wrong = pictures.labels is not None and examples.label[column] != pictures.labels[column]
         low = 1 - size - 0.05 - (place + 1) * (BAR + GAP)
+        panel.barh(low + BAR / 2, size - 0.24, height=BAR, left=column, facecolor=INK, alpha=0.08, linewidth=0)
         # The full length of a bar leaves room for its number.
         panel.barh(
             low + BAR / 2,
             confidence * (size - 0.24),
             height=BAR,
             left=column,
-            facecolor="none" if wrong else painted[method],
-            edgecolor=painted[method],
+            facecolor="none" if wrong else (colour, strength(drawn[method])),
+            edgecolor=(colour, strength(drawn[method])),
             linewidth=0.8,
         )
         panel.text(column + size, low + BAR / 2, _short(confidence), ha="right", va="center_baseline", fontsize=6.5)
+
+
+def strength(stroke: Mapping[str, Any]) -> float:
+    """Opacity of a bar: relatives of a method, whose lines are dashed, are paler."""
+    return 1.0 if stroke["linestyle"] == "-" else 0.5
 
 
 def _short(confidence: float) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,8 @@ class SuiteResults:
     cost: tuple[CostRow, ...]
     cost_document: dict[str, Any]
     warnings: tuple[str, ...]
+    fingerprint: str
+    """Checksum of all the suite's files."""
 
     @property
     def main(self) -> dict[str, tuple[Record, ...]]:
@@ -168,7 +172,15 @@ def read_suite(store: Store, name: str) -> SuiteResults:
         cost=tuple(sorted(cost_rows, key=lambda row: _rank(row.method))),
         cost_document={key: (cost or {}).get(key, {}) for key in ("settings", "environment")},
         warnings=tuple(disagreements(name, records)),
+        fingerprint=_fingerprint(place),
     )
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.json")):
+        digest.update(f"{path.relative_to(folder)} ".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _records(store: Store, suite: str) -> list[Record]:

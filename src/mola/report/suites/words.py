@@ -60,6 +60,8 @@ FIGURE_WORDS = {
 FAR = 3.0
 """Points of % from which a difference from the paper is named."""
 
+MOST_NAMED = 6
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -129,14 +131,14 @@ def _gaps(first: Sequence[Record], other: Sequence[Record], quantity: Quantity, 
 
 
 def _said(found: Lead, digits: int) -> str:
-    """Such as: MoLA 99.1 ± 0.1 (DE behind by 0.2 ± 0.1, in 5 of 5 runs)."""
-    names = found.leader if not found.tied else f"{found.leader}, level with {', '.join(found.tied)},"
+    """Such as: MoLA 99.1 ± 0.1, ahead of DE by 0.2 ± 0.1 in 5 of 5 runs."""
+    names = found.leader if not found.tied else f"{found.leader}, level with {', '.join(found.tied)}:"
     words = f"{names} {found.best.text(digits)}"
     if found.second is None or found.ahead is None:
         return words
     runs = found.ahead.runs
     count = "in the one run" if runs == 1 else f"in {found.wins} of {runs} runs"
-    return f"{words} ({found.second} behind by {found.ahead.text(digits)}, {count})"
+    return f"{words}, ahead of {found.second} by {found.ahead.text(digits)} {count}"
 
 
 def findings(suite: SuiteResults) -> list[Finding]:
@@ -162,7 +164,12 @@ def _in_distribution(suite: SuiteResults) -> Finding | None:
     }
     if len(known) > 1:
         low, high = min(known, key=lambda one: known[one].mean), max(known, key=lambda one: known[one].mean)
-        text += f"Accuracies lie between {known[low].mean:.2f}% ({low}) and {known[high].mean:.2f}% ({high})."
+        same = f"{known[low].mean:.2f}" == f"{known[high].mean:.2f}"
+        text += (
+            f"All accuracies are {known[low].mean:.2f}%."
+            if same
+            else f"Accuracies lie between {known[low].mean:.2f}% ({low}) and {known[high].mean:.2f}% ({high})."
+        )
     return Finding("In distribution", text.strip())
 
 
@@ -221,7 +228,8 @@ def _best_score(suite: SuiteResults, one: SetInfo) -> str | None:
 
 def _paper(suite: SuiteResults) -> Finding | None:
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
-    far, count = [], 0
+    far: list[tuple[float, str]] = []
+    count = 0
     for method, records in suite.main.items():
         for one in suite.of_role("outlier"):
             for kind, quantity in (("MMC", mmc(one.name)), ("AUROC", outlier_score(one.name))):
@@ -230,16 +238,18 @@ def _paper(suite: SuiteResults) -> Finding | None:
                     count += 1
                     gap = mine.mean - theirs.mean
                     if abs(gap) > FAR:
-                        far.append(f"{method} on {one.title}, {kind} {mine.mean:.1f} (paper {theirs.mean:.1f})")
+                        far.append(
+                            (abs(gap), f"{method} on {one.title}, {kind} {mine.mean:.1f} (paper {theirs.mean:.1f})")
+                        )
     if not count:
         return None
     there = paper_numbers.NETWORKS[suite.name]
     text = f"Of {count} numbers that the paper gives too (with {there}; here {suite.network}), "
-    named = (
-        f"{len(far)} differ by more than {FAR:g} points: {'; '.join(far)}."
-        if far
-        else f"none differs by more than {FAR:g} points."
-    )
+    named = f"none differs by more than {FAR:g} points."
+    if far:
+        largest = [words for _, words in sorted(far, key=lambda one: -one[0])[:MOST_NAMED]]
+        more = f"; and {len(far) - len(largest)} more" if len(far) > len(largest) else ""
+        named = f"{len(far)} differ by more than {FAR:g} points: {'; '.join(largest)}{more}."
     return Finding("Beside the paper", text + named)
 
 

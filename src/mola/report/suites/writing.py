@@ -10,9 +10,9 @@ from mola.bench.store import Store
 from mola.choices import one_of
 from mola.errors import OptionError
 from mola.report.demo import prepare_folder
-from mola.report.figures import render, write_figure
 from mola.report.formats import as_markdown, latex_document
 from mola.report.suites.contents import suite_figures, suite_tables
+from mola.report.suites.kept_figures import drawing_key, kept_or_drawn
 from mola.report.suites.page import SuiteReport, render_page
 from mola.report.suites.reading import SuiteResults, read_suite
 from mola.report.suites.words import FIGURE_WORDS, findings
@@ -41,6 +41,8 @@ def write_report(
 ) -> Path:
     """Write `index.html`, `tables.md`, `tables.tex`, and each figure as `figures/<suite>-<name>.svg` and `.png`.
 
+    A figure whose numbers have not changed since it was drawn there is not drawn again.
+
     Args:
         suites: what was read.
         directory: where to; files of an earlier report are replaced.
@@ -59,11 +61,10 @@ def write_report(
     page = directory / "index.html"
     try:
         for suite, figures in drawers:
-            drawn = {}
+            drawn, key = {}, drawing_key(suite.fingerprint)
             for name, make in figures.items():
                 progress(f"drawing {suite.name}, {name}", done / max(total, 1))
-                drawn[name] = render(_file_name(suite, name), make)
-                write_figure(drawn[name], pictures)
+                drawn[name] = kept_or_drawn(_file_name(suite, name), make, key, pictures)
                 done += 1
             reports.append(SuiteReport(suite, suite_tables(suite), drawn))
         sections = [(report.suite.title, list(report.tables.values())) for report in reports]
