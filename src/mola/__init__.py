@@ -1,5 +1,7 @@
 """Mixtures of Laplace approximations: honest confidence for trained PyTorch classifiers, after the fact."""
 
+from mola.baselines.mimo import Mimo as Mimo
+from mola.baselines.mimo_mola import mimo_mola as mimo_mola
 from mola.baselines.multi_swag import multi_swag as multi_swag
 from mola.baselines.scaled import TemperatureScaled as TemperatureScaled
 from mola.baselines.scaled import temperature_scaled as temperature_scaled

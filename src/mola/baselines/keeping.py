@@ -1,0 +1,141 @@
+"""A training under way, in a folder: interrupted after an epoch, it goes on to the same bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from mola.baselines import folders
+from mola.errors import DataError, OptionError, StorageError
+from mola.storage import DOCUMENT
+
+__all__ = ["DivergedError", "Keeper", "all_tensors"]
+
+
+class DivergedError(DataError):
+    """The loss is no longer finite: the learning rate is too high."""
+
+
+def all_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters and all buffers, those that a state dictionary leaves out included, each once."""
+    named = [*network.named_parameters(), *network.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named}
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Where a training is kept, and what training it is."""
+
+    folder: Path
+    kind: str
+    """Of training, as in "swag-checkpoint"."""
+    identity: dict[str, Any]
+    """Plain JSON values: the folder of another training is refused."""
+
+    def save(
+        self,
+        epochs: int,
+        network: nn.Module,
+        optimiser: Optimizer,
+        schedule: LRScheduler | None = None,
+        more: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Keep the state after an epoch; the folder always holds a whole one.
+
+        Args:
+            epochs: number done.
+            network: under training.
+            optimiser: of its parameters.
+            schedule: of the learning rate, if it changes.
+            more: tensors to keep beside.
+
+        Raises:
+            OptionError: if the schedule cannot be written down.
+        """
+        tensors = {f"network.{name}": tensor for name, tensor in all_tensors(network).items()}
+        for index, state in optimiser.state_dict()["state"].items():
+            known = {name: value for name, value in state.items() if value is not None}
+            tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in known.items()}
+        tensors |= {f"more.{name}": tensor for name, tensor in (more or {}).items()}
+        try:
+            rates = json.loads(json.dumps(None if schedule is None else schedule.state_dict()))
+        except TypeError as error:
+            message = (
+                f"schedule: the state of {type(schedule).__name__} cannot be written to a checkpoint ({error}). Use one "
+                f"that is made of numbers, or train without a checkpoint."
+            )
+            raise OptionError(message) from error
+        document = {
+            "epochs": epochs,
+            "identity": self.identity,
+            "schedule": rates,
+            "rates": [float(group["lr"]) for group in optimiser.param_groups],
+        }
+        folders.save(self.folder, self.kind, document, tensors)
+
+    def restore(
+        self, epochs: int, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler | None = None
+    ) -> tuple[int, dict[str, Tensor]]:
+        """Put back what was kept.
+
+        Args:
+            epochs: how many are asked for.
+            network: as it was at the start.
+            optimiser: of its parameters, fresh.
+            schedule: of the learning rate, fresh.
+
+        Returns:
+            The number of epochs done, 0 if nothing was kept, and the tensors beside.
+
+        Raises:
+            StorageError: if the folder is damaged, or belongs to another training.
+        """
+        if not (self.folder / DOCUMENT).exists():
+            return 0, {}
+        schema = {"epochs": int, "identity": {}, "rates": [float]}
+        document, tensors = folders.load(self.folder, self.kind, schema)
+        if document["identity"] != json.loads(json.dumps(self.identity)):
+            message = (
+                f"{self.folder} is the checkpoint of another training or another network: expected {self.identity}, got "
+                f"{document['identity']}. Delete it, or use another folder."
+            )
+            raise StorageError(message)
+        if document["epochs"] > epochs:
+            message = (
+                f"{self.folder} holds {document['epochs']} epochs, more than the {epochs} that are asked for. Ask for as "
+                f"many, or use another folder."
+            )
+            raise StorageError(message)
+        own, kept = all_tensors(network), _below(tensors, "network.")
+        if {name: tensor.shape for name, tensor in own.items()} != {name: one.shape for name, one in kept.items()}:
+            message = f"{self.folder} is the checkpoint of another network: names or shapes of its tensors differ."
+            raise StorageError(message)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(kept[name])
+        _restore_optimiser(optimiser, _below(tensors, "optimiser."), document["rates"])
+        if schedule is not None:
+            schedule.load_state_dict(document["schedule"])
+        return document["epochs"], _below(tensors, "more.")
+
+
+def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], rates: list[float]) -> None:
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = tensor
+    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    for group, rate in zip(optimiser.param_groups, rates, strict=True):
+        group["lr"] = rate

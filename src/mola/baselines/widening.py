@@ -1,0 +1,145 @@
+"""An architecture's multi-input multi-output form (Havasi et al., 2021): the first layer widened, K heads on one trunk.
+
+New weights are drawn from the entries of the layer's own, so that whatever initialisation the architecture has is kept:
+each head gets as many as the old one, and the first layer K times as many, divided by the square root of K so that the
+sum over K independent inputs has the variance that it had.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from mola.errors import DataError, HeadError, OptionError
+from mola.heads import Head, find_head
+from mola.networks import call, undisturbed
+
+__all__ = ["Widened", "stack_inputs", "widen"]
+
+FIRST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Widened(NamedTuple):
+    """A trunk that takes K inputs side by side, and a last layer for each."""
+
+    trunk: nn.Module
+    """From stacked inputs (n, K * channels, ...) to features (n, P)."""
+    heads: list[nn.Linear]
+
+
+def stack_inputs(inputs: list[Tensor]) -> Tensor:
+    """K batches as one, side by side along the channels."""
+    return torch.cat(inputs, dim=1)
+
+
+def widen(network: nn.Module, members: int, example: Tensor, seed: int) -> Widened:
+    """Make the multi-input multi-output form of an architecture.
+
+    Args:
+        network: of your own; it becomes the trunk.
+        members: number of inputs and heads K.
+        example: a batch of inputs, to find the first and the last layer with.
+        seed: of the new weights.
+
+    Returns:
+        The trunk and the heads.
+
+    Raises:
+        OptionError: if the architecture cannot be widened.
+    """
+    with undisturbed(network):
+        head = find_head(network, example)
+        name, first = _first_layer(network, head, example)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        heads = [_drawn_head(head.layer, generator) for _ in range(members)]
+        wide = _widened_layer(first, members, generator)
+    _replace(network, first, wide)
+    _replace(network, head.layer, nn.Identity())
+    with undisturbed(network):
+        try:
+            features = call(network, stack_inputs([example] * members))
+        except (DataError, HeadError) as error:
+            message = _refusal(network, name, f"the widened network fails on stacked inputs: {error}")
+            raise OptionError(message) from error
+    if features.shape != (len(example), head.layer.in_features):
+        message = _refusal(network, name, f"the trunk gives shape {tuple(features.shape)} to heads of {heads[0]}.")
+        raise OptionError(message)
+    return Widened(network, heads)
+
+
+def _refusal(network: nn.Module, name: str, reason: str) -> str:
+    return (
+        f"{type(network).__name__} cannot be widened at its first layer {name!r}: {reason} MIMO stacks inputs along "
+        f"dimension 1, which the first layer must read as channels or features, and nothing before it may change."
+    )
+
+
+def _first_layer(network: nn.Module, head: Head, example: Tensor) -> tuple[str, nn.Module]:
+    """The first layer that runs, and its name.
+
+    Raises:
+        OptionError: if it cannot be widened.
+    """
+    ran: list[tuple[str, nn.Module]] = []
+    handles = [
+        module.register_forward_pre_hook(lambda module, _, name=name: ran.append((name, module)))
+        for name, module in network.named_modules()
+        if isinstance(module, FIRST_LAYERS) and module is not head.layer
+    ]
+    try:
+        call(network, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not ran:
+        message = (
+            f"{type(network).__name__} has no linear or convolutional layer before its head {head.name!r}, which the "
+            f"inputs could share: MIMO needs a trunk."
+        )
+        raise OptionError(message)
+    name, first = ran[0]
+    if getattr(first, "groups", 1) != 1:
+        message = _refusal(network, name, f"it is a grouped convolution ({first}).")
+        raise OptionError(message)
+    if parametrize.is_parametrized(first) or parametrize.is_parametrized(head.layer):
+        message = _refusal(network, name, "it, or the head, is parametrised (weight or spectral normalisation).")
+        raise OptionError(message)
+    return name, first
+
+
+def _resampled(entries: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
+    """A parameter whose entries are drawn with replacement from those of another."""
+    flat = entries.detach().flatten()
+    index = torch.randint(len(flat), shape, generator=generator, device="cpu").to(flat.device)
+    return nn.Parameter(flat[index])
+
+
+def _drawn_head(layer: nn.Linear, generator: torch.Generator) -> nn.Linear:
+    head = copy.deepcopy(layer)
+    head.weight = _resampled(layer.weight, tuple(layer.weight.shape), generator)
+    if layer.bias is not None:
+        head.bias = _resampled(layer.bias, tuple(layer.bias.shape), generator)
+    return head
+
+
+def _widened_layer(layer: nn.Module, members: int, generator: torch.Generator) -> nn.Module:
+    wide = copy.deepcopy(layer)
+    assert isinstance(layer.weight, Tensor)
+    outputs, inputs, *kernel = layer.weight.shape
+    wide.weight = _resampled(layer.weight, (outputs, members * inputs, *kernel), generator)
+    with torch.no_grad():
+        wide.weight.div_(members**0.5)
+    setattr(wide, "in_features" if isinstance(wide, nn.Linear) else "in_channels", members * inputs)
+    return wide
+
+
+def _replace(network: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, wherever it is registered."""
+    for parent in list(network.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
