@@ -80,7 +80,7 @@ def test_a_recipe_that_cannot_be_followed_is_refused(wrong):
         Recipe(**({"epochs": 1} | wrong))
 
 
-class Interrupted(Exception):
+class InterruptedHereError(Exception):
     pass
 
 
@@ -106,10 +106,10 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(optimiser, schedule, t
     def stop(epoch):
         epochs.append(epoch)
         if epoch in (2, 3):
-            raise Interrupted
+            raise InterruptedHereError
 
     for _ in range(2):
-        with pytest.raises(Interrupted):
+        with pytest.raises(InterruptedHereError):
             train(_build_noisy, data, recipe, seed=1, prepare=_noisy, checkpoint=checkpoint, on_epoch=stop)
             # The second time it is told of epoch 2, where it goes on, and stops there again.
         epochs.append(None)

@@ -15,7 +15,11 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line. What goes wrong on purpose is one line on stderr and exit code 1, not a traceback."""
+    """Run the command line. What goes wrong on purpose is one line on stderr and exit code 1, not a traceback.
+
+    Raises:
+        OSError: if the system gives no reason that could be told.
+    """
     warnings.showwarning = _show_warning
     try:
         from mola.cli import app

@@ -122,7 +122,10 @@ class LastLayer:
         """Fit on stored training activations and tune on stored validation activations."""
         train, validation = self._seen(context, "train"), self._seen(context, "validation")
         start = time.perf_counter()
-        posterior, chosen = self._posterior(train, validation, context.threshold)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", MolaWarning)  # kept in the record
+            posterior, chosen = self._posterior(train, validation, context.threshold)
+        chosen["notes"] = [str(one.message) for one in caught if issubclass(one.category, MolaWarning)]
         seconds = time.perf_counter() - start
         plain = self.structure is None and not self.temperature
         detect = _detectors(train, validation) if self.detectors and plain else {}
@@ -159,19 +162,17 @@ class LastLayer:
             train.heads, train.loader(), structure=self.structure, link=self.link, weights=weights, progress=False
         )
         rule = RULES[self.rule](threshold)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MolaWarning)  # kept in the notes
-            needs_data = self.rule != "evidence"
-            posterior = posterior.tune(validation.loader() if needs_data else None, rule, progress=False)
-            if self.weights == "stacking":
-                posterior = posterior.reweight(validation.loader(), progress=False)
+        needs_data = self.rule != "evidence"
+        posterior = posterior.tune(validation.loader() if needs_data else None, rule, progress=False)
+        if self.weights == "stacking":
+            posterior = posterior.reweight(validation.loader(), progress=False)
         chosen: dict[str, Any] = {
             "prior_precision": list(posterior.prior_precision),
             "weights": [float(weight) for weight in posterior.weights],
             "log_evidence": [float(value) for value in posterior.log_evidence()],
         }
         if posterior.tuning is not None:
-            chosen |= {"rule": posterior.tuning.rule, "notes": list(posterior.tuning.notes)}
+            chosen["rule"] = posterior.tuning.rule
         return posterior, chosen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -29,11 +30,13 @@ METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
 
 
 def evaluate_labelled(probs: Tensor, labels: Tensor, level: float) -> LabelledResult:
-    """Every metric of predictions of labelled data."""
+    """Every metric of predictions of labelled data; one that is not defined there is left out."""
+    values = {name: metric(probs, labels) for name, metric in METRICS.items()}
     return LabelledResult(
         level=level,
         count=len(labels),
-        metrics={name: metric(probs, labels) for name, metric in METRICS.items()},
+        # The legacy errors count nothing where every prediction is sure.
+        metrics={name: value for name, value in values.items() if not math.isnan(value)},
         reliability=metrics.bin_confidences(probs, labels).tolist(),
         histogram=_histogram(probs),
     )
