@@ -194,7 +194,7 @@ def _detectors(train: Seen, validation: Seen) -> dict[str, Callable[[Seen], Tens
     kinds: dict[str, Callable[[Tensor], Any]] = {
         "Mahalanobis": lambda features: Mahalanobis.fit(features, train.labels),
         "relative Mahalanobis": lambda features: Mahalanobis.fit(features, train.labels, relative=True),
-        "nearest neighbours": lambda features: NearestNeighbours.fit(features[::stride]),
+        "nearest neighbours": lambda features: NearestNeighbours.fit(features[::stride], k=min(50, len(train))),
     }
 
     def ensemble(fit: Callable[[Tensor], Any]) -> Callable[[Seen], Tensor]:

@@ -13,6 +13,7 @@ from mola.bench.suite import DataOptions, Role, Shift, Source, Suite, TrainingDa
 from mola.choices import one_of
 from mola.data.augment import flip_and_crop
 from mola.data.catalogue import DATASETS, has_images, load_images, split_validation
+from mola.data.cifar10_c import has_cifar10_c, load_cifar10_c
 from mola.data.corruptions import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
 from mola.data.digits import SIDE, load_digits
 from mola.data.images import Images
@@ -20,7 +21,7 @@ from mola.data.labelled import Labelled
 from mola.data.normalisation import normalisation
 from mola.data.outliers import natural_patches, uniform_noise
 from mola.data.rotation import rotate
-from mola.errors import warn
+from mola.errors import DataError, warn
 from mola.models.registry import build_network as build_registered
 from mola.training import RECIPES, Recipe
 
@@ -68,11 +69,35 @@ def _rotated(degrees: float, interpolation: str) -> Change:
 
 def corrupted(images: Images, severity: int, types: tuple[str, ...]) -> Images:
     """Every image corrupted once, the types dealt in turn: image i gets type i modulo their number."""
+
+    def generate(corruption: str, rows: slice) -> Images:
+        chosen = images.part(rows)
+        return Images(corrupt(chosen.pixels, corruption, severity, seed=CORRUPTION_SEED), chosen.labels)
+
+    return _dealt(images, types, generate)
+
+
+def _published(images: Images, severity: int, types: tuple[str, ...], options: DataOptions) -> Images:
+    """The same, from the published files; `images` are the first of the test set."""
+
+    def read(corruption: str, rows: slice) -> Images:
+        _, test = split_validation(load_cifar10_c(corruption, severity, options.directory))
+        return _limited(test, options.test).part(slice(0, len(images))).part(rows)
+
+    return _dealt(images, types, read)
+
+
+def _dealt(images: Images, types: tuple[str, ...], make: Callable[[str, slice], Images]) -> Images:
     pixels = images.pixels.clone()
-    for index, corruption in enumerate(types):
+    for index, corruption in enumerate(types[: len(images)]):
         rows = slice(index, None, len(types))
-        if len(pixels[rows]):
-            pixels[rows] = corrupt(images.pixels[rows], corruption, severity, seed=CORRUPTION_SEED)
+        made = make(corruption, rows)
+        if not torch.equal(made.labels, images.labels[rows]):
+            message = (
+                f"the labels of CIFAR-10-C's {corruption} are not those of the CIFAR-10 test set: fetch both again."
+            )
+            raise DataError(message)
+        pixels[rows] = made.pixels
     return Images(pixels, images.labels)
 
 
@@ -168,7 +193,13 @@ def _cifar10_sources(options: DataOptions) -> dict[str, Source]:
     types = CORRUPTION_SETS[one_of(options.corruptions, tuple(CORRUPTION_SETS), "corruptions")]
     test = _test_images("cifar10", options)
 
+    published = has_cifar10_c(types, options.directory)
+    origin = "CIFAR-10-C" if published else "CIFAR-10-C, generated,"
+    made_by = ("published",) if published else (CORRUPTION_SEED,)
+
     def change(severity: int) -> Change:
+        if published:
+            return lambda images: _published(images, severity, types, options)
         return lambda images: corrupted(images, severity, types)
 
     severities = {
@@ -176,11 +207,11 @@ def _cifar10_sources(options: DataOptions) -> dict[str, Source]:
             options,
             "cifar10",
             f"severity {severity}",
-            f"CIFAR-10-C at severity {severity}",
+            f"{origin} at severity {severity}",
             "shift",
             test,
             change=change(severity),
-            changed_by=("corruption", severity, list(types), CORRUPTION_SEED),
+            changed_by=("corruption", severity, list(types), *made_by),
             level=severity,
         )
         for severity in SEVERITIES
@@ -205,8 +236,8 @@ CIFAR10 = Suite(
     make_sources=_cifar10_sources,
     training_data=_training("cifar10", "cifar10", augment=True),
     notes=(
-        "CIFAR-10-C is generated from the published parameters: every test image is corrupted once at each severity, the "
-        "types dealt in turn. Frost is synthetic, since its photographs are not at hand.",
+        "At each severity every test image is corrupted once, the types dealt in turn. Without the published files in the data "
+        "directory the images are generated from the published parameters, frost with a synthetic texture.",
     ),
 )
 """The paper's CIFAR-10-C and CIFAR-10 against outliers. Its threshold of 0.94 is for networks of 94.8 %."""

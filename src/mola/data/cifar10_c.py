@@ -5,6 +5,7 @@ A corruption's file has the 10,000 test images five times, (50000, 32, 32, 3), f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from mola.data.images import Images
 from mola.data.layout import Archive
 from mola.errors import DataError, OptionError
 
-__all__ = ["load_cifar10_c"]
+__all__ = ["has_cifar10_c", "load_cifar10_c"]
 
 FOLDER = "CIFAR-10-C"
 PLACES = (FOLDER, "cifar10-c", "cifar-10-c", "")
@@ -81,6 +82,12 @@ def load_cifar10_c(
     rows = slice((severity - 1) * count, severity * count)
     chosen = np.ascontiguousarray(pixels[rows].transpose(0, 3, 1, 2))
     return Images(torch.from_numpy(chosen), torch.from_numpy(labels[rows].astype(np.int64)))
+
+
+def has_cifar10_c(corruptions: Sequence[str], directory: Path | str | None = None) -> bool:
+    """Whether the published files of all these corruptions are in the data directory."""
+    root = data_directory(directory)
+    return all(_folder(root, corruption) is not None for corruption in corruptions)
 
 
 def _folder(root: Path, corruption: str) -> Path | None:
