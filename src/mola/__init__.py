@@ -1,5 +1,6 @@
 """Mixtures of Laplace approximations: honest confidence for trained PyTorch classifiers, after the fact."""
 
+from mola.baselines.dropout import McDropout as McDropout
 from mola.baselines.mimo import Mimo as Mimo
 from mola.baselines.mimo_mola import mimo_mola as mimo_mola
 from mola.baselines.multi_swag import multi_swag as multi_swag

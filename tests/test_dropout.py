@@ -1,0 +1,115 @@
+"""Monte Carlo dropout: against the sum over all masks, and without a trace on the network."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from tests.conftest import make_problem
+
+
+def network(p=0.4, width=3):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(p), nn.Linear(width, 4))
+
+
+def test_it_is_the_sum_over_all_masks():
+    """Three hidden units have eight masks: the exact average, within standard errors of the draws."""
+    inputs, model, p, samples = make_problem().inputs, network(0.4), 0.4, 800
+    exact = torch.zeros(len(inputs), 4)
+    squares = torch.zeros_like(exact)
+    with torch.no_grad():
+        hidden = model.eval()[:3](inputs)
+        for mask in itertools.product((0.0, 1.0), repeat=3):
+            chance = (1 - p) ** sum(mask) * p ** (3 - sum(mask))
+            probs = model[4](hidden * torch.tensor(mask) / (1 - p)).softmax(-1)
+            exact += chance * probs
+            squares += chance * probs**2
+    error = ((squares - exact**2) / samples).sqrt()
+    found = mola.McDropout(model, samples)(inputs)
+    assert float(((found - exact) / error).abs().max()) < 5
+    assert float(((found - exact) / error).abs().mean()) > 0.1  # and the draws are draws
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.3), nn.Dropout2d(0.3), nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)], ids=str
+)
+def test_each_kind_of_layer_drops_as_torchs_own(layer):
+    """Mean and variance over draws of what comes out, against the layer itself in train mode."""
+    model = nn.Sequential(nn.Unflatten(1, (3, 2, 1)), layer, nn.Flatten(), nn.Linear(6, 2, bias=False))
+    seen = []
+    model[3].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    inputs, samples = torch.randn(1, 6), 400
+    mola.McDropout(model, samples)(inputs)
+    ours = torch.cat(seen)
+    theirs = layer.train()(inputs.view(1, 3, 2, 1).expand(samples, -1, -1, -1)).flatten(1)
+    for power in (1, 2):
+        first, second = ours**power, theirs**power
+        error = ((first.var(0) + second.var(0)) / samples).sqrt()
+        assert float(((first.mean(0) - second.mean(0)) / error).abs().max()) < 5
+    whole = (ours.view(samples, 3, 2) == ours.view(samples, 3, 2)[:1]).all(0)
+    pairs = torch.corrcoef(ours[:, :2].T)[0, 1].abs()
+    assert (float(pairs) > 0.99) == isinstance(layer, (nn.Dropout2d, nn.FeatureAlphaDropout))
+    assert not bool(whole.any())
+
+
+def test_seeds_reproduce_and_batches_do_not_matter():
+    inputs, model = make_problem().inputs, network(width=20)
+    predictor = mola.McDropout(model, 7, seed=3)
+    expected = predictor(inputs)
+    assert torch.equal(expected, mola.McDropout(model, 7, seed=3)(inputs))
+    assert not torch.equal(expected, mola.McDropout(model, 7, seed=4)(inputs))
+    torch.manual_seed(99)
+    assert torch.equal(expected, predictor(inputs))
+    torch.testing.assert_close(predictor.predict([(part,) for part in inputs.split(3)]).probs, expected)
+    torch.testing.assert_close(predictor(inputs.flip(0)).flip(0), expected)
+    first, again = (predictor(inputs, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, expected)
+    members = torch.stack([member(inputs) for member in predictor.predictors])
+    torch.testing.assert_close(members.mean(0), expected)
+    said = predictor.predict(inputs)
+    within = torch.special.entr(members).sum(-1).mean(0)
+    torch.testing.assert_close(said.mutual_information, torch.special.entr(expected).sum(1) - within)
+
+
+def test_the_network_is_untouched_and_batchnorm_stays_in_eval_mode():
+    inputs, model = make_problem().inputs, network()
+    model[1].train()
+    before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
+    predictor = mola.McDropout(model, 5).eval()
+    predictor.predict(inputs)
+    assert model.training
+    assert model[3].training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert not model[3]._forward_hooks
+    with pytest.raises(mola.DataError, match="failed on inputs"):
+        predictor(inputs[:, :2])
+    assert not model[3]._forward_hooks
+    # Eval mode of BatchNorm: a row's prediction does not depend on the other rows.
+    torch.testing.assert_close(predictor(inputs[:1]), predictor(inputs)[:1])
+
+
+def test_files(tmp_path):
+    inputs, model = make_problem().inputs, network()
+    predictor = mola.McDropout(model, 5, seed=2)
+    predictor.save(tmp_path)
+    assert torch.equal(mola.McDropout.load(tmp_path, model)(inputs), predictor(inputs))
+    with pytest.raises(mola.StorageError, match="not the network that was saved"):
+        mola.McDropout.load(tmp_path, network(width=4))
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(mola.OptionError, match="no dropout layer"):
+        mola.McDropout(make_problem().network)
+    with pytest.raises(mola.OptionError, match="no dropout layer with a probability above 0"):
+        mola.McDropout(network(p=0.0))
+    with pytest.raises(mola.OptionError, match="samples must be"):
+        mola.McDropout(network(), 0)
+    with pytest.raises(mola.OptionError, match="seed must be"):
+        mola.McDropout(network(), 3, seed=-1)
