@@ -55,6 +55,64 @@ def test_every_network_sees_every_batch_in_order(networks):
             torch.testing.assert_close(torch.cat([seen[index].logits for seen, _ in got]), network(X))
 
 
+@pytest.mark.parametrize("rows", [2, 7, 12, 1000])
+def test_gathered_batches_are_the_same_data_in_the_same_order(rows, networks):
+    plain, gathered = list(read(networks, LOADER)), list(read(networks, LOADER, rows=rows))
+    sizes = [len(labels) for _, labels in gathered]
+    assert len(sizes) < len(SIZES) or rows == 2
+    assert all(size <= rows or size in SIZES for size in sizes)
+    assert torch.equal(torch.cat([labels for _, labels in gathered]), Y)
+    for index in range(len(networks)):
+        for name in ("features", "logits"):
+            first, second = (torch.cat([getattr(seen[index], name) for seen, _ in some]) for some in (plain, gathered))
+            assert torch.equal(first, second)
+
+
+class Recycles(nn.Module):
+    """Writes its features and its logits into the same memory in every pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 4).double(), nn.Linear(4, 3).double()
+        self.memory = torch.empty(1000, 4)
+
+    def forward(self, inputs):
+        features = torch.relu(self.body(inputs))
+        kept = self.memory[: len(inputs)]
+        kept.copy_(features)
+        return self.head(kept)
+
+
+def test_memory_that_is_used_again_for_the_next_batch_is_no_matter():
+    def recycled():
+        inputs, labels = torch.empty(8, 5), torch.empty(8, dtype=torch.int64)
+        for x, y in LOADER:
+            yield inputs[: len(x)].copy_(x), labels[: len(y)].copy_(y)
+
+    torch.manual_seed(0)
+    network = Recycles()
+    together = mola.fit(network, [(X, Y)]).components[0].curvature.factors
+    factors = mola.fit(network, recycled()).components[0].curvature.factors
+    torch.testing.assert_close(factors.gram, together.gram, rtol=1e-12, atol=0)
+    torch.testing.assert_close(factors.output, together.output, rtol=1e-12, atol=1e-15)
+    assert factors.log_likelihood == pytest.approx(together.log_likelihood, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (lambda x, y: (x * torch.inf, y), r"batch 2 of the training loader, models\[0\]: features are NaN or infinite"),
+        (lambda x, y: (x, y + 2), r"batch 2 of the training loader: labels must lie in"),
+        (lambda x, y: (x, y == 0), r"batch 2 of the training loader: expected class indices of an integer type"),
+        (lambda x, y: (x, y[:-1]), r"batch 2 of the training loader: expected 8 class indices"),
+    ],
+)
+def test_the_batch_that_is_to_blame_is_named_among_those_gathered(bad, says, networks):
+    loader = [bad(x, y) if index == 2 else (x, y) for index, (x, y) in enumerate(LOADER)]
+    with unchanged(*networks), pytest.raises(DataError, match=says):
+        mola.fit(networks, loader)
+
+
 class Once:
     """An iterable that may be read once, and counts what was taken."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from mola import archive, storage
 from mola.component import Component, Curvature, per_component
 from mola.errors import OptionError
-from mola.features import Features, batch_count, find_heads, peek, stream
+from mola.features import Features, batch_count, first_passes, peek, stream
 from mola.heads import Head
-from mola.laplace import Factors, Structure, as_structure, check_precision
+from mola.laplace import Structure, as_structure, check_precision
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.links import Link, as_link
 from mola.networks import as_batch, undisturbed
@@ -80,10 +80,17 @@ def fit(
     # Sums made in inference mode could not be differentiated by mola.Evidence later.
     with torch.inference_mode(False), undisturbed(*networks):
         first, batches = peek(train_loader, "the training loader")
-        heads = find_heads(networks, names, as_batch(first, "batch 0 of the training loader").inputs)
+        heads, seen = first_passes(networks, names, as_batch(first, "batch 0 of the training loader").inputs)
         chosen_structure.check_size([one.width for one in heads], heads[0].classes)
         curvatures = _curvatures(
-            networks, heads, batches, chosen_structure, CATEGORICAL, total=batch_count(train_loader), progress=progress
+            networks,
+            heads,
+            batches,
+            chosen_structure,
+            CATEGORICAL,
+            first=seen,
+            total=batch_count(train_loader),
+            progress=progress,
         )
     components = [
         Component(network, one, curvature, precision)
@@ -100,67 +107,43 @@ def _curvatures(
     structure: Structure,
     likelihood: Likelihood,
     *,
+    first: Sequence[Features],
     total: int | None,
     progress: bool,
 ) -> list[Curvature]:
-    sums = [_Sums(head, structure, likelihood) for head in heads]
+    totals: list[Any] = [None] * len(heads)
+    rows = structure.rows(max(head.width for head in heads))
     for seen, labels in stream(
-        networks, heads, batches, where="training loader", progress=progress, total=total, likelihood=likelihood
+        networks,
+        heads,
+        batches,
+        where="training loader",
+        progress=progress,
+        total=total,
+        likelihood=likelihood,
+        rows=rows or 1,
+        first=first,
     ):
-        for one, features in zip(sums, seen, strict=True):
-            one.add(features, labels)
+        for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
+            for features, logits, some in _portions(head, one, labels, rows):
+                score = None if some is None else float(likelihood.log_likelihood(logits, some).sum())
+                sums = structure.sums(features, likelihood.curvature(logits), score)
+                totals[index] = structure.merge(totals[index], sums)
     return [
-        Curvature(structure, one.finish().cpu(), head.weights(), likelihood)
-        for head, one in zip(heads, sums, strict=True)
+        Curvature(structure, total.cpu(), head.weights(), likelihood) for head, total in zip(heads, totals, strict=True)
     ]
 
 
-class _Sums:
-    """One network's factors, growing as batches come.
-
-    Small batches are gathered until there are as many rows as the structure asks for: the products cost the same, and what
-    each sum costs besides is paid more rarely.
-    """
-
-    def __init__(self, head: Head, structure: Structure, likelihood: Likelihood) -> None:
-        self.head, self.structure, self.likelihood = head, structure, likelihood
-        self.total: Any = None
-        self.waiting: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        self.rows = 0
-
-    def add(self, seen: Features, labels: Tensor | None) -> None:
-        """Take one more batch."""
-        self.waiting.append((seen.features, seen.logits, labels))
-        self.rows += len(seen.logits)
-        if self.rows >= self.structure.rows:
-            self._sum()
-
-    def finish(self) -> Factors:
-        """The factors of all batches."""
-        if self.waiting:
-            self._sum()
-        factors: Factors = self.total
-        return factors
-
-    def _sum(self) -> None:
-        features = self.head.lift(_exact(_joined([part[0] for part in self.waiting])))
-        logits = _exact(_joined([part[1] for part in self.waiting]))
-        labels = [part[2] for part in self.waiting if part[2] is not None]
-        score = None
-        if labels:
-            score = float(self.likelihood.log_likelihood(logits, _joined(labels).to(logits.device)).sum())
-        batch = self.structure.sums(features, self.likelihood.curvature(logits), score)
-        self.total = self.structure.merge(self.total, batch)
-        self.waiting, self.rows = [], 0
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _exact(values: Tensor) -> Tensor:
-    """In float64, on the CPU where the device has no float64."""
-    return values.to("cpu" if values.device.type == "mps" else values.device).double()
+def _portions(
+    head: Head, seen: Features, labels: Tensor | None, rows: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Features with the constant 1, logits and labels, in float64 and at most `rows` at a time: a batch may be large."""
+    # On the CPU where the device has no float64.
+    device = "cpu" if seen.logits.device.type == "mps" else seen.logits.device
+    for start in range(0, len(seen.logits), rows or len(seen.logits)):
+        part = slice(start, None if rows is None else start + rows)
+        features, logits = seen.features[part].to(device), seen.logits[part].to(device)
+        yield head.lift(features, torch.float64), logits.double(), None if labels is None else labels[part].to(device)
 
 
 def ensemble(

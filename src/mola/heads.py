@@ -17,7 +17,7 @@ from torch.nn import functional
 from mola.errors import HeadError
 from mola.networks import Inputs, call
 
-__all__ = ["Head", "check_logits", "find_head", "head_by_name", "layer_input", "same_tensor"]
+__all__ = ["Head", "LayerCall", "check_logits", "find_head", "first_pass", "head_by_name"]
 
 
 @dataclass(frozen=True)
@@ -53,33 +53,67 @@ class Head:
                 return weight
             return torch.cat([weight, self.layer.bias.detach().to("cpu", torch.float64)[:, None]], dim=1)
 
-    def lift(self, features: Tensor) -> Tensor:
-        """Features (n, P) of the bias trick: a column of ones joins where the layer has a bias."""
+    def lift(self, features: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Features (n, P) of the bias trick, in another precision if asked for: a column of ones joins the layer's input."""
         if not self.has_bias:
-            return features
-        # Not functional.pad: it took ten times as long.
-        return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1)
+            return features.to(dtype or features.dtype)
+        # Not functional.pad: it took ten times as long. torch.cat converts in passing.
+        return torch.cat([features, features.new_ones(features.shape[0], 1, dtype=dtype or features.dtype)], dim=1)
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One call of a linear layer during the watched pass."""
+class LayerCall:
+    """One call of a linear layer during a watched pass."""
+
+    features: Tensor
+    output: Tensor
+    versions: tuple[int, int]
+    """How often both had been written in place when the layer was done."""
+
+    @staticmethod
+    def of(arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: Tensor) -> LayerCall:
+        """What a hook saw; the input comes by position or by name."""
+        features = arguments[0] if arguments else keywords["input"]
+        return LayerCall(features, output, (_version(features), _version(output)))
+
+    def gave(self, logits: Tensor) -> bool:
+        """Whether these logits are this call's output."""
+        return self.output is logits or (not torch.compiler.is_compiling() and same_tensor(self.output, logits))
+
+    def check_untouched(self, name: str) -> None:
+        """Refuse a network that wrote into its head's input or output afterwards.
+
+        Args:
+            name: of the head, for the message.
+
+        Raises:
+            HeadError: if it did.
+        """
+        if (_version(self.features), _version(self.output)) != self.versions:
+            message = (
+                f"the network overwrites the input or the output of its head {name!r} in place. Pass a network that "
+                f"returns the plain output of {name!r}."
+            )
+            raise HeadError(message)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written in place; tensors of inference mode, and of a trace, do not count."""
+    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True)
+class _Call(LayerCall):
+    """A call of a layer that may turn out to be the head."""
 
     name: str
     layer: nn.Linear
-    features: Tensor
-    output: Tensor
 
     def recomputed(self) -> Tensor:
         """Weight times input plus bias, in float32 or better: the network may mix precisions."""
         dtype = torch.promote_types(self.layer.weight.dtype, torch.float32)
         bias = None if self.layer.bias is None else self.layer.bias.detach().to(dtype)
         return functional.linear(self.features.to(dtype), self.layer.weight.detach().to(dtype), bias)
-
-
-def layer_input(arguments: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Tensor:
-    """What a linear layer was called on, by position or by name."""
-    return arguments[0] if arguments else keywords["input"]
 
 
 def same_tensor(first: Tensor, second: Tensor) -> bool:
@@ -93,7 +127,12 @@ def same_tensor(first: Tensor, second: Tensor) -> bool:
 
 
 def find_head(network: nn.Module, inputs: Inputs, name: str | None = None) -> Head:
-    """Watch one forward pass and return the layer whose output is the network's output.
+    """The layer whose output is the network's output; see `first_pass`."""
+    return first_pass(network, inputs, name)[0]
+
+
+def first_pass(network: nn.Module, inputs: Inputs, name: str | None = None) -> tuple[Head, Tensor, Tensor]:
+    """Watch one forward pass and find the layer whose output is the network's output.
 
     Call it inside `undisturbed(network)`.
 
@@ -103,7 +142,7 @@ def find_head(network: nn.Module, inputs: Inputs, name: str | None = None) -> He
         name: dotted name of the layer that must be the head, to insist on one.
 
     Returns:
-        The head.
+        The head, and what this pass gave: the head's input (n, P) and output (n, C).
 
     Raises:
         HeadError: if there is no such layer.
@@ -111,16 +150,26 @@ def find_head(network: nn.Module, inputs: Inputs, name: str | None = None) -> He
     expected = None if name is None else head_by_name(network, name).layer
     calls, ran, logits = _watch(network, inputs)
     check_logits(logits, ran)
-    matches = [seen for seen in calls if same_tensor(seen.output, logits)]
+    matches = [seen for seen in calls if seen.gave(logits)]
     if not matches:
         raise HeadError(_explain(network, logits, calls, ran))
     found = matches[-1]
+    _check_linear(found, logits)
+    return _insist(found, expected, name), found.features, logits
+
+
+def _check_linear(found: _Call, logits: Tensor) -> None:
+    """Refuse logits that are not what the layer makes of its input.
+
+    Raises:
+        HeadError: if they are not.
+    """
     recomputed = found.recomputed().to(logits.dtype)
+    if not bool(torch.isfinite(logits).all()) or not bool(torch.isfinite(recomputed).all()):
+        return  # not a question of structure: the pass over the data names the batch
     # Loose: only a network that overwrites its logits in place, or a layer that is more than W x + b, is this far off.
     tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 5e-2
     scale = float(recomputed.abs().max()) or 1.0
-    if not bool(torch.isfinite(logits).all()) or not bool(torch.isfinite(recomputed).all()):
-        return _insist(found, expected, name)  # not a question of structure: the pass over the data names the batch
     if float((recomputed - logits).abs().max()) > tolerance * scale:
         message = (
             f"the network's output lies in the memory of layer {found.name!r} but is not its weight times its input plus "
@@ -128,7 +177,7 @@ def find_head(network: nn.Module, inputs: Inputs, name: str | None = None) -> He
             f"Pass a network that returns the plain output of {found.name!r}."
         )
         raise HeadError(message)
-    return _insist(found, expected, name)
+    found.check_untouched(found.name)
 
 
 def _insist(found: _Call, expected: nn.Linear | None, name: str | None) -> Head:
@@ -183,7 +232,8 @@ def _watch(network: nn.Module, inputs: Inputs) -> tuple[list[_Call], list[tuple[
                 ran.append((name, output.shape))
                 # Only matrices are kept: hidden states of a transformer (3-d) cannot be the logits and would fill memory.
                 if output.dim() == 2:
-                    calls.append(_Call(name, layer, layer_input(arguments, keywords), output))
+                    seen = LayerCall.of(arguments, keywords, output)
+                    calls.append(_Call(seen.features, output, seen.versions, name, layer))
 
         return hook
 

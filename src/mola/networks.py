@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mola.errors import DataError, HeadError, MolaError
 
-__all__ = ["Batch", "Inputs", "as_batch", "call", "undisturbed", "without_autocast"]
+__all__ = ["Batch", "Inputs", "as_batch", "call", "device_of", "undisturbed", "without_autocast"]
 
 Inputs = Any
 """A tensor, a tuple of them (positional arguments), or a mapping of them (keyword arguments)."""
@@ -28,8 +28,7 @@ Inputs = Any
 LABELS = "labels"
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Inputs of a network and, where the loader has them, labels."""
 
     inputs: Inputs
@@ -50,13 +49,15 @@ def as_batch(raw: Any, where: str) -> Batch:
         DataError: if the batch has none of these forms, or size 0.
     """
     batch = _split(raw, where)
-    if any(tensor.dim() > 0 and len(tensor) == 0 for tensor in _tensors(batch.inputs)):
+    if _has_empty(batch.inputs):
         message = f"{where} is empty: its inputs have size 0. Remove empty batches from the loader."
         raise DataError(message)
     return batch
 
 
 def _split(raw: Any, where: str) -> Batch:
+    if isinstance(raw, (tuple, list)) and len(raw) == 2:  # the commonest first: this is paid at every batch
+        return Batch(raw[0], _as_labels(raw[1], where))
     if isinstance(raw, Tensor):
         return Batch(raw, None)
     if isinstance(raw, Mapping):
@@ -85,18 +86,19 @@ def _as_labels(labels: Any, where: str) -> Tensor | None:
         raise DataError(message) from error
 
 
-def _tensors(inputs: Inputs) -> Iterator[Tensor]:
+def _has_empty(inputs: Inputs) -> bool:
+    """Whether a tensor of size 0 is among the inputs."""
     if isinstance(inputs, Tensor):
-        yield inputs
-    elif isinstance(inputs, (Mapping, tuple, list)):
-        for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
-            yield from _tensors(value)
+        return inputs.dim() > 0 and len(inputs) == 0
+    if isinstance(inputs, (Mapping, tuple, list)):
+        return any(_has_empty(value) for value in (inputs.values() if isinstance(inputs, Mapping) else inputs))
+    return False
 
 
 def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     """Inputs with every tensor inside them on `device`."""
     if isinstance(inputs, Tensor):
-        return inputs.to(device, non_blocking=True)
+        return inputs if inputs.device == device else inputs.to(device, non_blocking=True)
     if isinstance(inputs, Mapping):
         return {key: to_device(value, device) for key, value in inputs.items()}
     if isinstance(inputs, (tuple, list)):
@@ -105,7 +107,12 @@ def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     return inputs
 
 
-def call(network: nn.Module, inputs: Inputs) -> Tensor:
+def device_of(network: nn.Module) -> torch.device | None:
+    """Where a network's first parameter or buffer is; None if it has none."""
+    return next((tensor.device for tensor in chain(network.parameters(), network.buffers())), None)
+
+
+def call(network: nn.Module, inputs: Inputs, device: torch.device | None = None) -> Tensor:
     """Logits (n, C) of one forward pass without gradients, on the network's own device.
 
     `no_grad` rather than `inference_mode`: a network that caches a tensor during the pass must still train afterwards.
@@ -113,6 +120,7 @@ def call(network: nn.Module, inputs: Inputs) -> Tensor:
     Args:
         network: any module that returns logits, or an object or mapping with `logits`.
         inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        device: the network's, where it is known: many calls need not look for it.
 
     Returns:
         The very tensor of logits that the network returned.
@@ -122,7 +130,7 @@ def call(network: nn.Module, inputs: Inputs) -> Tensor:
         MolaError: as raised inside.
         OutOfMemoryError: as raised inside.
     """
-    device = next((tensor.device for tensor in chain(network.parameters(), network.buffers())), None)
+    device = device or device_of(network)
     if device is not None:
         inputs = to_device(inputs, device)
     try:
@@ -139,6 +147,8 @@ def call(network: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def _run(network: nn.Module, inputs: Inputs) -> Any:
+    if isinstance(inputs, Tensor):
+        return network(inputs)
     if isinstance(inputs, Mapping):
         inputs = {key: value for key, value in inputs.items() if key != LABELS}
         return network(**inputs) if _takes_keywords(network, inputs) else network(inputs)
@@ -165,9 +175,11 @@ def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 
 def _logits_of(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
     if isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
-    elif not isinstance(output, Tensor) and hasattr(output, "logits"):
+    elif hasattr(output, "logits"):
         output = output.logits
     if not isinstance(output, Tensor):
         message = (

@@ -34,8 +34,9 @@ __all__ = [
     "mahalanobis_weights",
 ]
 
-GATHERED = 1024
-"""Rows that are summed together, where batches are smaller."""
+GATHERED = (256, 4096, 2**19)
+"""Rows that are summed together: least, most, and how many numbers they may have. Many, because each sum costs something
+besides its products; not too many, because they wait in memory."""
 
 OUTLIER_RIDGE = 1e-10
 """Ridge of the feature covariance in the outlier score, relative to its largest eigenvalue: the outlier score's own,
@@ -100,10 +101,10 @@ class Structure(ABC):
 
     name: str
 
-    @property
-    def rows(self) -> int:
-        """Rows gathered from the batches, at least, before `sums` is called; 1 takes each batch as it comes."""
-        return GATHERED
+    def rows(self, features: int) -> int | None:
+        """Rows of P features that are summed at once: smaller batches are gathered, larger ones divided. None: batch by batch."""
+        least, most, numbers = GATHERED
+        return max(least, min(most, numbers // features))
 
     @abstractmethod
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Factors:

@@ -97,10 +97,9 @@ class Kron(Structure):
         kind = KronFactors if self.running_average is None else RunningKronFactors
         return kind(len(features), log_likelihood, output_sum(curvature), features.T @ features)
 
-    @property
-    def rows(self) -> int:
-        """All that come, or a batch at a time where the average runs over batches."""
-        return super().rows if self.running_average is None else 1
+    def rows(self, features: int) -> int | None:
+        """Many, or a batch at a time where the average runs over batches."""
+        return super().rows(features) if self.running_average is None else None
 
     def merge(self, total: Any, batch: Any) -> Any:
         """Add the batch, or move the running average towards it."""
