@@ -24,6 +24,7 @@ from mola.report.estimate import Estimate
 from mola.report.formats import as_latex, as_markdown, escape_latex, latex_document
 from mola.report.suites.contents import suite_figures, suite_tables
 from mola.report.suites.page import SuiteReport, render_page
+from mola.report.suites.palette import crossed_strokes, strokes
 from mola.report.suites.quantities import at_level, shifted
 from mola.report.suites.words import findings, lead
 from mola.report.suites.writing import read_suites, write_report
@@ -430,6 +431,19 @@ def test_a_figure_cut_short_is_drawn_again(written, suite, monkeypatch):
     write_report([suite], written)
     assert drawn == ["mnist-rules"]
     assert path.read_text() == whole
+
+
+def test_methods_can_be_told_apart_by_their_lines():
+    kinds = {f"{one} {two}": (one, two) for one in ("diag", "kron", "full") for two in ("mc", "probit", "bridge")}
+    crossed = crossed_strokes(kinds)
+    assert len({str(stroke) for stroke in crossed.values()}) == 9
+    for method, (one, two) in kinds.items():
+        assert crossed[method]["color"] == crossed[f"{one} mc"]["color"]
+        assert crossed[method]["linestyle"] == crossed[f"diag {two}"]["linestyle"]
+    plain = strokes([*QUALITY, "SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA", "one", "two", "three", "four", "five"])
+    assert len({str(stroke) for stroke in plain.values()}) == len(plain)
+    many = strokes([f"method {index}" for index in range(40)])
+    assert len({str(stroke) for stroke in many.values()}) == 40
 
 
 # --- what may be missing --------------------------------------------------------------------------------------------

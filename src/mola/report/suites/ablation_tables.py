@@ -16,6 +16,7 @@ __all__ = ["GROUP_TITLES", "ablation_groups", "ablation_table", "settings_table"
 
 GROUP_TITLES = {
     "variants": "LLLA: structure and link",
+    "structures": "MoLA: structure and rule",
     "components": "Number of components",
     "rules": "Rules for the prior precision",
     "weights": "Weights of the mixture",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mola.bench.record import Record
 
-__all__ = ["disagreements"]
+__all__ = ["disagreements", "listed"]
 
 OWN_WEIGHTS = ("SWAG", "MIMO")
 """Methods with these words in their names bring weights of their own."""
@@ -42,7 +42,7 @@ def _data(records: Sequence[Record]) -> list[str]:
             if len(by_checksum) > 1:
                 odd = sorted(by_checksum.values(), key=len)[0]
                 words.append(
-                    f"Run {run}: {_listed(odd)} saw other data than the rest in the set {name!r} (checksums differ). "
+                    f"Run {run}: {listed(odd)} saw other data than the rest in the set {name!r} (checksums differ). "
                     f"Their numbers cannot be compared: run the suite again for all methods."
                 )
     return words
@@ -62,7 +62,7 @@ def _networks(records: Sequence[Record]) -> list[str]:
         odd = [record.method for record in same if not set(record.networks) <= set(reference.networks)]
         if odd:
             words.append(
-                f"Run {run}: {_listed(odd)} used networks that {reference.method} did not (checksums differ). "
+                f"Run {run}: {listed(odd)} used networks that {reference.method} did not (checksums differ). "
                 f"Differences between them are not due to the methods alone."
             )
     return words
@@ -97,10 +97,11 @@ def _sets(records: Sequence[Record]) -> list[str]:
         for (method, run), found in sets.items():
             if found != every:
                 lacking.setdefault(", ".join(sorted(every - found)), []).append(f"{method} (run {run})")
-        words += [f"{_listed(who)}: not evaluated on {what}." for what, who in lacking.items()]
+        words += [f"{listed(who)}: not evaluated on {what}." for what, who in lacking.items()]
     return words
 
 
-def _listed(names: Sequence[str], most: int = 6) -> str:
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """The first few names, and how many more."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

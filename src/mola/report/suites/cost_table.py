@@ -38,7 +38,7 @@ def cost_table(suite: SuiteResults) -> Table | None:
                 _ratio(paper_numbers.COST, method, base, index),
             ]
         values[method] = row
-    told = ", ".join(f"{key} {value}" for key, value in suite.cost_document["settings"].items())
+    told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in suite.cost_document["settings"].items())
     caption = (
         f"Measured in one run{f' ({told})' if told else ''}. Columns with a \N{MULTIPLICATION SIGN}: times that of {BASE} "
         f"(fitting: of {FIT_BASE}, since {BASE} fits nothing). Columns that begin with 'paper': the same ratios in the paper's "

@@ -10,7 +10,7 @@ from typing import Any
 from mola.bench.record import Record
 from mola.report.estimate import Estimate
 from mola.report.style import Axes, Figure, Shape, canvas, quiet_axes
-from mola.report.suites.palette import strokes
+from mola.report.suites.palette import crossed_strokes, strokes
 from mola.report.suites.quantities import (
     Quantity,
     at_level,
@@ -46,7 +46,7 @@ def _against_level(
     columns = min(3, len(metrics)) if shape.wide else 1
     rows = -(-len(metrics) // columns)
     figure, panels = canvas(shape, rows, columns, 2.75 if shape.wide else 2.5)
-    drawn = strokes(methods)
+    drawn = _strokes(methods)
     for panel, metric in zip(panels, metrics, strict=False):
         quiet_axes(panel)
         for method, records in methods.items():
@@ -59,6 +59,20 @@ def _against_level(
             panel.set_ylim(bottom=0)
     _shared_legend(figure, panels, len(metrics), shape)
     return figure
+
+
+def _strokes(methods: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, Any]]:
+    """Colours for structures and patterns for links or rules, where methods differ in both."""
+    for other in ("link", "rule"):
+        kinds = {
+            method: (str(records[0].settings.get("structure")), str(records[0].settings.get(other)))
+            for method, records in methods.items()
+        }
+        if len(set(kinds.values())) == len(kinds) and all(
+            len(set(kind)) > 1 for kind in zip(*kinds.values(), strict=True)
+        ):
+            return crossed_strokes(kinds)
+    return strokes(methods)
 
 
 def _curve(panel: Axes, points: Sequence[tuple[float, Estimate | None]], label: str, stroke: Mapping[str, Any]) -> None:
@@ -97,7 +111,7 @@ def component_sweep(suite: SuiteResults) -> Sweep:
     """Records by family ("DE", "MoLA") and number of components."""
     families: Sweep = {}
     for method, records in suite.groups.get("components", {}).items():
-        count = records[0].settings.get("components")
+        count = records[0].settings.get("components", len(records[0].networks))
         if isinstance(count, int) and not isinstance(count, bool):
             family = re.sub(r"\s*\bK\s*=\s*\d+", "", method).strip() or method
             families.setdefault(family, {})[count] = records

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from mola.bench.record import Record
 from mola.report.figures import Drawn
 from mola.report.markup import document, inline_svg, table_markup
 from mola.report.suites.ablation_tables import ablation_groups
+from mola.report.suites.agreement import listed
 from mola.report.suites.palette import strokes
 from mola.report.suites.reading import SuiteResults
 from mola.report.suites.tables import METRIC_NAMES
@@ -176,13 +178,7 @@ def _figure(report: SuiteReport, name: str) -> str:
 def _small_print(suite: SuiteResults) -> str:
     records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
     sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
-    remarks = [f"Data: {sets}.", *suite.notes]
-    for record in records:
-        notes = record.chosen.get("notes", [])
-        for note in [notes] if isinstance(notes, str) else notes:
-            remark = f"{record.method}: {note}"
-            if remark not in remarks:
-                remarks.append(remark)
+    remarks = [f"Data: {sets}.", *suite.notes, *_tuning_notes(records)]
     environment = _environment(record.environment for record in records)
     if environment:
         remarks.append(f"Environment: {environment}.")
@@ -193,6 +189,18 @@ def _small_print(suite: SuiteResults) -> str:
     remarks.append(f"{len(records)} records; {seconds:.0f} seconds to fit, tune and predict from stored activations.")
     listed = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
     return f'<h3>Small print</h3><ul class="small">{listed}</ul>'
+
+
+def _tuning_notes(records: Iterable[Record]) -> list[str]:
+    """What tuning remarked, each remark once, with the methods that it is about."""
+    about: dict[str, list[str]] = {}
+    for record in records:
+        notes = record.chosen.get("notes", [])
+        for note in [notes] if isinstance(notes, str) else notes:
+            methods = about.setdefault(str(note), [])
+            if record.method not in methods:
+                methods.append(record.method)
+    return [f"{listed(methods)}: {note}" for note, methods in about.items()]
 
 
 def _environment(environments: Iterable[Mapping[str, Any]]) -> str:

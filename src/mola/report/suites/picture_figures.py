@@ -49,7 +49,8 @@ def draw_examples(suite: SuiteResults, shape: Shape) -> Figure:
         panel.set_axis_off()
         panel.set_title(suite.sets[name].title, fontsize=9)
     handles = [Patch(facecolor=(drawn[method]["color"], strength(drawn[method])), label=method) for method in methods]
-    handles.append(Patch(facecolor="none", edgecolor=INK, label="wrong class"))
+    if any(suite.pictures[name].labels is not None for name in sets):
+        handles.append(Patch(facecolor="none", edgecolor=INK, label="hollow: wrong class"))
     figure.legend(
         handles=handles,
         loc="outside lower center",

@@ -44,9 +44,10 @@ FIGURE_WORDS = {
     ),
     "examples": (
         "Example images, with the confidence of each method",
-        "The first images of each set, as they came; confidences are of the first run. Hollow bars: the class predicted is wrong.",
+        "The first images of each set, as they came; confidences are of the first run.",
     ),
     "variants": ("LLLA: structure and link", "Lines: means over runs. Bands: one standard error."),
+    "structures": ("MoLA: structure and rule", "Lines: means over runs. Bands: one standard error."),
     "components": (
         "Number of components",
         "Lines: means over runs. Bands: one standard error. Shifted: mean over all levels. Outliers: mean over all sets. "
