@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -159,40 +160,100 @@ def test_batchnorm_statistics_are_those_of_a_literal_pass_and_kept_for_every_dra
     torch.testing.assert_close(swag(problem.inputs), torch.stack(seen).mean(0))
 
 
-@pytest.mark.parametrize("stop", [1, 3, 6])
+@pytest.mark.parametrize("stop", [2, 5])
 def test_an_interrupted_path_goes_on_to_the_same_bits(tmp_path, stop):
     problem, network = make_problem(), with_norm()
     whole = fit(problem, network)
-    fit(problem, network, epochs=max(stop, 2), samples=1, checkpoint=tmp_path)
 
     class Broken(Batches):
         def __iter__(self):
-            if self.passes == 1:
+            if self.passes == stop:
                 raise KeyboardInterrupt
             yield from super().__iter__()
 
-    if stop < 5:
-        with pytest.raises(KeyboardInterrupt):
-            mola.Swag.fit(
-                network,
-                Broken(problem),
-                learning_rate=RATE,
-                epochs=6,
-                rank=4,
-                samples=5,
-                checkpoint=tmp_path,
-                progress=False,
-            )
+    options = {"learning_rate": RATE, "epochs": 6, "rank": 4, "samples": 5, "progress": False, "checkpoint": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        mola.Swag.fit(network, Broken(problem), **options)
     loader = Batches(problem)
-    again = mola.Swag.fit(
-        network, loader, learning_rate=RATE, epochs=6, rank=4, samples=5, checkpoint=tmp_path, progress=False
-    )
-    assert loader.passes == max(0, 6 - max(stop, 2) - (stop < 5)) + 5
+    again = mola.Swag.fit(network, loader, **options)
+    assert loader.passes == 6 - stop + 5
     for name, tensor in whole.moments.tensors().items():
         assert torch.equal(tensor, again.moments.tensors()[name]), name
     for name, tensor in whole.statistics.items():
         assert torch.equal(tensor, again.statistics[name]), name
     assert torch.equal(whole(problem.inputs), again(problem.inputs))
+
+
+def test_a_complete_path_goes_on_if_more_epochs_are_asked_for(tmp_path):
+    problem, network = make_problem(), with_norm()
+    fit(problem, network, epochs=3, checkpoint=tmp_path)
+    longer = fit(problem, network, epochs=6, checkpoint=tmp_path)
+    assert torch.equal(longer(problem.inputs), fit(problem, network)(problem.inputs))
+
+
+def test_interrupted_statistics_go_on_too(tmp_path):
+    problem, network = make_problem(), with_norm()
+    whole = fit(problem, network)
+
+    class Broken(Batches):
+        def __iter__(self):
+            if self.passes == 6 + 3:
+                raise KeyboardInterrupt
+            yield from super().__iter__()
+
+    options = {"learning_rate": RATE, "epochs": 6, "rank": 4, "samples": 5, "progress": False, "checkpoint": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        mola.Swag.fit(network, Broken(problem), **options)
+    loader = Batches(problem)
+    again = mola.Swag.fit(network, loader, **options)
+    assert loader.passes == 2
+    assert torch.equal(whole(problem.inputs), again(problem.inputs))
+    loader = Batches(problem)
+    other = mola.Swag.fit(network, loader, **(options | {"scale": 0.1}))  # other draws: nothing that was kept fits
+    assert loader.passes == 5
+    assert torch.equal(other(problem.inputs), fit(problem, network, scale=0.1)(problem.inputs))
+
+
+def test_a_shuffling_dataloader_is_reproduced(tmp_path):
+    problem, network = make_problem(), with_norm()
+    data = torch.utils.data.TensorDataset(problem.inputs, problem.labels)
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    options = {"learning_rate": RATE, "epochs": 4, "samples": 2, "progress": False}
+    first = mola.Swag.fit(network, loader, **options)
+    mola.Swag.fit(network, loader, **(options | {"epochs": 2}), checkpoint=tmp_path)
+    torch.rand(3)
+    again = mola.Swag.fit(network, loader, **options, checkpoint=tmp_path)
+    assert torch.equal(first(problem.inputs), again(problem.inputs))
+    fixed = mola.Swag.fit(network, list(loader), **options)
+    assert not torch.equal(first.moments.mean["0.weight"], fixed.moments.mean["0.weight"])  # each epoch is shuffled
+
+
+def test_threads_do_not_mix_up_their_draws():
+    problem, network = make_problem(), with_norm()
+    swag = fit(problem, network)
+    batches = [torch.randn(30, 3) for _ in range(8)]
+    expected = [swag(batch) for batch in batches]
+    with ThreadPoolExecutor(4) as pool:
+        for found, wanted in zip(pool.map(swag, batches * 3), expected * 3, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+def test_it_follows_its_network_to_another_precision():
+    problem, network = make_problem(), with_norm()
+    swag = fit(problem, network)
+    expected = swag(problem.inputs)
+    found = swag.float()(problem.inputs.float())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    assert network[0].weight.dtype == torch.float64
+
+
+def test_it_works_inside_inference_mode():
+    problem, network = make_problem(), with_norm()
+    expected = fit(problem, network)
+    with torch.inference_mode():
+        found = fit(problem, network)
+        assert torch.equal(found(problem.inputs), expected(problem.inputs))
 
 
 def test_seeds_reproduce_and_differ():
@@ -295,7 +356,7 @@ def test_the_default_threshold_lies_below_the_networks_own_accuracy():
         assert chosen.tuning.learning_rate == taken
 
 
-def test_a_threshold_that_nothing_meets_takes_the_most_confident_with_a_warning():
+def test_a_threshold_that_nothing_meets_takes_the_most_confident_with_a_warning(tmp_path):
     problem = make_problem()
     with pytest.warns(mola.MolaWarning, match="no learning rate of"):
         swag = fit(problem, learning_rate=[0.3, 0.03], val_loader=problem.loader, rule=mola.ConfidenceThreshold(1.0))
@@ -303,9 +364,11 @@ def test_a_threshold_that_nothing_meets_takes_the_most_confident_with_a_warning(
     best = max(at, key=lambda rate: float(at[rate].amax(1).mean()))
     assert swag.tuning.learning_rate == best
     assert torch.equal(swag(problem.inputs), at[best])
+    swag.save(tmp_path)
+    assert mola.Swag.load(tmp_path, problem.network).tuning == swag.tuning
 
 
-def test_multi_swag_is_the_mixture():
+def test_multi_swag_is_the_mixture(tmp_path):
     problem, other = make_problem(), make_problem(1)
     mixture = mola.multi_swag(
         [problem.network, other.network],
@@ -316,7 +379,7 @@ def test_multi_swag_is_the_mixture():
         samples=4,
         progress=False,
     )
-    first, second = mixture.predictors
+    first, second = mixture.swags
     assert first.seed != second.seed
     torch.testing.assert_close(mixture(problem.inputs), (first(problem.inputs) + second(problem.inputs)) / 2)
     tuned = mola.multi_swag(
@@ -329,7 +392,16 @@ def test_multi_swag_is_the_mixture():
         samples=2,
         progress=False,
     )
-    assert len(tuned.predictors) == 2
+    assert len(tuned.swags) == 2
+    assert tuned.tuning.learning_rate == 0.02
+    tuned.save(tmp_path)
+    again = mola.MultiSwag.load(tmp_path, [problem.network, other.network])
+    assert torch.equal(again(problem.inputs), tuned(problem.inputs))
+    assert again.tuning == tuned.tuning
+    with pytest.raises(mola.StorageError, match="2 SWAGs, got 3 models"):
+        mola.MultiSwag.load(tmp_path, [problem.network] * 3)
+    with pytest.raises(mola.StorageError, match="holds a saved multi-swag, expected a saved swag"):
+        mola.Swag.load(tmp_path, problem.network)
 
 
 def test_files(tmp_path):

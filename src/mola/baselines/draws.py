@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mola.baselines import folders
 from mola.baselines.batch_statistics import has_statistics, recompute_statistics
 from mola.baselines.seeds import derived_seeds, seeded
 from mola.baselines.snapshots import Moments
 from mola.errors import OptionError
 from mola.networks import undisturbed
+from mola.storage import DOCUMENT
 
 __all__ = ["draw", "statistics_of_draws"]
+
+KIND = "swag-draw"
 
 DRAWS, PASSES = 1, 2
 """Purposes of the seeds of the draws, and of the passes that make their statistics."""
@@ -33,6 +38,7 @@ def statistics_of_draws(
     samples: int,
     scale: float,
     seed: int,
+    checkpoint: Path | None,
     *,
     progress: bool,
 ) -> dict[str, Tensor]:
@@ -45,6 +51,7 @@ def statistics_of_draws(
         samples: number of draws.
         scale: of the covariance.
         seed: of the draws and of dropout and augmentation in the passes.
+        checkpoint: folder to keep the statistics of each draw in, and to take them up from; None keeps nothing.
         progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Returns:
@@ -65,6 +72,21 @@ def statistics_of_draws(
         with torch.no_grad():
             for name, tensor in draw(moments, seed, index, scale).items():
                 parameters[name].copy_(tensor)
-        with undisturbed(network), seeded(network, passes[index]):
-            found.append(recompute_statistics(network, loader))
-    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+        identity = {"seed": seed, "scale": scale, "network": folders.signature_of(network)}
+        folder = None if checkpoint is None else checkpoint / "draws" / str(index)
+        made = None if folder is None else _kept(folder, identity)
+        if made is None:
+            with undisturbed(network), seeded(network, passes[index]):
+                made = recompute_statistics(network, loader)
+            if folder is not None:
+                folders.save(folder, KIND, {"identity": identity}, made)
+        found.append(made)
+    return {name: torch.stack([one[name].to(found[0][name].device) for one in found]) for name in found[0]}
+
+
+def _kept(folder: Path, identity: dict[str, Any]) -> dict[str, Tensor] | None:
+    """What was kept of this very draw, if it was."""
+    if not (folder / DOCUMENT).exists():
+        return None
+    document, tensors = folders.load(folder, KIND, {"identity": {}})
+    return tensors if document["identity"] == identity else None

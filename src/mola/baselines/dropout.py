@@ -38,7 +38,7 @@ ALPHA = -1.7580993408473766
 
 SCHEMA = {"samples": int, "seed": int, "network": folders.NETWORK}
 
-_door = threading.Lock()
+_door = threading.RLock()
 """Masks are put on the user's layers for the duration of a pass: one thread at a time."""
 
 

@@ -33,6 +33,17 @@ class LearningRateTuning:
     notes: tuple[str, ...] = ()
     """What the user should know: rates that diverged, a threshold that nothing met."""
 
+    def as_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        curve = {name: list(values) for name, values in self.curve.items()}
+        return {"rule": self.rule, "learning_rate": self.learning_rate, "curve": curve, "notes": list(self.notes)}
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> LearningRateTuning:
+        """What `as_json` made."""
+        curve = {name: tuple(values) for name, values in entry["curve"].items()}
+        return LearningRateTuning(entry["rule"], entry["learning_rate"], curve, tuple(entry["notes"]))
+
 
 @dataclass(frozen=True)
 class Chosen(Generic[Made]):

@@ -34,7 +34,7 @@ class Differentiable(nn.Module):
         self.forward = forward
 
 
-_door = threading.Lock()
+_door = threading.RLock()
 """A functional call puts tensors into the module for its duration: one thread at a time."""
 
 

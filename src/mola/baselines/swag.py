@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mola.baselines import swag_files
 from mola.baselines.draws import draw, statistics_of_draws
+from mola.baselines.keeping import all_tensors
 from mola.baselines.learning_rates import LearningRateTuning, choose_learning_rate
 from mola.baselines.passes import WithTensors
 from mola.baselines.seeds import check_seed
@@ -108,8 +109,8 @@ class Swag(Mixture):
             weight_decay: of SGD.
             rule: the threshold; None is the paper's, a little below the network's own accuracy.
             seed: of the path and of the draws.
-            checkpoint: folder to keep the path in after every epoch; a path that was interrupted goes on from there to
-                the same bits, and one that is complete goes on if more epochs are asked for.
+            checkpoint: folder to keep the path in after every epoch, and the statistics of every draw; what was
+                interrupted goes on from there to the same bits, and what is complete if more epochs are asked for.
             progress: whether to show a progress bar on stderr, if that is a terminal.
 
         Returns:
@@ -134,7 +135,7 @@ class Swag(Mixture):
             with torch.inference_mode(False), torch.enable_grad():
                 network = _own_copy(model)
                 moments = paths[rate].follow(network, train_loader, epochs, folder, progress=progress)
-            return _drawn(network, moments, train_loader, samples, own_scale, seed, progress=progress)
+            return _drawn(network, moments, train_loader, samples, own_scale, seed, folder, progress=progress)
 
         if not several:
             return make(rates[0])
@@ -168,7 +169,7 @@ class Swag(Mixture):
         scale = self.scale if scale is None else _checked_scale(scale, self.moments.rank)
         chosen = check_seed(self.seed if seed is None else seed)
         network = _own_copy(self.network)
-        made = _drawn(network, self.moments, train_loader, samples, scale, chosen, progress=progress)
+        made = _drawn(network, self.moments, train_loader, samples, scale, chosen, None, progress=progress)
         made.tuning = self.tuning
         return made
 
@@ -201,12 +202,13 @@ class Swag(Mixture):
         if not 0 <= index < self.samples:
             message = f"index must be one of the {self.samples} draws, from 0 to {self.samples - 1}; got {index!r}."
             raise OptionError(message)
-        like = next(self.network.parameters())
-        if next(iter(self.moments.mean.values())).device != like.device:
-            self.moments = self.moments.to(like.device)
+        own = all_tensors(self.network)
+        name, mean = next(iter(self.moments.mean.items()))
+        if mean.device != own[name].device:  # the network was moved
+            self.moments = self.moments.to(own[name].device)
         drawn = draw(self.moments, self.seed, index, self.scale)
         drawn |= {name: stacked[index] for name, stacked in self.statistics.items()}
-        return {name: tensor.to(like.device, like.dtype) for name, tensor in drawn.items()}
+        return {name: tensor.to(own[name].device, own[name].dtype) for name, tensor in drawn.items()}
 
     def _member_probs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
         with undisturbed(self.network):
@@ -223,7 +225,7 @@ class Swag(Mixture):
         Returns:
             The folder, for `mola.Swag.load(directory, model)`.
         """
-        parts = swag_files.SwagParts(self.moments, self.statistics, self.samples, self.scale, self.seed)
+        parts = swag_files.SwagParts(self.moments, self.statistics, self.samples, self.scale, self.seed, self.tuning)
         return swag_files.write(directory, self.network, parts)
 
     @classmethod
@@ -273,10 +275,11 @@ def _drawn(
     samples: int,
     scale: float,
     seed: int,
+    checkpoint: Path | None,
     *,
     progress: bool,
 ) -> Swag:
-    statistics = statistics_of_draws(network, moments, loader, samples, scale, seed, progress=progress)
+    statistics = statistics_of_draws(network, moments, loader, samples, scale, seed, checkpoint, progress=progress)
     return Swag(network, moments, statistics, samples, scale, seed)
 
 

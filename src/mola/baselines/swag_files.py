@@ -9,12 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from mola.baselines import folders
+from mola.baselines.learning_rates import LearningRateTuning
 from mola.baselines.snapshots import Moments
 from mola.errors import StorageError
+from mola.schema import Optional
 
 __all__ = ["SwagParts", "read", "write"]
 
-SCHEMA = {"snapshots": int, "rank": int, "samples": int, "scale": float, "seed": int}
+SCHEMA = {
+    "snapshots": int,
+    "rank": int,
+    "samples": int,
+    "scale": float,
+    "seed": int,
+    "tuning": Optional({"rule": str, "learning_rate": float, "curve": {str: [float]}, "notes": [str]}),
+}
 
 
 class SwagParts(NamedTuple):
@@ -25,6 +34,7 @@ class SwagParts(NamedTuple):
     samples: int
     scale: float
     seed: int
+    tuning: LearningRateTuning | None
 
 
 def _rest(network: nn.Module, moved: set[str]) -> dict[str, Tensor]:
@@ -37,6 +47,7 @@ def write(directory: str | Path, network: nn.Module, parts: SwagParts) -> Path:
     """Save the parts, and what of the network did not move."""
     document: dict[str, Any] = {"snapshots": parts.moments.count, "rank": parts.moments.rank}
     document |= {"samples": parts.samples, "scale": parts.scale, "seed": parts.seed}
+    document["tuning"] = None if parts.tuning is None else parts.tuning.as_json()
     tensors = {f"moments.{name}": tensor for name, tensor in parts.moments.tensors().items()}
     tensors |= {f"statistics.{name}": tensor for name, tensor in parts.statistics.items()}
     tensors |= {f"network.{name}": tensor for name, tensor in _rest(network, set(parts.moments.mean)).items()}
@@ -78,7 +89,8 @@ def read(directory: str | Path, network: nn.Module) -> SwagParts:
             tensor.copy_(tensors[f"network.{name}"])
     moments = Moments.from_tensors(document["snapshots"], _below(tensors, "moments."))
     statistics = _below(tensors, "statistics.")
-    return SwagParts(moments, statistics, document["samples"], float(document["scale"]), document["seed"])
+    tuning = None if document["tuning"] is None else LearningRateTuning.from_json(document["tuning"])
+    return SwagParts(moments, statistics, document["samples"], float(document["scale"]), document["seed"], tuning)
 
 
 def _expected_shapes(
