@@ -30,7 +30,9 @@ def reliability_levels(suite: SuiteResults) -> list[float]:
 def draw_reliability(suite: SuiteResults, shape: Shape) -> Figure:
     """Accuracy against confidence: on the test set, and shifted."""
     levels = reliability_levels(suite)
-    figure, panels = canvas(shape, *((1, len(levels)) if shape.wide else (len(levels), 1)), 3.6)
+    figure, panels = canvas(
+        shape, *((1, len(levels)) if shape.wide else (len(levels), 1)), 3.6 + 0.09 * len(suite.main)
+    )
     drawn = strokes(suite.main)
     for panel, level in zip(panels, levels, strict=True):
         quiet_axes(panel)
@@ -40,7 +42,7 @@ def draw_reliability(suite: SuiteResults, shape: Shape) -> Figure:
             error = estimate(records, at_level(level, "ece"), 100)
             if bins is None:
                 continue
-            count, confidence, correct = bins[bins[:, 0] >= max(1.0, FEWEST * bins[:, 0].sum())].T
+            count, confidence, correct = bins[bins[:, 0] >= max(5.0, FEWEST * bins[:, 0].sum())].T
             label = method if error is None else f"{method}, ECE {error.mean:.1f}%"
             panel.plot(confidence / count, correct / count, linewidth=1.2, label=label, **drawn[method])
             area = 6 + 160 * count / count.sum()
@@ -52,7 +54,10 @@ def draw_reliability(suite: SuiteResults, shape: Shape) -> Figure:
         panel.set_xlim(0, 1.03)
         panel.set_ylim(0, 1.03)
         panel.set_aspect("equal")
-        panel.legend(loc="upper left", fontsize=7.5, handlelength=1.6, borderpad=0.1, labelspacing=0.25)
+        # Below: inside, it would hide curves of methods that are never unsure.
+        panel.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=7.5, handlelength=1.8, columnspacing=1.0
+        )
     return figure
 
 

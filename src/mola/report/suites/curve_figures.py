@@ -104,6 +104,8 @@ def _shared_legend(figure: Figure, panels: Sequence[Axes], used: int, shape: Sha
     else:
         longest = max((len(label) for label in labels), default=1)
         columns = max(1, min(len(labels), int(shape.width * 11 / (longest + 6))))
+        # The legend adds to the height instead of taking it from the panels.
+        figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(labels) // columns))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, columnspacing=1.4, **style)
 
 

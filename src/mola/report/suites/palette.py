@@ -25,7 +25,7 @@ KNOWN: dict[str, tuple[str, Any]] = {
 
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9467bd", "#8c8c8c", "#a6761d", "#b8a900")
 
-PATTERNS: tuple[Any, ...] = ("-", DASHED, (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (7, 1.2)))
+PATTERNS: tuple[Any, ...] = ("-", DASHED, (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (4, 1.2, 1, 1.2, 1, 1.2)))
 
 
 def strokes(methods: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -40,7 +40,7 @@ FIGURE_WORDS = {
     "reliability": (
         "Whether confidence can be taken at its word",
         "Below the dashed line a method is surer than it is right. Areas show how many predictions a point stands for, all "
-        "runs together; bins of less than a thousandth of them are not drawn, but count in the ECE.",
+        "runs together; bins of fewer than five, or of less than a thousandth of them, are not drawn, but count in the ECE.",
     ),
     "examples": (
         "Example images, with the confidence of each method",
