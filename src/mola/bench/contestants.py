@@ -139,8 +139,9 @@ class LastLayer:
             given = {
                 "max probability": max_probability_score(prediction.probs),
                 "entropy": entropy_score(prediction.probs),
-                "mutual information": prediction.mutual_information,
             }
+            if self.structure is not None or len(seen.heads) > 1:  # one network alone disagrees with nobody
+                given["mutual information"] = prediction.mutual_information
             if self.structure is not None:
                 given["ood score"] = prediction.ood_score
             return Outputs(prediction.probs, given | {score: by(seen) for score, by in detect.items()})

@@ -29,25 +29,38 @@ METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
 """Of labelled data, by name."""
 
 
-def evaluate_labelled(probs: Tensor, labels: Tensor, level: float) -> LabelledResult:
-    """Every metric of predictions of labelled data; one that is not defined there is left out."""
+def evaluate_labelled(probs: Tensor, labels: Tensor, level: float, *, detail: bool = True) -> LabelledResult:
+    """Every metric of predictions of labelled data; one that is not defined there is left out.
+
+    Args:
+        probs: (n, C)
+        labels: (n,)
+        level: how far the data are shifted.
+        detail: whether to keep what reliability diagrams and histograms are drawn from.
+
+    Returns:
+        The numbers.
+    """
     values = {name: metric(probs, labels) for name, metric in METRICS.items()}
     return LabelledResult(
         level=level,
         count=len(labels),
         # The legacy errors count nothing where every prediction is sure.
         metrics={name: value for name, value in values.items() if not math.isnan(value)},
-        reliability=metrics.bin_confidences(probs, labels).tolist(),
-        histogram=_histogram(probs),
+        reliability=metrics.bin_confidences(probs, labels).tolist() if detail else [],
+        histogram=_histogram(probs) if detail else [],
     )
 
 
-def evaluate_outliers(probs: Tensor, scores: Mapping[str, tuple[Tensor, Tensor]]) -> OutlierResult:
+def evaluate_outliers(
+    probs: Tensor, scores: Mapping[str, tuple[Tensor, Tensor]], *, detail: bool = True
+) -> OutlierResult:
     """How sure a method is of outliers, and how well each score tells them from the test set.
 
     Args:
         probs: of the outliers.
         scores: by name: those of the test set and those of the outliers, higher for the more outlying.
+        detail: whether to keep the histogram.
 
     Returns:
         The numbers.
@@ -56,7 +69,7 @@ def evaluate_outliers(probs: Tensor, scores: Mapping[str, tuple[Tensor, Tensor]]
         count=len(probs),
         confidence=metrics.mean_confidence(probs),
         scores={name: compare_scores(inside, outside) for name, (inside, outside) in scores.items()},
-        histogram=_histogram(probs),
+        histogram=_histogram(probs) if detail else [],
     )
 
 

@@ -26,9 +26,9 @@ class LabelledResult:
     metrics: dict[str, float]
     """By name, as in `mola.bench.evaluation.METRICS`."""
     reliability: list[list[float]]
-    """For each of 15 bins of confidence: count, sum of confidences, correct predictions."""
+    """For each of 15 bins of confidence: count, sum of confidences, correct predictions. Empty in ablations."""
     histogram: list[int]
-    """Number of predictions in each of `CONFIDENCE_BINS` bins of confidence."""
+    """Number of predictions in each of `CONFIDENCE_BINS` bins of confidence. Empty in ablations."""
 
 
 @dataclass(frozen=True)

@@ -127,17 +127,19 @@ def _run(
     start = time.perf_counter()
     labelled, outliers, examples = {}, {}, {}
     inside = fitted.predict("test", True)
+    detail = method.group == "main"  # figures show no more than these
     for source in plan.sources.values():
         if source.role in ("train", "validation"):
             continue
         outputs = inside if source.role == "test" else fitted.predict(source.name, source.role == "outlier")
         if source.role == "outlier":
             pairs = {name: (inside.scores[name], scores) for name, scores in outputs.scores.items()}
-            outliers[source.name] = evaluate_outliers(outputs.probs, pairs)
+            outliers[source.name] = evaluate_outliers(outputs.probs, pairs, detail=detail)
         else:
             labels = context.read(source.name).labels
-            labelled[source.name] = evaluate_labelled(outputs.probs, labels, source.level)
-        examples[source.name] = examples_of(outputs.probs[:EXAMPLES])
+            labelled[source.name] = evaluate_labelled(outputs.probs, labels, source.level, detail=detail)
+        if detail:
+            examples[source.name] = examples_of(outputs.probs[:EXAMPLES])
     settings, networks, data = identity
     return Record(
         suite=plan.suite.name,

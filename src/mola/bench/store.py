@@ -85,7 +85,9 @@ def _slug(method: str) -> str:
 
 def _write(path: Path, document: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+    # A line for each entry: short enough to keep many, and a change shows where it is.
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in document.items()]
+    write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def _read(path: Path) -> dict[str, Any]:
