@@ -432,6 +432,25 @@ def test_a_checkpoint_of_another_path_or_network_is_refused(tmp_path):
         mola.Swag.load(tmp_path, problem.network)
 
 
+def test_learning_rates_are_kept_apart(tmp_path):
+    problem = make_problem()
+    options = {"learning_rate": [0.02, 0.01], "val_loader": problem.loader, "rule": mola.ConfidenceThreshold(0.999)}
+    with pytest.warns(mola.MolaWarning, match="no learning rate"):
+        first = fit(problem, checkpoint=tmp_path, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["learning-rate-0.01", "learning-rate-0.02"]
+    with pytest.warns(mola.MolaWarning, match="no learning rate"):
+        again = fit(problem, checkpoint=tmp_path, **options)
+    assert torch.equal(first(problem.inputs), again(problem.inputs))
+
+
+def test_the_default_scale_and_a_copy():
+    problem = make_problem()
+    assert fit(problem).scale == 0.5
+    diagonal = fit(problem, rank=0)
+    assert diagonal.scale == 1.0
+    assert torch.equal(copy.deepcopy(diagonal)(problem.inputs), diagonal(problem.inputs))
+
+
 def test_memory_is_that_of_the_formula():
     """(2 + K) numbers for each weight, and the statistics of the draws."""
     problem, network = make_problem(), with_norm()

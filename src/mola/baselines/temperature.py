@@ -56,7 +56,8 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
         warn("all logits of each datum are equal: every temperature gives the same probabilities; took 1.")
         return 1.0
     low, high = math.log(span / REACH), math.log(span * REACH)
-    best, at_end = _minimise(lambda position: _loss(members, labels, shares, position), low, high)
+    points = 2 if count == 1 else GRID  # one member has one minimum: the ends bracket it
+    best, at_end = _minimise(lambda position: _loss(members, labels, shares, position), low, high, points)
     if at_end:
         falls, to = (
             ("the labels have the highest logits", "0") if best == low else ("the logits are no guide", "infinity")
@@ -140,9 +141,9 @@ def _loss(members: Tensor, labels: Tensor, weights: Tensor, log_temperature: flo
     return loss / len(labels), slope / len(labels)
 
 
-def _minimise(loss: Callable[[float], tuple[float, float]], low: float, high: float) -> tuple[float, bool]:
+def _minimise(loss: Callable[[float], tuple[float, float]], low: float, high: float, points: int) -> tuple[float, bool]:
     """Where a smooth function is least between two ends, and whether that is an end; `loss` gives value and slope."""
-    positions = torch.linspace(low, high, GRID, dtype=torch.float64, device="cpu").tolist()
+    positions = torch.linspace(low, high, points, dtype=torch.float64, device="cpu").tolist()
     positions[0], positions[-1] = low, high
     values = [loss(position) for position in positions]
     # The ends compete too; among equals (a loss that has run flat) the end that is nearest wins.
