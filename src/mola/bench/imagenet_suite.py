@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mola.bench.suite import Batches, DataOptions, Role, Shift, Source, Suite, checksum
+from mola.bench.suite import Batches, DataOptions, Role, Shift, Source, Suite, checksum, first_labels
 from mola.data.catalogue import data_directory
 from mola.data.folder import ImageFolder
 from mola.data.imagenet import open_imagenet, open_imagenet_c
@@ -37,7 +37,7 @@ def _source(options: DataOptions, name: str, title: str, role: Role, images: Ima
     listed = [[str(Path(*path.parts[-2:])), path.stat().st_size, label] for path, label in
               zip(images.paths, images.labels.tolist(), strict=True)]  # fmt: skip
     key = checksum(listed, repr(images.prepare), chosen)
-    return Source(name, title, role, len(images), key, batches, show, level)
+    return Source(name, title, role, len(images), key, batches, show, level, first_labels(role, images.labels))
 
 
 def _limited(images: ImageFolder, count: int | None) -> ImageFolder:

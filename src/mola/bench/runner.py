@@ -19,12 +19,10 @@ from mola.bench.contestants import Contestant, Context
 from mola.bench.evaluation import evaluate_labelled, evaluate_outliers, examples_of
 from mola.bench.record import Record
 from mola.bench.store import SUITE, Store
-from mola.bench.suite import Source, Suite
+from mola.bench.suite import EXAMPLES, Source, Suite
 from mola.errors import OptionError
 
 __all__ = ["Plan", "environment", "run_suite"]
-
-EXAMPLES = 8
 
 FIRST_PART = 0.8
 """Share of the work that activations are, as measured on images."""
@@ -174,7 +172,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         if source.role in ("test", "shift", "outlier"):
             pixels = source.show(EXAMPLES).contiguous()
             packed = base64.b64encode(pixels.numpy().tobytes()).decode()
-            examples[name] = {"shape": list(pixels.shape), "pixels": packed}
+            examples[name] = {"shape": list(pixels.shape), "pixels": packed, "label": list(source.labels)}
     return {
         "suite": suite.name,
         "title": suite.title,

@@ -54,7 +54,7 @@ class Store:
     def read(self, suite: str, method: str, run: int) -> Record | None:
         """The record, or None if there is none."""
         path = self.path(suite, method, run)
-        return Record.from_json(_read(path)) if path.exists() else None
+        return _record(path) if path.exists() else None
 
     def records(self, suite: str) -> list[Record]:
         """All records of a suite, in the order of their files.
@@ -65,7 +65,7 @@ class Store:
         Returns:
             The records.
         """
-        return [Record.from_json(_read(path)) for path in sorted((self.directory / suite).glob("*/run-*.json"))]
+        return [_record(path) for path in sorted((self.directory / suite).glob("*/run-*.json"))]
 
     def write_document(self, suite: str, name: str, document: dict[str, Any]) -> Path:
         """Keep `suite.json` or `cost.json`."""
@@ -88,6 +88,16 @@ def _write(path: Path, document: dict[str, Any]) -> None:
     # A line for each entry: short enough to keep many, and a change shows where it is.
     lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in document.items()]
     write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def _record(path: Path) -> Record:
+    try:
+        return Record.from_json(_read(path))
+    except StorageError as error:
+        if str(path) in str(error):
+            raise
+        message = f"{path}: {error} Delete it and run the suite again: the rest is kept."
+        raise StorageError(message) from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -31,6 +31,9 @@ __all__ = [
     "image_checksum",
 ]
 
+EXAMPLES = 8
+"""Images of each set that a report shows."""
+
 Role = Literal["train", "validation", "test", "shift", "outlier"]
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -52,6 +55,8 @@ class Source:
     """The first few images as bytes (n, channels, height, width)."""
     level: float = 0.0
     """How far the data are shifted."""
+    labels: tuple[int, ...] = ()
+    """Of the first few images; none for outliers, which belong to no class."""
 
 
 @dataclass(frozen=True)
@@ -175,4 +180,9 @@ def from_memory(
         return change(images.part(slice(0, count))).pixels
 
     key = checksum(image_checksum(images), *made_by)
-    return Source(name, title, role, len(images), key, batches, show, level)
+    return Source(name, title, role, len(images), key, batches, show, level, first_labels(role, images.labels))
+
+
+def first_labels(role: Role, labels: Tensor) -> tuple[int, ...]:
+    """Labels of the images that a report shows."""
+    return () if role == "outlier" else tuple(labels[:EXAMPLES].tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from mola.report.tables import Cell, Column, Row, Table
@@ -48,9 +49,15 @@ def escape_latex(text: str) -> str:
 
 
 def as_markdown(table: Table) -> str:
-    """Title, table and caption; groups of columns are named in each of their columns."""
-    names = [" ".join(part for part in (column.group, _with_arrow(column)) if part) for column in table.columns]
-    lines = [_line(["", *names]), _line(["---", *["---:"] * len(names)])]
+    """Title, table and caption; groups of columns are named in each of their columns, one that all share in the corner."""
+    shared = {(column.group, column.better) for column in table.columns}
+    corner = ""
+    if len(shared) == 1 and table.columns[0].group:
+        corner = _with_arrow(replace(table.columns[0], name=table.columns[0].group))
+        names = [column.name for column in table.columns]
+    else:
+        names = [" ".join(part for part in (column.group, _with_arrow(column)) if part) for column in table.columns]
+    lines = [_line([corner, *names]), _line(["---", *["---:"] * len(names)])]
     for row in table.rows:
         name = f"*{_pipes(row.name)}*" if row.aside else _pipes(row.name)
         lines.append(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -184,33 +183,18 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _records(store: Store, suite: str) -> list[Record]:
-    try:
-        records = store.records(suite)
-    except StorageError as error:
-        raise StorageError(_with_file(store, suite, str(error))) from error
+    records = store.records(suite)
     for record in records:
         path = store.path(suite, record.method, record.run)
         histograms = [result.histogram for result in record.labelled.values()]
         histograms += [result.histogram for result in record.outliers.values()]
-        if any(len(histogram) != CONFIDENCE_BINS for histogram in histograms):
+        if any(len(histogram) not in (0, CONFIDENCE_BINS) for histogram in histograms):
             message = f"{path}: expected histograms of {CONFIDENCE_BINS} bins. Delete it and run the suite again."
             raise StorageError(message)
         if any(len(row) != 3 for result in record.labelled.values() for row in result.reliability):
             message = f"{path}: expected three numbers for each bin of reliability. Delete it and run the suite again."
             raise StorageError(message)
     return records
-
-
-def _with_file(store: Store, suite: str, message: str) -> str:
-    """The message with the name of the file that causes it, if it has none."""
-    if str(store.directory / suite) in message:
-        return message
-    for path in sorted((store.directory / suite).glob("*/run-*.json")):
-        try:
-            Record.from_json(json.loads(path.read_bytes()))
-        except StorageError as error:
-            return f"{path}: {error} Delete it and run the suite again: the rest is kept."
-    return f"{store.directory / suite}: {message}"
 
 
 def _check(document: dict[str, Any], schema: dict[str, Any], place: str) -> None:
