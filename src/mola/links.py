@@ -25,11 +25,16 @@ __all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo"
 PAIRS_AT_ONCE = 2**23
 """Pairs of classes, over all data, held at once by the mean-field link; more are taken in turns."""
 
+PAIRS_IN_CACHE = 2**18
+"""Of these, so many go through the elementwise steps together: what leaves the processor's cache takes several times as long."""
+
 
 class Link(ABC):
     """A rule that turns the moments of logits into probabilities."""
 
     name: str
+    needs_covariance = False
+    """Whether it asks for more than the variance of each logit."""
 
     @abstractmethod
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
@@ -57,6 +62,8 @@ class Probit(Link):
 
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
         """Probabilities (n, C)."""
+        if moments.posterior is None:
+            return CATEGORICAL.probabilities(moments.mean)
         return CATEGORICAL.probabilities(_cool(moments.mean, moments.variance))
 
 
@@ -79,21 +86,29 @@ class MeanField(Link):
     """
 
     name = "mean-field"
+    needs_covariance = True
 
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
         """Probabilities (n, C)."""
         count, classes = moments.mean.shape
         if torch.compiler.is_compiling():
-            return self._probabilities(moments)
+            return self._probabilities(moments.mean, moments.contrast_covariance)
         portion = max(1, PAIRS_AT_ONCE // classes**2)
-        return torch.cat([self._probabilities(moments.rows(start, portion)) for start in range(0, count, portion)])
+        at_once = max(1, PAIRS_IN_CACHE // classes**2)
+        probs = []
+        for start in range(0, count, portion):
+            some = moments.rows(start, portion)
+            parts = zip(
+                *(torch.split(values, at_once) for values in (some.mean, some.contrast_covariance)), strict=True
+            )
+            probs += [self._probabilities(mean, covariance) for mean, covariance in parts]
+        return torch.cat(probs)
 
     @staticmethod
-    def _probabilities(moments: LogitMoments) -> Tensor:
-        covariance = moments.contrast_covariance
+    def _probabilities(mean: Tensor, covariance: Tensor) -> Tensor:
         variance = covariance.diagonal(dim1=1, dim2=2)
         of_difference = (variance[:, :, None] + variance[:, None, :] - 2 * covariance).clamp_min(0)
-        margins = _cool(moments.mean[:, :, None] - moments.mean[:, None, :], of_difference)
+        margins = _cool(mean[:, :, None] - mean[:, None, :], of_difference)
         # In logarithms: a margin of -1e4 would overflow as exp(1e4), and is simply a very small probability.
         return torch.softmax(-torch.logsumexp(-margins, dim=2), dim=1)
 
@@ -160,6 +175,7 @@ class MonteCarlo(Link):
     over: Literal["logits", "weights"] = "logits"
     seed: int = 0
     name = "mc"
+    needs_covariance = True
 
     def __post_init__(self) -> None:
         """Check the options.

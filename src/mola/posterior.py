@@ -204,6 +204,7 @@ class MoLA(Mixture):
             weights_at=weights_at,
             read=lambda loader, where, labelled: self._read(loader, where, labelled=labelled, progress=progress),
             log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
+            progress=progress,
         )
         with torch.inference_mode(False), torch.no_grad():
             tuning = (rule or ConfidenceThreshold()).choose(problem, val_loader)

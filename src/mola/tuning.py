@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from mola.errors import DataError
 from mola.features import batch_count, stream
 from mola.heads import Head
-from mola.laplace import Candidate, LogitMoments, Spectrum
+from mola.laplace import Candidate, LogitMoments, Posterior, Spectrum
 from mola.links import Link
 from mola.metrics import bin_confidences, calibration_gap
 
@@ -33,6 +34,12 @@ class HeldOut:
     def __len__(self) -> int:
         """Number of data."""
         return len(self.logits[0])
+
+    def portions(self, rows: int) -> Iterator[tuple[slice, list[Tensor], list[Tensor]]]:
+        """At most so many rows at a time: which ones, and every network's features and logits of them in float64."""
+        for start in range(0, len(self), rows):
+            part = slice(start, start + rows)
+            yield part, [some[part].double() for some in self.features], [some[part].double() for some in self.logits]
 
     def mean_accuracy(self) -> float:
         """Accuracy of the trained networks by themselves, averaged over them.
@@ -129,6 +136,8 @@ class Problem:
     """Run the networks once over a loader: (loader, what it is for, whether labels are required)."""
     log_evidence: Callable[[int, Tensor], Tensor]
     """Log evidence of a component at a prior precision; differentiable."""
+    progress: bool = False
+    """Whether to show a progress bar where candidates take long."""
 
     def curve(self, data: HeldOut, precisions: Sequence[float]) -> dict[str, Tensor]:
         """What each candidate scores on held-out data.
@@ -141,31 +150,67 @@ class Problem:
             One value for each candidate of "confidence" and "uniform" (cross-entropy to the uniform distribution) and,
             with labels, "nll", "brier" and "ece".
         """
-        sums = torch.zeros(len(precisions), 4, dtype=torch.float64, device="cpu")
-        bins = torch.zeros(len(precisions), 15, 3, dtype=torch.float64, device="cpu")
+        scores = [_Scores() for _ in precisions]
+        rows = (
+            self._by_candidate(data, precisions) if self.link.needs_covariance else self._by_portion(data, precisions)
+        )
+        for index, part, probs in rows:
+            scores[index].add(probs, None if data.labels is None else data.labels[part])
+        means = torch.stack([one.sums for one in scores]) / len(data)
+        curve = {"confidence": means[:, 0], "uniform": means[:, 1]}
+        if data.labels is not None:
+            curve |= {"nll": means[:, 2], "brier": means[:, 3]}
+            gaps = [calibration_gap(one.bins) for one in scores]
+            curve["ece"] = torch.tensor(gaps, dtype=torch.float64, device="cpu")
+        return curve
+
+    def _by_portion(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[int, slice, Tensor]]:
+        """Probabilities of every candidate, where variances are enough: data are projected once, for all candidates."""
         mixing = [self.weights_at(precision) for precision in precisions]
         portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra))
-        for start in range(0, len(data), portion):
-            rows = slice(start, start + portion)
-            features = [values[rows].double() for values in data.features]
-            means = [values[rows].double() for values in data.logits]
+        for part, features, means in data.portions(portion):
             projected = [spectrum.project(values) for spectrum, values in zip(self.spectra, features, strict=True)]
-            labels = None if data.labels is None else data.labels[rows]
             for index, precision in enumerate(precisions):
-                probs = torch.zeros_like(means[0])
-                for weight, spectrum, mean, value, part in zip(
-                    mixing[index], self.spectra, means, features, projected, strict=True
-                ):
-                    probs += weight * self.link(LogitMoments(mean, value, Candidate(spectrum, precision, part)))
-                sums[index] += _sums(probs, labels)
-                if labels is not None:
-                    bins[index] += bin_confidences(probs, labels)
-        means_of_sums = sums / len(data)
-        curve = {"confidence": means_of_sums[:, 0], "uniform": means_of_sums[:, 1]}
-        if data.labels is not None:
-            curve |= {"nll": means_of_sums[:, 2], "brier": means_of_sums[:, 3]}
-            curve["ece"] = torch.tensor([calibration_gap(binned) for binned in bins], dtype=torch.float64, device="cpu")
-        return curve
+                tried = [
+                    Candidate(spectrum, precision, values)
+                    for spectrum, values in zip(self.spectra, projected, strict=True)
+                ]
+                yield index, part, self._mixed(mixing[index], means, features, tried)
+
+    def _by_candidate(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[int, slice, Tensor]]:
+        """The same where a link needs covariances: each candidate's posteriors are built once, for all data."""
+        portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.features for spectrum in self.spectra))
+        bar = tqdm(precisions, desc="candidates", disable=None if self.progress else True, leave=False)
+        for index, precision in enumerate(bar):
+            mixing, tried = self.weights_at(precision), [spectrum.posterior(precision) for spectrum in self.spectra]
+            for part, features, means in data.portions(portion):
+                yield index, part, self._mixed(mixing, means, features, tried)
+
+    def _mixed(
+        self,
+        mixing: Tensor,
+        means: Sequence[Tensor],
+        features: Sequence[Tensor],
+        tried: Sequence[Candidate | Posterior],
+    ) -> Tensor:
+        probs = torch.zeros_like(means[0])
+        for weight, mean, values, posterior in zip(mixing, means, features, tried, strict=True):
+            probs += weight * self.link(LogitMoments(mean, values, posterior))
+        return probs
+
+
+class _Scores:
+    """Sums over the data of what one candidate scores."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64, device="cpu")
+        self.bins = torch.zeros(15, 3, dtype=torch.float64, device="cpu")
+
+    def add(self, probs: Tensor, labels: Tensor | None) -> None:
+        """Take more data."""
+        self.sums += _sums(probs, labels)
+        if labels is not None:
+            self.bins += bin_confidences(probs, labels)
 
 
 def _sums(probs: Tensor, labels: Tensor | None) -> Tensor:
