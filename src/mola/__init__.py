@@ -2,7 +2,7 @@
 
 from mola.baselines.dropout import McDropout as McDropout
 from mola.baselines.mimo import Mimo as Mimo
-from mola.baselines.mimo_mola import mimo_mola as mimo_mola
+from mola.baselines.mimo import mimo_mola as mimo_mola
 from mola.baselines.multi_swag import MultiSwag as MultiSwag
 from mola.baselines.multi_swag import multi_swag as multi_swag
 from mola.baselines.scaled import TemperatureScaled as TemperatureScaled

@@ -2,6 +2,7 @@ r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has 
 
 In training each head learns to classify its own input. At test all K inputs are the same, and the heads, which share a
 trunk but little else, are averaged like an ensemble: :math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`.
+MIMO-MoLA puts a Laplace approximation on every head, and mixes them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from mola.baselines.trunk import HeadNetwork, Trunk
 from mola.baselines.widening import stack_inputs, widen
 from mola.errors import DataError, OptionError, StorageError
 from mola.features import check_finite
+from mola.fitting import fit
+from mola.laplace import Structure
 from mola.likelihood import CATEGORICAL
+from mola.links import Link
 from mola.mixture import Mixture
 from mola.networks import Inputs, call, undisturbed
+from mola.posterior import MoLA
 
-__all__ = ["Mimo"]
+__all__ = ["Mimo", "mimo_mola"]
 
 SCHEMA = {"members": int}
 
@@ -212,3 +217,42 @@ class Mimo(Mixture):
 def _one_member(mimo: Mimo, index: int, inputs: Tensor) -> Tensor:
     """Probabilities of one head."""
     return mimo._member_probs(inputs, None)[index]
+
+
+def mimo_mola(
+    mimo: Mimo,
+    train_loader: Iterable[Any],
+    val_loader: Iterable[Any] | None = None,
+    structure: str | Structure = "full",
+    prior_precision: float = 1.0,
+    weights: str | Sequence[float] | Tensor = "uniform",
+    link: str | Link = "probit",
+    progress: bool = True,
+) -> MoLA:
+    """`mola.fit(mimo.networks, ...)`, with the paper's full covariance for each head and one prior precision.
+
+    Training images are repeated K times, as at test; one pass of the trunk over each batch serves all heads.
+
+    Args:
+        mimo: the trained network; it is not modified.
+        train_loader: training data.
+        val_loader: if given, the prior precision is tuned on it at once, by the paper's rule.
+        structure: "full", "kron", "kron-exact" or "diag", or a `Structure`.
+        prior_precision: lambda, one number for all heads.
+        weights: "uniform", "evidence", or K numbers that sum to 1.
+        link: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `Link`.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
+
+    Returns:
+        The posterior, with the same verbs as any other; load it with `mola.load(directory, models=mimo.networks)`.
+    """
+    return fit(
+        mimo.networks,
+        train_loader,
+        val_loader,
+        structure=structure,
+        prior_precision=prior_precision,
+        weights=weights,
+        link=link,
+        progress=progress,
+    )
