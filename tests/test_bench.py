@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from dataclasses import replace
@@ -17,10 +18,10 @@ import mola
 from mola import metrics
 from mola.bench import runner
 from mola.bench.activations import Activations, open_networks
+from mola.bench.cifar10_suite import corrupted
 from mola.bench.comparisons import COMPARISONS
 from mola.bench.contestants import LastLayer
-from mola.bench.image_suites import corrupted
-from mola.bench.networks import Training, find_networks, train_networks
+from mola.bench.networks import Training, check_networks, find_networks, train_networks
 from mola.bench.record import Record
 from mola.bench.runner import Plan, run_suite
 from mola.bench.store import Store
@@ -80,7 +81,7 @@ SUITE = Suite(
     threshold=None,
     shift=Shift("noise", "Noisy blobs", "level", (0.0, 1.0)),
     make_sources=sources,
-    training_data=lambda options: TrainingData(Labelled(images(120, 0).pixels, images(120, 0).labels), prepare),
+    training_data=lambda options, recipe: TrainingData(Labelled(images(120, 0).pixels, images(120, 0).labels), prepare),
     components=2,
 )
 
@@ -106,12 +107,13 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plan(trained):
-    networks = open_networks(find_networks(trained), build)
+    networks = open_networks(find_networks(trained), build, "mlp")
     return Plan(SUITE, "mlp", networks, sources(DataOptions()), runs=2, components=2, groups=("main",))
 
 
-def run(plan, folder, progress=lambda doing, done: None):
-    return run_suite(plan, Activations(folder / "activations"), Store(folder / "results"), progress)
+def run(plan, folder, **options):
+    folders = Activations(folder / "activations"), Store(folder / "results")
+    return run_suite(plan, *folders, lambda doing, done: None, **options)
 
 
 @pytest.fixture(scope="module")
@@ -207,22 +209,99 @@ def test_an_interrupted_run_keeps_every_record_it_had(plan, tmp_path, monkeypatc
         run(plan, tmp_path)
     kept = Store(tmp_path / "results").records("blobs")
     assert sorted(record.method for record in kept) == sorted(done)
-    monkeypatch.setattr(LastLayer, "fit", fit)
-    assert {(record.method, record.run) for record in run(plan, tmp_path)} >= {(name, 0) for name in done}
-    assert not list(tmp_path.rglob("*.partial"))
+    later = []
+
+    def fit_rest(self, context):
+        later.append(self.name)
+        return fit(self, context)
+
+    monkeypatch.setattr(LastLayer, "fit", fit_rest)
+    names = {record.method for record in run(plan, tmp_path)}
+    assert set(later) == names - set(done)
 
 
-def test_other_data_networks_or_settings_are_computed_anew(plan, copied):
+def test_a_method_that_refuses_does_not_stop_the_others(plan, tmp_path, monkeypatch):
+    fit = LastLayer.fit
+
+    def refuse(self, context):
+        if self.name == "LLLA":
+            message = "too large"
+            raise mola.StructureTooLargeError(message)
+        return fit(self, context)
+
+    monkeypatch.setattr(LastLayer, "fit", refuse)
+    with pytest.raises(mola.OptionError, match="LLLA, run 1: too large"):
+        run(replace(plan, runs=1), tmp_path)
+    assert {record.method for record in records_of(tmp_path)} == {"MAP", "MAP-T", "DE", "DE-T", "MoLA", "MoLA (NLL)"}
+
+
+def test_the_same_network_twice_is_refused(plan, trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    shutil.copy(trained / "00.safetensors", tmp_path / "zz.safetensors")
+    networks = open_networks(find_networks(tmp_path), build, "mlp")
+    with pytest.raises(mola.OptionError, match=r"00\.safetensors and zz\.safetensors are the same"):
+        replace(plan, networks=networks)
+
+
+def test_another_architecture_with_the_same_weights_is_another_network(trained):
+    def build_tanh():
+        layers = [nn.Tanh() if isinstance(layer, nn.ReLU) else layer for layer in build()]
+        return nn.Sequential(*layers)
+
+    paths = find_networks(trained)
+    first, other = open_networks(paths, build, "mlp"), open_networks(paths, build_tanh, "mlp")
+    assert {network.checksum for network in first}.isdisjoint({network.checksum for network in other})
+    assert [network.checksum for network in first] == [one.checksum for one in open_networks(paths, build, "mlp")]
+
+
+def test_what_is_done_to_the_data_enters_their_checksum():
+    data = images(70, 0)
+
+    def key(prepare=prepare, change=lambda one: one):
+        return from_memory("x", "x", "test", data, prepare, made_by=(), change=change).checksum
+
+    def darker(one):
+        return Images(one.pixels // 2, one.labels)
+
+    assert len({key(), key(change=darker), key(prepare=lambda pixels: pixels.float() / 256)}) == 3
+    assert key() == key()
+
+
+def test_networks_trained_for_something_else_are_refused(trained):
+    paths = find_networks(trained)
+    check_networks(paths, SUITE, "mlp", DataOptions())
+    for suite, name, options in (
+        (replace(SUITE, name="other"), "mlp", DataOptions()),
+        (SUITE, "lenet", DataOptions()),
+        (SUITE, "mlp", DataOptions(normalisation="imagenet")),
+    ):
+        with pytest.raises(mola.OptionError, match=r"00\.safetensors was trained with (data|model|normalisation)"):
+            check_networks(paths, suite, name, options)
+
+
+def test_too_little_memory_is_told_before_the_work(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr("mola.bench.activations.free_memory", lambda: 1000)
+    monkeypatch.setattr("mola.bench.activations._run", lambda *_: pytest.fail("ran a network"))
+    with pytest.raises(mola.OptionError, match=r"GiB of memory.*fewer images"):
+        run(plan, tmp_path)
+
+
+def test_other_data_networks_or_settings_are_another_experiment(plan, copied):
     plan, tmp_path = replace(plan, runs=1), copied
     first = {(record.method, record.run): record for record in records_of(copied)}
     fewer = replace(plan, sources=sources(DataOptions(train=60)))
-    other_data = {(record.method, record.run): record for record in run(fewer, tmp_path)}
+    for other in (fewer, replace(plan, components=1), replace(plan, suite=replace(SUITE, threshold=0.5))):
+        with pytest.raises(mola.StorageError, match=r"holds another experiment \(.* differ\).*--fresh"):
+            run(other, tmp_path)
+    assert {(record.method, record.run): record for record in records_of(copied)} == first
+    other_data = {(record.method, record.run): record for record in run(fewer, tmp_path, fresh=True)}
+    assert {record.run for record in records_of(copied)} == {0}, "records of the other experiment were kept"
     assert other_data["MoLA", 0].chosen["log_evidence"] != first["MoLA", 0].chosen["log_evidence"]
     swapped = replace(plan, networks=plan.networks[::-1])
-    other_networks = {(record.method, record.run): record for record in run(swapped, tmp_path)}
+    other_networks = {(record.method, record.run): record for record in run(swapped, tmp_path, fresh=True)}
     assert other_networks["MAP", 0].labelled["test"].metrics != first["MAP", 0].labelled["test"].metrics
     strict = replace(plan, suite=replace(SUITE, threshold=0.5))
-    other_threshold = {(record.method, record.run): record for record in run(strict, tmp_path)}
+    other_threshold = {(record.method, record.run): record for record in run(strict, tmp_path, fresh=True)}
     assert "0.5" in other_threshold["MoLA", 0].chosen["rule"]
 
 
@@ -242,18 +321,20 @@ def test_a_damaged_file_of_activations_is_named_and_can_be_made_again(plan, copi
 
 
 def test_a_full_disk_loses_the_record_under_way_alone(plan, tmp_path, monkeypatch):
-    write = Store.write
+    """The disk is full when the bytes of LLLA's record are to reach it."""
+    plan, synchronise = replace(plan, runs=1), os.fsync
 
-    def full(self, record):
-        if record.method == "LLLA":
+    def full(descriptor):
+        if "/llla/" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
             raise OSError(28, "No space left on device")
-        return write(self, record)
+        synchronise(descriptor)
 
-    monkeypatch.setattr(Store, "write", full)
+    monkeypatch.setattr("mola.storage.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         run(plan, tmp_path)
     kept = {record.method for record in Store(tmp_path / "results").records("blobs")}
     assert kept == {"MAP", "MAP-T", "DE", "DE-T"}
+    assert not list(tmp_path.rglob("*.partial")), "a part of a record was left behind"
 
 
 def test_records_survive_json(finished):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+import subprocess
 import sys
+import time
+import warnings
 
 import numpy as np
 import pytest
@@ -14,11 +19,13 @@ from typer.testing import CliRunner
 
 import mola
 from mola.__main__ import main
-from mola.bench.image_suites import CIFAR10, CORRUPTION_SETS, MNIST
+from mola.bench.cifar10_suite import CIFAR10, CORRUPTION_SETS
+from mola.bench.mnist_suite import MNIST
 from mola.bench.store import Store
 from mola.bench.suite import DataOptions
 from mola.cli import app
 from mola.data.corruptions import PAPER_CORRUPTIONS, corrupt
+from mola.data.normalisation import NORMALISATIONS
 
 NETWORK = """
 import torch
@@ -39,7 +46,8 @@ def write_images(folder, count, seed):
     generator = np.random.default_rng(seed)
     for index in range(count):
         pixels = generator.integers(0, 256, (40 + index, 50, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"picture_{seed}_{index}.JPEG", quality=95)
+        # Files of the same size and name in every class: neither may stand for their content.
+        Image.fromarray(pixels).save(folder / f"picture_{index}.bmp")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +62,7 @@ def imagenet(tmp_path_factory):
         for corruption in ("fog", "snow"):
             for severity in range(1, 6):
                 folder = root / "data" / "imagenet-c" / corruption / str(severity) / name
-                write_images(folder, 6, 10 + seed)  # the names of the validation images
+                write_images(folder, 6, 100 * severity + 10 + seed)  # the names of the validation images
     (root / "data" / "imagenet" / "synsets.txt").write_text("\n".join(names))
     (root / "thousand_for_test.py").write_text(NETWORK)
     (root / "networks").mkdir()
@@ -69,6 +77,7 @@ def imagenet(tmp_path_factory):
     sys.path.remove(str(root))
 
 
+@pytest.mark.filterwarnings("ignore:ImageNet-C lacks:mola.MolaWarning")
 def test_imagenet_runs_from_folders_to_records_with_a_thousand_classes(imagenet, tmp_path):
     arguments = ["bench", "imagenet", "--network", "thousand_for_test:thousand", "--components", "2", "--quiet"]
     folders = {"--networks": imagenet / "networks", "--data": imagenet / "data", "--results": tmp_path / "results"}
@@ -113,7 +122,8 @@ def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypa
     types = PAPER_CORRUPTIONS[:3]
     monkeypatch.setitem(CORRUPTION_SETS, "paper", types)
     pixels, labels = write_cifar(tmp_path)
-    with pytest.warns(mola.MolaWarning, match="left out"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mola.MolaWarning)
         generated = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
@@ -122,7 +132,8 @@ def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypa
         # Not what we would generate, so that the two can be told apart.
         stack = torch.cat([pixels // (index + 2) + severity for severity in range(1, 6)])
         np.save(folder / f"{corruption}.npy", stack.permute(0, 2, 3, 1).numpy())
-    with pytest.warns(mola.MolaWarning, match="left out"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mola.MolaWarning)
         taken = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
     assert "generated" in generated["severity 2"].title
     assert "generated" not in taken["severity 2"].title
@@ -185,12 +196,50 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "page" / "index.html").stat().st_size > 10_000
 
 
-def test_rotation_zero_is_the_test_set_and_levels_are_degrees(mnist):
-    with pytest.warns(mola.MolaWarning, match="left out"):
-        found = MNIST.make_sources(DataOptions(directory=mnist, test=20))
-    turned = found["rotation 180"].show(5)
-    assert torch.equal(turned, found["test"].show(5).flip(2, 3))
-    assert found["train"].count == 64
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_levels_are_degrees_counter_clockwise(mnist):
+    found = MNIST.make_sources(DataOptions(directory=mnist, test=20))
+    plain = found["test"].show(5)
+    assert torch.equal(found["rotation 180"].show(5), plain.flip(2, 3))
+    assert torch.equal(found["rotation 90"].show(5), plain.rot90(1, (2, 3)))
+    assert [source.level for source in found.values() if source.role == "shift"] == list(range(15, 181, 15))
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_the_authors_conventions_normalise_each_set_by_itself(tmp_path):
+    write_cifar(tmp_path)
+    shutil.copytree(tmp_path / "cifar-10-batches-bin", tmp_path / "cifar-100-binary")
+    (tmp_path / "cifar-100-binary" / "test_batch.bin").unlink()
+    rows = np.random.default_rng(1).integers(0, 10, (30, 3074), dtype=np.uint8)
+    (tmp_path / "cifar-100-binary" / "test.bin").write_bytes(rows.tobytes())
+    ours, theirs = (
+        CIFAR10.make_sources(DataOptions(directory=tmp_path, test=20, conventions=name))
+        for name in ("consistent", "authors")
+    )
+    (first, _), *_ = ours["cifar100"].open()
+    (second, _), *_ = theirs["cifar100"].open()
+    own, paper = NORMALISATIONS["cifar100-own"], NORMALISATIONS["cifar10"]
+    pixels = ours["cifar100"].show(len(first))
+    torch.testing.assert_close(first, paper(pixels))
+    torch.testing.assert_close(second, own(pixels))
+    assert ours["test"].checksum == theirs["test"].checksum
+    with pytest.raises(mola.OptionError, match="for one set of outliers alone"):
+        DataOptions(normalisation="svhn-own")
+
+
+def test_sets_that_are_not_what_was_published_are_noted(mnist):
+    with pytest.warns(mola.MolaWarning) as caught:
+        MNIST.make_sources(DataOptions(directory=mnist, test=20))
+    said = " ".join(str(one.message) for one in caught)
+    assert "MNIST (train) has 64 images here; 60,000 were published" in said
+
+
+def test_a_truncated_file_is_named_with_its_checksum(mnist, tmp_path):
+    shutil.copytree(mnist / "MNIST", tmp_path / "MNIST")
+    path = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(mola.DataError, match=r"t10k-images-idx3-ubyte.*md5 checksum 9fb629c4189551a2d022fa330f9573f3"):
+        MNIST.make_sources(DataOptions(directory=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -231,6 +280,19 @@ def test_missing_data_say_what_to_put_where(tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "MNIST (test) is not in" in error
     assert "t10k-images-idx3-ubyte" in error
+
+
+def test_an_interrupted_command_says_that_it_can_go_on(tmp_path):
+    command = [sys.executable, "-m", "mola", "train", "digits", "--networks", "50", "--output", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.endswith("mola: stopped. The same command goes on where it can.\n")
+    assert "Traceback" not in error
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):

@@ -19,6 +19,7 @@ def main() -> None:
 
     Raises:
         OSError: if the system gives no reason that could be told.
+        SystemExit: always, at the end.
     """
     warnings.showwarning = _show_warning
     try:
@@ -35,9 +36,10 @@ def main() -> None:
         place = "" if error.filename is None else f" ({error.filename})"
         sys.stderr.write(f"mola: {error.strerror}{place}. What was finished before is kept.\n")
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("mola: stopped. The same command goes on where it can.\n")
-        sys.exit(INTERRUPTED)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            sys.stderr.write("mola: stopped. The same command goes on where it can.\n")
+        raise
 
 
 def _show_warning(

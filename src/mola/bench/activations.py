@@ -6,7 +6,9 @@ loses the file under way alone.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +20,9 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from mola.bench.suite import Batches, Source
-from mola.errors import StorageError
+from mola.errors import OptionError, StorageError
 from mola.features import find_heads, peek, stream
+from mola.laplace.full import free_memory
 from mola.models.checkpoints import load_weights
 from mola.networks import undisturbed
 from mola.storage import write_atomically
@@ -44,9 +47,31 @@ class Network:
         return network.float().eval()
 
 
-def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module]) -> list[Network]:
-    """Networks of one architecture, by their files."""
-    return [Network(path, build, hashlib.sha256(path.read_bytes()).hexdigest()[:16]) for path in paths]
+def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: str) -> list[Network]:
+    """Networks of one architecture, by their files.
+
+    Args:
+        paths: the weights files.
+        build: makes the architecture.
+        name: of the architecture.
+
+    Returns:
+        The networks. Their checksums are of weights, name, layers and the layers' own code: the same weights in another
+        architecture are another network.
+    """
+    return [Network(path, build, _network_checksum(Network(path, build, "").load(), name)) for path in paths]
+
+
+def _network_checksum(network: nn.Module, name: str) -> str:
+    digest = hashlib.sha256(f"{name}\n{network!r}\n".encode())
+    for kind in sorted({type(module) for module in network.modules()}, key=lambda kind: kind.__qualname__):
+        if not kind.__module__.startswith("torch."):
+            with contextlib.suppress(OSError, TypeError):  # typed into a console, say: its name and layers must do
+                digest.update(inspect.getsource(kind).encode())
+    for key, tensor in sorted(network.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -64,6 +89,11 @@ class Seen:
     def __len__(self) -> int:
         """Number of data."""
         return len(self.labels)
+
+    @property
+    def bytes(self) -> int:
+        """Memory it takes."""
+        return 4 * (self.features.numel() + self.logits.numel() + 2 * self.labels.numel())
 
     def loader(self, size: int = 1024) -> list[tuple[Tensor, Tensor]]:
         """Batches of (features, labels) for networks that are `HeadOnly`."""
@@ -92,8 +122,8 @@ class HeadOnly(nn.Module):
 class Activations:
     """A folder of activations; what is missing is computed."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
+        self.directory, self.device = directory, torch.device(device)
 
     def path(self, network: Network, source: Source) -> Path:
         """Where they are kept."""
@@ -114,6 +144,8 @@ class Activations:
             progress: told what is being done, and which share of the images is done.
         """
         todo = self.missing(networks, sources)
+        if todo:
+            self._check_memory(networks[0], sources)
         total, done = sum(source.count for _, source in todo), 0
         for source in sources:
             waiting = [network for network, other in todo if other is source]
@@ -123,12 +155,33 @@ class Activations:
             batches = list(source.open()) if len(waiting) > 1 and _fits(source) else None
             for network in waiting:
                 progress(f"{network.path.stem} on {source.title}", done / total)
-                tensors = _run(network.load(), source.open() if batches is None else batches, source)
+                tensors = _run(network.load(), source.open() if batches is None else batches, source, self.device)
                 path = self.path(network, source)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, save(tensors, {"set": source.name, "network": network.path.name}))
                 done += source.count
         progress("activations are ready", 1.0)
+
+    @staticmethod
+    def _check_memory(network: Network, sources: Sequence[Source]) -> None:
+        """Refuse, before hours of work, what could not be held while a method is fitted.
+
+        Raises:
+            OptionError: with the numbers.
+        """
+        heads = [module for module in network.load().modules() if isinstance(module, nn.Linear)]
+        if not heads:
+            return
+        largest = max(sources, key=lambda source: source.count)
+        # Features and logits, as they are collected and as they are joined.
+        needed = 2 * 4 * largest.count * (heads[-1].in_features + heads[-1].out_features)
+        free = free_memory()
+        if needed > free:
+            message = (
+                f"the activations of {largest.title} ({largest.count:,} images) need {needed / 2**30:.0f} GiB of memory, and "
+                f"{free / 2**30:.0f} GiB are free. Use fewer images (--train-images, --test-images), or another machine."
+            )
+            raise OptionError(message)
 
     def read(self, networks: Sequence[Network], source: Source) -> Seen:
         """What the networks' heads see of a set.
@@ -149,19 +202,22 @@ class Activations:
         )
 
 
-LARGEST_IN_MEMORY = 200_000
-"""Images of a set that is prepared once for all networks, rather than once for each."""
+LARGEST_IN_MEMORY = 2 * 2**30
+"""Bytes of a set that is prepared once for all networks, rather than once for each."""
 
 
 def _fits(source: Source) -> bool:
-    return source.count <= LARGEST_IN_MEMORY and source.show(1)[0].numel() <= 3 * 64 * 64
+    return 4 * source.count * source.show(1)[0].numel() <= LARGEST_IN_MEMORY
 
 
-def _run(network: nn.Module, batches: Batches, source: Source) -> dict[str, Tensor]:
+def _run(network: nn.Module, batches: Batches, source: Source, device: torch.device) -> dict[str, Tensor]:
     features, logits, labels = [], [], []
     # Outliers belong to no class of the network: their labels, if any, are not its own.
     labelled = source.role != "outlier"
-    given: Iterable[Any] = batches if labelled else ([inputs] for inputs, _ in batches)
+    given: Iterable[Any] = (
+        (inputs.to(device), labels.to(device)) if labelled else [inputs.to(device)] for inputs, labels in batches
+    )
+    network = network.to(device)
     if source.show(1).shape[1] > 1:
         # Colours beside each other: the same numbers, and a third faster on CPUs.
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -169,12 +225,12 @@ def _run(network: nn.Module, batches: Batches, source: Source) -> dict[str, Tens
         first, every = peek(given, source.title)
         (head,) = find_heads([network], [None], first[0])
         for (seen,), batch_labels in stream([network], [head], every, where=source.title, progress=False):
-            features.append(seen.features.clone())
-            logits.append(seen.logits.clone())
-            labels.append(torch.zeros(len(seen.logits)).long() if batch_labels is None else batch_labels.clone())
+            features.append(seen.features.cpu().clone())
+            logits.append(seen.logits.cpu().clone())
+            labels.append(torch.zeros(len(seen.logits)).long() if batch_labels is None else batch_labels.cpu().clone())
     tensors = {"features": torch.cat(features), "logits": torch.cat(logits), "labels": torch.cat(labels)}
-    bias = {} if head.layer.bias is None else {"bias": head.layer.bias.detach()}
-    return {**tensors, "weight": head.layer.weight.detach(), **bias}
+    bias = {} if head.layer.bias is None else {"bias": head.layer.bias.detach().cpu()}
+    return {**tensors, "weight": head.layer.weight.detach().cpu(), **bias}
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -123,12 +124,19 @@ class LastLayer:
         train, validation = self._seen(context, "train"), self._seen(context, "validation")
         start = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", MolaWarning)  # kept in the record
+            warnings.simplefilter("always", MolaWarning)
             posterior, chosen = self._posterior(train, validation, context.threshold)
         chosen["notes"] = [str(one.message) for one in caught if issubclass(one.category, MolaWarning)]
+        for one in caught:
+            if not issubclass(one.category, MolaWarning):
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         seconds = time.perf_counter() - start
         plain = self.structure is None and not self.temperature
-        detect = _detectors(train, validation) if self.detectors and plain else {}
+
+        @cache
+        def detect() -> dict[str, Callable[[Seen], Tensor]]:
+            """Made when an outlier set first asks for them."""
+            return _detectors(train, validation) if plain else {}
 
         def predict(name: str, scores: bool) -> Outputs:
             seen = self._seen(context, name)
@@ -144,7 +152,7 @@ class LastLayer:
                 given["mutual information"] = prediction.mutual_information
             if self.structure is not None:
                 given["ood score"] = prediction.ood_score
-            return Outputs(prediction.probs, given | {score: by(seen) for score, by in detect.items()})
+            return Outputs(prediction.probs, given | {score: by(seen) for score, by in detect().items()})
 
         return Fitted(predict, chosen, seconds)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ def measure_cost(
 
     Args:
         networks: K trained networks.
-        train: training data; the first `images` are fitted on, and the time is scaled to all of them.
+        train: training data; fitted on the first `images` and on half of them, and extended to all along a straight line,
+            so that what is paid once is not multiplied. Tuning is not included.
         test: data to predict; the first `images`.
         progress: told what is being done, and which share is done.
         images: how many of each.
@@ -41,26 +42,28 @@ def measure_cost(
     """
     models = [network.load() for network in networks]
     fitting, testing = _first(train, images), _first(test, images)
-    contestants: dict[str, tuple[Callable[[], mola.MoLA], bool]] = {
-        "MAP": (lambda: mola.ensemble(models[0]), False),
-        "DE": (lambda: mola.ensemble(models), False),
-        "LLLA": (lambda: mola.fit(models[0], fitting, progress=False), True),
-        "MoLA": (lambda: mola.fit(models, fitting, progress=False), True),
+    half = fitting[: max(1, len(fitting) // 2)]
+    fits = {"LLLA": models[:1], "MoLA": models}
+    ready = {
+        "MAP": mola.ensemble(models[0]),
+        "DE": mola.ensemble(models),
+        **{name: mola.fit(model, fitting, progress=False) for name, model in fits.items()},
     }
-    ready = {name: make() for name, (make, _) in contestants.items()}
-    fit_times: dict[str, list[float]] = {name: [] for name in contestants}
-    predict_times: dict[str, list[float]] = {name: [] for name in contestants}
+    fit_times: dict[str, list[float]] = {name: [] for name in fits}
+    predict_times: dict[str, list[float]] = {name: [] for name in ready}
     for repeat in range(REPEATS):
-        for index, (name, (make, fits)) in enumerate(contestants.items()):
-            progress(f"cost of {name}", (repeat + index / len(contestants)) / REPEATS)
-            if fits:
-                fit_times[name].append(_seconds(make))
-            predict_times[name].append(_seconds(lambda name=name: _predict(ready[name], testing)))  # type: ignore[misc]
-    scale = train.count / sum(len(labels) for _, labels in fitting)
+        for index, (name, posterior) in enumerate(ready.items()):
+            progress(f"cost of {name}", (repeat + index / len(ready)) / REPEATS)
+            if name in fits:
+                whole, part = (
+                    _seconds(partial(mola.fit, fits[name], data, progress=False)) for data in (fitting, half)
+                )
+                fit_times[name].append(_extended(part, whole, _count(half), _count(fitting), train.count))
+            predict_times[name].append(_seconds(partial(_predict, posterior, testing)))
     rows = [
         {
             "method": name,
-            "fit_seconds": scale * statistics.median(fit_times[name]) if fit_times[name] else None,
+            "fit_seconds": statistics.median(fit_times[name]) if name in fits else None,
             "predict_seconds": statistics.median(predict_times[name]),
             "bytes": _bytes(posterior),
         }
@@ -69,10 +72,9 @@ def measure_cost(
     settings = {
         "components": len(models),
         "train_images": train.count,
-        "measured_on": sum(len(labels) for _, labels in fitting),
-        "predicted_images": sum(len(labels) for _, labels in testing),
+        "measured_on": _count(fitting),
+        "predicted_images": _count(testing),
         "repeats": REPEATS,
-        "peak_process_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
     return {"settings": settings, "rows": rows, "environment": environment()}
 
@@ -85,6 +87,18 @@ def _first(source: Source, images: int) -> list[tuple[Tensor, Tensor]]:
         if count >= images:
             break
     return batches
+
+
+def _count(batches: Sequence[tuple[Tensor, Tensor]]) -> int:
+    return sum(len(labels) for _, labels in batches)
+
+
+def _extended(part: float, whole: float, fewer: int, more: int, all_of_them: int) -> float:
+    """Time for all data along the line through two measurements."""
+    if more == fewer:
+        return whole * all_of_them / more
+    slope = (whole - part) / (more - fewer)
+    return whole + slope * (all_of_them - more)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from mola.bench.suite import Batches, DataOptions, Role, Shift, Source, Suite, checksum, first_labels
 from mola.data.catalogue import data_directory
+from mola.data.corruptions import CORRUPTIONS
 from mola.data.folder import ImageFolder
 from mola.data.imagenet import open_imagenet, open_imagenet_c
 from mola.data.normalisation import normalisation
-from mola.errors import DataError
+from mola.errors import DataError, warn
 from mola.models.registry import build_network
 from mola.training import RECIPES
 
@@ -34,9 +35,10 @@ def _source(options: DataOptions, name: str, title: str, role: Role, images: Ima
     def batches() -> Batches:
         return images.batches(64, normalisation(chosen), workers=2)
 
-    listed = [[str(Path(*path.parts[-2:])), path.stat().st_size, label] for path, label in
-              zip(images.paths, images.labels.tolist(), strict=True)]  # fmt: skip
-    key = checksum(listed, repr(images.prepare), chosen)
+    root = data_directory(options.directory)
+    files = [(path.relative_to(root).as_posix(), path.stat()) for path in images.paths]
+    listed = [[name, found.st_size, found.st_mtime_ns] for name, found in files]
+    key = checksum(listed, images.labels.tolist(), repr(images.prepare), repr(normalisation(chosen)))
     return Source(name, title, role, len(images), key, batches, show, level, first_labels(role, images.labels))
 
 
@@ -59,15 +61,19 @@ def _join(folders: list[ImageFolder]) -> ImageFolder:
 
 
 def _corruptions(directory: Path) -> list[str]:
-    """The corruptions of ImageNet-C that are there, each with all severities."""
-    folders = {
-        path.parent.name
-        for root in directory.iterdir()
-        if root.is_dir() and root.name.lower().replace("_", "-") == "imagenet-c"
-        for path in (*root.glob("*/1"), *root.glob("*/*/1"))
-        if path.is_dir()
-    }
-    return sorted(folders)
+    """The corruptions of ImageNet-C that are there with all severities; a note says which are not."""
+    there = []
+    for corruption in CORRUPTIONS:
+        try:
+            for severity in SEVERITIES:
+                open_imagenet_c(corruption, severity, directory)
+        except DataError:
+            continue
+        there.append(corruption)
+    if len(there) < len(CORRUPTIONS):
+        missing = ", ".join(corruption for corruption in CORRUPTIONS if corruption not in there)
+        warn(f"ImageNet-C lacks {missing} in {directory}: {len(there)} of {len(CORRUPTIONS)} corruptions are pooled.")
+    return there
 
 
 def _sources(options: DataOptions) -> dict[str, Source]:
@@ -85,18 +91,23 @@ def _sources(options: DataOptions) -> dict[str, Source]:
         ),
         "test": _source(options, "test", "ImageNet test", "test", test),
     }
-    kept = {path.stem for path in test.paths}
+    kept = {(path.parent.name, path.stem) for path in test.paths}
     corruptions = _corruptions(directory)
     for severity in SEVERITIES if corruptions else ():
         joined = _join([open_imagenet_c(corruption, severity, directory) for corruption in corruptions])
         # Validation images are left out here too: ImageNet-C keeps the names of the files.
-        mine = torch.tensor([index for index, path in enumerate(joined.paths) if path.stem in kept], dtype=torch.int64)
-        if not len(mine):
-            message = f"ImageNet-C at severity {severity} has no image of the test set in {directory}: are the names the originals'?"
+        places = [index for index, path in enumerate(joined.paths) if (path.parent.name, path.stem) in kept]
+        mine = torch.tensor(places, dtype=torch.int64)
+        if len(mine) != len(kept) * len(corruptions):
+            message = (
+                f"ImageNet-C at severity {severity} has {len(mine)} images of the {len(kept)} in the test set under "
+                f"{len(corruptions)} corruptions in {directory}: are all there, with the names of the originals?"
+            )
             raise DataError(message)
         shifted = _limited(joined.part(mine), options.test)
         name = f"severity {severity}"
-        sources[name] = _source(options, name, f"ImageNet-C at severity {severity}", "shift", shifted, severity)
+        title = f"ImageNet-C ({len(corruptions)} types) at severity {severity}"
+        sources[name] = _source(options, name, title, "shift", shifted, severity)
     return sources
 
 
@@ -113,6 +124,10 @@ IMAGENET = Suite(
     shift=Shift("severity", "ImageNet-C", "severity", (0.0, *(float(severity) for severity in SEVERITIES))),
     make_sources=_sources,
     components=3,
-    notes=("The paper's threshold for ImageNet is not known; 0.01 below the networks' accuracy is used.",),
+    notes=(
+        "The paper's threshold for ImageNet is not known; 0.01 below the networks' accuracy is used.",
+        "A fifth of ImageNet's validation images tune the prior precision, the others test; ImageNet-C is used where its images "
+        "are of the latter.",
+    ),
 )
 """The paper's ImageNet-C, with trained networks that the user brings. All the corruptions that are there are pooled."""

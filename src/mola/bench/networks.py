@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from mola.bench.suite import DataOptions, Suite, TrainingData
+from mola.bench.suite import DataOptions, Suite, TrainingData, image_checksum
+from mola.data.images import Images
+from mola.data.labelled import Labelled
 from mola.errors import OptionError, StorageError
 from mola.models.checkpoints import read_metadata, save_weights
 from mola.training import Recipe, train
 from mola.training.checkpoint import Checkpoint
 from mola.training.loop import member_seeds
 
-__all__ = ["Training", "find_networks", "train_networks"]
+__all__ = ["Training", "check_networks", "find_networks", "train_networks"]
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".th")
 
@@ -38,6 +38,7 @@ class Training:
     seed: int = 0
     """Of all the networks' seeds; more networks of the same seed begin with the same ones."""
     options: DataOptions = field(default_factory=DataOptions)
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Check what can be checked before the data are read.
@@ -62,7 +63,7 @@ class Training:
                 f"--networks DIR."
             )
             raise OptionError(message)
-        return self.suite.training_data(self.options)
+        return self.suite.training_data(self.options, self.recipe)
 
 
 def train_networks(training: Training, directory: Path, progress: Progress) -> list[Path]:
@@ -78,25 +79,25 @@ def train_networks(training: Training, directory: Path, progress: Progress) -> l
     """
     directory.mkdir(parents=True, exist_ok=True)
     name, build = training.suite.builder(training.network)
+    progress(f"reading {training.suite.title}", 0.0)
+    data = training.read_data()
+    images = image_checksum(Images(data.data.inputs, data.data.labels))
+    moved = Labelled(data.data.inputs.to(training.device), data.data.labels.to(training.device))
     paths = []
-    data: TrainingData | None = None
     for index, seed in enumerate(member_seeds(training.count, training.seed)):
         identity = {
             "data": training.suite.name,
             "model": name,
             "seed": seed,
             "recipe": training.recipe.describe(),
-            **({"train": training.options.train} if training.options.train is not None else {}),
-            **({"normalisation": training.options.normalisation} if training.options.normalisation else {}),
+            "normalisation": training.options.normalisation,
+            "images": images,
         }
         path = directory / f"{index:02d}.safetensors"
         paths.append(path)
         if path.exists():
             _check_identity(path, identity)
             continue
-        if data is None:
-            progress(f"reading {training.suite.title}", index / training.count)
-            data = training.read_data()
 
         def on_epoch(epoch: int, index: int = index) -> None:
             share = epoch / training.recipe.epochs
@@ -104,22 +105,19 @@ def train_networks(training: Training, directory: Path, progress: Progress) -> l
             progress(doing, (index + share) / training.count)
 
         checkpoint = Checkpoint(directory / f"{index:02d}{UNDER_WAY}", identity)
-        network = _train(build, data, training.recipe, seed, checkpoint, on_epoch)
+        network = train(
+            build,
+            moved,
+            training.recipe,
+            seed=seed,
+            prepare=data.prepare,
+            checkpoint=checkpoint,
+            on_epoch=on_epoch,
+        )
         save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
         checkpoint.remove()
     progress("done", 1.0)
     return paths
-
-
-def _train(
-    build: Callable[[], nn.Module],
-    data: TrainingData,
-    recipe: Recipe,
-    seed: int,
-    checkpoint: Checkpoint,
-    on_epoch: Callable[[int], None],
-) -> nn.Module:
-    return train(build, data.data, recipe, seed=seed, prepare=data.prepare, checkpoint=checkpoint, on_epoch=on_epoch)
 
 
 def _check_identity(path: Path, identity: dict[str, Any]) -> None:
@@ -130,6 +128,27 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> None:
             f"got {kept or 'one without a description'}. Train into another folder, or delete it."
         )
         raise StorageError(message)
+
+
+def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: DataOptions) -> None:
+    """Refuse networks that `mola train` made for something else; those made elsewhere do not say what they are for.
+
+    Raises:
+        OptionError: if one is for other data, another architecture or another normalisation.
+    """
+    for path in paths:
+        kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
+        if kept is None:
+            continue
+        identity = json.loads(kept)
+        expected = {"data": suite.name, "model": network, "normalisation": options.normalisation}
+        for name, value in expected.items():
+            if identity.get(name) != value:
+                message = (
+                    f"{path} was trained with {name} {identity.get(name)!r}; this run has {value!r}. Choose the options that "
+                    f"the networks were trained with, or other networks."
+                )
+                raise OptionError(message)
 
 
 def find_networks(directory: Path) -> list[Path]:

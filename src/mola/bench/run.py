@@ -8,11 +8,12 @@ from pathlib import Path
 from mola.bench.activations import Activations, Progress, open_networks
 from mola.bench.comparisons import COMPARISONS, SWEEP
 from mola.bench.cost import measure_cost
-from mola.bench.networks import Training, find_networks, train_networks
-from mola.bench.runner import Plan, run_suite
-from mola.bench.store import COST, Store
+from mola.bench.networks import Training, check_networks, find_networks, train_networks
+from mola.bench.runner import Plan, claim, describe, run_suite
+from mola.bench.store import COST, SUITE, Store
 from mola.bench.suite import DataOptions, Suite
 from mola.choices import one_of
+from mola.errors import OptionError
 
 __all__ = ["Order", "carry_out"]
 
@@ -35,12 +36,15 @@ class Order:
     options: DataOptions = field(default_factory=DataOptions)
     train: bool = False
     """Whether to train networks that are missing."""
+    device: str = "cpu"
+    """Where the networks are run."""
+    fresh: bool = False
+    """Whether to make all records anew."""
 
     def chosen_groups(self) -> tuple[str, ...]:
-        """The groups by name; `OptionError` for one that is not known."""
-        if self.groups == "all":
-            return GROUPS
-        return tuple(one_of(name.strip(), (*GROUPS, "all"), "groups") for name in self.groups.split(","))
+        """The groups by name, each once; `OptionError` for one that is not known."""
+        names = [one_of(name.strip(), (*GROUPS, "all"), "groups") for name in self.groups.split(",")]
+        return GROUPS if "all" in names else tuple(dict.fromkeys(names))
 
 
 def carry_out(order: Order, progress: Progress) -> Path:
@@ -51,7 +55,7 @@ def carry_out(order: Order, progress: Progress) -> Path:
         progress: told what is being done, and which share is done.
 
     Returns:
-        The folder of the suite's results.
+        The folder of the suite's results; `OptionError` at the end, if methods refused their task.
     """
     groups = order.chosen_groups()
     name, build = order.suite.builder(order.network)
@@ -61,24 +65,45 @@ def carry_out(order: Order, progress: Progress) -> Path:
         count = max(order.runs * order.components, SWEEP if "components" in groups else 0)
         training = Training(order.suite, count, order.suite.recipe, order.network, options=order.options)
         train_networks(training, order.networks, lambda doing, done: progress(doing, trained * done))
-    networks = open_networks(find_networks(order.networks), build)
+    paths = find_networks(order.networks)
+    check_networks(paths, order.suite, name, order.options)
     progress(f"reading {order.suite.title}", trained)
     sources = order.suite.make_sources(order.options)
-    store = Store(order.results)
     comparisons = tuple(group for group in groups if group in COMPARISONS)
+    plan = Plan(
+        suite=order.suite,
+        network=name,
+        networks=open_networks(paths, build, name),
+        sources=sources,
+        runs=order.runs,
+        components=order.components,
+        groups=comparisons,
+        options=order.options,
+    )
+    store = Store(order.results)
+    claim(plan, store, fresh=order.fresh)
+    store.write_document(order.suite.name, SUITE, describe(plan))
+    refused = None
     if comparisons:
-        plan = Plan(order.suite, name, networks, sources, order.runs, order.components, comparisons)
-        run_suite(
-            plan,
-            Activations(order.cache),
-            store,
-            lambda doing, done: progress(doing, trained + (0.95 - trained) * done),
-        )
+        try:
+            run_suite(
+                plan,
+                Activations(order.cache, order.device),
+                store,
+                lambda doing, done: progress(doing, trained + (0.95 - trained) * done),
+                fresh=order.fresh,
+            )
+        except OptionError as error:
+            refused = error  # what can still be done is done first
     if "cost" in groups:
-        members = networks[: order.components]
         document = measure_cost(
-            members, sources["train"], sources["test"], lambda doing, done: progress(doing, 0.95 + 0.05 * done)
+            plan.networks[: order.components],
+            plan.sources["train"],
+            plan.sources["test"],
+            lambda doing, done: progress(doing, 0.95 + 0.05 * done),
         )
         store.write_document(order.suite.name, COST, document)
+    if refused is not None:
+        raise refused
     progress("done", 1.0)
     return order.results / order.suite.name

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import math
 import platform
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,17 @@ import torch
 import mola
 from mola.bench.activations import Activations, Network, Progress, Seen
 from mola.bench.comparisons import COMPARISONS, SWEEP
-from mola.bench.contestants import Contestant, Context
-from mola.bench.evaluation import evaluate_labelled, evaluate_outliers, examples_of
+from mola.bench.contestants import Contestant, Context, Outputs
+from mola.bench.evaluation import METRICS, evaluate_labelled, evaluate_outliers, examples_of
 from mola.bench.record import Record
 from mola.bench.store import SUITE, Store
-from mola.bench.suite import EXAMPLES, Source, Suite
-from mola.errors import OptionError
+from mola.bench.suite import EXAMPLES, DataOptions, Source, Suite
+from mola.errors import MolaError, OptionError, StorageError
 
-__all__ = ["Plan", "environment", "run_suite"]
+__all__ = ["Plan", "claim", "describe", "environment", "run_suite"]
+
+PROTOCOL = 1
+"""Raised by hand when records of before would come out otherwise: a change of fitting, links, tuning or metrics."""
 
 FIRST_PART = 0.8
 """Share of the work that activations are, as measured on images."""
@@ -40,13 +44,16 @@ class Plan:
     runs: int
     components: int
     groups: tuple[str, ...] = ("main",)
+    options: DataOptions = field(default_factory=DataOptions)
 
     def __post_init__(self) -> None:
-        """Check that there are networks enough.
+        """Check that there are networks enough, and that they and the sets differ.
 
         Raises:
-            OptionError: if there are not.
+            OptionError: if not.
         """
+        _refuse_repeats("networks", {network.path.name: network.checksum for network in self.networks})
+        _refuse_repeats("sets", {name: source.checksum for name, source in self.sources.items()})
         needed = max(self.runs * self.components, SWEEP if "components" in self.groups else 0)
         if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
             message = (
@@ -64,21 +71,50 @@ class Plan:
         """How many runs there are networks for."""
         return min(self.runs, len(self.networks) // SWEEP) if group == "components" else self.runs
 
+    def experiment(self) -> dict[str, Any]:
+        """What all records of a folder have in common: numbers of different experiments are not to be averaged."""
+        return {
+            "network": self.network,
+            "components": self.components,
+            "threshold": self.suite.threshold,
+            "options": self.options.describe(),
+            "data": {name: source.checksum for name, source in self.sources.items()},
+        }
 
-def run_suite(plan: Plan, activations: Activations, store: Store, progress: Progress) -> list[Record]:
+
+def _refuse_repeats(what: str, checksums: Mapping[str, str]) -> None:
+    first: dict[str, str] = {}
+    for name, value in checksums.items():
+        if value in first:
+            message = f"{first[value]} and {name} are the same: {what} must differ."
+            raise OptionError(message)
+        first[value] = name
+
+
+def run_suite(
+    plan: Plan, activations: Activations, store: Store, progress: Progress, *, fresh: bool = False
+) -> list[Record]:
     """Run every method that has no record yet, and return all the records.
+
+    A method that refuses its task does not keep the others from theirs.
 
     Args:
         plan: what is to be run.
         activations: where the networks' activations are kept.
         store: where the records are kept.
         progress: told what is being done, and which share is done.
+        fresh: whether to make all records anew, and forget those of another experiment.
 
     Returns:
         The records, those that were there already included.
+
+    Raises:
+        OptionError: at the end, if methods refused their task.
+        StorageError: if a file is damaged, or the folder holds another experiment.
     """
-    needed = plan.networks[: max(plan.runs_of(group) * len(plan.members(group, 0)) for group in plan.groups)]
+    claim(plan, store, fresh=fresh)
     store.write_document(plan.suite.name, SUITE, describe(plan))
+    needed = plan.networks[: max(plan.runs_of(group) * len(plan.members(group, 0)) for group in plan.groups)]
     activations.compute(needed, list(plan.sources.values()), lambda doing, done: progress(doing, FIRST_PART * done))
     work = [
         (group, run, method)
@@ -86,32 +122,82 @@ def run_suite(plan: Plan, activations: Activations, store: Store, progress: Prog
         for run in range(plan.runs_of(group))
         for method in COMPARISONS[group]()
     ]
-
-    @lru_cache(maxsize=len(plan.sources))
-    def read(networks: tuple[Network, ...], name: str) -> Seen:
-        return activations.read(networks, plan.sources[name])
-
-    records = []
+    memory = _Memory(activations, plan.sources)
+    records, refused = [], []
     for index, (group, run, method) in enumerate(work):
         progress(f"run {run + 1}: {method.name}", FIRST_PART + (1 - FIRST_PART) * index / len(work))
         networks = tuple(plan.members(group, run))
         used = networks if method.components is None else networks[: method.components]
-        settings = {
-            **method.settings(),
-            "components": len(used),
-            "network": plan.network,
-            "threshold": plan.suite.threshold,
-        }
-        known = store.read(plan.suite.name, method.name, run)
+        settings = {**method.settings(), "components": len(used), "threshold": plan.suite.threshold}
+        settings |= {"network": plan.network, "protocol": PROTOCOL, "metrics": list(METRICS)}
         identity = (settings, [network.checksum for network in used], _checksums(plan))
+        known = None if fresh else store.read(plan.suite.name, method.name, run)
         if known is not None and (known.settings, known.networks, known.data) == identity:
             records.append(known)
             continue
-        context = Context(lambda name, networks=networks: read(networks, name), plan.suite.threshold)  # type: ignore[misc]
-        records.append(_run(plan, method, run, context, identity))
+        context = Context(partial(memory.read, networks), plan.suite.threshold)
+        try:
+            records.append(_run(plan, method, run, context, identity))
+        except StorageError:
+            raise  # a damaged file is everybody's
+        except MolaError as error:
+            refused.append(f"{method.name}, run {run + 1}: {error}")
+            continue
         store.write(records[-1])
     progress("done", 1.0)
+    if refused:
+        message = "some methods could not be run; the others' records are kept.\n  " + "\n  ".join(refused)
+        raise OptionError(message)
     return records
+
+
+def claim(plan: Plan, store: Store, *, fresh: bool) -> None:
+    """Refuse a folder that holds another experiment, or forget that one.
+
+    Args:
+        plan: what is to be run.
+        store: where its records are to be kept.
+        fresh: whether to forget another experiment.
+
+    Raises:
+        StorageError: if it holds another.
+    """
+    before = store.read_document(plan.suite.name, SUITE)
+    kept = None if before is None else before.get("experiment")
+    now = plan.experiment()
+    if before is None or kept == now:
+        return
+    if fresh:
+        store.forget(plan.suite.name)
+        return
+    changed = [name for name in now if not isinstance(kept, dict) or kept.get(name) != now[name]]
+    message = (
+        f"{store.directory / plan.suite.name} holds another experiment ({', '.join(changed)} differ). Write to another folder "
+        f"(--results), or replace it (--fresh)."
+    )
+    raise StorageError(message)
+
+
+class _Memory:
+    """Activations that were read last, as many as fit into a share of memory."""
+
+    LARGEST = 4 * 2**30
+
+    def __init__(self, activations: Activations, sources: Mapping[str, Source]) -> None:
+        self.activations, self.sources = activations, sources
+        self.kept: dict[tuple[tuple[Network, ...], str], Seen] = {}
+
+    def read(self, networks: tuple[Network, ...], name: str) -> Seen:
+        """What these networks make of a set."""
+        key = (networks, name)
+        if key in self.kept:
+            self.kept[key] = self.kept.pop(key)  # the last to go
+            return self.kept[key]
+        seen = self.activations.read(networks, self.sources[name])
+        while self.kept and sum(one.bytes for one in self.kept.values()) + seen.bytes > self.LARGEST:
+            self.kept.pop(next(iter(self.kept)))
+        self.kept[key] = seen
+        return seen
 
 
 def _run(
@@ -122,14 +208,23 @@ def _run(
     identity: tuple[dict[str, Any], list[str], dict[str, str]],
 ) -> Record:
     fitted = method.fit(context)
-    start = time.perf_counter()
+    seconds = 0.0
+
+    def predict(name: str, scores: bool) -> Outputs:
+        nonlocal seconds
+        context.read(name)  # from disk, before the clock starts
+        start = time.perf_counter()
+        outputs = fitted.predict(name, scores)
+        seconds += time.perf_counter() - start
+        return outputs
+
     labelled, outliers, examples = {}, {}, {}
-    inside = fitted.predict("test", True)
+    inside = predict("test", any(source.role == "outlier" for source in plan.sources.values()))
     detail = method.group == "main"  # figures show no more than these
     for source in plan.sources.values():
         if source.role in ("train", "validation"):
             continue
-        outputs = inside if source.role == "test" else fitted.predict(source.name, source.role == "outlier")
+        outputs = inside if source.role == "test" else predict(source.name, source.role == "outlier")
         if source.role == "outlier":
             pairs = {name: (inside.scores[name], scores) for name, scores in outputs.scores.items()}
             outliers[source.name] = evaluate_outliers(outputs.probs, pairs, detail=detail)
@@ -147,13 +242,22 @@ def _run(
         settings=settings,
         networks=networks,
         data=data,
-        chosen=fitted.chosen,
-        seconds={"fit": fitted.seconds, "predict": time.perf_counter() - start},
+        chosen=_finite(fitted.chosen),
+        seconds={"fit": fitted.seconds, "predict": seconds},
         labelled=labelled,
         outliers=outliers,
         examples=examples,
         environment=environment(),
     )
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _checksums(plan: Plan) -> dict[str, str]:
@@ -185,6 +289,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "classes": list(suite.classes),
         "examples": examples,
         "notes": list(suite.notes),
+        "experiment": plan.experiment(),
     }
 
 

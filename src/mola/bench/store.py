@@ -67,6 +67,12 @@ class Store:
         """
         return [_record(path) for path in sorted((self.directory / suite).glob("*/run-*.json"))]
 
+    def forget(self, suite: str) -> None:
+        """Remove all of a suite's records and documents; other files stay."""
+        folder = self.directory / suite
+        for path in (*folder.glob("*/run-*.json"), folder / SUITE, folder / COST):
+            path.unlink(missing_ok=True)
+
     def write_document(self, suite: str, name: str, document: dict[str, Any]) -> Path:
         """Keep `suite.json` or `cost.json`."""
         path = self.directory / suite / name

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from mola.choices import one_of
 from mola.data.images import Images
 from mola.data.labelled import Labelled
+from mola.errors import OptionError
 from mola.models.imported import import_builder
 from mola.training import Recipe
 
 __all__ = [
+    "EXAMPLES",
     "Batches",
     "DataOptions",
     "Role",
@@ -27,12 +29,16 @@ __all__ = [
     "Suite",
     "TrainingData",
     "checksum",
+    "first_labels",
     "from_memory",
     "image_checksum",
 ]
 
 EXAMPLES = 8
 """Images of each set that a report shows."""
+
+SAMPLE = 64
+"""Images of each set whose inputs enter its checksum: enough for every type of corruption to come up."""
 
 Role = Literal["train", "validation", "test", "shift", "outlier"]
 
@@ -86,6 +92,25 @@ class DataOptions:
     """Of the inputs, by name, in distribution and out of it; None is the suite's."""
     corruptions: str = "paper"
     """"paper" is the 16 types it speaks of, "all" the 19 that were published."""
+    conventions: str = "consistent"
+    """"consistent" normalises outliers like the training data, as a deployed network would; "authors" does as the paper's
+    scripts: each set with statistics of its own, and EMNIST's digits, untransposed, instead of its letters."""
+
+    def __post_init__(self) -> None:
+        """Check the names.
+
+        Raises:
+            OptionError: if one is not known, or the normalisation is meant for one set of outliers.
+        """
+        one_of(self.conventions, ("consistent", "authors"), "conventions")
+        if self.normalisation is not None and self.normalisation.endswith("-own"):
+            message = f'normalisation {self.normalisation!r} is for one set of outliers alone: choose conventions="authors" instead.'
+            raise OptionError(message)
+
+    def describe(self) -> dict[str, Any]:
+        """What matters of it for the numbers, as plain JSON values."""
+        names = ("train", "outliers", "test", "normalisation", "corruptions", "conventions")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -116,7 +141,7 @@ class Suite:
     """All sets by name, "train", "validation" and "test" among them."""
     components: int = 5
     notes: tuple[str, ...] = ()
-    training_data: Callable[[DataOptions], TrainingData] | None = None
+    training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
     """What `mola train` reads."""
 
     def builder(self, network: str | None) -> tuple[str, Callable[[], nn.Module]]:
@@ -160,7 +185,8 @@ def from_memory(
         role: what it is for.
         images: as they lie on disk.
         prepare: makes a batch of bytes what the network sees.
-        made_by: plain values that name what `prepare` and `change` do; they enter the checksum.
+        made_by: plain values that name what `prepare` and `change` do; they enter the checksum, and so does what they make
+            of the first images.
         change: what is done to the images, with their labels kept.
         level: how far the data are shifted.
         batch_size: images a batch.
@@ -179,7 +205,9 @@ def from_memory(
     def show(count: int) -> Tensor:
         return change(images.part(slice(0, count))).pixels
 
-    key = checksum(image_checksum(images), *made_by)
+    sample = change(images.part(slice(0, SAMPLE)))
+    seen = hashlib.sha256(prepare(sample.pixels).contiguous().numpy().tobytes()).hexdigest()
+    key = checksum(image_checksum(images), *made_by, seen)
     return Source(name, title, role, len(images), key, batches, show, level, first_labels(role, images.labels))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from mola.bench.image_suites import CIFAR10, DIGITS, MNIST
+from mola.bench.cifar10_suite import CIFAR10
+from mola.bench.digits_suite import DIGITS
 from mola.bench.imagenet_suite import IMAGENET
+from mola.bench.mnist_suite import MNIST
 from mola.bench.suite import Suite
 from mola.choices import one_of
 

@@ -21,7 +21,10 @@ def bench(
         int | None, typer.Option(min=1, help="Networks in each mixture.  [default: the paper's]")
     ] = None,
     groups: Annotated[
-        str, typer.Option(help="What to compare: main, variants, structures, components, rules, weights, cost, or all.")
+        str,
+        typer.Option(
+            help="What to compare, separated by commas: main, variants, structures, components, rules, weights, cost; or all."
+        ),
     ] = "main",
     networks: Annotated[
         Path | None, typer.Option(help="Folder of trained networks.  [default: networks/SUITE]")
@@ -36,10 +39,15 @@ def bench(
     ] = Path("activations"),
     normalisation: Annotated[str | None, typer.Option(help="Of the images.  [default: the suite's]")] = None,
     corruptions: Annotated[str, typer.Option(help="paper (16 types) or all (19).")] = "paper",
+    conventions: Annotated[
+        str, typer.Option(help="consistent, or authors: outliers normalised and chosen as in the paper's scripts.")
+    ] = "consistent",
     train_images: Annotated[int | None, typer.Option(min=1, help="Fit on at most so many.")] = None,
     test_images: Annotated[int | None, typer.Option(min=1, help="Test on at most so many, shifted or not.")] = None,
     outliers: Annotated[int | None, typer.Option(min=1, help="At most so many of each outlier set.")] = None,
     train: Annotated[bool, typer.Option("--train", help="Train networks that are missing first.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Make all records anew, in place of what is there.")] = False,
+    device: Annotated[str, typer.Option(help="Where to run the networks, such as cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to compute with.  [default: torch's]")] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch missing data sets.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing.")] = False,
@@ -75,8 +83,11 @@ def bench(
             download=download,
             normalisation=normalisation,
             corruptions=corruptions,
+            conventions=conventions,
         ),
         train=train,
+        device=device,
+        fresh=fresh,
     )
     with showing_progress(quiet=quiet) as progress:
         folder = carry_out(order, progress)

@@ -29,6 +29,7 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(help="[default: the paper's]")] = None,
     train_images: Annotated[int | None, typer.Option(min=1, help="Use at most so many training images.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all the networks' seeds.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to train, such as cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to compute with.  [default: torch's]")] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch missing data sets.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing.")] = False,
@@ -56,7 +57,7 @@ def train(
     if threads is not None:
         torch.set_num_threads(threads)
     options = DataOptions(directory=data, train=train_images, download=download)
-    training = Training(chosen, count, recipe, network, seed, options)
+    training = Training(chosen, count, recipe, network, seed, options, device)
     with showing_progress(quiet=quiet) as progress:
         paths = train_networks(training, output or Path("networks") / chosen.name, progress)
     if not quiet:

@@ -12,9 +12,9 @@ from mola.data.files import verify as verify_file
 from mola.data.images import Images, split_validation
 from mola.data.layout import Dataset, Layout
 from mola.data.sources import cifar10, cifar100, emnist, lsun, mnist_like, notmnist, svhn
-from mola.errors import DataError, OptionError
+from mola.errors import DataError, OptionError, warn
 
-__all__ = ["DATASETS", "VARIABLE", "data_directory", "has_images", "load_images", "split_validation"]
+__all__ = ["DATASETS", "VARIABLE", "check_original", "data_directory", "has_images", "load_images", "split_validation"]
 
 VARIABLE = "MOLA_DATA"
 
@@ -149,6 +149,29 @@ def load_images(
     return images
 
 
+def check_original(name: str, split: str, images: Images, directory: Path | str | None = None) -> None:
+    """Warn if files that were read are not the published ones: others can be meant, but not unknowingly.
+
+    Args:
+        name: one of `DATASETS`.
+        split: "train" or "test".
+        images: what was read.
+        directory: the data directory; otherwise `MOLA_DATA` names it.
+    """
+    dataset = _known(name, split)
+    expected = dataset.counts.get(split)
+    if expected is not None and len(images) != expected:
+        warn(f"{dataset.title} ({split}) has {len(images):,} images here; {expected:,} were published.")
+        return  # a part of a set has other checksums, of course
+    originals = dataset.originals.get(split, ())
+    found = dataset.find(split, data_directory(directory))
+    for path in found[1] if found is not None and originals else ():
+        try:
+            verify_file(path, originals)
+        except DataError as error:
+            warn(str(error))
+
+
 def _known(name: str, split: str) -> Dataset:
     """The data set of this name, if it has this split.
 
@@ -165,14 +188,26 @@ def _known(name: str, split: str) -> Dataset:
 
 
 def _read(dataset: Dataset, split: str, root: Path, verify: bool) -> Images | None:
-    """From the first layout that is complete."""
+    """From the first layout that is complete.
+
+    Raises:
+        DataError: if a file is not whole, or not the original; with the checksum that it should have.
+    """
     found = dataset.find(split, root)
     if found is None:
         return None
     layout, paths = found
+    originals = dataset.originals.get(split, ())
     for path in paths if verify else ():
-        verify_file(path, dataset.originals.get(split, ()))
-    return layout.read(paths)
+        verify_file(path, originals)
+    try:
+        return layout.read(paths)
+    except DataError as error:
+        known = [original for original in originals if original.name.removesuffix(".gz") in str(error)]
+        if not known:
+            raise
+        message = f"{error} The published {known[0].name} has the md5 checksum {known[0].md5}."
+        raise DataError(message) from error
 
 
 def _missing(dataset: Dataset, split: str, root: Path, download: bool) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mola.data.files import Original, checksum, find
+from mola.data.folder import image_files
 from mola.data.images import Images
 
 __all__ = ["Archive", "Dataset", "FolderLayout", "Layout"]
@@ -66,8 +67,9 @@ class FolderLayout:
     files: tuple[str, ...]
 
     def find(self, directory: Path, originals: Sequence[Original]) -> list[Path | None]:
-        """The first of the folders that is there; nothing is known of the originals' checksums."""
-        return [next((directory / folder for folder in self.folders if (directory / folder).is_dir()), None)]
+        """The first of the folders that holds images; nothing is known of the originals' checksums."""
+        places = (directory / folder for folder in self.folders)
+        return [next((place for place in places if place.is_dir() and image_files(place)), None)]
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def lsun() -> Dataset:
         # One class, whatever subfolders an export has made.
         return Images(images.pixels, images.labels * 0)
 
-    places = ("lsun/classroom_val", "LSUN/classroom_val", "classroom_val", "lsun", "LSUN")
+    places = ("lsun/classroom_val", "LSUN/classroom_val", "classroom_val")
     return Dataset(
         name="lsun",
         title="LSUN classrooms",
