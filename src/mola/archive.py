@@ -115,6 +115,10 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
     Raises:
         StorageError: if something is missing or garbled, or a network is not the one that was fitted.
     """
+    kind = document.get("kind", "posterior")
+    if kind != "posterior":
+        message = f"the folder holds a saved {kind}, not a posterior of mola.fit: load it with what saved it."
+        raise StorageError(message)
     check(document, SCHEMA, "")
     parts = document["components"]
     if len(parts) != len(networks):
