@@ -16,14 +16,14 @@ from torch import nn
 
 import mola
 from mola import metrics
-from mola.bench import runner
 from mola.bench.activations import Activations, open_networks
 from mola.bench.cifar10_suite import corrupted
 from mola.bench.comparisons import COMPARISONS
 from mola.bench.contestants import LastLayer
 from mola.bench.networks import Training, check_networks, find_networks, train_networks
+from mola.bench.plan import Plan, describe
 from mola.bench.record import Record
-from mola.bench.runner import Plan, run_suite
+from mola.bench.runner import run_suite
 from mola.bench.store import Store
 from mola.bench.suite import DataOptions, Shift, Suite, TrainingData, from_memory
 from mola.bench.suites import SUITES, find_suite
@@ -291,7 +291,7 @@ def test_other_data_networks_or_settings_are_another_experiment(plan, copied):
     first = {(record.method, record.run): record for record in records_of(copied)}
     fewer = replace(plan, sources=sources(DataOptions(train=60)))
     for other in (fewer, replace(plan, components=1), replace(plan, suite=replace(SUITE, threshold=0.5))):
-        with pytest.raises(mola.StorageError, match=r"holds another experiment \(.* differ\).*--fresh"):
+        with pytest.raises(mola.StorageError, match=r"holds another experiment \(.+\)\. Write.*--fresh"):
             run(other, tmp_path)
     assert {(record.method, record.run): record for record in records_of(copied)} == first
     other_data = {(record.method, record.run): record for record in run(fewer, tmp_path, fresh=True)}
@@ -303,6 +303,16 @@ def test_other_data_networks_or_settings_are_another_experiment(plan, copied):
     strict = replace(plan, suite=replace(SUITE, threshold=0.5))
     other_threshold = {(record.method, record.run): record for record in run(strict, tmp_path, fresh=True)}
     assert "0.5" in other_threshold["MoLA", 0].chosen["rule"]
+
+
+def test_a_record_that_cannot_be_read_is_made_again(plan, copied):
+    store = Store(copied / "results")
+    path = store.path("blobs", "DE", 0)
+    whole = store.read("blobs", "DE", 0)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.warns(mola.MolaWarning, match=r"run-0\.json is not readable JSON.*It is made again"):
+        run(replace(plan, runs=1), copied)
+    assert store.read("blobs", "DE", 0).labelled == whole.labelled
 
 
 def test_a_damaged_file_of_activations_is_named_and_can_be_made_again(plan, copied):
@@ -361,7 +371,9 @@ def test_records_that_cannot_be_read_are_named(tmp_path, content, message):
 
 
 def test_too_few_networks_are_counted(plan):
-    with pytest.raises(mola.OptionError, match="3 runs of 2 components in main need 6 networks, found 4"):
+    with pytest.raises(
+        mola.OptionError, match=r"--runs 3 --components 2 in main need 6 networks, found 4.*--networks 6"
+    ):
         replace(plan, runs=3, groups=("main",))
     with pytest.raises(mola.OptionError, match="need 10 networks, found 4"):
         replace(plan, runs=1, groups=("components",))
@@ -470,7 +482,7 @@ def test_the_digits_suite_reads_the_embedded_data():
 
 
 def test_the_description_holds_what_the_report_needs(plan):
-    document = runner.describe(plan)
+    document = describe(plan)
     json.dumps(document)
     assert document["shift"]["levels"] == [0.0, 1.0]
     assert document["sets"]["noise 1"] == {"title": "Noise 1", "role": "shift", "count": 90, "level": 1.0}

@@ -11,7 +11,7 @@ from PIL import Image
 
 import mola
 from mola.data import folder as folder_module
-from mola.data.catalogue import load_images
+from mola.data.catalogue import has_images, load_images
 from mola.data.folder import Preparation, open_folder
 from mola.data.imagenet import CENTRE_224, open_imagenet, open_imagenet_c
 from mola.data.normalisation import NORMALISATIONS
@@ -253,7 +253,7 @@ def test_a_missing_imagenet_says_what_to_put_where(tmp_path):
 # --- LSUN ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["lsun/classroom_val", "classroom_val", "lsun"])
+@pytest.mark.parametrize("place", ["lsun/classroom_val", "LSUN/classroom_val", "classroom_val"])
 def test_lsun_is_shrunk_without_regard_to_proportions(tmp_path, place):
     image = picture(70, 40)
     save(image, tmp_path / place / "b.png")
@@ -266,5 +266,12 @@ def test_lsun_is_shrunk_without_regard_to_proportions(tmp_path, place):
 
 def test_lsun_exports_with_subfolders_are_one_class(tmp_path):
     for name in ("0/1/a.webp", "3/b.webp"):
-        save(picture(40, 40), tmp_path / "lsun" / name)
+        save(picture(40, 40), tmp_path / "lsun" / "classroom_val" / name)
     assert load_images("lsun", "test", tmp_path).labels.tolist() == [0, 0]
+
+
+def test_a_folder_without_pictures_is_not_lsun(tmp_path):
+    for name in ("lsun/classroom_val/data.mdb", "lsun/bedroom_val/a.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"no picture")
+    assert not has_images("lsun", "test", tmp_path)

@@ -250,6 +250,12 @@ def test_a_truncated_file_is_named_with_its_checksum(mnist, tmp_path):
             "suite must be one of digits, mnist, cifar10, imagenet; got 'minst'. Did you mean 'mnist'?",
         ),
         (["bench", "mnist", "--groups", "mian"], "Did you mean 'main'?"),
+        (
+            ["bench", "mnist", "--corruptions", "al"],
+            "corruptions must be one of paper, all; got 'al'. Did you mean 'all'?",
+        ),
+        (["bench", "mnist", "--normalisation", "cifar"], "normalisation must be one of none, cifar10, imagenet"),
+        (["bench", "mnist", "--conventions", "author"], "Did you mean 'authors'?"),
         (["bench", "mnist", "--networks", "nowhere"], "holds no trained networks"),
         (["train", "imagenet", "--networks", "1"], "does not train networks"),
         (["train", "mnist", "--network", "alexnet"], "network must be one of lenet"),
@@ -284,12 +290,22 @@ def test_missing_data_say_what_to_put_where(tmp_path, monkeypatch, capsys):
 
 def test_an_interrupted_command_says_that_it_can_go_on(tmp_path):
     command = [sys.executable, "-m", "mola", "train", "digits", "--networks", "50", "--output", str(tmp_path)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("*.safetensors")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell that started these tests in the background may have them ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("*.safetensors")) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert error.endswith("mola: stopped. The same command goes on where it can.\n")
     assert "Traceback" not in error

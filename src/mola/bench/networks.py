@@ -122,12 +122,20 @@ def train_networks(training: Training, directory: Path, progress: Progress) -> l
 
 def _check_identity(path: Path, identity: dict[str, Any]) -> None:
     kept = read_metadata(path).get("identity")
-    if kept is None or json.loads(kept) != identity:
-        message = (
-            f"{path} is another network than asked for: expected {json.dumps(identity, sort_keys=True)}, "
-            f"got {kept or 'one without a description'}. Train into another folder, or delete it."
-        )
+    if kept is None:
+        message = f"{path} does not say how it was trained. Train into another folder, or delete it."
         raise StorageError(message)
+    before, now = _flat(json.loads(kept)), _flat(identity)
+    if before != now:
+        changed = [
+            f"{name}: {before.get(name)} there, {now.get(name)} asked" for name in now if before.get(name) != now[name]
+        ]
+        message = f"{path} is another network than asked for ({'; '.join(changed)}). Train into another folder (--output), or delete it."
+        raise StorageError(message)
+
+
+def _flat(identity: dict[str, Any]) -> dict[str, Any]:
+    return {**{name: value for name, value in identity.items() if name != "recipe"}, **identity.get("recipe", {})}
 
 
 def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: DataOptions) -> None:
@@ -164,8 +172,8 @@ def find_networks(directory: Path) -> list[Path]:
     )
     if not found:
         message = (
-            f"{directory} holds no trained networks ({', '.join(ENDINGS)}). Train some with: mola train SUITE --output "
-            f"{directory}, or pass --train."
+            f"{directory} holds no trained networks ({', '.join(ENDINGS)}). Train some with mola train (--output {directory}), or "
+            f"pass --train, or name their folder with --networks."
         )
         raise OptionError(message)
     return found

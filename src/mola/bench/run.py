@@ -9,7 +9,8 @@ from mola.bench.activations import Activations, Progress, open_networks
 from mola.bench.comparisons import COMPARISONS, SWEEP
 from mola.bench.cost import measure_cost
 from mola.bench.networks import Training, check_networks, find_networks, train_networks
-from mola.bench.runner import Plan, claim, describe, run_suite
+from mola.bench.plan import Plan, claim, describe
+from mola.bench.runner import run_suite
 from mola.bench.store import COST, SUITE, Store
 from mola.bench.suite import DataOptions, Suite
 from mola.choices import one_of

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import platform
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,80 +13,22 @@ import torch
 
 import mola
 from mola.bench.activations import Activations, Network, Progress, Seen
-from mola.bench.comparisons import COMPARISONS, SWEEP
+from mola.bench.comparisons import COMPARISONS
 from mola.bench.contestants import Contestant, Context, Outputs
 from mola.bench.evaluation import METRICS, evaluate_labelled, evaluate_outliers, examples_of
+from mola.bench.plan import Plan, claim, describe
 from mola.bench.record import Record
 from mola.bench.store import SUITE, Store
-from mola.bench.suite import EXAMPLES, DataOptions, Source, Suite
-from mola.errors import MolaError, OptionError, StorageError
+from mola.bench.suite import EXAMPLES, Source
+from mola.errors import MolaError, OptionError, StorageError, warn
 
-__all__ = ["Plan", "claim", "describe", "environment", "run_suite"]
+__all__ = ["environment", "run_suite"]
 
 PROTOCOL = 1
 """Raised by hand when records of before would come out otherwise: a change of fitting, links, tuning or metrics."""
 
 FIRST_PART = 0.8
 """Share of the work that activations are, as measured on images."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be run."""
-
-    suite: Suite
-    network: str
-    """Name of the architecture."""
-    networks: Sequence[Network]
-    sources: dict[str, Source]
-    runs: int
-    components: int
-    groups: tuple[str, ...] = ("main",)
-    options: DataOptions = field(default_factory=DataOptions)
-
-    def __post_init__(self) -> None:
-        """Check that there are networks enough, and that they and the sets differ.
-
-        Raises:
-            OptionError: if not.
-        """
-        _refuse_repeats("networks", {network.path.name: network.checksum for network in self.networks})
-        _refuse_repeats("sets", {name: source.checksum for name, source in self.sources.items()})
-        needed = max(self.runs * self.components, SWEEP if "components" in self.groups else 0)
-        if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
-            message = (
-                f"{self.runs} runs of {self.components} components in {', '.join(self.groups)} need {max(needed, 1)} networks, "
-                f"found {len(self.networks)}."
-            )
-            raise OptionError(message)
-
-    def members(self, group: str, run: int) -> Sequence[Network]:
-        """The networks of a run: no two runs share one."""
-        size = SWEEP if group == "components" else self.components
-        return self.networks[run * size : (run + 1) * size]
-
-    def runs_of(self, group: str) -> int:
-        """How many runs there are networks for."""
-        return min(self.runs, len(self.networks) // SWEEP) if group == "components" else self.runs
-
-    def experiment(self) -> dict[str, Any]:
-        """What all records of a folder have in common: numbers of different experiments are not to be averaged."""
-        return {
-            "network": self.network,
-            "components": self.components,
-            "threshold": self.suite.threshold,
-            "options": self.options.describe(),
-            "data": {name: source.checksum for name, source in self.sources.items()},
-        }
-
-
-def _refuse_repeats(what: str, checksums: Mapping[str, str]) -> None:
-    first: dict[str, str] = {}
-    for name, value in checksums.items():
-        if value in first:
-            message = f"{first[value]} and {name} are the same: {what} must differ."
-            raise OptionError(message)
-        first[value] = name
 
 
 def run_suite(
@@ -125,14 +65,16 @@ def run_suite(
     memory = _Memory(activations, plan.sources)
     records, refused = [], []
     for index, (group, run, method) in enumerate(work):
-        progress(f"run {run + 1}: {method.name}", FIRST_PART + (1 - FIRST_PART) * index / len(work))
+        doing = f"run {run + 1}: {method.name}"
+        progress(doing, FIRST_PART + (1 - FIRST_PART) * index / len(work))
         networks = tuple(plan.members(group, run))
         used = networks if method.components is None else networks[: method.components]
         settings = {**method.settings(), "components": len(used), "threshold": plan.suite.threshold}
         settings |= {"network": plan.network, "protocol": PROTOCOL, "metrics": list(METRICS)}
         identity = (settings, [network.checksum for network in used], _checksums(plan))
-        known = None if fresh else store.read(plan.suite.name, method.name, run)
+        known = None if fresh else _known(store, plan.suite.name, method.name, run)
         if known is not None and (known.settings, known.networks, known.data) == identity:
+            progress(f"{doing} (there already)", FIRST_PART + (1 - FIRST_PART) * index / len(work))
             records.append(known)
             continue
         context = Context(partial(memory.read, networks), plan.suite.threshold)
@@ -144,38 +86,20 @@ def run_suite(
             refused.append(f"{method.name}, run {run + 1}: {error}")
             continue
         store.write(records[-1])
-    progress("done", 1.0)
+    progress("records are ready", 1.0)
     if refused:
         message = "some methods could not be run; the others' records are kept.\n  " + "\n  ".join(refused)
         raise OptionError(message)
     return records
 
 
-def claim(plan: Plan, store: Store, *, fresh: bool) -> None:
-    """Refuse a folder that holds another experiment, or forget that one.
-
-    Args:
-        plan: what is to be run.
-        store: where its records are to be kept.
-        fresh: whether to forget another experiment.
-
-    Raises:
-        StorageError: if it holds another.
-    """
-    before = store.read_document(plan.suite.name, SUITE)
-    kept = None if before is None else before.get("experiment")
-    now = plan.experiment()
-    if before is None or kept == now:
-        return
-    if fresh:
-        store.forget(plan.suite.name)
-        return
-    changed = [name for name in now if not isinstance(kept, dict) or kept.get(name) != now[name]]
-    message = (
-        f"{store.directory / plan.suite.name} holds another experiment ({', '.join(changed)} differ). Write to another folder "
-        f"(--results), or replace it (--fresh)."
-    )
-    raise StorageError(message)
+def _known(store: Store, suite: str, method: str, run: int) -> Record | None:
+    """A record that is there; one that cannot be read is made again, and said so."""
+    try:
+        return store.read(suite, method, run)
+    except StorageError as error:
+        warn(f"{error} It is made again.")
+        return None
 
 
 class _Memory:
@@ -262,35 +186,6 @@ def _finite(value: Any) -> Any:
 
 def _checksums(plan: Plan) -> dict[str, str]:
     return {name: source.checksum for name, source in plan.sources.items()}
-
-
-def describe(plan: Plan) -> dict[str, Any]:
-    """What the suite is, for the report: sets, shift, example images."""
-    suite = plan.suite
-    sets = {
-        name: {"title": source.title, "role": source.role, "count": source.count, "level": source.level}
-        for name, source in plan.sources.items()
-    }
-    examples = {}
-    for name, source in plan.sources.items():
-        if source.role in ("test", "shift", "outlier"):
-            pixels = source.show(EXAMPLES).contiguous()
-            packed = base64.b64encode(pixels.numpy().tobytes()).decode()
-            examples[name] = {"shape": list(pixels.shape), "pixels": packed, "label": list(source.labels)}
-    return {
-        "suite": suite.name,
-        "title": suite.title,
-        "network": plan.network,
-        "components": plan.components,
-        "runs": plan.runs,
-        "threshold": suite.threshold,
-        "shift": {**asdict(suite.shift), "levels": list(suite.shift.levels)},
-        "sets": sets,
-        "classes": list(suite.classes),
-        "examples": examples,
-        "notes": list(suite.notes),
-        "experiment": plan.experiment(),
-    }
 
 
 def environment() -> dict[str, Any]:

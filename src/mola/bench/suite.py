@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mola.choices import one_of
 from mola.data.images import Images
 from mola.data.labelled import Labelled
+from mola.data.normalisation import NORMALISATIONS
 from mola.errors import OptionError
 from mola.models.imported import import_builder
 from mola.training import Recipe
@@ -103,6 +104,14 @@ class DataOptions:
             OptionError: if one is not known, or the normalisation is meant for one set of outliers.
         """
         one_of(self.conventions, ("consistent", "authors"), "conventions")
+        one_of(self.corruptions, ("paper", "all"), "corruptions")
+        if self.normalisation is not None:
+            known = [name for name in NORMALISATIONS if not name.endswith("-own")]
+            one_of(
+                self.normalisation,
+                (*known, self.normalisation) if self.normalisation.endswith("-own") else known,
+                "normalisation",
+            )
         if self.normalisation is not None and self.normalisation.endswith("-own"):
             message = f'normalisation {self.normalisation!r} is for one set of outliers alone: choose conventions="authors" instead.'
             raise OptionError(message)

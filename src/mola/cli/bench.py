@@ -37,8 +37,10 @@ def bench(
     cache: Annotated[
         Path, typer.Option(envvar="MOLA_CACHE", help="Folder for the networks' activations, made once.")
     ] = Path("activations"),
-    normalisation: Annotated[str | None, typer.Option(help="Of the images.  [default: the suite's]")] = None,
-    corruptions: Annotated[str, typer.Option(help="paper (16 types) or all (19).")] = "paper",
+    normalisation: Annotated[
+        str | None, typer.Option(help="Of the images: none, cifar10 or imagenet.  [default: the suite's]")
+    ] = None,
+    corruptions: Annotated[str, typer.Option(help="Of CIFAR-10-C: paper (16 types) or all (19).")] = "paper",
     conventions: Annotated[
         str, typer.Option(help="consistent, or authors: outliers normalised and chosen as in the paper's scripts.")
     ] = "consistent",

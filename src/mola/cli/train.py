@@ -62,5 +62,5 @@ def train(
         paths = train_networks(training, output or Path("networks") / chosen.name, progress)
     if not quiet:
         Console(highlight=False).print(
-            f"{len(paths)} networks in [bold]{escape(str(paths[0].parent))}[/bold]", soft_wrap=True
+            f"Trained networks ({len(paths)}) are in [bold]{escape(str(paths[0].parent))}[/bold]", soft_wrap=True
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -52,9 +52,11 @@ class Watched:
         if self._handle is not None:
             self._handle.remove()
 
-    def _keep(self, _: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: Tensor) -> None:
+    def _keep(self, _: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> None:
+        # For a moment, as this hook comes or goes in one thread, torch calls it without keywords in another.
+        *keywords, output = rest
         if self._calls is not None:  # else somebody else runs the network between two passes
-            self._calls.append(LayerCall.of(arguments, keywords, output))
+            self._calls.append(LayerCall.of(arguments, keywords[0] if keywords else {}, output))
 
     def __call__(self, inputs: Inputs) -> Features:
         """One forward pass.
