@@ -22,6 +22,8 @@ from mola.errors import OptionError, StorageError
 from mola.report import paper_numbers
 from mola.report.estimate import Estimate
 from mola.report.formats import as_latex, as_markdown, escape_latex, latex_document
+from mola.report.style import NARROW, WIDE, drawing
+from mola.report.suites.confidence_figures import draw_histograms, draw_reliability
 from mola.report.suites.contents import suite_figures, suite_tables
 from mola.report.suites.page import SuiteReport, render_page
 from mola.report.suites.palette import crossed_strokes, strokes
@@ -327,6 +329,43 @@ def test_tables_are_parted_to_fit_the_terminal(suite, width):
                 assert cell.text in shown
 
 
+def test_captions_count_the_runs_behind_their_table(tmp_path):
+    store = make_store(tmp_path, "cifar10", 3)
+    sweep = {one.method for one in store.records("cifar10") if one.group == "components"}
+    for method in sweep:
+        store.path("cifar10", method, 2).unlink()
+    store.path("cifar10", "LLLA kron probit", 2).unlink()
+    tables = suite_tables(read_suites(tmp_path)[0])
+    assert "over 3 runs." in tables["outliers"].caption
+    assert "over 2 runs." in tables["ablation components"].caption
+    assert "over 2 to 3 runs." in tables["variants"].caption
+    assert tables["variants"].caption.startswith("Log-likelihood.")
+
+
+def test_the_same_network_is_not_told_apart_by_its_spelling(suite):
+    for name, same in (("lenet", True), ("Le-Net", True), ("lenet-300", False)):
+        told = {finding.title: finding.text for finding in findings(replace(suite, network=name))}["Beside the paper"]
+        assert ("(also with LeNet)" in told) == same
+        assert (f"LeNet there, {name} here" in told) != same
+
+
+def test_what_tuning_remarked_of_a_main_method_is_a_finding(suite):
+    def noted(*notes):
+        records = [
+            replace(one, chosen={"notes": [note] if note else []})
+            for one, note in zip(suite.main["LLLA"], notes, strict=True)
+        ]
+        groups = {**suite.groups, "main": {"LLLA": tuple(records)}}
+        return {one.title: one.text for one in findings(replace(suite, groups=groups))}.get("Remarks of tuning")
+
+    assert noted("nothing to add: took 1e+10", "", "nothing to add: took 1e+11") == (
+        "LLLA, in 2 of 3 runs (numbers of the first): nothing to add: took 1e+10"
+    )
+    assert noted("", "", "") is None
+    # A search that left its grid and found what it sought is small print.
+    assert noted(*["the search reached the end of its grid [1, 2] and went on to [1, 3]."] * 3) is None
+
+
 # --- files and the page ---------------------------------------------------------------------------------------------
 
 
@@ -431,6 +470,40 @@ def test_a_figure_cut_short_is_drawn_again(written, suite, monkeypatch):
     write_report([suite], written)
     assert drawn == ["mnist-rules"]
     assert path.read_text() == whole
+
+
+@pytest.mark.parametrize("shape", [WIDE, NARROW])
+@pytest.mark.parametrize("count", [2, 7, 11])
+def test_legends_of_reliability_are_inside_and_apart(suite, shape, count):
+    records = suite.main["MoLA (NLL)"]
+    many = {f"MIMO-MoLA {index}": records for index in range(count)}
+    with drawing():
+        figure = draw_reliability(replace(suite, groups={"main": many}), shape)
+        figure.draw_without_rendering()
+        boxes = [panel.get_legend().get_window_extent() for panel in figure.axes]
+        titles = [panel.title.get_window_extent() for panel in figure.axes]
+        labels = [panel.xaxis.label.get_window_extent() for panel in figure.axes]
+        panels = [panel.get_window_extent() for panel in figure.axes]
+    assert len(boxes) == 3
+    for place, box in enumerate(boxes):
+        assert box.x0 >= 0
+        assert box.y0 >= 0
+        assert box.x1 <= figure.bbox.x1
+        assert not any(box.overlaps(other) for other in [*titles, *labels, *panels, *boxes[:place]])
+    # Room for the legend is not taken from the panels.
+    assert min(panel.width for panel in panels) > 0.2 * figure.bbox.width
+
+
+def test_words_in_histograms_cover_no_bars(suite):
+    with drawing():
+        figure = draw_histograms(suite, WIDE)
+        figure.draw_without_rendering()
+        for panel in figure.axes:
+            (words,) = panel.texts
+            box = words.get_window_extent()
+            assert "AUROC" in words.get_text()
+            assert not any(box.overlaps(other.get_window_extent()) for other in figure.axes)
+            assert not box.overlaps(panel.title.get_window_extent()) or not panel.get_title()
 
 
 def test_methods_can_be_told_apart_by_their_lines():
@@ -538,20 +611,55 @@ def broken(path: Path, how: str):
         change(path, labelled={"test": {**document["labelled"]["test"], "reliability": [[1.0, 2.0]]}})
 
 
-@pytest.mark.parametrize("how", ["cut", "version", "garbled", "histogram", "reliability"])
-def test_a_broken_record_is_named(tmp_path, how, capsys, monkeypatch):
-    store = make_store(tmp_path, runs=1, ablations=False)
-    path = store.path("mnist", "DE", 0)
-    broken(path, how)
-    with pytest.raises(StorageError, match=re.escape(str(path))):
-        read_suites(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["mola", "report", "--results", str(tmp_path), "--output", str(tmp_path / "out")])
+BROKEN = pytest.mark.parametrize("how", ["cut", "version", "garbled", "histogram", "reliability"])
+
+
+def command(monkeypatch, results: Path, output: Path) -> int:
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(sys, "argv", ["mola", "report", "--results", str(results), "--output", str(output)])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 1
+    return ended.value.code or 0
+
+
+@BROKEN
+def test_a_broken_record_is_left_out_and_named(tmp_path, how):
+    store = make_store(tmp_path, runs=3, ablations=False)
+    whole = read_suites(tmp_path)[0]
+    path = store.path("mnist", "DE", 1)
+    broken(path, how)
+    suite = read_suites(tmp_path)[0]
+    assert [one.run for one in suite.main["DE"]] == [0, 2]
+    assert {**suite.main, "DE": None} == {**whole.main, "DE": None}
+    assert any(str(path) in warning and "Left out" in warning for warning in suite.warnings)
+    assert any("DE has 2 of 3 runs" in warning for warning in suite.warnings)
+    assert "over 2 to 3 runs." in suite_tables(suite)["outliers"].caption
+    page = quick_page(suite)
+    assert str(path) in page[page.index("Compare with care") : page.index("<h3>")]
+
+
+def test_the_command_warns_of_a_broken_record(tmp_path, capsys, monkeypatch):
+    store = make_store(tmp_path, runs=1, ablations=False, cost=False)
+    path = store.path("mnist", "DE", 0)
+    broken(path, "cut")
+    assert command(monkeypatch, tmp_path, tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert str(path) in said[said.index("Compare with care") :]
+    assert str(path) in (tmp_path / "out" / "tables.md").read_text()
+
+
+@BROKEN
+def test_nothing_but_broken_records_is_an_error(tmp_path, how, capsys, monkeypatch):
+    store = make_store(tmp_path, runs=1, ablations=False)
+    paths = [store.path("mnist", method, 0) for method in QUALITY]
+    for path in paths:
+        broken(path, how)
+    with pytest.raises(StorageError, match=f"none of {len(paths)} records can be read"):
+        read_suites(tmp_path)
+    assert command(monkeypatch, tmp_path, tmp_path / "out") == 1
     said = capsys.readouterr().err
     assert said.startswith("mola: ")
-    assert str(path) in said
+    assert str(min(paths)) in said
     assert not (tmp_path / "out").exists()
 
 

@@ -130,7 +130,10 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> None:
         changed = [
             f"{name}: {before.get(name)} there, {now.get(name)} asked" for name in now if before.get(name) != now[name]
         ]
-        message = f"{path} is another network than asked for ({'; '.join(changed)}). Train into another folder (--output), or delete it."
+        reason = "; ".join(changed)
+        message = (
+            f"{path} is another network than asked for ({reason}). Train into another folder (--output), or delete it."
+        )
         raise StorageError(message)
 
 
