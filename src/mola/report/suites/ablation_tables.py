@@ -9,7 +9,7 @@ from mola.bench.record import Record
 from mola.report import paper_numbers
 from mola.report.suites.quantities import estimate, labelled, mmc, outlier_mean, outlier_score, shifted
 from mola.report.suites.reading import MAIN, SuiteResults
-from mola.report.suites.tables import curves_table, runs_words
+from mola.report.suites.tables import curves_table, paper_network, runs_words
 from mola.report.tables import Cell, Column, Number, Row, Table, make_table
 
 __all__ = ["GROUP_TITLES", "ablation_groups", "ablation_table", "settings_table", "variants_table"]
@@ -49,8 +49,8 @@ def ablation_table(suite: SuiteResults, group: str) -> Table:
     }
     known = [index for index in range(len(quantities)) if any(row[index] is not None for row in values.values())]
     caption = (
-        f"{runs_words(suite)} Shifted: mean over all levels of {suite.shift_title}. Outliers: mean over all sets, told apart "
-        f"by confidence."
+        f"{runs_words(suite.groups[group])} Shifted: mean over all levels of {suite.shift_title}. Outliers: mean over all "
+        f"sets, told apart by confidence."
     )
     return make_table(
         f"{suite.title}: {GROUP_TITLES.get(group, group)}",
@@ -73,10 +73,7 @@ def variants_table(suite: SuiteResults) -> Table | None:
         if len(curve) == len(suite.levels()) and (structure, link) in settings
     }
     more = (
-        f" Rows that begin with 'paper': its figure of LLLA variants, with "
-        f"{paper_numbers.NETWORKS[suite.name]}; here: {suite.network}."
-        if paper
-        else ""
+        f" Rows that begin with 'paper' are from its figure of LLLA variants, {paper_network(suite)}." if paper else ""
     )
     return curves_table(
         f"{suite.title}: log-likelihood of LLLA variants", suite, methods, "log_likelihood", paper, more

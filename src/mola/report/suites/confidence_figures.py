@@ -18,6 +18,9 @@ __all__ = ["draw_histograms", "draw_reliability", "reliability_levels"]
 FEWEST = 0.001
 """Share of the predictions that a bin must hold to be drawn in a reliability diagram."""
 
+LEGEND_ROW = 0.17
+"""Inches that a row of the legend takes."""
+
 Array = NDArray[np.float64]
 
 
@@ -31,7 +34,7 @@ def draw_reliability(suite: SuiteResults, shape: Shape) -> Figure:
     """Accuracy against confidence: on the test set, and shifted."""
     levels = reliability_levels(suite)
     figure, panels = canvas(
-        shape, *((1, len(levels)) if shape.wide else (len(levels), 1)), 3.6 + 0.09 * len(suite.main)
+        shape, *((1, len(levels)) if shape.wide else (len(levels), 1)), 4.1 + LEGEND_ROW * -(-len(suite.main) // 2)
     )
     drawn = strokes(suite.main)
     for panel, level in zip(panels, levels, strict=True):
@@ -79,14 +82,14 @@ def draw_histograms(suite: SuiteResults, shape: Shape) -> Figure:
     outliers = suite.of_role("outlier")
     sets = outliers[:4] if shape.wide else [outliers[0], outliers[-1]][: len(outliers)]
     methods = list(suite.main)
-    figure, panels = canvas(shape, len(methods), len(sets), 1.35, sharex=True, sharey=True)
+    figure, panels = canvas(shape, len(methods), len(sets), 1.5, sharex=True, sharey=True)
     painted = colours(methods)
     for row, method in enumerate(methods):
         for column, one in enumerate(sets):
             panel = panels[row * len(sets) + column]
             _histogram_panel(panel, suite.main[method], one, painted[method])
             if row == 0:
-                panel.set_title(one.title)
+                panel.set_title(one.title, pad=17)
             if column == 0:
                 panel.set_ylabel(method, fontweight="bold")
             if row == len(methods) - 1:
@@ -117,7 +120,8 @@ def _histogram_panel(panel: Axes, records: Sequence[Record], one: SetInfo, colou
         words.append(f"mean {confidence.mean:.2f}")
     if auroc is not None:
         words.append(f"AUROC {auroc.mean:.3f}")
-    panel.text(0.05, 0.93, "\n".join(words), transform=panel.transAxes, va="top", fontsize=8)
+    # Above the panel: inside, it would hide bars of methods that are rarely sure.
+    panel.text(0.0, 1.04, ", ".join(words), transform=panel.transAxes, va="bottom", fontsize=8)
     panel.set_xlim(0, 1)
     panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
     # The last bin holds most of the test data; on a square-root scale the others can still be seen.

@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Any
 
-from mola.bench.record import Record
 from mola.report.figures import Drawn
 from mola.report.markup import document, inline_svg, table_markup
 from mola.report.suites.ablation_tables import ablation_groups
-from mola.report.suites.agreement import listed
 from mola.report.suites.palette import strokes
 from mola.report.suites.reading import SuiteResults
+from mola.report.suites.remarks import every_remark
 from mola.report.suites.tables import METRIC_NAMES
 from mola.report.suites.words import FIGURE_WORDS, METHOD_WORDS, findings
 from mola.report.tables import Table
 
 __all__ = ["SuiteReport", "render_page"]
 
-NARROW_SCREEN, WIDE_SCREEN = 44, 136
-"""Characters of a table's row that fit on a phone, and on the page at its widest."""
+SCREENS = (700, 900, 1100, 1300)
+"""Widths in pixels up to which a hint can be shown; suites.css has a rule for each."""
+
+PHONE = 44
+"""Characters of a table's row that fit on a phone, where letters are smaller and names wrap."""
+
+LETTER, PADDING, MARGINS, PAGE = 8.1, 22.4, 40, 1150
+"""Pixels: of a letter in a table, around a cell, around the page, and of the page at its widest."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def _ablations(report: SuiteReport) -> list[str]:
     for group in ablation_groups(report.suite):
         parts.append(_figure(report, group) or f"<h3>{escape(group)}</h3>")
         if group == "variants" and "variants" in report.tables:
-            parts.append(_table(report.tables["variants"]))
+            parts.append(_titled(report.tables["variants"]))
             parts.append(_folded("In distribution and against outliers", [report.tables["ablation variants"]]))
         else:
             parts.append(_table(report.tables[f"ablation {group}"]))
@@ -144,19 +150,36 @@ def _shown(report: SuiteReport, name: str) -> str:
 
 def _table(table: Table) -> str:
     """The table, with a hint on those screens on which it has to be scrolled."""
-    breadth = max((len(row.name) for row in table.rows), default=0)
-    for index, column in enumerate(table.columns):
-        breadth += 3 + max([len(column.name), *[len(row.cells[index].text) for row in table.rows]])
-    kind = "always" if breadth > WIDE_SCREEN else "narrow-only" if breadth > NARROW_SCREEN else ""
+    kind = _hint_kind(table)
     hint = f'<p class="hint {kind}" aria-hidden="true">scroll sideways &rarr;</p>' if kind else ""
     box = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title, quote=True)}">'
     return hint + table_markup(table).replace('<div class="scroll">', box, 1)
 
 
+def _hint_kind(table: Table) -> str:
+    """The narrowest screen on which the table still fits, by an estimate that rather hints too often."""
+    names = max((len(row.name) for row in table.rows), default=0)
+    widths = [
+        max([len(column.name), *[len(row.cells[index].text) for row in table.rows]])
+        for index, column in enumerate(table.columns)
+    ]
+    starts = sum(1 for _ in groupby(column.group for column in table.columns))
+    pixels = LETTER * (names + sum(widths)) + PADDING * (1 + len(widths)) + 10 * starts
+    if pixels > PAGE:
+        return "always"
+    if names + sum(widths) + 3 * len(widths) <= PHONE:
+        return ""
+    return f"below-{min(screen for screen in SCREENS if screen >= min(pixels + MARGINS, SCREENS[-1]))}"
+
+
+def _titled(table: Table) -> str:
+    return f"<h4>{escape(table.title)}</h4>{_table(table)}"
+
+
 def _folded(summary: str, tables: Sequence[Table]) -> str:
     if not tables:
         return ""
-    inside = "".join(f"<h4>{escape(table.title)}</h4>{_table(table)}" for table in tables)
+    inside = "".join(_titled(table) for table in tables)
     return f"<details><summary>{escape(summary)}</summary>{inside}</details>"
 
 
@@ -178,7 +201,7 @@ def _figure(report: SuiteReport, name: str) -> str:
 def _small_print(suite: SuiteResults) -> str:
     records = [record for methods in suite.groups.values() for found in methods.values() for record in found]
     sets = "; ".join(f"{one.title} {one.count}" for one in suite.sets.values() if one.role != "shift")
-    remarks = [f"Data: {sets}.", *suite.notes, *_tuning_notes(records)]
+    remarks = [f"Data: {sets}.", *suite.notes, *every_remark(records)]
     environment = _environment(record.environment for record in records)
     if environment:
         remarks.append(f"Environment: {environment}.")
@@ -189,18 +212,6 @@ def _small_print(suite: SuiteResults) -> str:
     remarks.append(f"{len(records)} records; {seconds:.0f} seconds to fit, tune and predict from stored activations.")
     listed = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
     return f'<h3>Small print</h3><ul class="small">{listed}</ul>'
-
-
-def _tuning_notes(records: Iterable[Record]) -> list[str]:
-    """What tuning remarked, each remark once, with the methods that it is about."""
-    about: dict[str, list[str]] = {}
-    for record in records:
-        notes = record.chosen.get("notes", [])
-        for note in [notes] if isinstance(notes, str) else notes:
-            methods = about.setdefault(str(note), [])
-            if record.method not in methods:
-                methods.append(record.method)
-    return [f"{listed(methods)}: {note}" for note, methods in about.items()]
 
 
 def _environment(environments: Iterable[Mapping[str, Any]]) -> str:

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mola.bench.record import CONFIDENCE_BINS, Record
+from mola.bench.record import Record
 from mola.bench.store import Store
 from mola.choices import one_of
 from mola.errors import StorageError
 from mola.report.suites.agreement import disagreements
+from mola.report.suites.records import readable_records
 from mola.schema import Optional, check
 
 __all__ = ["MAIN", "CostRow", "Pictures", "SetInfo", "SuiteResults", "read_suite"]
@@ -123,7 +124,7 @@ class SuiteResults:
 
 
 def read_suite(store: Store, name: str) -> SuiteResults:
-    """Read a suite.
+    """Read a suite; `StorageError` names a document that is broken, or says that no record can be read.
 
     Args:
         store: the folder of results.
@@ -131,18 +132,12 @@ def read_suite(store: Store, name: str) -> SuiteResults:
 
     Returns:
         What is known of it.
-
-    Raises:
-        StorageError: naming the file, if one is of another version, broken or garbled; or if there are no records.
     """
     one_of(name, store.suites(), "suite")
     place = store.directory / name
     document = store.read_document(name, "suite.json") or {}
     _check(document, SUITE_SCHEMA, f"{place / 'suite.json'}")
-    records = _records(store, name)
-    if not records:
-        message = f"{place} holds no records yet: run `mola bench {name}` first."
-        raise StorageError(message)
+    records, unread = readable_records(store, name)
     cost = store.read_document(name, "cost.json")
     if cost is not None:
         _check(cost, COST_SCHEMA, f"{place / 'cost.json'}")
@@ -170,7 +165,7 @@ def read_suite(store: Store, name: str) -> SuiteResults:
         groups=_grouped(records),
         cost=tuple(sorted(cost_rows, key=lambda row: _rank(row.method))),
         cost_document={key: (cost or {}).get(key, {}) for key in ("settings", "environment")},
-        warnings=tuple(disagreements(name, records)),
+        warnings=(*unread, *disagreements(name, records)),
         fingerprint=_fingerprint(place),
     )
 
@@ -180,21 +175,6 @@ def _fingerprint(folder: Path) -> str:
     for path in sorted(folder.rglob("*.json")):
         digest.update(f"{path.relative_to(folder)} ".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _records(store: Store, suite: str) -> list[Record]:
-    records = store.records(suite)
-    for record in records:
-        path = store.path(suite, record.method, record.run)
-        histograms = [result.histogram for result in record.labelled.values()]
-        histograms += [result.histogram for result in record.outliers.values()]
-        if any(len(histogram) not in (0, CONFIDENCE_BINS) for histogram in histograms):
-            message = f"{path}: expected histograms of {CONFIDENCE_BINS} bins. Delete it and run the suite again."
-            raise StorageError(message)
-        if any(len(row) != 3 for result in record.labelled.values() for row in result.reliability):
-            message = f"{path}: expected three numbers for each bin of reliability. Delete it and run the suite again."
-            raise StorageError(message)
-    return records
 
 
 def _check(document: dict[str, Any], schema: dict[str, Any], place: str) -> None:

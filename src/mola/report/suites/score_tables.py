@@ -50,7 +50,7 @@ def score_digest(suite: SuiteResults) -> Table | None:
         for score in scores
     }
     caption = (
-        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {runs_words(suite)} Bold: the best score of each "
+        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {runs_words(suite.main)} Bold: the best score of each "
         f"method. Higher scores mean more outlying; the sign of confidence and of logits is turned."
     )
     columns = [Column(method, better="high") for method in suite.main]
@@ -77,7 +77,7 @@ def score_table(suite: SuiteResults, name: str) -> Table | None:
     if not values:
         return None
     caption = (
-        f"In %. {runs_words(suite)} AUPR in, out: area under precision and recall with test data, or outliers, as the "
+        f"In %. {runs_words(suite.main)} AUPR in, out: area under precision and recall with test data, or outliers, as the "
         f"positive class. FPR95: share of outliers taken for test data where 95% of the test data are."
     )
     return make_table(f"{suite.sets[name].title}: every method by every score", caption, columns, values)

@@ -11,7 +11,16 @@ from mola.report.suites.quantities import at_level, estimate, labelled, mmc, out
 from mola.report.suites.reading import SuiteResults
 from mola.report.tables import Column, Number, Table, make_table
 
-__all__ = ["METRIC_NAMES", "difference_table", "in_distribution_table", "level_table", "outlier_table", "paper_name"]
+__all__ = [
+    "METRIC_NAMES",
+    "difference_table",
+    "in_distribution_table",
+    "level_table",
+    "outlier_table",
+    "paper_name",
+    "paper_network",
+    "runs_counted",
+]
 
 METRIC_NAMES = {
     "log_likelihood": "log-likelihood",
@@ -32,11 +41,21 @@ def paper_name(method: str) -> str:
     return f"paper: {method}"
 
 
-def runs_words(suite: SuiteResults) -> str:
-    """Over what the means are taken."""
-    if suite.runs == 1:
+def runs_counted(methods: Mapping[str, Sequence[Record]]) -> str:
+    """How many runs these methods have: "4 runs", or "2 to 4 runs"."""
+    counts = [len(records) for records in methods.values()]
+    low, high = min(counts, default=0), max(counts, default=0)
+    if high == 1:
+        return "one run"
+    return f"{high} runs" if low == high else f"{low} to {high} runs"
+
+
+def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
+    """Over what the means of these methods are taken."""
+    counted = runs_counted(methods)
+    if counted == "one run":
         return "One run, so no spread is known."
-    return f"Mean \N{PLUS-MINUS SIGN} standard error over {suite.runs} runs."
+    return f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}."
 
 
 def outlier_table(suite: SuiteResults) -> Table | None:
@@ -50,7 +69,7 @@ def outlier_table(suite: SuiteResults) -> Table | None:
     titles = ["test MMC", *(f"{one.title} {kind}" for one in sets for kind in ("MMC", "AUROC"))]
     aside = {paper_name(method): [row.get(title) for title in titles] for method, row in paper.items()}
     caption = (
-        f"In %. {runs_words(suite)} MMC: mean confidence. AUROC: how well outliers are told from test data by low "
+        f"In %. {runs_words(suite.main)} MMC: mean confidence. AUROC: how well outliers are told from test data by low "
         f"confidence; 50 is guessing. Bold: the best of the methods measured here, with all that round to the same."
     )
     return make_table(
@@ -76,13 +95,15 @@ def _outlier_row(records: Sequence[Record], names: Sequence[str]) -> list[Number
 def _paper_words(suite: SuiteResults, given: bool) -> str:
     if not given:
         return ""
-    network = paper_numbers.NETWORKS.get(suite.name, "")
-    if network.lower().replace("-", "") == suite.network.lower().replace("-", ""):
-        return f" Rows that begin with 'paper' are the paper's own numbers, also with {network}."
-    return (
-        f" Rows that begin with 'paper' are the paper's own numbers, with another network: {network} there, "
-        f"{suite.network} here."
-    )
+    return f" Rows that begin with 'paper' are the paper's own numbers, {paper_network(suite)}."
+
+
+def paper_network(suite: SuiteResults) -> str:
+    """Whether the paper's numbers are of the same network, such as "also with LeNet"."""
+    there, here = paper_numbers.NETWORKS[suite.name], suite.network
+    if there.lower().replace("-", "") == here.lower().replace("-", ""):
+        return f"also with {there}"
+    return f"with another network: {there} there, {here} here"
 
 
 def difference_table(suite: SuiteResults) -> Table | None:
@@ -137,7 +158,7 @@ def in_distribution_table(suite: SuiteResults) -> Table | None:
     }
     known = [index for index in range(len(IN_DISTRIBUTION)) if any(row[index] is not None for row in values.values())]
     caption = (
-        f"{suite.sets['test'].count} test data. {runs_words(suite)} NLL: log loss. ECE, MCE: expected and largest "
+        f"{suite.sets['test'].count} test data. {runs_words(suite.main)} NLL: log loss. ECE, MCE: expected and largest "
         f"calibration error. Legacy: the error as published scripts compute it, without all predictions of confidence 0.99 "
         f"and more; only to compare with published figures. AURC: area under the risk-coverage curve."
     )
@@ -199,5 +220,7 @@ def curves_table(
         for method, records in methods.items()
     }
     aside = {paper_name(method): [factor * value for value in curve] for method, curve in paper.items()}
-    unit = "In %. " if factor == 100 else ""
-    return make_table(title, f"{unit}{runs_words(suite)} 0 is the test set as it is.{more}", columns, values, aside)
+    name = METRIC_NAMES[metric]
+    unit = ", in %" if factor == 100 else ""
+    what = f"{name[0].upper()}{name[1:]}{unit}"
+    return make_table(title, f"{what}. {runs_words(methods)} 0 is the test set as it is.{more}", columns, values, aside)

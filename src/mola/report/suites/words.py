@@ -11,8 +11,9 @@ from mola.report import paper_numbers
 from mola.report.estimate import Estimate
 from mola.report.suites.quantities import Quantity, estimate, labelled, mmc, outlier_score, shifted
 from mola.report.suites.reading import SetInfo, SuiteResults
+from mola.report.suites.remarks import main_remarks
 from mola.report.suites.score_tables import known_scores
-from mola.report.suites.tables import METRIC_NAMES
+from mola.report.suites.tables import METRIC_NAMES, paper_network, runs_counted
 
 __all__ = ["FAR", "FIGURE_WORDS", "METHOD_WORDS", "Finding", "findings", "lead"]
 
@@ -146,8 +147,20 @@ def findings(suite: SuiteResults) -> list[Finding]:
     """What can be said of the methods compared."""
     if not suite.main:
         return []
-    parts = [_in_distribution(suite), _shifted(suite), *_outliers(suite), _paper(suite), _certainty(suite)]
+    parts = [
+        *_tuning(suite),
+        _in_distribution(suite),
+        _shifted(suite),
+        *_outliers(suite),
+        _paper(suite),
+        _certainty(suite),
+    ]
     return [finding for finding in parts if finding is not None]
+
+
+def _tuning(suite: SuiteResults) -> list[Finding]:
+    told = main_remarks(suite)
+    return [Finding("Remarks of tuning", " ".join(told))] if told else []
 
 
 def _in_distribution(suite: SuiteResults) -> Finding | None:
@@ -244,8 +257,7 @@ def _paper(suite: SuiteResults) -> Finding | None:
                         )
     if not count:
         return None
-    there = paper_numbers.NETWORKS[suite.name]
-    text = f"Of {count} numbers that the paper gives too (with {there}; here {suite.network}), "
+    text = f"Of {count} numbers that the paper gives too ({paper_network(suite)}), "
     named = f"none differs by more than {FAR:g} points."
     if far:
         largest = [words for _, words in sorted(far, key=lambda one: -one[0])[:MOST_NAMED]]
@@ -259,8 +271,8 @@ def _certainty(suite: SuiteResults) -> Finding:
         text = "One run: no spread is known, and small differences may turn around with other networks."
     else:
         text = (
-            f"Errors are standard errors over {suite.runs} runs, whose networks differ and whose test data do not: they say how "
-            f"sure a mean is over networks, not over data. A lead in fewer than all runs, or smaller than twice its error, "
+            f"Errors are standard errors over {runs_counted(suite.main)}, whose networks differ and whose test data do not: they "
+            f"say how sure a mean is over networks, not over data. A lead in fewer than all runs, or smaller than twice its error, "
             f"may be chance."
         )
     return Finding("How sure this is", text)
