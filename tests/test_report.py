@@ -433,6 +433,19 @@ def test_the_page_is_well_formed_and_needs_nothing_else(written):
     assert "Compare with care" not in text
 
 
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [(1, None), (3, "below-700"), (5, "below-900"), (6, "below-1100"), (7, "always"), (20, "always")],
+)
+def test_broad_tables_hint_at_scrolling_on_screens_that_cut_them(suite, columns, kind):
+    cells = tuple(Cell("-0.159 ± 0.002") for _ in range(columns))
+    table = Table("t", "", tuple(Column(f"{index}") for index in range(columns)), (Row("LLLA kron probit", cells),))
+    page = render_page([SuiteReport(suite, {**suite_tables(suite), "outliers": table}, {})], "")
+    shown = re.search(r'<h3>t</h3>(?:<p class="hint ([^"]*)")?', page)
+    assert shown[1] == kind
+    assert kind in (None, "always") or f"(max-width: {kind.removeprefix('below-')}px)" in page
+
+
 def test_a_second_report_draws_nothing_and_is_the_same(results, written, monkeypatch):
     before = {path: path.read_bytes() for path in sorted(written.rglob("*.*"))}
 

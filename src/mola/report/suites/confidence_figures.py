@@ -34,7 +34,7 @@ def draw_reliability(suite: SuiteResults, shape: Shape) -> Figure:
     """Accuracy against confidence: on the test set, and shifted."""
     levels = reliability_levels(suite)
     figure, panels = canvas(
-        shape, *((1, len(levels)) if shape.wide else (len(levels), 1)), 4.1 + LEGEND_ROW * -(-len(suite.main) // 2)
+        shape, *((1, len(levels)) if shape.wide else (len(levels), 1)), 3.6 + LEGEND_ROW * -(-len(suite.main) // 2)
     )
     drawn = strokes(suite.main)
     for panel, level in zip(panels, levels, strict=True):
@@ -56,7 +56,8 @@ def draw_reliability(suite: SuiteResults, shape: Shape) -> Figure:
         panel.set_ylabel("accuracy")
         panel.set_xlim(0, 1.03)
         panel.set_ylim(0, 1.03)
-        panel.set_aspect("equal")
+        # At the top: what the square leaves of its room is then left for the legend.
+        panel.set_aspect("equal", anchor="N")
         # Below: inside, it would hide curves of methods that are never unsure.
         panel.legend(
             loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=7.5, handlelength=1.8, columnspacing=1.0

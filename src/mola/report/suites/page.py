@@ -26,8 +26,8 @@ SCREENS = (700, 900, 1100, 1300)
 PHONE = 44
 """Characters of a table's row that fit on a phone, where letters are smaller and names wrap."""
 
-LETTER, PADDING, MARGINS, PAGE = 8.1, 22.4, 40, 1150
-"""Pixels: of a letter in a table, around a cell, around the page, and of the page at its widest."""
+LETTER, PADDING, MARGINS, PAGE = 8.1, 22.4, 40, 1100
+"""Pixels: of a letter in a table, around a cell, around the page, and of a folded part of the page at its widest."""
 
 
 @dataclass(frozen=True)
