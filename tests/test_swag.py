@@ -13,6 +13,7 @@ from torch import nn
 import mola
 from mola.baselines.learning_rates import choose_learning_rate
 from mola.baselines.snapshots import Moments
+from mola.storage import LOADERS
 from tests.conftest import make_problem
 
 RATE = 0.05
@@ -508,3 +509,22 @@ def test_mappings_and_logit_objects_work():
         problem.network, [(problem.inputs, problem.labels)], learning_rate=RATE, epochs=2, samples=3, progress=False
     )
     torch.testing.assert_close(swag({"pixels": problem.inputs, "scale": ones}), plain(problem.inputs))
+
+
+def test_a_list_of_networks_is_pointed_to_multi_swag():
+    with pytest.raises(mola.OptionError, match=r"one trained nn\.Module, got list.*mola\.multi_swag"):
+        mola.Swag.fit([torch.nn.Linear(2, 2)], [(torch.zeros(2, 2), torch.tensor([0, 1]))], epochs=1)
+
+
+def test_every_kind_of_folder_names_what_loads_it(tmp_path):
+    for kind, loader in LOADERS.items():
+        names = loader.removeprefix("mola.").split(".")
+        thing = mola
+        for name in names:
+            thing = getattr(thing, name)
+        assert callable(thing), kind
+    mola.McDropout(torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 2))).save(tmp_path)
+    with pytest.raises(mola.StorageError, match=r"saved mc-dropout.*mola\.McDropout\.load"):
+        mola.load(tmp_path, torch.nn.Linear(2, 2))
+    with pytest.raises(mola.StorageError, match=r"saved mc-dropout.*mola\.McDropout\.load"):
+        mola.Swag.load(tmp_path, torch.nn.Linear(2, 2))

@@ -117,7 +117,7 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
     """
     kind = document.get("kind", "posterior")
     if kind != "posterior":
-        message = f"the folder holds a saved {kind}, not a posterior of mola.fit: load it with what saved it."
+        message = f"the folder holds a saved {kind}, not a posterior of mola.fit. {storage.how_to_load(kind)}"
         raise StorageError(message)
     check(document, SCHEMA, "")
     parts = document["components"]

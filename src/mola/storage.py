@@ -25,7 +25,17 @@ from torch import Tensor, nn
 from mola.errors import StorageError
 from mola.schema import check
 
-__all__ = ["DOCUMENT", "FORMAT", "VERSION", "fingerprint", "read", "same_signature", "signature", "write"]
+__all__ = [
+    "DOCUMENT",
+    "FORMAT",
+    "VERSION",
+    "fingerprint",
+    "how_to_load",
+    "read",
+    "same_signature",
+    "signature",
+    "write",
+]
 
 FORMAT = "mola-posterior"
 VERSION = 1
@@ -67,6 +77,22 @@ def same_signature(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return first["numbers"] == second["numbers"] and all(
         abs(first[name] - second[name]) <= scale for name in ("sum", "magnitude")
     )
+
+
+LOADERS = {
+    "posterior": "mola.load",
+    "swag": "mola.Swag.load",
+    "multi-swag": "mola.MultiSwag.load",
+    "mimo": "mola.Mimo.load",
+    "mc-dropout": "mola.McDropout.load",
+    "temperature": "mola.TemperatureScaled.load",
+}
+"""What reads a folder, by the kind of thing in it."""
+
+
+def how_to_load(kind: str) -> str:
+    """Which function reads a folder of that kind."""
+    return f"Load it with {LOADERS[kind]}(...)." if kind in LOADERS else "Load it with what saved it."
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -51,7 +51,7 @@ def load(directory: str | Path, kind: str, schema: Mapping[str, Any]) -> tuple[d
     document, tensors = storage.read(directory)
     found = document.get("kind", "posterior")
     if found != kind:
-        message = f"{directory} holds a saved {found}, expected a saved {kind}. Load it with what saved it."
+        message = f"{directory} holds a saved {found}, expected a saved {kind}. {storage.how_to_load(found)}"
         raise StorageError(message)
     check(document, dict(schema), "")
     return document, tensors

@@ -136,8 +136,11 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
         At least one.
 
     Raises:
-        OptionError: if all are frozen.
+        OptionError: if all are frozen, or this is no network.
     """
+    if not isinstance(network, nn.Module):
+        message = f"expected one trained nn.Module, got {type(network).__name__}. For several, use mola.multi_swag."
+        raise OptionError(message)
     found = {name: tensor for name, tensor in network.named_parameters() if tensor.requires_grad}
     if not found:
         message = (
