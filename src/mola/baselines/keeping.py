@@ -17,7 +17,7 @@ from mola.baselines import folders
 from mola.errors import DataError, OptionError, StorageError
 from mola.storage import DOCUMENT
 
-__all__ = ["DivergedError", "Keeper", "all_tensors"]
+__all__ = ["DivergedError", "Keeper", "all_tensors", "below", "restore_optimiser"]
 
 
 class DivergedError(DataError):
@@ -114,24 +114,26 @@ class Keeper:
                 f"many, or use another folder."
             )
             raise StorageError(message)
-        own, kept = all_tensors(network), _below(tensors, "network.")
+        own, kept = all_tensors(network), below(tensors, "network.")
         if {name: tensor.shape for name, tensor in own.items()} != {name: one.shape for name, one in kept.items()}:
             message = f"{self.folder} is the checkpoint of another network: names or shapes of its tensors differ."
             raise StorageError(message)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(kept[name])
-        _restore_optimiser(optimiser, _below(tensors, "optimiser."), document["rates"])
+        restore_optimiser(optimiser, below(tensors, "optimiser."), document["rates"])
         if schedule is not None:
             schedule.load_state_dict(document["schedule"])
-        return document["epochs"], _below(tensors, "more.")
+        return document["epochs"], below(tensors, "more.")
 
 
-def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, by the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], rates: list[float]) -> None:
+def restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], rates: list[float]) -> None:
+    """Put back an optimiser's state, kept as tensors by "parameter.name", and its learning rates."""
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         index, key = name.split(".", 1)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.data.images import Images
+from mola.data.images import Images, even_places
 from mola.data.normalisation import Normalisation
 from mola.errors import DataError, MissingExtraError, OptionError
 
@@ -101,17 +101,8 @@ class ImageFolder:
         return replace(self, paths=tuple(self.paths[index] for index in places.tolist()), labels=self.labels[places])
 
     def evenly(self, count: int) -> ImageFolder:
-        """At most `count` of them, evenly spaced from the first to the last: they are in order of classes.
-
-        Raises:
-            OptionError: if count is not at least 1.
-        """
-        if count < 1:
-            message = f"count must be at least 1, got {count}."
-            raise OptionError(message)
-        if len(self) <= count:
-            return self
-        return self.part(torch.arange(count) * (len(self) - 1) // max(count - 1, 1))
+        """At most `count` of them, evenly spaced from the first to the last: they are in order of classes."""
+        return self if len(self) <= count else self.part(even_places(len(self), count))
 
     def batches(self, size: int = 64, normalise: Normalisation | None = None, workers: int = 0) -> FolderBatches:
         """The images in their order as a loader for `mola.fit`, `tune` and `predict`.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mola.errors import DataError, OptionError
 
-__all__ = ["Images", "split_validation"]
+__all__ = ["Images", "even_places", "split_validation"]
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,21 @@ class Images:
         return Images(self.pixels[indices], self.labels[indices])
 
     def evenly(self, count: int) -> Images:
-        """At most `count` of them, evenly spaced from the first to the last: files may be in order of classes.
+        """At most `count` of them, evenly spaced from the first to the last: files may be in order of classes."""
+        return self if len(self) <= count else self.part(even_places(len(self), count))
 
-        Raises:
-            OptionError: if count is not at least 1.
-        """
-        if count < 1:
-            message = f"count must be at least 1, got {count}."
-            raise OptionError(message)
-        if len(self) <= count:
-            return self
-        # In whole numbers, so that the choice does not depend on the default floating-point type.
-        return self.part(torch.arange(count) * (len(self) - 1) // max(count - 1, 1))
+
+def even_places(total: int, count: int) -> Tensor:
+    """`count` places among `total`, evenly spaced from the first to the last.
+
+    Raises:
+        OptionError: if count is not at least 1.
+    """
+    if count < 1:
+        message = f"count must be at least 1, got {count}."
+        raise OptionError(message)
+    # In whole numbers, so that the choice does not depend on the default floating-point type.
+    return torch.arange(count) * (total - 1) // max(count - 1, 1)
 
 
 def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> tuple[Images, Images]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from mola.baselines.keeping import below, restore_optimiser
 from mola.errors import StorageError
 from mola.storage import write_atomically
 
@@ -89,33 +90,15 @@ class Checkpoint:
                 f"got {metadata['identity']}. Delete it, or train into another folder."
             )
             raise StorageError(message)
-        _restore_network(network, _below(tensors, "network."))
-        _restore_optimiser(optimiser, _below(tensors, "optimiser."), json.loads(metadata["rates"]))
+        network.load_state_dict(below(tensors, "network."))
+        restore_optimiser(optimiser, below(tensors, "optimiser."), json.loads(metadata["rates"]))
         schedule.last_epoch = int(metadata["steps"])
-        _set_random_states(network, _below(tensors, "random."))
+        _set_random_states(network, below(tensors, "random."))
         return int(metadata["epoch"])
 
     def remove(self) -> None:
         """Forget it: the training is done."""
         self.path.unlink(missing_ok=True)
-
-
-def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _restore_network(network: nn.Module, tensors: dict[str, Tensor]) -> None:
-    network.load_state_dict(tensors)
-
-
-def _restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], rates: list[float]) -> None:
-    state: dict[int, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = tensor
-    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-    for group, rate in zip(optimiser.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def _device(network: nn.Module) -> torch.device:
