@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,20 @@ from torch import Tensor, nn
 
 # Test problems are tiny: a second thread costs more in waiting than it computes, and workers run side by side.
 torch.set_num_threads(1)
+
+SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+"""Real datasets and networks, where they are."""
+
+
+def require_shared(name: str) -> Path:
+    """A file or folder of the real data; where it is missing the test is skipped loudly, and fails in CI."""
+    if not (SHARED / name).exists():
+        message = f"NO REAL DATA at {SHARED}: set MOLA_TEST_DATA to the folder that holds {name}."
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return SHARED / name
+
 
 STRUCTURES = ("kron", "kron-exact", "diag", "full")
 CLOSED_FORM_LINKS = ("probit", "probit-centered", "mean-field", "bridge")

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,8 +27,8 @@ from mola.data.images import Images
 from mola.data.normalisation import NORMALISATIONS, Normalisation, normalisation
 from mola.data.plain_pickle import read_plain_pickle
 from mola.data.rotation import rotate
+from tests.conftest import require_shared
 
-SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 MNIST_LIKE = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "kmnist": "KMNIST", "notmnist": "notMNIST"}
 RANDOM = np.random.default_rng(0)
 
@@ -610,13 +609,9 @@ def test_an_unknown_interpolation_is_refused():
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    if not (SHARED / "unpack.py").is_file():
-        message = f"NO REAL DATA at {SHARED}: set MOLA_TEST_DATA to the folder that holds unpack.py."
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
+    script = require_shared("unpack.py")
     folder = tmp_path_factory.mktemp("data")
-    subprocess.run([sys.executable, SHARED / "unpack.py", folder], check=True)
+    subprocess.run([sys.executable, script, folder], check=True)
     return folder
 
 

@@ -1,9 +1,7 @@
 """Metrics against independent implementations."""
 
 import math
-import os
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ from torchmetrics.functional.classification import binary_average_precision, mul
 
 from mola import metrics
 from mola.errors import DataError, OptionError
-
-SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+from tests.conftest import require_shared
 
 
 @pytest.fixture
@@ -268,12 +265,7 @@ def test_selective_risk_by_hand():
 @pytest.mark.real_data
 def test_published_values_of_a_real_network():
     """A ResNet-110 on CIFAR-10: accuracy, NLL, Brier and ECE as published (Kull et al., 2019)."""
-    path = SHARED / "logits" / "resnet110_cifar10.npz"
-    if not path.is_file():
-        message = f"NO REAL DATA at {SHARED}: set MOLA_TEST_DATA to the folder that holds logits/."
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
+    path = require_shared("logits/resnet110_cifar10.npz")
     with np.load(path) as file:
         arrays = dict(file)
     probs = torch.softmax(torch.from_numpy(arrays["test_logits"]).double(), 1)

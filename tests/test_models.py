@@ -6,7 +6,6 @@ import sys
 import types
 import warnings
 from argparse import Namespace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +21,8 @@ from mola.models.mlp import mlp
 from mola.models.registry import MODELS, build_network
 from mola.models.resnet import CifarResNet, resnet20, resnet32, resnet44, resnet56, resnet110
 from mola.models.wide_resnet import WideResNet, wrn16_4
+from tests.conftest import require_shared
 
-SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 LOCAL = [name for name in MODELS if name != "wrn-50-2"]
 
 
@@ -419,31 +418,22 @@ def test_other_files_and_scripts_are_named(tmp_path):
 # --- real networks ----------------------------------------------------------------------------------------------------
 
 
-def shared(folder):
-    if not (SHARED / folder).is_dir():
-        message = f"NO REAL DATA at {SHARED}: set MOLA_TEST_DATA to the folder that holds {folder}/."
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
-    return SHARED / folder
-
-
 @pytest.mark.real_data
 def test_shared_networks_load():
-    files = [(resnet20, file) for file in sorted(shared("networks/resnet20").glob("*.safetensors"))]
-    files += [(resnet56, file) for file in sorted(shared("networks/resnet56").glob("*.safetensors"))]
+    files = [(resnet20, file) for file in sorted(require_shared("networks/resnet20").glob("*.safetensors"))]
+    files += [(resnet56, file) for file in sorted(require_shared("networks/resnet56").glob("*.safetensors"))]
     assert len(files) == 22
     for build, file in files:
         network = build()
         load_weights(network, file)
         expected = load_file(file)
         assert all(torch.equal(value, network.state_dict()[name]) for name, value in expected.items())
-    refused(resnet56(), SHARED / "networks" / "resnet20" / "00.safetensors", r"missing: layer1\.3.*depth included")
+    refused(resnet56(), require_shared("networks/resnet20/00.safetensors"), r"missing: layer1\.3.*depth included")
 
 
 @pytest.mark.real_data
 def test_a_shared_network_is_as_accurate_as_reported():
-    folder = shared("cifar10")
+    folder = require_shared("cifar10")
     with Image.open(folder / "test_batch.webp") as mosaic:  # tiles of 32 x 32, 100 to a row
         rows = np.array(mosaic.crop((0, 0, 3200, 320)))
     images = torch.from_numpy(rows.reshape(10, 32, 100, 32, 3)).permute(0, 2, 4, 1, 3).reshape(1000, 3, 32, 32)
@@ -451,7 +441,7 @@ def test_a_shared_network_is_as_accurate_as_reported():
     inputs = (images / 255 - mean[:, None, None]) / std[:, None, None]
     labels = torch.from_numpy(np.fromfile(folder / "test_batch.labels", np.uint8)[:1000]).long()
     network = resnet20().float().eval()
-    load_weights(network, shared("networks/resnet20") / "00.safetensors")
+    load_weights(network, require_shared("networks/resnet20") / "00.safetensors")
     with torch.no_grad():
         predicted = torch.cat([network(part).argmax(1) for part in inputs.float().split(250)])
     # 91.4 to 92.7 % on all 10,000; on 1,000 of them, two standard errors more either way.

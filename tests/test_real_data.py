@@ -3,29 +3,24 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.real_cifar10 import evaluate, load
 
-SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+from tests.conftest import require_shared
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    if not (SHARED / "unpack.py").is_file():
-        message = f"NO REAL DATA at {SHARED}: set MOLA_TEST_DATA to the folder that holds unpack.py and networks/."
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
+    script, networks = require_shared("unpack.py"), require_shared("networks/resnet20")
     folder = tmp_path_factory.mktemp("data")
-    subprocess.run([sys.executable, SHARED / "unpack.py", folder], check=True)
+    subprocess.run([sys.executable, script, folder], check=True)
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(os.cpu_count() or 1)
     torch.set_default_dtype(torch.float32)
     try:
-        heads, data = load(folder, SHARED / "networks" / "resnet20", count=5, train=5_000, outliers=3_000)
+        heads, data = load(folder, networks, count=5, train=5_000, outliers=3_000)
         return evaluate(heads, data, structures=("kron", "kron-exact"))
     finally:
         torch.set_num_threads(threads)
