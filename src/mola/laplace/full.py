@@ -206,8 +206,8 @@ class FullPosterior(Posterior):
 
     @property
     def noise_size(self) -> int:  # type: ignore[override]
-        """One normal for each visible direction of output space."""
-        return self.spectrum.seen.shape[1]
+        """One normal for each eigenvalue: a draw is a draw of the weights, the same for every datum."""
+        return len(self.spectrum.values)
 
     def constants(self) -> dict[str, Tensor]:
         """Visible diagonal blocks (C, P, P), a root (P, R M) of the visible covariance, and the bases."""
@@ -246,11 +246,13 @@ class FullPosterior(Posterior):
         exact = features.double()
         return ((exact @ self.blocks) * exact).sum(2).T.clamp_min(0).to(features.dtype)
 
+    def _roots(self) -> Tensor:
+        """The root as (P, R, M)."""
+        return self.root.view(self.root.shape[0], self.seen.shape[1], -1)
+
     def _visible_covariance(self, features: Tensor) -> Tensor:
         """Covariance (n, R, R) in the basis of the visible directions, in float64."""
-        root = (features.double() @ self.root).reshape(
-            features.shape[0], self.noise_size, self.root.shape[1] // self.noise_size
-        )
+        root = (features.double() @ self.root).reshape(features.shape[0], *self._roots().shape[1:])
         return root @ root.transpose(1, 2)
 
     def covariance(self, features: Tensor) -> Tensor:
@@ -262,11 +264,16 @@ class FullPosterior(Posterior):
         """The visible part."""
         return (self.seen @ self._visible_covariance(features) @ self.seen.T).to(features.dtype)
 
+    def weight_deviations(self, noise: Tensor) -> Tensor:
+        """Deviations (P, S, C) of the weights, up to a shift common to all classes, in float64."""
+        return (self._roots() @ noise.double().T).transpose(1, 2) @ self.seen.T
+
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
-        """A root of each datum's visible covariance times the noise."""
-        values, vectors = torch.linalg.eigh(self._visible_covariance(features))
-        root = (self.seen @ (vectors * values.clamp_min(0).sqrt()[:, None, :])).to(features.dtype)
-        return noise @ root.transpose(1, 2)
+        """Features times deviations of the weights."""
+        # Not a root of each datum's covariance: that is an eigenproblem for every datum, and signs that nothing fixes.
+        weights = self.weight_deviations(noise)
+        deviations = features.double() @ weights.flatten(1)
+        return deviations.reshape(features.shape[0], *weights.shape[1:]).to(features.dtype)
 
     def mahalanobis(self, features: Tensor) -> Tensor:
         """`sqrt(phi' B^-1 phi)`."""
