@@ -34,6 +34,7 @@ ROOMS = (
     "bounds",
     "schema",
     "storage",
+    "folders",
     "archive",
     "randomness",
     "sampling",
@@ -41,6 +42,7 @@ ROOMS = (
     "mixture",
     "posterior",
     "fitting",
+    "whole",
     "baselines",
     "data",
     "models",
@@ -123,6 +125,7 @@ def test_importing_mola_imports_no_extra():
         "onnx",
         "timm",
         "transformers",
+        "curvlinops",
     }
     code = "import sys, mola; print(' '.join(sorted({name.split('.')[0] for name in sys.modules})))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -6,7 +6,7 @@ import torch
 
 from mola.errors import OptionError
 
-__all__ = ["check_generator", "seed_from"]
+__all__ = ["check_generator", "check_seed", "seed_from"]
 
 
 def seed_from(generator: torch.Generator | None) -> int | None:
@@ -33,3 +33,21 @@ def check_generator(generator: torch.Generator | None) -> None:
     if generator is not None and generator.device.type != "cpu":
         message = f"generator must be on the CPU so that draws are the same on every device, got {generator.device}."
         raise OptionError(message)
+
+
+def check_seed(seed: int) -> int:
+    """The seed itself.
+
+    Args:
+        seed: what the user gave.
+
+    Returns:
+        The same number.
+
+    Raises:
+        OptionError: unless it is a whole number from 0 to 2^63 - 1.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        message = f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}."
+        raise OptionError(message)
+    return seed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from mola.baselines import folders
+from mola import folders
 from mola.baselines.batch_statistics import has_statistics, recompute_statistics
 from mola.baselines.seeds import derived_seeds, seeded
 from mola.baselines.snapshots import Moments

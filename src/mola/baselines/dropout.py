@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from mola.baselines import folders
+from mola import folders
 from mola.baselines.seeds import check_seed, derived_seeds
 from mola.errors import OptionError, located
 from mola.features import check_finite

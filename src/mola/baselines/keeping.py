@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mola.baselines import folders
+from mola import folders
 from mola.errors import DataError, OptionError, StorageError
 from mola.storage import DOCUMENT
 

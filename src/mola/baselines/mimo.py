@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mola.baselines import folders
+from mola import folders
 from mola.baselines.keeping import all_tensors
 from mola.baselines.mimo_training import MakeOptimiser, MakeSchedule, train_members
-from mola.baselines.passes import Differentiable
 from mola.baselines.seeds import check_seed
 from mola.baselines.trunk import HeadNetwork, Trunk
 from mola.baselines.widening import stack_inputs, widen
@@ -31,6 +30,7 @@ from mola.likelihood import CATEGORICAL
 from mola.links import Link
 from mola.mixture import Mixture
 from mola.networks import Inputs, call, undisturbed
+from mola.networks.passes import Differentiable
 from mola.posterior import MoLA
 
 __all__ = ["Mimo", "mimo_mola"]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from tqdm.auto import tqdm
 
-from mola.baselines import folders
+from mola import folders
 from mola.baselines.keeping import DivergedError, Keeper
 from mola.baselines.seeds import check_seed, derived_seeds, seeded
 from mola.errors import DataError, OptionError

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from mola.baselines import folders, swag_files
+from mola import folders
+from mola.baselines import swag_files
 from mola.baselines.learning_rates import LearningRateTuning, choose_learning_rate
 from mola.baselines.seeds import derived_seeds
 from mola.baselines.swag import ONE_RATE, Swag

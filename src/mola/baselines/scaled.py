@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from mola.baselines import folders
+from mola import folders
 from mola.baselines.temperature import (
     fit_member_temperatures,
     fit_pooled_temperature,

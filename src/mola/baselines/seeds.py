@@ -8,27 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from mola.errors import OptionError
+from mola.randomness import check_seed
 
 __all__ = ["check_seed", "derived_seeds", "seeded"]
-
-
-def check_seed(seed: int) -> int:
-    """The seed itself.
-
-    Args:
-        seed: what the user gave.
-
-    Returns:
-        The same number.
-
-    Raises:
-        OptionError: unless it is a whole number from 0 to 2^63 - 1.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        message = f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}."
-        raise OptionError(message)
-    return seed
 
 
 def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from mola.baselines import folders
+from mola import folders
 from mola.baselines.keeping import DivergedError, Keeper
-from mola.baselines.passes import Differentiable
 from mola.baselines.seeds import derived_seeds, seeded
 from mola.baselines.snapshots import Moments
 from mola.errors import DataError, OptionError
@@ -22,6 +21,7 @@ from mola.features import peek
 from mola.heads import check_logits
 from mola.likelihood import CATEGORICAL
 from mola.networks import as_batch, call
+from mola.networks.passes import Differentiable
 
 __all__ = ["SgdPath", "trainable"]
 

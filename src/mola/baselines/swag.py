@@ -20,7 +20,6 @@ from mola.baselines import swag_files
 from mola.baselines.draws import draw, statistics_of_draws
 from mola.baselines.keeping import all_tensors
 from mola.baselines.learning_rates import LearningRateTuning, choose_learning_rate
-from mola.baselines.passes import WithTensors
 from mola.baselines.seeds import check_seed
 from mola.baselines.sgd_path import SgdPath, trainable
 from mola.baselines.snapshots import Moments
@@ -31,6 +30,7 @@ from mola.heads import check_logits
 from mola.likelihood import CATEGORICAL
 from mola.mixture import Mixture
 from mola.networks import Inputs, call, undisturbed
+from mola.networks.passes import WithTensors
 from mola.prior import ConfidenceThreshold
 
 __all__ = ["ONE_RATE", "Swag"]

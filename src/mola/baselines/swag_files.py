@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mola.baselines import folders
+from mola import folders
 from mola.baselines.learning_rates import LearningRateTuning
 from mola.baselines.snapshots import Moments
 from mola.errors import StorageError

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mola.baselines.passes import Differentiable
 from mola.baselines.widening import stack_inputs
 from mola.errors import DataError
 from mola.networks import call
+from mola.networks.passes import Differentiable
 
 __all__ = ["HeadNetwork", "Trunk"]
 

@@ -1,4 +1,4 @@
-"""A baseline in a folder: the document says what kind of thing it is, so that one kind is never read as another."""
+"""A predictor in a folder: the document says what kind of thing it is, so that one kind is never read as another."""
 
 from __future__ import annotations
 
