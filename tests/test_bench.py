@@ -380,7 +380,7 @@ def test_too_few_networks_are_counted(plan):
 
 
 def test_every_comparison_has_unique_methods():
-    names = [method.name for comparison in COMPARISONS.values() for method in comparison()]
+    names = [method.name for comparison in COMPARISONS.values() for method in comparison(SUITE.budget)]
     folders = {Store("x").path("blobs", name, 0) for name in names}
     assert len(set(names)) == len(names) == len(folders)
 

@@ -12,13 +12,14 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from mola.bench.layout import fast_network
 from mola.bench.suite import Batches, Source
 from mola.errors import OptionError, StorageError
 from mola.features import find_heads, peek, stream
@@ -27,9 +28,17 @@ from mola.models.checkpoints import load_weights
 from mola.networks import undisturbed
 from mola.storage import write_atomically
 
-__all__ = ["Activations", "HeadOnly", "Network", "Progress", "Seen", "open_networks"]
+__all__ = ["Activations", "HeadOnly", "Keyed", "Network", "Progress", "Seen", "network_checksum", "open_networks"]
 
 Progress = Callable[[str, float], None]
+
+
+class Keyed(Protocol):
+    """A network whose activations are kept under a checksum."""
+
+    @property
+    def checksum(self) -> str:
+        """Of its weights and its architecture."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,11 @@ def open_networks(paths: Sequence[Path], build: Callable[[], nn.Module], name: s
         The networks. Their checksums are of weights, name, layers and the layers' own code: the same weights in another
         architecture are another network.
     """
-    return [Network(path, build, _network_checksum(Network(path, build, "").load(), name)) for path in paths]
+    return [Network(path, build, network_checksum(Network(path, build, "").load(), name)) for path in paths]
 
 
-def _network_checksum(network: nn.Module, name: str) -> str:
+def network_checksum(network: nn.Module, name: str) -> str:
+    """A checksum of weights, name, layers and the layers' own code."""
     digest = hashlib.sha256(f"{name}\n{network!r}\n".encode())
     for kind in sorted({type(module) for module in network.modules()}, key=lambda kind: kind.__qualname__):
         if not kind.__module__.startswith("torch."):
@@ -125,7 +135,7 @@ class Activations:
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
 
-    def path(self, network: Network, source: Source) -> Path:
+    def path(self, network: Keyed, source: Source) -> Path:
         """Where they are kept."""
         return self.directory / network.checksum / f"{source.checksum}.safetensors"
 
@@ -155,12 +165,28 @@ class Activations:
             batches = list(source.open()) if len(waiting) > 1 and _fits(source) else None
             for network in waiting:
                 progress(f"{network.path.stem} on {source.title}", done / total)
-                tensors = _run(network.load(), source.open() if batches is None else batches, source, self.device)
-                path = self.path(network, source)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, save(tensors, {"set": source.name, "network": network.path.name}))
+                found = _run([network.load()], source.open() if batches is None else batches, source, self.device)
+                self._write(network, source, found[0], network.path.name)
                 done += source.count
         progress("activations are ready", 1.0)
+
+    def compute_together(self, keys: Sequence[Keyed], load: Callable[[], Sequence[nn.Module]], source: Source) -> None:
+        """Run networks that share a trunk over a set, all in one pass, where that has not been done.
+
+        Args:
+            keys: of the networks.
+            load: makes the networks, if they are needed.
+            source: the set.
+        """
+        if all(self.path(key, source).exists() for key in keys):
+            return
+        for key, tensors in zip(keys, _run(load(), source.open(), source, self.device), strict=True):
+            self._write(key, source, tensors, key.checksum)
+
+    def _write(self, network: Keyed, source: Source, tensors: dict[str, Tensor], name: str) -> None:
+        path = self.path(network, source)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, save(tensors, {"set": source.name, "network": name}))
 
     @staticmethod
     def _check_memory(network: Network, sources: Sequence[Source]) -> None:
@@ -183,7 +209,7 @@ class Activations:
             )
             raise OptionError(message)
 
-    def read(self, networks: Sequence[Network], source: Source) -> Seen:
+    def read(self, networks: Sequence[Keyed], source: Source) -> Seen:
         """What the networks' heads see of a set.
 
         Args:
@@ -210,27 +236,39 @@ def _fits(source: Source) -> bool:
     return 4 * source.count * source.show(1)[0].numel() <= LARGEST_IN_MEMORY
 
 
-def _run(network: nn.Module, batches: Batches, source: Source, device: torch.device) -> dict[str, Tensor]:
-    features, logits, labels = [], [], []
+def _run(
+    networks: Sequence[nn.Module], batches: Batches, source: Source, device: torch.device
+) -> list[dict[str, Tensor]]:
+    """What each network makes of a set: one pass over the data for all."""
+    features: list[list[Tensor]] = [[] for _ in networks]
+    logits: list[list[Tensor]] = [[] for _ in networks]
+    labels = []
     # Outliers belong to no class of the network: their labels, if any, are not its own.
     labelled = source.role != "outlier"
     given: Iterable[Any] = (
         (inputs.to(device), labels.to(device)) if labelled else [inputs.to(device)] for inputs, labels in batches
     )
-    network = network.to(device)
-    if source.show(1).shape[1] > 1:
-        # Colours beside each other: the same numbers, and a third faster on CPUs.
-        network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    with undisturbed(network):
+    example = source.show(1)
+    networks = [fast_network(network.to(device), example) for network in networks]
+    with undisturbed(*networks):
         first, every = peek(given, source.title)
-        (head,) = find_heads([network], [None], first[0])
-        for (seen,), batch_labels in stream([network], [head], every, where=source.title, progress=False):
-            features.append(seen.features.cpu().clone())
-            logits.append(seen.logits.cpu().clone())
-            labels.append(torch.zeros(len(seen.logits)).long() if batch_labels is None else batch_labels.cpu().clone())
-    tensors = {"features": torch.cat(features), "logits": torch.cat(logits), "labels": torch.cat(labels)}
-    bias = {} if head.layer.bias is None else {"bias": head.layer.bias.detach().cpu()}
-    return {**tensors, "weight": head.layer.weight.detach().cpu(), **bias}
+        heads = find_heads(networks, [None] * len(networks), first[0])
+        for seen, batch_labels in stream(networks, heads, every, where=source.title, progress=False):
+            for index, one in enumerate(seen):
+                features[index].append(one.features.cpu().clone())
+                logits[index].append(one.logits.cpu().clone())
+            count = len(seen[0].logits)
+            labels.append(torch.zeros(count).long() if batch_labels is None else batch_labels.cpu().clone())
+    return [
+        {
+            "features": torch.cat(features[index]),
+            "logits": torch.cat(logits[index]),
+            "labels": torch.cat(labels),
+            "weight": head.layer.weight.detach().cpu(),
+            **({} if head.layer.bias is None else {"bias": head.layer.bias.detach().cpu()}),
+        }
+        for index, head in enumerate(heads)
+    ]
 
 
 def _read(path: Path) -> dict[str, Tensor]:

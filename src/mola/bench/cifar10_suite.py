@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from mola.bench.budget import Budget, SwagBudget
 from mola.bench.image_sources import (
     Change,
     image_source,
@@ -130,6 +131,7 @@ CIFAR10 = Suite(
     shift=Shift("severity", "CIFAR-10-C", "severity", (0.0, *(float(severity) for severity in SEVERITIES))),
     make_sources=_sources,
     training_data=training("cifar10", "cifar10"),
+    budget=Budget(SwagBudget(learning_rate=2e-3)),
     notes=(
         "At each severity every test image is corrupted once, the types dealt in turn. Without the published files in the data "
         "directory the images are generated from the published parameters, frost with a synthetic texture.",

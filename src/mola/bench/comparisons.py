@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mola.bench.beyond import MimoHeads, SwagMixture
+from mola.bench.budget import Budget
 from mola.bench.contestants import RULES, WEIGHTS, Contestant, LastLayer
 
 __all__ = ["COMPARISONS", "SWEEP"]
@@ -15,7 +17,7 @@ STRUCTURES = ("diag", "kron", "kron-exact", "full")
 LINKS = ("probit", "probit-centered", "mean-field", "bridge", "mc")
 
 
-def _main() -> list[Contestant]:
+def _main(_: Budget) -> list[Contestant]:
     return [
         LastLayer("MAP", components=1, detectors=True),
         LastLayer("MAP-T", components=1, temperature=True, detectors=True),
@@ -27,7 +29,16 @@ def _main() -> list[Contestant]:
     ]
 
 
-def _variants() -> list[Contestant]:
+def _beyond(budget: Budget) -> list[Contestant]:
+    return [
+        SwagMixture("SWAG", budget.swag, components=1),
+        SwagMixture("MultiSWAG", budget.swag),
+        MimoHeads(LastLayer("MIMO", detectors=True), budget.mimo),
+        MimoHeads(LastLayer("MIMO-MoLA", structure="full", detectors=True), budget.mimo),
+    ]
+
+
+def _variants(_: Budget) -> list[Contestant]:
     return [
         LastLayer(f"LLLA {structure} {link}", "variants", 1, structure, link)
         for structure in STRUCTURES
@@ -35,7 +46,7 @@ def _variants() -> list[Contestant]:
     ]
 
 
-def _mixtures() -> list[Contestant]:
+def _mixtures(_: Budget) -> list[Contestant]:
     return [
         LastLayer(f"MoLA {structure} {rule}", "structures", None, structure, rule=rule)
         for structure in STRUCTURES
@@ -43,7 +54,7 @@ def _mixtures() -> list[Contestant]:
     ]
 
 
-def _components() -> list[Contestant]:
+def _components(_: Budget) -> list[Contestant]:
     return [
         method
         for count in range(1, SWEEP + 1)
@@ -55,21 +66,23 @@ def _components() -> list[Contestant]:
     ]
 
 
-def _rules() -> list[Contestant]:
+def _rules(_: Budget) -> list[Contestant]:
     return [LastLayer(f"MoLA by {rule}", "rules", None, "kron", rule=rule) for rule in RULES]
 
 
-def _weights() -> list[Contestant]:
+def _weights(_: Budget) -> list[Contestant]:
     return [LastLayer(f"MoLA with {weights} weights", "weights", None, "kron", weights=weights) for weights in WEIGHTS]
 
 
-COMPARISONS: dict[str, Callable[[], list[Contestant]]] = {
+COMPARISONS: dict[str, Callable[[Budget], list[Contestant]]] = {
     "main": _main,
+    "beyond": _beyond,
     "variants": _variants,
     "structures": _mixtures,
     "components": _components,
     "rules": _rules,
     "weights": _weights,
 }
-"""By name: the paper's methods; LLLA with every structure and link; MoLA with every structure; 1 to 10 components; ways to
-choose the prior precision; ways to choose the mixture weights."""
+"""By name: the paper's methods on a last layer; those that train further or anew, which stand in the same tables; LLLA with
+every structure and link; MoLA with every structure; 1 to 10 components; ways to choose the prior precision; ways to choose
+the mixture weights."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import mola
 from mola.baselines.temperature import fit_temperature
-from mola.bench.activations import HeadOnly, Seen
+from mola.bench.activations import HeadOnly, Network, Seen
+from mola.bench.workshop import Workshop
 from mola.choices import one_of
 from mola.detectors import DetectorEnsemble, Mahalanobis, NearestNeighbours
 from mola.errors import MolaWarning
@@ -40,6 +41,11 @@ class Context:
     """What the run's networks make of a set, by its name."""
     threshold: float | None
     """Of the paper's rule."""
+    networks: tuple[Network, ...]
+    """The run's."""
+    run: int
+    workshop: Workshop
+    """For methods that need whole networks, or train."""
 
 
 @dataclass(frozen=True)

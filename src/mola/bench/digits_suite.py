@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from mola.bench.budget import Budget, MimoBudget, SwagBudget
 from mola.bench.digits import ANGLES, build_network
 from mola.bench.image_sources import image_source, limited, rotated
 from mola.bench.suite import DataOptions, Role, Shift, Source, Suite, TrainingData
@@ -78,4 +79,5 @@ DIGITS = Suite(
     shift=Shift("rotation", "Rotated digits", "angle in degrees", tuple(float(angle) for angle in ANGLES)),
     make_sources=_sources,
     training_data=_training,
+    budget=Budget(SwagBudget(learning_rate=1e-2, snapshots=20, batch_size=64), MimoBudget(epochs=20)),
 )

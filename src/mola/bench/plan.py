@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mola.bench.activations import Network
-from mola.bench.comparisons import SWEEP
+from mola.bench.activations import Activations, Network
+from mola.bench.budget import Budget
+from mola.bench.comparisons import COMPARISONS, SWEEP
+from mola.bench.contestants import Contestant
 from mola.bench.store import SUITE, Store
 from mola.bench.suite import EXAMPLES, DataOptions, Source, Suite
+from mola.bench.workshop import Workshop
 from mola.errors import OptionError, StorageError
 
 __all__ = ["Plan", "claim", "describe"]
@@ -29,6 +32,8 @@ class Plan:
     components: int
     groups: tuple[str, ...] = ("main",)
     options: DataOptions = field(default_factory=DataOptions)
+    budget: Budget | None = None
+    """For methods that train; None is the suite's."""
 
     def __post_init__(self) -> None:
         """Check that there are networks enough, and that they and the sets differ.
@@ -55,6 +60,15 @@ class Plan:
     def runs_of(self, group: str) -> int:
         """How many runs there are networks for."""
         return min(self.runs, len(self.networks) // SWEEP) if group == "components" else self.runs
+
+    def methods(self, group: str) -> list[Contestant]:
+        """The contestants of a group."""
+        return COMPARISONS[group](self.budget or self.suite.budget)
+
+    def workshop(self, activations: Activations) -> Workshop:
+        """Where methods work that need whole networks."""
+        build = self.networks[0].build
+        return Workshop(self.suite, self.network, build, self.options, self.sources, activations)
 
     def experiment(self) -> dict[str, Any]:
         """What all records of a folder have in common: numbers of different experiments are not to be averaged."""

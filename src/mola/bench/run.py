@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mola.bench.activations import Activations, Progress, open_networks
+from mola.bench.budget import Budget, changed
 from mola.bench.comparisons import COMPARISONS, SWEEP
 from mola.bench.cost import measure_cost
 from mola.bench.networks import Training, check_networks, find_networks, train_networks
@@ -41,6 +42,15 @@ class Order:
     """Where the networks are run."""
     fresh: bool = False
     """Whether to make all records anew."""
+    swag: str = ""
+    """Changes to the suite's budget of SWAG, such as "snapshots=12"."""
+    mimo: str = ""
+    """The same of MIMO."""
+
+    def budget(self) -> Budget:
+        """What methods that train may spend."""
+        given = self.suite.budget
+        return Budget(changed(given.swag, self.swag), changed(given.mimo, self.mimo))
 
     def chosen_groups(self) -> tuple[str, ...]:
         """The groups by name, each once; `OptionError` for one that is not known."""
@@ -58,7 +68,7 @@ def carry_out(order: Order, progress: Progress) -> Path:
     Returns:
         The folder of the suite's results; `OptionError` at the end, if methods refused their task.
     """
-    groups = order.chosen_groups()
+    groups, budget = order.chosen_groups(), order.budget()
     name, build = order.suite.builder(order.network)
     trained = 0.0
     if order.train:
@@ -80,6 +90,7 @@ def carry_out(order: Order, progress: Progress) -> Path:
         components=order.components,
         groups=comparisons,
         options=order.options,
+        budget=budget,
     )
     store = Store(order.results)
     claim(plan, store, fresh=order.fresh)

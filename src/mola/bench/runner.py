@@ -13,7 +13,6 @@ import torch
 
 import mola
 from mola.bench.activations import Activations, Network, Progress, Seen
-from mola.bench.comparisons import COMPARISONS
 from mola.bench.contestants import Contestant, Context, Outputs
 from mola.bench.evaluation import METRICS, evaluate_labelled, evaluate_outliers, examples_of
 from mola.bench.plan import Plan, claim, describe
@@ -60,16 +59,16 @@ def run_suite(
         (group, run, method)
         for group in plan.groups
         for run in range(plan.runs_of(group))
-        for method in COMPARISONS[group]()
+        for method in plan.methods(group)
     ]
-    memory = _Memory(activations, plan.sources)
+    memory, workshop = _Memory(activations, plan.sources), plan.workshop(activations)
     records, refused = [], []
     for index, (group, run, method) in enumerate(work):
         doing = f"run {run + 1}: {method.name}"
         progress(doing, FIRST_PART + (1 - FIRST_PART) * index / len(work))
         networks = tuple(plan.members(group, run))
         used = networks if method.components is None else networks[: method.components]
-        settings = {**method.settings(), "components": len(used), "threshold": plan.suite.threshold}
+        settings = {"components": len(used), "threshold": plan.suite.threshold, **method.settings()}
         settings |= {"network": plan.network, "protocol": PROTOCOL, "metrics": list(METRICS)}
         identity = (settings, [network.checksum for network in used], _checksums(plan))
         known = None if fresh else _known(store, plan.suite.name, method.name, run)
@@ -77,7 +76,7 @@ def run_suite(
             progress(f"{doing} (there already)", FIRST_PART + (1 - FIRST_PART) * index / len(work))
             records.append(known)
             continue
-        context = Context(partial(memory.read, networks), plan.suite.threshold)
+        context = Context(partial(memory.read, networks), plan.suite.threshold, networks, run, workshop)
         try:
             records.append(_run(plan, method, run, context, identity))
         except StorageError:

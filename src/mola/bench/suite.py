@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from mola.bench.budget import Budget, SwagBudget
 from mola.choices import one_of
 from mola.data.images import Images
 from mola.data.labelled import Labelled
@@ -152,6 +153,8 @@ class Suite:
     notes: tuple[str, ...] = ()
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
     """What `mola train` reads."""
+    budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))
+    """What methods that train may spend, unless the user says otherwise."""
 
     def builder(self, network: str | None) -> tuple[str, Callable[[], nn.Module]]:
         """Name and builder of the network asked for: one of the suite's, or the user's own `package.module:function`."""

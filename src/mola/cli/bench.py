@@ -23,7 +23,8 @@ def bench(
     groups: Annotated[
         str,
         typer.Option(
-            help="What to compare, separated by commas: main, variants, structures, components, rules, weights, cost; or all."
+            help="What to compare, separated by commas: main, beyond (SWAG and MIMO, which train), variants, structures, "
+            "components, rules, weights, cost; or all."
         ),
     ] = "main",
     networks: Annotated[
@@ -49,6 +50,11 @@ def bench(
     outliers: Annotated[int | None, typer.Option(min=1, help="At most so many of each outlier set.")] = None,
     train: Annotated[bool, typer.Option("--train", help="Train networks that are missing first.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Make all records anew, in place of what is there.")] = False,
+    swag: Annotated[
+        str,
+        typer.Option(help="Of SWAG: snapshots=, images= (between snapshots), batch_size=, learning_rate=, samples=."),
+    ] = "",
+    mimo: Annotated[str, typer.Option(help="Of MIMO: epochs=, members=, batch_repetition=.")] = "",
     device: Annotated[str, typer.Option(help="Where to run the networks, such as cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to compute with.  [default: torch's]")] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch missing data sets.")] = False,
@@ -90,6 +96,8 @@ def bench(
         train=train,
         device=device,
         fresh=fresh,
+        swag=swag,
+        mimo=mimo,
     )
     with showing_progress(quiet=quiet) as progress:
         folder = carry_out(order, progress)
