@@ -9,6 +9,7 @@ import mola
 from mola.bench.activations import Activations, open_networks
 from mola.bench.beyond import drawn_networks
 from mola.bench.budget import Budget, MimoBudget, SwagBudget, changed
+from mola.bench.cost import measure_cost
 from mola.bench.networks import Training, find_networks, train_networks
 from mola.bench.plan import Plan
 from mola.bench.runner import run_suite
@@ -98,7 +99,7 @@ def test_runs_have_networks_of_their_own(finished):
 
 def test_what_is_trained_is_taken_up(plan, finished, monkeypatch):
     folder, records = finished
-    monkeypatch.setattr("mola.baselines.sgd_path._epoch", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("mola.baselines.sgd_path.walk_epoch", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr("mola.baselines.mimo_training._loss", lambda *_: pytest.fail("trained again"))
     again = {(record.method, record.run): record for record in run(plan, folder, fresh=True)}
     for key, record in again.items():
@@ -149,6 +150,29 @@ def test_damaged_opinions_are_named(plan, finished):
     finally:
         for path, content in whole.items():
             path.write_bytes(content)
+
+
+def test_cost_of_all_methods_is_measured_in_one_run(plan):
+    found = measure_cost(
+        plan.members("beyond", 0),
+        plan.sources["train"],
+        plan.sources["test"],
+        BUDGET,
+        lambda doing, done: None,
+        repeats=1,
+    )
+    rows = {row["method"]: row for row in found["rows"]}
+    assert list(rows) == ["MAP", "DE", "LLLA", "MoLA", "SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA"]
+    numbers = sum(tensor.numel() for tensor in plan.networks[0].load().state_dict().values())
+    assert rows["MAP"]["bytes"] == 4 * numbers
+    assert rows["DE"]["bytes"] == 2 * rows["MAP"]["bytes"]
+    # The formula: mean, second moment and one deviation a snapshot, and a header.
+    swag = 4 * numbers * (2 + BUDGET.swag.snapshots)
+    assert swag <= rows["SWAG"]["bytes"] <= swag + 5000
+    assert rows["MultiSWAG"]["bytes"] > 2 * swag
+    assert all(row["predict_seconds"] > 0 for row in rows.values())
+    assert {name for name, row in rows.items() if row["fit_seconds"] is None} == {"MAP", "DE", "MIMO"}
+    assert found["settings"]["SWAG_draws"] == 4
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from mola.likelihood import CATEGORICAL
 from mola.networks import as_batch, call
 from mola.networks.passes import Differentiable
 
-__all__ = ["SgdPath", "trainable"]
+__all__ = ["SgdPath", "trainable", "walk_epoch"]
 
 TRAINING = 0
 """Purpose of the seeds of the epochs."""
@@ -112,7 +112,7 @@ class SgdPath:
         )
         for epoch in bar:
             with seeded(network, seeds[epoch]):
-                loss = _epoch(network, loader, optimiser)
+                loss = walk_epoch(network, loader, optimiser)
             snapshot = {name: tensor.detach() for name, tensor in weights.items()}
             if not (math.isfinite(loss) and all(bool(torch.isfinite(tensor).all()) for tensor in snapshot.values())):
                 message = (
@@ -151,7 +151,7 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def _epoch(network: nn.Module, loader: Iterable[Any], optimiser: torch.optim.Optimizer) -> float:
+def walk_epoch(network: nn.Module, loader: Iterable[Any], optimiser: torch.optim.Optimizer) -> float:
     """One epoch; the mean loss of its batches.
 
     Raises:

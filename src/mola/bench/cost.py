@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 import mola
+from mola.baselines.batch_statistics import has_statistics, recompute_statistics
+from mola.baselines.sgd_path import walk_epoch
 from mola.bench.activations import Network, Progress
+from mola.bench.budget import Budget, SwagBudget
 from mola.bench.runner import environment
 from mola.bench.suite import Source
 
@@ -21,62 +26,160 @@ __all__ = ["measure_cost"]
 
 REPEATS = 5
 
+FEWER = 16
+"""Methods that draw many networks for each prediction, or train, are measured on so many times fewer images, and extended."""
+
+Loader = Sequence[tuple[Tensor, Tensor]]
+
+
+class _Kept(Protocol):
+    """A predictor that can be written to disk."""
+
+    def __call__(self, inputs: Any, /) -> Any: ...
+
+    def save(self, directory: str, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One method: what it takes to fit it, what predicts, and what must be kept for that."""
+
+    name: str
+    predict: _Kept
+    networks: Sequence[nn.Module]
+    """What is kept besides what `save` writes."""
+    fit: Callable[[], float] | None = None
+    """Seconds to fit on all training data, measured anew at every call."""
+    test: Loader = ()
+
 
 def measure_cost(
-    networks: Sequence[Network], train: Source, test: Source, progress: Progress, *, images: int = 2000
+    networks: Sequence[Network],
+    train: Source,
+    test: Source,
+    budget: Budget,
+    progress: Progress,
+    *,
+    images: int = 2000,
+    repeats: int = REPEATS,
 ) -> dict[str, Any]:
-    """Time and memory of MAP, DE, LLLA and MoLA on real networks, the whole forward passes included.
+    """Time and memory of all methods on real networks, the whole forward passes included.
 
-    Repeats are interleaved, so that all methods see the same neighbours on a busy machine; medians are reported.
+    Repeats are interleaved, so that all methods see the same neighbours on a busy machine; medians are reported. Tuning is
+    not included, and neither is the training of the networks. SWAG is measured with the suite's own budget, the paper's.
 
     Args:
         networks: K trained networks.
         train: training data; fitted on the first `images` and on half of them, and extended to all along a straight line,
-            so that what is paid once is not multiplied. Tuning is not included.
+            so that what is paid once is not multiplied.
         test: data to predict; the first `images`.
+        budget: how long SWAG walks, how often it draws, how many heads MIMO has.
         progress: told what is being done, and which share is done.
         images: how many of each.
+        repeats: how often each is measured.
 
     Returns:
         The document for `cost.json`.
     """
-    models = [network.load() for network in networks]
     fitting, testing = _first(train, images), _first(test, images)
-    half = fitting[: max(1, len(fitting) // 2)]
-    fits = {"LLLA": models[:1], "MoLA": models}
-    ready = {
-        "MAP": mola.ensemble(models[0]),
-        "DE": mola.ensemble(models),
-        **{name: mola.fit(model, fitting, progress=False) for name, model in fits.items()},
-    }
-    fit_times: dict[str, list[float]] = {name: [] for name in fits}
-    predict_times: dict[str, list[float]] = {name: [] for name in ready}
-    for repeat in range(REPEATS):
-        for index, (name, posterior) in enumerate(ready.items()):
-            progress(f"cost of {name}", (repeat + index / len(ready)) / REPEATS)
-            if name in fits:
-                whole, part = (
-                    _seconds(partial(mola.fit, fits[name], data, progress=False)) for data in (fitting, half)
-                )
-                fit_times[name].append(_extended(part, whole, _count(half), _count(fitting), train.count))
-            predict_times[name].append(_seconds(partial(_predict, posterior, testing)))
+    short = _first(test, max(1, images // FEWER))
+    entries = _entries([network.load() for network in networks], fitting, testing, short, budget, train.count)
+    fits: dict[str, list[float]] = {entry.name: [] for entry in entries}
+    predictions: dict[str, list[float]] = {entry.name: [] for entry in entries}
+    for repeat in range(repeats):
+        for index, entry in enumerate(entries):
+            progress(f"cost of {entry.name}", (repeat + index / len(entries)) / repeats)
+            if entry.fit is not None:
+                fits[entry.name].append(entry.fit())
+            seconds = _seconds(partial(_predict, entry.predict, entry.test))
+            predictions[entry.name].append(seconds * _count(testing) / _count(entry.test))
     rows = [
         {
-            "method": name,
-            "fit_seconds": statistics.median(fit_times[name]) if name in fits else None,
-            "predict_seconds": statistics.median(predict_times[name]),
-            "bytes": _bytes(posterior),
+            "method": entry.name,
+            "fit_seconds": statistics.median(fits[entry.name]) if entry.fit is not None else None,
+            "predict_seconds": statistics.median(predictions[entry.name]),
+            "bytes": _bytes(entry),
         }
-        for name, posterior in ready.items()
+        for entry in entries
     ]
     settings = {
-        "components": len(models),
+        "components": len(networks),
         "train_images": train.count,
         "measured_on": _count(fitting),
         "predicted_images": _count(testing),
-        "repeats": REPEATS,
+        "SWAG_predicted_images": _count(short),
+        "SWAG_snapshots": budget.swag.snapshots,
+        "SWAG_draws": budget.swag.samples,
+        "MIMO_heads": budget.mimo.members,
+        "repeats": repeats,
     }
     return {"settings": settings, "rows": rows, "environment": environment()}
+
+
+def _entries(
+    models: list[nn.Module], fitting: Loader, testing: Loader, short: Loader, budget: Budget, train_count: int
+) -> list[_Entry]:
+    swags = [_swag(model, fitting[:1], budget.swag) for model in models]
+    mimo = mola.Mimo(models[0], budget.mimo.members, example=fitting[0][0])
+
+    def fitted(name: str, given: Sequence[nn.Module], **options: Any) -> _Entry:
+        def fit(batches: Loader) -> mola.MoLA:
+            return mola.fit(given, batches, progress=False, **options)
+
+        return _Entry(name, fit(fitting), given, partial(_time_for_all, fit, fitting, train_count), testing)
+
+    def walked(name: str, predictor: _Kept, given: Sequence[nn.Module]) -> _Entry:
+        part = fitting[: max(2, len(fitting) // 4)]  # training costs three times as much as predicting
+        seconds = partial(_time_to_walk, given, part, budget.swag, train_count)
+        return _Entry(name, predictor, (), seconds, short)
+
+    heads = {"LLLA": models[:1], "MoLA": models}
+    return [
+        _Entry("MAP", mola.ensemble(models[:1]), models[:1], test=testing),
+        _Entry("DE", mola.ensemble(models), models, test=testing),
+        *(fitted(name, given) for name, given in heads.items()),
+        walked("SWAG", swags[0], models[:1]),
+        walked("MultiSWAG", mola.MultiSwag(swags), models),
+        _Entry("MIMO", mimo, (), test=testing),
+        fitted("MIMO-MoLA", mimo.networks, structure="full"),
+    ]
+
+
+def _swag(model: nn.Module, batch: Loader, budget: SwagBudget) -> mola.Swag:
+    """A SWAG as large as a real one, from as few steps as will do: its predictions take as long."""
+    # The smallest rate: the weights must stay such that activations are finite.
+    return mola.Swag.fit(
+        model,
+        batch,
+        learning_rate=1e-9,
+        epochs=budget.snapshots,
+        rank=budget.snapshots,
+        samples=budget.samples,
+        progress=False,
+    )
+
+
+def _time_for_all(work: Callable[[Loader], object], batches: Loader, count: int) -> float:
+    """Seconds that work would take on `count` data, along the line through a measurement on all and one on half of these."""
+    half = batches[: max(1, len(batches) // 2)]
+    whole, part = (_seconds(partial(work, data)) for data in (batches, half))
+    fewer, more = _count(half), _count(batches)
+    if more == fewer:
+        return whole * count / more
+    return whole + (whole - part) / (more - fewer) * (count - more)
+
+
+def _time_to_walk(models: Sequence[nn.Module], batches: Loader, budget: SwagBudget, count: int) -> float:
+    """Seconds of SWAG for every network: an epoch for every snapshot, and a pass for the BatchNorm statistics of every draw."""
+    total = 0.0
+    for model in models:
+        network = copy.deepcopy(model).requires_grad_(True)
+        optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
+        walk = partial(walk_epoch, network, optimiser=optimiser)
+        total += budget.snapshots * _time_for_all(walk, batches, count)
+        if has_statistics(network):
+            total += budget.samples * _time_for_all(partial(recompute_statistics, network), batches, count)
+    return total
 
 
 def _first(source: Source, images: int) -> list[tuple[Tensor, Tensor]]:
@@ -89,16 +192,8 @@ def _first(source: Source, images: int) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
-def _count(batches: Sequence[tuple[Tensor, Tensor]]) -> int:
+def _count(batches: Loader) -> int:
     return sum(len(labels) for _, labels in batches)
-
-
-def _extended(part: float, whole: float, fewer: int, more: int, all_of_them: int) -> float:
-    """Time for all data along the line through two measurements."""
-    if more == fewer:
-        return whole * all_of_them / more
-    slope = (whole - part) / (more - fewer)
-    return whole + slope * (all_of_them - more)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -107,20 +202,19 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _predict(posterior: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _predict(predictor: _Kept, batches: Loader) -> None:
     with torch.no_grad():
         for inputs, _ in batches:
-            posterior(inputs)
+            predictor(inputs)
 
 
-def _bytes(posterior: mola.MoLA) -> int:
-    """The networks' numbers, and what the approximation adds to them on disk."""
-    networks = sum(
-        tensor.numel() * tensor.element_size()
-        for network in posterior.networks
-        for tensor in (*network.parameters(), *network.buffers())
-    )
-    if posterior.structure is None:
+def _bytes(entry: _Entry) -> int:
+    """The networks' numbers, and what is written to disk."""
+    # Heads may share a trunk, which is kept once.
+    tensors = {id(one): one for network in entry.networks for one in (*network.parameters(), *network.buffers())}
+    networks = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if isinstance(entry.predict, mola.MoLA) and entry.predict.structure is None:
         return networks
     with tempfile.TemporaryDirectory() as folder:
-        return networks + sum(path.stat().st_size for path in posterior.save(folder).iterdir())
+        path = entry.predict.save(folder)
+        return networks + sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -112,6 +112,7 @@ def carry_out(order: Order, progress: Progress) -> Path:
             plan.networks[: order.components],
             plan.sources["train"],
             plan.sources["test"],
+            order.suite.budget,
             lambda doing, done: progress(doing, 0.95 + 0.05 * done),
         )
         store.write_document(order.suite.name, COST, document)
