@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +70,7 @@ def pack(
                 "head": head.name,
                 "features": head.width,
                 "bias": head.has_bias,
+                "every_position": head.every_position,
                 "fingerprint": storage.fingerprint(curvature.weights),
                 "network": storage.signature(component.network),
                 "prior_precision": component.precision,
@@ -206,8 +207,15 @@ def _check_networks(networks: Sequence[nn.Module], parts: Sequence[dict[str, Any
                     f"fitted in."
                 )
                 raise StorageError(message)
-            heads.append(head_by_name(network, part["head"]))
+            head = head_by_name(network, part["head"])
+            heads.append(replace(head, every_position=_every_position(part)))
     return heads
+
+
+def _every_position(part: dict[str, Any]) -> bool:
+    """Whether the head runs at every position of a sequence; files of old do not say, and their heads do not."""
+    check(part, {"every_position": bool} if "every_position" in part else {}, "components")
+    return bool(part.get("every_position", False))
 
 
 def _mismatch(network: nn.Module, part: dict[str, Any], classes: int) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor, nn
 
 from mola.errors import HeadError, located
-from mola.heads import Head, LayerCall, check_logits, first_pass
+from mola.heads import Carried, Head, LayerCall, check_logits, first_pass
 from mola.networks import Inputs, call, device_of
 
 __all__ = ["Features", "Watched", "capture", "find_heads", "first_passes"]
@@ -39,17 +39,22 @@ class Watched:
         self.network, self.head = network, head
         self.device = device_of(network)
         self._calls: list[LayerCall] | None = None
+        self._carried = Carried(head) if head is not None and head.every_position else None
 
     def __enter__(self) -> Self:
         """Put the hook on the head."""
-        self._handle = (
-            None if self.head is None else self.head.layer.register_forward_hook(self._keep, with_kwargs=True)
-        )
+        self._handle = None
+        if self._carried is not None:
+            self._carried.__enter__()
+        elif self.head is not None:
+            self._handle = self.head.layer.register_forward_hook(self._keep, with_kwargs=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Remove the hook."""
-        if self._handle is not None:
+        if self._carried is not None:
+            self._carried.__exit__()
+        elif self._handle is not None:
             self._handle.remove()
 
     def _keep(self, _: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> None:
@@ -70,6 +75,8 @@ class Watched:
         Raises:
             HeadError: if the network's output was not the head's output this time.
         """
+        if self._carried is not None:
+            return Features(*self._carried.apart(self._carried.pass_of(self.network, inputs, self.device)))
         calls: list[LayerCall] = []
         self._calls = calls
         try:
