@@ -1,0 +1,76 @@
+"""Data as a user names them.
+
+| name | data |
+|---|---|
+| a folder | images; its subfolders are the classes |
+| `file.npz`, `file.npy` | arrays: `x` and `y`, or inputs alone |
+| `file.csv` | a column of paths of images and one of labels |
+| `mnist:test`, `digits:train`, ... | a built-in set |
+| `package.module:function` | what the function gives: an iterable of batches |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mola.errors import DataError, OptionError
+from mola.jobs.arrays import Arrays, open_arrays
+from mola.jobs.built_in import BUILT_IN, InMemory, Own, open_built_in, open_own
+from mola.jobs.pictures import Pictures, list_csv, list_folder
+from mola.jobs.preparation import Intake
+
+__all__ = ["UserSet", "open_set"]
+
+UserSet = Pictures | Arrays | InMemory | Own
+
+
+def open_set(
+    name: str,
+    intake: Intake,
+    *,
+    labelled: bool,
+    classes: Sequence[str] | None = None,
+    outputs: int | None = None,
+    directory: str | None = None,
+    seed: int = 0,
+    download: bool = False,
+) -> UserSet:
+    """Data by name, looked into but not read.
+
+    Args:
+        name: as in the table above.
+        intake: from what is on disk to network inputs.
+        labelled: whether labels are asked for.
+        classes: the classes' names in the order of the networks' outputs, where they are known.
+        outputs: how many classes there are, where that is known.
+        directory: that holds the built-in sets.
+        seed: of the split of the digits.
+        download: whether built-in sets may be fetched.
+
+    Returns:
+        The set.
+
+    Raises:
+        DataError: if a file is of an unknown kind.
+        OptionError: if the name is none of these.
+    """
+    path = Path(name).expanduser()
+    if name.partition(":")[0] in BUILT_IN and not path.exists():
+        return open_built_in(name, directory, outputs, intake, labelled=labelled, seed=seed, download=download)
+    if path.is_dir():
+        return list_folder(path, classes, intake, labelled=labelled)
+    if path.is_file():
+        if path.suffix in (".npz", ".npy"):
+            return open_arrays(path, outputs, intake, labelled=labelled)
+        if path.suffix == ".csv":
+            return list_csv(path, classes, intake, labelled=labelled)
+        message = f"{path} is of an unknown kind: expected a folder of images, .npz, .npy or .csv."
+        raise DataError(message)
+    if ":" in name:
+        return open_own(name, outputs, intake, labelled=labelled)
+    message = (
+        f"no data {name!r}: no such file or folder, and none of the built-in sets ({', '.join(BUILT_IN)}); a function of your own is "
+        f"named package.module:function."
+    )
+    raise OptionError(message)

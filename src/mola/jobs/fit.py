@@ -1,0 +1,245 @@
+"""`mola fit`: from names of networks and data to a posterior's folder."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mola import __version__
+from mola.choices import one_of
+from mola.errors import OptionError
+from mola.fitting import fit
+from mola.jobs.job import NAME, Job
+from mola.jobs.material import Material, Progress
+from mola.jobs.networks import Built, build_networks, checksum
+from mola.jobs.order import check_order, confusion
+from mola.jobs.rows import Account, Loader
+from mola.jobs.tally import Tally
+from mola.jobs.toml import to_toml
+from mola.laplace import STRUCTURES
+from mola.links import LINKS
+from mola.posterior import MoLA
+from mola.prior import ConfidenceThreshold, Evidence, OutlierExposure, Rule, ValidationScore
+from mola.storage import write_atomically
+
+__all__ = ["RULES", "FitResult", "make_rule", "run_fit"]
+
+RULES = ("threshold", "nll", "brier", "ece", "evidence", "outliers", "none")
+"""How the prior precision is chosen; none keeps what is given."""
+
+MIXING = ("uniform", "evidence", "stacking")
+USUAL = 0.95
+"""Share of the validation data that the outlier threshold lets pass."""
+
+BUNDLED = "weights"
+"""Folder for copies of the weights, inside a posterior's folder."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What `mola fit` did.
+
+    Attributes:
+        folder: where the posterior lies.
+        document: what was written to `job.toml`.
+        account: what was left out.
+        notes: what tuning had to say.
+    """
+
+    folder: Path
+    document: dict[str, Any]
+    account: Account
+    notes: tuple[str, ...]
+
+
+def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
+    """The rule that a job names; None keeps the prior precision.
+
+    Args:
+        job: its rule and threshold.
+        outliers: data for the rule that needs some.
+
+    Returns:
+        The rule.
+
+    Raises:
+        OptionError: if it is unknown, or lacks what it needs.
+    """
+    one_of(job.rule, RULES, "rule")
+    if job.threshold is not None and job.rule != "threshold":
+        message = f"--threshold is for the rule 'threshold', got the rule {job.rule!r}."
+        raise OptionError(message)
+    if (job.rule == "outliers") != (job.outliers is not None):
+        message = "the rule 'outliers' and the data named by --outliers go together: give both or none."
+        raise OptionError(message)
+    if job.rule == "none":
+        return None
+    if job.rule == "threshold":
+        return ConfidenceThreshold(confidence=job.threshold)
+    if job.rule == "evidence":
+        return Evidence()
+    if job.rule == "outliers":
+        return OutlierExposure([] if outliers is None else outliers)
+    return ValidationScore(job.rule)  # type: ignore[arg-type]
+
+
+def check_job(job: Job) -> None:
+    """Refuse what can be seen to be wrong before anything is read.
+
+    Args:
+        job: as the user gave it.
+
+    Raises:
+        OptionError: if something is missing or unknown.
+    """
+    if job.train is None:
+        message = "no training data: name them with --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
+        raise OptionError(message)
+    one_of(job.structure, STRUCTURES, "structure")
+    one_of(job.link, LINKS, "link")
+    one_of(job.mixing, MIXING, "mixing")
+    make_rule(job, None)
+    needs = "rule" if job.rule not in ("evidence", "none") else "mixing" if job.mixing == "stacking" else None
+    if job.val is None and needs is not None:
+        message = (
+            f"the {needs} {getattr(job, needs)!r} needs validation data: name them with --val, or choose --rule evidence, "
+            f"which needs none."
+        )
+        raise OptionError(message)
+
+
+def run_fit(
+    job: Job, output: Path, progress: Progress = lambda doing, done: None, *, bundle: bool = False
+) -> FitResult:
+    """Fit a posterior and write its folder.
+
+    Args:
+        job: what to do.
+        output: folder to write.
+        progress: told what is being done, and which share of the work is done.
+        bundle: whether the weights are copied into the folder, so that it can be moved.
+
+    Returns:
+        What was done.
+
+    Raises:
+        OptionError: if the output is a file.
+    """
+    check_job(job)
+    if output.exists() and not output.is_dir():
+        message = f"{output} is a file; expected a folder to write the posterior to."
+        raise OptionError(message)
+    torch.manual_seed(job.seed)
+    progress("loading networks", 0.0)
+    count = job.classes if isinstance(job.classes, int) else None if job.classes is None else len(job.classes)
+    built = build_networks(job.network, job.weights, classes=count, trust=job.trust)
+    _move(built, job.device)
+    account = Account()
+    data = Material(job, built, account, progress)
+    if data.val is not None:
+        check_order(
+            confusion(built.networks[0], data.loader(data.val, "checking classes", 0.05, 0.15), data.outputs),
+            data.classes,
+            str(job.val),
+        )
+    posterior = fit(
+        built.networks,
+        data.loader(data.train, "fitting", 0.15, 0.7, labelled=False),
+        structure=job.structure,
+        prior_precision=job.prior_precision,
+        weights="uniform" if job.mixing == "stacking" else job.mixing,
+        link=job.link,
+        head=job.head,
+        progress=False,
+    )
+    posterior = _tune(posterior, job, data)
+    progress("checking", 0.85)
+    measured = {} if data.val is None else _measure(posterior, data.loader(data.val, "checking", 0.85, 0.98))
+    if bundle:
+        job, built = _bundled(job, built, output)
+    posterior.save(output)
+    document = job.document(output) | {"result": _result(posterior, built, data, measured)}
+    write_atomically(output / NAME, to_toml(document).encode())
+    progress("done", 1.0)
+    return FitResult(output, document, account, posterior.tuning.notes if posterior.tuning is not None else ())
+
+
+def _move(built: Built, device: str) -> None:
+    try:
+        for network in built.networks:
+            network.to(torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        message = f"device {device!r} cannot be used: {str(error).splitlines()[0]}"
+        raise OptionError(message) from error
+
+
+def _tune(posterior: MoLA, job: Job, data: Material) -> MoLA:
+    outliers = None if data.outliers is None else data.loader(data.outliers, "tuning", 0.8, 0.85, labelled=False)
+    rule = make_rule(job, outliers)
+    if rule is not None:
+        val = None if data.val is None or job.rule == "evidence" else data.loader(data.val, "tuning", 0.7, 0.8)
+        posterior = posterior.tune(val, rule=rule, progress=False)
+    if job.mixing == "stacking" and data.val is not None:
+        posterior = posterior.reweight(data.loader(data.val, "stacking", 0.8, 0.85), progress=False)
+    return posterior
+
+
+def _measure(posterior: MoLA, val: Loader) -> dict[str, Any]:
+    """The networks alone and the posterior on the validation data, and the outlier score that most of these stay below."""
+    plain, whole = Tally(), Tally()
+    for batch in val:
+        labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+        (prediction,) = posterior.predict_batches([batch])
+        assert prediction.logit_mean is not None  # a mixture of Laplace approximations has logits
+        plain.add(torch.softmax(prediction.logit_mean, -1).mean(0), labels)
+        whole.add(prediction.probs, labels, prediction.ood_score)
+    scores = whole.score
+    assert scores is not None
+    return {
+        "count": whole.count,
+        "networks": plain.labelled(),
+        "posterior": whole.labelled(),
+        "outlier_threshold": float(np.quantile(scores, USUAL)),
+    }
+
+
+def _bundled(job: Job, built: Built, output: Path) -> tuple[Job, Built]:
+    """Copies of the weights inside the folder, and a job that names them.
+
+    Raises:
+        OptionError: if the networks are folders or programs, which are not files of weights.
+    """
+    if not job.weights:
+        message = "--bundle copies files of --weights into the folder, and there are none."
+        raise OptionError(message)
+    target = output / BUNDLED
+    target.mkdir(parents=True, exist_ok=True)
+    copies = []
+    for index, path in enumerate(built.files):
+        copy = target / f"{index}{path.suffix}"
+        if not copy.exists() or not copy.samefile(path):
+            shutil.copyfile(path, copy)
+        copies.append(copy)
+    return replace(job, weights=tuple(str(copy) for copy in copies)), replace(built, files=copies)
+
+
+def _result(posterior: MoLA, built: Built, data: Material, measured: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "classes": list(data.classes or ()),
+        "outputs": data.outputs,
+        **data.inputs,
+        "sha256": [checksum(path) for path in built.files],
+        "prior_precision": list(posterior.prior_precision),
+        "rule": None if posterior.tuning is None else posterior.tuning.rule,
+        "train_count": posterior.components[0].require_curvature("a result")[1].factors.count,
+        "left_out": len(data.account),
+        "intake": data.intake.plain(),
+        "validation": measured or None,
+        "versions": {"mola": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }

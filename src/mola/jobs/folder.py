@@ -1,0 +1,194 @@
+"""A posterior's folder: what `mola fit` wrote, opened again without being told how.
+
+Beside the posterior's own files lies `job.toml`: the options of the job, and under `result` what fitting settled (classes, shape
+of the inputs, checksums of the weights, outlier threshold).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mola.errors import OptionError, StorageError
+from mola.fitting import load
+from mola.jobs.datasets import UserSet, open_set
+from mola.jobs.job import NAME, Job, read_job
+from mola.jobs.networks import build_networks, check_unchanged
+from mola.jobs.preparation import Intake
+from mola.posterior import MoLA
+from mola.schema import check
+
+__all__ = ["Fitted", "describe_inputs", "example_of", "move", "open_folder", "read_folder"]
+
+RESULT = {
+    "classes": [str],
+    "outputs": int,
+    "form": str,
+    "inputs": [{"name": str, "shape": [int], "dtype": str}],
+    "sha256": [str],
+    "intake": {"batch_size": int, "dtype": str, "workers": int},
+}
+"""What opening needs of the results."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A posterior with its networks, and how inputs come to them.
+
+    Attributes:
+        posterior: ready to predict.
+        classes: their names, or None where nobody has named them.
+        example: a batch of 2 zero inputs of the right shape and type, for tracing: a tensor, or a mapping or tuple of them.
+        preparation: from files to inputs, as plain values: `mola.jobs.preparation.Intake`.
+        document: the whole of `job.toml`.
+        job: its options, paths as seen from here.
+        folder: where it lies.
+    """
+
+    posterior: MoLA
+    classes: tuple[str, ...] | None
+    example: Any
+    preparation: dict[str, Any]
+    document: dict[str, Any]
+    job: Job
+    folder: Path
+
+    @property
+    def outputs(self) -> int:
+        """How many classes there are."""
+        return int(self.document["result"]["outputs"])
+
+    def open_set(self, name: str, *, labelled: bool, directory: str | None = None) -> UserSet:
+        """Data by name, prepared as the training data were."""
+        return open_set(
+            name,
+            Intake.from_plain(self.preparation),
+            labelled=labelled,
+            classes=self.classes,
+            outputs=self.outputs,
+            directory=directory or self.job.directory,
+            seed=self.job.seed,
+            download=self.job.download,
+        )
+
+
+def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
+    """The job of a posterior's folder, checked, without building networks.
+
+    Args:
+        path: that `mola fit` wrote.
+
+    Returns:
+        The job and the whole document.
+
+    Raises:
+        StorageError: if it is no such folder.
+    """
+    if not (path / NAME).is_file():
+        message = f"{path} holds no {NAME}: expected a folder that `mola fit --output` wrote."
+        raise StorageError(message)
+    job, document = read_job(path)
+    if not isinstance(document.get("result"), dict):
+        message = f"{path / NAME} has no results: `mola fit --config {path / NAME}` makes them."
+        raise StorageError(message)
+    try:
+        check(document["result"], RESULT, "result")
+    except StorageError as error:
+        message = f"{path / NAME}: {error}"
+        raise StorageError(message) from error
+    return job, document
+
+
+def open_folder(path: Path, device: str = "cpu") -> Fitted:
+    """Open a posterior that `mola fit` wrote: build its networks, load their weights, and put the posterior on them.
+
+    Functions of the user's own are imported from installed packages or from the current folder.
+
+    Args:
+        path: the folder.
+        device: where to compute, such as "cuda".
+
+    Returns:
+        The posterior and what belongs to it. `StorageError` if something is missing, damaged or has changed since.
+    """
+    path = Path(path)
+    job, document = read_folder(path)
+    result = document["result"]
+    built = build_networks(job.network, job.weights, classes=result["outputs"], trust=job.trust)
+    check_unchanged(built.files, result["sha256"])
+    posterior = move(load(path, built.networks), device)
+    return Fitted(
+        posterior=posterior,
+        classes=tuple(result["classes"]) or None,
+        example=example_of(result),
+        preparation=dict(result["intake"]),
+        document=document,
+        job=job,
+        folder=path,
+    )
+
+
+def move(posterior: MoLA, device: str) -> MoLA:
+    """The posterior with its networks on a device.
+
+    Args:
+        posterior: to be moved.
+        device: such as "cpu" or "cuda:1".
+
+    Returns:
+        The same posterior.
+
+    Raises:
+        OptionError: if there is no such device.
+    """
+    try:
+        return posterior.to(torch.device(device)).eval()
+    except (RuntimeError, AssertionError) as error:
+        message = f"device {device!r} cannot be used: {str(error).splitlines()[0]}"
+        raise OptionError(message) from error
+
+
+def describe_inputs(inputs: Any) -> dict[str, Any]:
+    """What a batch's inputs look like, as plain values.
+
+    Args:
+        inputs: a tensor, or a mapping or tuple of tensors.
+
+    Returns:
+        The form, and name, shape without the batch and type of each tensor.
+    """
+    if isinstance(inputs, Tensor):
+        form, named = "tensor", {"": inputs}
+    elif isinstance(inputs, dict):
+        form, named = "mapping", {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    else:
+        form, named = "tuple", {str(index): value for index, value in enumerate(inputs)}
+    described = [
+        {"name": name, "shape": list(value.shape[1:]), "dtype": str(value.dtype).removeprefix("torch.")}
+        for name, value in named.items()
+    ]
+    return {"form": form, "inputs": described}
+
+
+def example_of(result: dict[str, Any]) -> Any:
+    """A batch of 2 inputs of zeros; masks are of ones, since a network that may look at nothing gives no numbers.
+
+    Args:
+        result: as `describe_inputs` described them.
+
+    Returns:
+        A tensor, or a mapping or tuple of tensors.
+    """
+    made = {
+        one["name"]: (torch.ones if "mask" in one["name"] else torch.zeros)(
+            2, *one["shape"], dtype=getattr(torch, one["dtype"])
+        )
+        for one in result["inputs"]
+    }
+    if result["form"] == "mapping":
+        return made
+    return made[""] if result["form"] == "tensor" else tuple(made.values())

@@ -1,0 +1,115 @@
+"""The data of a job: opened alike, and fitting to the networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mola.errors import DataError
+from mola.jobs.datasets import UserSet, open_set
+from mola.jobs.folder import describe_inputs
+from mola.jobs.job import Job
+from mola.jobs.networks import Built
+from mola.jobs.pictures import Pictures, shown_by
+from mola.jobs.preparation import settle
+from mola.jobs.rows import Account, Loader
+from mola.networks import call
+
+__all__ = ["Material", "Progress"]
+
+Progress = Callable[[str, float], None]
+
+
+class Material:
+    """The sets of a job.
+
+    Args:
+        job: names them.
+        built: the networks.
+        account: where inputs that are left out are noted.
+        progress: told what is being done, and which share of the work is done.
+
+    Raises:
+        DataError: if data and networks do not fit together.
+
+    Attributes:
+        intake: settled by the job, the networks and the training data.
+        classes: names, in the order of the networks' outputs, or None.
+        outputs: how many classes there are.
+        inputs: what they look like.
+        train: the training data.
+        val: the validation data, or None.
+        outliers: data for tuning, or None.
+    """
+
+    def __init__(self, job: Job, built: Built, account: Account, progress: Progress) -> None:
+        """Open all sets, and look at the first training inputs.
+
+        Raises:
+            DataError: if data and networks do not fit together.
+        """
+        self.job, self.account, self.progress = job, account, progress
+        floats = [one.dtype for one in built.networks[0].parameters() if one.is_floating_point()]
+        dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
+        self.intake = settle(job, built.hints, dtype)
+        self.classes = job.classes if isinstance(job.classes, tuple) else built.hints.classes
+        self.outputs = 0
+        self.train, first = self._open_train(str(job.train))
+        self.classes = self.classes or self.train.classes
+        self.inputs = describe_inputs(first)
+        self.outputs = call(built.networks[0].eval(), first).shape[1]
+        if self.classes is not None and len(self.classes) != self.outputs:
+            message = (
+                f"{len(self.classes)} classes ({', '.join(self.classes[:5])}{', ...' if len(self.classes) > 5 else ''}) for a network "
+                f"with {self.outputs} outputs: name all of them, in the order of the outputs, with --classes."
+            )
+            raise DataError(message)
+        # Again, now that it is known which labels there can be.
+        self.train = self._open(str(job.train), labelled=True)
+        self.val = None if job.val is None else self._open(job.val, labelled=True)
+        self.outliers = None if job.outliers is None else self._open(job.outliers, labelled=False)
+
+    def _open_train(self, name: str) -> tuple[UserSet, Any]:
+        """The training data and their first inputs, which show what nobody has said.
+
+        Raises:
+            DataError: if none can be used.
+        """
+        train = self._open(name, labelled=True)
+        if isinstance(train, Pictures):
+            mode, shape = shown_by(train)
+            self.intake = replace(self.intake, mode=mode, shape=shape)
+            train = train.taken_by(self.intake)
+        for rows in train.taken_by(replace(self.intake, batch_size=min(8, self.intake.batch_size))):
+            if rows.inputs is not None:
+                if isinstance(rows.inputs, torch.Tensor):
+                    self.intake = replace(self.intake, shape=tuple(rows.inputs.shape[1:]))
+                return train, rows.inputs
+        message = f"{name} holds no input that can be used."
+        raise DataError(message)
+
+    def _open(self, name: str, *, labelled: bool) -> UserSet:
+        return open_set(
+            name,
+            self.intake,
+            labelled=labelled,
+            classes=self.classes,
+            outputs=self.outputs or None,
+            directory=self.job.directory,
+            seed=self.job.seed,
+            download=self.job.download,
+        )
+
+    def loader(self, source: UserSet, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
+        """A set as a loader that tells how far it has been read, as a part of the whole work."""
+        self.progress(doing, start)
+        return Loader(
+            source,
+            self.account,
+            self.job.strict,
+            labelled,
+            lambda share: self.progress(doing, start + (end - start) * share),
+        )
