@@ -70,7 +70,7 @@ def pack(
                 "head": head.name,
                 "features": head.width,
                 "bias": head.has_bias,
-                "every_position": head.every_position,
+                **({"every_position": True} if head.every_position else {}),
                 "fingerprint": storage.fingerprint(curvature.weights),
                 "network": storage.signature(component.network),
                 "prior_precision": component.precision,
@@ -213,7 +213,7 @@ def _check_networks(networks: Sequence[nn.Module], parts: Sequence[dict[str, Any
 
 
 def _every_position(part: dict[str, Any]) -> bool:
-    """Whether the head runs at every position of a sequence; files of old do not say, and their heads do not."""
+    """Whether the head runs at every position of a sequence; said only of those that do."""
     check(part, {"every_position": bool} if "every_position" in part else {}, "components")
     return bool(part.get("every_position", False))
 
