@@ -8,7 +8,7 @@ with the others, what predicting the held-out features costs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mola.errors import OptionError, warn
 from mola.search import Search, maximise
-from mola.tuning import HeldOut, Problem, Tuning
+from mola.tuning import Problem, Tuning
 
 __all__ = [
     "ConfidenceThreshold",
@@ -183,7 +183,7 @@ class OutlierExposure:
         """Read both loaders once, and choose."""
         data = problem.read(_require(val_loader, self), "validation loader", True)
         outliers = problem.read(self.loader, "outlier loader", False)
-        unlabelled = HeldOut(outliers.features, outliers.logits, None)
+        unlabelled = replace(outliers, labels=None)
 
         def evaluate(grid: Sequence[float]) -> dict[str, Tensor]:
             curve, outside = problem.curve(data, grid), problem.curve(unlabelled, grid)

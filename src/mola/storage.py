@@ -81,6 +81,7 @@ def same_signature(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 LOADERS = {
     "posterior": "mola.load",
+    "whole-posterior": "mola.WholeMoLA.load",
     "swag": "mola.Swag.load",
     "multi-swag": "mola.MultiSwag.load",
     "mimo": "mola.Mimo.load",

@@ -151,10 +151,7 @@ class Problem:
             with labels, "nll", "brier" and "ece".
         """
         scores = [_Scores() for _ in precisions]
-        rows = (
-            self._by_candidate(data, precisions) if self.link.needs_covariance else self._by_portion(data, precisions)
-        )
-        for index, part, probs in rows:
+        for index, part, probs in self._tried(data, precisions):
             scores[index].add(probs, None if data.labels is None else data.labels[part])
         means = torch.stack([one.sums for one in scores]) / len(data)
         curve = {"confidence": means[:, 0], "uniform": means[:, 1]}
@@ -163,6 +160,12 @@ class Problem:
             gaps = [calibration_gap(one.bins) for one in scores]
             curve["ece"] = torch.tensor(gaps, dtype=torch.float64, device="cpu")
         return curve
+
+    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[int, slice, Tensor]]:
+        """Probabilities of some of the data under some candidate, until all are through."""
+        if self.link.needs_covariance:
+            return self._by_candidate(data, precisions)
+        return self._by_portion(data, precisions)
 
     def _by_portion(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[int, slice, Tensor]]:
         """Probabilities of every candidate, where variances are enough: data are projected once, for all candidates."""
