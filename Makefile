@@ -10,9 +10,13 @@ help:  ## list the targets
 
 setup: $(READY)  ## make the virtual environment
 
+# The extra `curvature` comes without the torchvision that a dependency asks for and nothing here imports: its wheels bind
+# one exact build of torch, and a wrong one is worse than none.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,bench,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,bench,transformers,dev]' \
+		einops einconv linear_operator opt-einsum
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps 'curvlinops-for-pytorch>=3.0,<4'
 	@touch $@
 
 demo: $(READY)  ## the main job on embedded data: table, figures and a page in demo-results/

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -607,3 +608,68 @@ def test_a_user_hook_sees_each_pass_once():
     network.head.register_forward_hook(strikes)
     mola.fit(network, LOADER)
     assert strikes.passes == 2  # one for each batch: the first finds the head, too
+
+
+# --- heads that run at every position -------------------------------------------------------------------------------------
+
+
+class AlongASequence(nn.Module):
+    """Scores at all positions (n, T, C), of which `take` makes logits (n, C)."""
+
+    def __init__(self, take):
+        super().__init__()
+        self.body, self.head, self.take = nn.Sequential(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 3), take
+
+    def forward(self, x):
+        return self.take(self.head(self.body(x)))
+
+
+SEQUENCES = torch.randn(12, 6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+LAST = torch.randint(6, (12,), generator=torch.Generator().manual_seed(4))
+TAKEN = {
+    "the last position": (lambda scores: scores[:, -1], lambda features: features[:, -1]),
+    "one for each input": (
+        lambda scores: scores[torch.arange(len(scores)), LAST[: len(scores)]],
+        lambda features: features[torch.arange(len(features)), LAST[: len(features)]],
+    ),
+    "the average": (lambda scores: scores.mean(1), lambda features: features.mean(1)),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_head_at_every_position_is_that_of_the_features_at_the_positions_taken(name, tmp_path):
+    take, same = TAKEN[name]
+    network = AlongASequence(take)
+    with unchanged(network):
+        posterior = mola.fit(network, [(SEQUENCES, Y)])
+        got = posterior.predict(SEQUENCES)
+    with torch.no_grad():
+        features = same(network.body(SEQUENCES))
+    expected = mola.fit(network.head, [(features, Y)])
+    torch.testing.assert_close(got.probs, expected(features), rtol=1e-10, atol=0)
+    torch.testing.assert_close(got.ood_score, expected.predict(features).ood_score, rtol=1e-10, atol=0)
+    posterior.save(tmp_path)
+    assert torch.equal(mola.load(tmp_path, models=network)(SEQUENCES), got.probs)
+    exported = torch.export.export(posterior.eval(), (SEQUENCES,)).module()
+    torch.testing.assert_close(exported(SEQUENCES), got.probs, rtol=1e-10, atol=0)
+
+
+def test_a_head_at_every_position_runs_in_many_threads_at_once():
+    network = AlongASequence(lambda scores: scores[:, -1])
+    posterior = mola.fit(network, [(SEQUENCES, Y)])
+    expected = posterior(SEQUENCES)
+    with ThreadPoolExecutor(4) as threads:
+        for got in threads.map(lambda _: posterior(SEQUENCES), range(40)):
+            assert torch.equal(got, expected)
+    assert network(SEQUENCES).shape == (12, 3)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [lambda scores: scores.amax(1), lambda scores: scores[:, -1].softmax(-1), lambda scores: scores[:, -1, :3] * 2],
+    ids=["maximum", "softmax", "scaled"],
+)
+def test_a_network_that_does_more_than_to_pick_positions_is_refused(take):
+    network = AlongASequence(take)
+    with unchanged(network), pytest.raises(HeadError, match=r"'head'.*\(12, 6, 3\)"):
+        mola.fit(network, [(SEQUENCES, Y)])

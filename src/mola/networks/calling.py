@@ -139,7 +139,7 @@ def call(network: nn.Module, inputs: Inputs, device: torch.device | None = None)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         message = (
             f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. "
-            f"Pass inputs of the shape and type that the network was trained on."
+            f"Pass inputs of the shape and type that the network was trained on.{_left_over(network, inputs)}"
         )
         raise DataError(message) from error
 
@@ -170,6 +170,17 @@ def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _left_over(network: nn.Module, inputs: Inputs) -> str:
+    """Words about the entries of a mapping that `forward` has no argument for, where it has arguments for the others."""
+    if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
+        return ""
+    known = inspect.signature(network.forward).parameters
+    foreign = [key for key in inputs if key not in known and key != LABELS]
+    if not foreign or len(foreign) == len(inputs):
+        return ""
+    return f" Its forward takes no argument {foreign}: leave that out of the batches."
 
 
 def _logits_of(output: Any) -> Tensor:

@@ -1,0 +1,355 @@
+"""Classifiers of Hugging Face's transformers as they are: tiny, with random weights, made offline.
+
+The judge is a plain linear layer on features that transformers itself gives out (its pooled or hidden states), so that nothing
+of mola's watching is in it.
+"""
+
+import copy
+import os
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.errors import DataError, HeadError
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Random weights on random labels: searches for a prior precision or a temperature run to the end of their range.
+pytestmark = pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+
+
+def require(package):
+    """A package; where it is missing the test is skipped loudly, and fails in CI if `make setup` installs it."""
+    if find_spec(package) is None:
+        message = f"{package} IS NOT INSTALLED: nothing here was tried. pip install -c constraints.txt {package}"
+        if os.environ.get("CI") and package == "transformers":
+            pytest.fail(message)
+        pytest.skip(message)
+    return __import__(package)
+
+
+CLASSES, VOCABULARY, PAD = 3, 40, 1
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 20,
+    "num_labels": CLASSES,
+}
+WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "pad_token_id": PAD}
+SPECIAL = {"bos_token_id": 2, "eos_token_id": 3}
+
+
+def last_token(hidden, batch):
+    """Hidden states at the last token that is no padding."""
+    return hidden[torch.arange(len(hidden)), batch["attention_mask"].sum(1) - 1]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A network of transformers: how it is built, its head's name, and its features by transformers' own means."""
+
+    network: str
+    config: str
+    settings: dict
+    head: str
+    features: object
+    images: bool = False
+
+    def build(self, seed):
+        transformers = require("transformers")
+        torch.manual_seed(seed)
+        network = getattr(transformers, self.network)(getattr(transformers, self.config)(**self.settings))
+        # Heads begin with weights of 0.02: everything would be one third.
+        with torch.no_grad():
+            for parameter in network.get_submodule(self.head).parameters():
+                parameter.normal_()
+        return network
+
+
+def roberta_features(network, batch):
+    first = network.roberta(**batch).last_hidden_state[:, 0]
+    return torch.tanh(network.classifier.dense(first))
+
+
+KINDS = {
+    "bert": Kind(
+        "BertForSequenceClassification", "BertConfig", SMALL | WORDS, "classifier",
+        lambda network, batch: network.bert(**batch).pooler_output,
+    ),
+    "distilbert": Kind(
+        "DistilBertForSequenceClassification",
+        "DistilBertConfig",
+        WORDS | {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 20, "num_labels": CLASSES},
+        "classifier",
+        lambda network, batch: network.pre_classifier(network.distilbert(**batch).last_hidden_state[:, 0]).relu(),
+    ),
+    "roberta": Kind("RobertaForSequenceClassification", "RobertaConfig", SMALL | WORDS, "classifier.out_proj", roberta_features),
+    "gpt2": Kind(
+        "GPT2ForSequenceClassification",
+        "GPT2Config",
+        SPECIAL | {"vocab_size": VOCABULARY, "n_positions": 32, "pad_token_id": PAD, "num_labels": CLASSES}
+        | {"n_embd": 16, "n_layer": 1, "n_head": 2},
+        "score",
+        lambda network, batch: last_token(network.transformer(**batch).last_hidden_state, batch),
+    ),
+    "llama": Kind(
+        "LlamaForSequenceClassification", "LlamaConfig", SMALL | WORDS | SPECIAL | {"num_key_value_heads": 2}, "score",
+        lambda network, batch: last_token(network.model(**batch).last_hidden_state, batch),
+    ),
+    "vit": Kind(
+        "ViTForImageClassification", "ViTConfig", SMALL | {"image_size": 16, "patch_size": 8}, "classifier",
+        lambda network, batch: network.vit(**batch).last_hidden_state[:, 0],
+        images=True,
+    ),
+    "resnet": Kind(
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "num_labels": CLASSES},
+        "classifier.1",
+        lambda network, batch: network.resnet(**batch).pooler_output.flatten(1),
+        images=True,
+    ),
+    "convnext": Kind(
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        {"hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2, "num_labels": CLASSES},
+        "classifier",
+        lambda network, batch: network.convnext(**batch).pooler_output,
+        images=True,
+    ),
+}  # fmt: skip
+TEXT = [name for name, kind in KINDS.items() if not kind.images]
+
+
+@cache
+def networks(name):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return tuple(KINDS[name].build(seed) for seed in (1, 2))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def data(name, count=30, seed=0):
+    """All inputs in one batch; texts of 3 to 9 tokens, padded to the longest."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    if KINDS[name].images:
+        return {"pixel_values": torch.randn(count, 3, 16, 16, generator=generator), "labels": labels}
+    mask = torch.arange(9) < torch.randint(3, 10, (count, 1), generator=generator)
+    words = torch.randint(4, VOCABULARY, (count, 9), generator=generator)
+    return {"input_ids": torch.where(mask, words, PAD), "attention_mask": mask.long(), "labels": labels}
+
+
+def batches(whole, size, *, trimmed=False):
+    """Batches of a size; `trimmed` to their own longest text, as collators pad."""
+    for start in range(0, len(whole["labels"]), size):
+        batch = {key: value[start : start + size] for key, value in whole.items()}
+        if trimmed and "attention_mask" in batch:
+            longest = int(batch["attention_mask"].sum(1).max())
+            batch = {key: value if key == "labels" else value[:, :longest] for key, value in batch.items()}
+        yield batch
+
+
+def without_labels(whole):
+    return {key: value for key, value in whole.items() if key != "labels"}
+
+
+def linear_twin(name, network, whole):
+    """The head alone, and the features that transformers gives: inputs of an ordinary posterior."""
+    with torch.no_grad():
+        features = KINDS[name].features(copy.deepcopy(network).eval(), without_labels(whole))
+    return copy.deepcopy(network.get_submodule(KINDS[name].head)), features
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_posterior_is_that_of_the_head_on_the_features_transformers_gives(name, structure):
+    train, held_out, new = data(name), data(name, 20, seed=1), data(name, 8, seed=2)
+    for network in networks(name):
+        network.train()  # dropout must not show
+        before = {key: value.clone() for key, value in network.state_dict().items()}
+        got = mola.fit(network, batches(train, 7), structure=structure, prior_precision=0.3)
+        head, features = linear_twin(name, network, train)
+        expected = mola.fit(head, [(features, train["labels"])], structure=structure, prior_precision=0.3)
+        assert got.components[0].head.name == KINDS[name].head
+        rule = mola.ValidationScore("nll")
+        ours = got.tune(list(batches(held_out, 6)), rule=rule)
+        theirs = expected.tune([(linear_twin(name, network, held_out)[1], held_out["labels"])], rule=rule)
+        assert ours.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-4)
+        assert float(got.log_evidence()) == pytest.approx(float(expected.log_evidence()), rel=1e-8)
+        ours, theirs = got.predict(new), expected.predict(linear_twin(name, network, new)[1])
+        for part in ("probs", "ood_score", "logit_mean", "logit_variance"):
+            torch.testing.assert_close(getattr(ours, part), getattr(theirs, part), rtol=1e-6, atol=1e-9)
+        # By draws, along eigenvectors that are free to turn where features are 0 for all data.
+        torch.testing.assert_close(ours.mutual_information, theirs.mutual_information, rtol=0.2, atol=1e-2)
+        assert network.training
+        assert all(torch.equal(before[key], value) for key, value in network.state_dict().items())
+        assert not any(module._forward_hooks for module in network.modules())
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_neither_padding_nor_batches_matter(name):
+    """Batches trimmed to their own longest text, as collators make them, against one batch with all the padding."""
+    train, new = data(name), data(name, 12, seed=2)
+    some = mola.fit(networks(name), batches(train, 4, trimmed=True))
+    whole = mola.fit(networks(name), [train])
+    for one, other in zip(some.components, whole.components, strict=True):
+        for key, tensor in one.curvature.factors.tensors().items():
+            torch.testing.assert_close(tensor, other.curvature.factors.tensors()[key], rtol=1e-9, atol=1e-12)
+    alone = some.predict(batches(new, 1, trimmed=True))
+    together = whole.predict(without_labels(new))
+    torch.testing.assert_close(alone.probs, together.probs, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(alone.ood_score, together.ood_score, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "resnet"])
+def test_mixture_reweighting_and_files(name, tmp_path):
+    """Saved beside the networks by transformers' own `save_pretrained`; loaded onto networks read from there."""
+    train, held_out, new = data(name), list(batches(data(name, 20, seed=1), 6)), without_labels(data(name, 8, seed=2))
+    posterior = mola.fit(networks(name), batches(train, 7), held_out).reweight(held_out)
+    posterior.save(tmp_path / "posterior")
+    read = []
+    for index, network in enumerate(networks(name)):
+        network.save_pretrained(tmp_path / str(index))
+        read.append(type(network).from_pretrained(tmp_path / str(index), dtype=torch.float64))
+    again = mola.load(tmp_path / "posterior", models=read)
+    torch.testing.assert_close(again(new), posterior(new), rtol=1e-12, atol=0)
+    torch.testing.assert_close(again.predict(new).ood_score, posterior.predict(new).ood_score, rtol=1e-10, atol=0)
+    with pytest.raises(mola.StorageError, match=r"models\[0\].*not those.*models\[1\]"):
+        mola.load(tmp_path / "posterior", models=read[::-1])
+
+
+@pytest.mark.parametrize("name", ["distilbert", "gpt2", "vit"])
+def test_ensembles_temperatures_and_swag(name):
+    train, held_out, new = data(name), list(batches(data(name, 20, seed=1), 6)), without_labels(data(name, 8, seed=2))
+    with torch.no_grad():
+        logits = torch.stack([copy.deepcopy(network).eval()(**new).logits for network in networks(name)])
+    torch.testing.assert_close(mola.ensemble(networks(name))(new), logits.softmax(-1).mean(0), rtol=1e-9, atol=1e-12)
+    scaled = mola.temperature_scaled(networks(name)[0], held_out)
+    torch.testing.assert_close(
+        scaled(new), (logits[0] / float(scaled.temperatures[0])).softmax(-1), rtol=1e-6, atol=1e-9
+    )
+    # A path of vanishing steps has the network itself as its mean, and no spread.
+    still = mola.Swag.fit(networks(name)[0], list(batches(train, 10)), learning_rate=1e-12, epochs=2, rank=2, samples=3)
+    torch.testing.assert_close(still(new), logits[0].softmax(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_batches_of_a_tokenizer_and_its_collator():
+    """The way from texts: a tokenizer, a padding collator, a DataLoader; its batches are no dictionaries."""
+    transformers = require("transformers")
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    plain = Tokenizer(WordLevel({"[UNK]": 0, "[PAD]": PAD, **{f"w{i}": i for i in range(4, VOCABULARY)}}, "[UNK]"))
+    plain.pre_tokenizer = Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]", pad_token="[PAD]")
+    texts = [" ".join(f"w{4 + (i * j) % 30}" for j in range(1, 3 + i % 6)) for i in range(24)]
+    rows = [{**tokenizer(text, return_token_type_ids=False), "label": i % CLASSES} for i, text in enumerate(texts)]
+    collate = transformers.DataCollatorWithPadding(tokenizer)
+    loader = torch.utils.data.DataLoader(rows, batch_size=5, collate_fn=collate)
+    assert not isinstance(next(iter(loader)), dict)
+    whole = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
+    labels = torch.tensor([row["label"] for row in rows])
+    for name in ("bert", "gpt2"):
+        got = mola.fit(networks(name), loader, loader)
+        expected = mola.fit(networks(name), [{**whole, "labels": labels}], [{**whole, "labels": labels}])
+        torch.testing.assert_close(got.predict(loader).probs, expected.predict(whole).probs, rtol=1e-6, atol=1e-9)
+        assert (got.components[0].curvature.factors.count, len(got.predict(whole))) == (24, 24)
+
+
+class Strict(nn.Module):
+    """Takes no more than it uses, unlike transformers' own forward."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, pixel_values):
+        return self.network(pixel_values)
+
+
+def test_an_entry_that_forward_does_not_take_is_named():
+    batch = data("resnet")
+    with pytest.raises(DataError, match=r"takes no argument \['idx'\].*leave that out"):
+        mola.fit(Strict(networks("resnet")[0]), [{**batch, "idx": batch["labels"]}])
+
+
+def test_the_head_may_be_named_and_a_wrong_name_is_refused():
+    assert mola.fit(networks("gpt2")[0], [data("gpt2")], head="score").components[0].head.every_position
+    with pytest.raises(HeadError, match=r"'pre_classifier' was given.*'classifier'"):
+        mola.fit(networks("distilbert")[0], [data("distilbert")], head="pre_classifier")
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_bfloat16_costs_the_rounding_of_the_network_alone(name):
+    """Features and logits as the network rounds them; all sums, and the prediction, are those of the twin in float64."""
+    train, new = data(name, 60), data(name, 8, seed=2)
+    network = copy.deepcopy(networks(name)[0]).bfloat16().eval()
+    rounded = [{key: v.bfloat16() if v.is_floating_point() else v for key, v in one.items()} for one in (train, new)]
+    posterior = mola.fit(network, [rounded[0]], structure="full", prior_precision=0.1)
+    head, features = linear_twin(name, network, rounded[0])
+    with torch.no_grad():
+        logits = network(**without_labels(rounded[0])).logits
+
+    class Rounded(nn.Module):
+        """The features and the rounded logits of the network, in float64."""
+
+        def __init__(self):
+            super().__init__()
+            self.head = head.double()
+
+        def forward(self, x):
+            return self.head(x)
+
+    twin = mola.fit(Rounded(), [(features.double(), train["labels"])], structure="full", prior_precision=0.1)
+    # The twin's logits are not rounded: they differ by at most half a unit of bfloat16's last place, 0.4 %.
+    torch.testing.assert_close(logits.double(), Rounded()(features.double()), rtol=8e-3, atol=2e-2)
+    got, expected = (
+        posterior.predict(without_labels(rounded[1])),
+        twin.predict(linear_twin(name, network, rounded[1])[1].double()),
+    )
+    assert got.probs.dtype == torch.float32
+    torch.testing.assert_close(got.probs.double(), expected.probs, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(got.logit_variance.double(), expected.logit_variance, rtol=2e-2, atol=1e-3)
+
+
+# --- Lightning ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lightning_module_as_it_was_trained():
+    lightning = require("lightning")
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, _):
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    x, y = torch.randn(40, 4), torch.randint(CLASSES, (40,))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+    module = Classifier()
+    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+                                enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    with pytest.warns():  # of few workers and few batches
+        trainer.fit(module, loader)
+    posterior = mola.fit(module, loader, loader)
+    expected = mola.fit(module.net, loader, loader)
+    assert posterior.components[0].head.name == "net.2"
+    torch.testing.assert_close(posterior(x), expected(x), rtol=1e-12, atol=0)
+    assert module.trainer is trainer
