@@ -11,22 +11,26 @@ except ImportError as error:
     raise MissingExtraError(feature="the mola command", package=error.name or "typer", extra="cli") from error
 
 import mola
-from mola.cli import bench, demo, report, train
+from mola.cli import bench, demo, evaluate, fit, info, predict, report, train
 
 __all__ = ["app"]
 
 app = typer.Typer(
     name="mola",
-    help="Honest confidence for trained PyTorch classifiers, after the fact.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # lines of a paragraph are joined and wrapped anew
 )
-app.command()(demo.demo)
-app.command()(train.train)
-app.command()(bench.bench)
-app.command()(report.report)
+YOURS, PAPER = "Your own networks", "The paper's experiments"
+app.command(rich_help_panel=YOURS)(fit.fit)
+app.command(rich_help_panel=YOURS)(predict.predict)
+app.command(rich_help_panel=YOURS)(evaluate.evaluate)
+app.command(rich_help_panel=YOURS)(info.info)
+app.command(rich_help_panel=PAPER)(demo.demo)
+app.command(rich_help_panel=PAPER)(train.train)
+app.command(rich_help_panel=PAPER)(bench.bench)
+app.command(rich_help_panel=PAPER)(report.report)
 
 
 def _version(wanted: bool) -> None:
@@ -41,4 +45,13 @@ def _options(
         False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
     ),
 ) -> None:
-    """Honest confidence for trained PyTorch classifiers, after the fact."""
+    """Honest confidence for trained PyTorch classifiers, after the fact.
+
+    Start with `mola demo`, or with checkpoints of your own:
+
+        mola fit checkpoints/*.safetensors --network lenet --train mnist:train --val mnist:val --data DIR
+
+        mola evaluate posterior --test mnist:report --ood fashion-mnist:test --output report
+
+    Exit codes: 0 done, 1 a mistake that one line on stderr explains, 2 wrong usage, 3 done but inputs were left out, 130 stopped.
+    """

@@ -1,0 +1,89 @@
+"""`mola evaluate`: the methods side by side on the user's own data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from mola.cli.progress import showing_progress
+from mola.cli.shared_options import RUN, Data, Device, Json, Quiet, Strict, Threads, finish, set_threads
+from mola.report.tables import for_terminal
+from mola.report.terminal import fitting
+
+__all__ = ["evaluate"]
+
+DRAWING_BEGINS = 0.8
+"""Share of the whole time after which figures are drawn."""
+
+
+def evaluate(
+    posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` wrote.")],
+    test: Annotated[str, typer.Option(help="Labelled data to compare on, as for `mola fit --train`.")],
+    ood: Annotated[
+        list[str] | None, typer.Option(help="Data of no class; labels are not read. Can be repeated.")
+    ] = None,
+    val: Annotated[
+        str | None,
+        typer.Option(help="Labelled data for temperatures and LLLA.  [default: those the posterior was tuned on]"),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the page, the figures and the numbers.")] = Path("report"),
+    data: Data = None,
+    strict: Strict = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of your own code that draws.", rich_help_panel=RUN)] = 0,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.
+
+    Accuracy, log loss, Brier score and calibration error on the test data; on data of no class how sure each method is of them
+    and how well it tells them apart. Writes index.html, which needs nothing else, numbers.json, tables.md and the figures.
+
+        mola evaluate posterior --test images/test --ood images/strange --output report
+    """
+    import torch
+
+    # Before the work rather than after it: a missing extra, and a folder that cannot be written.
+    from mola.jobs.evaluate import run_evaluate
+    from mola.jobs.folder import open_folder
+    from mola.jobs.rows import Account
+    from mola.report.demo import prepare_folder
+    from mola.report.evaluation.tables import evaluation_tables
+    from mola.report.evaluation.words import findings, remarks
+    from mola.report.evaluation.writing import write_evaluation
+
+    prepare_folder(output)
+    set_threads(threads)
+    torch.manual_seed(seed)
+    with showing_progress(quiet=quiet) as progress:
+        progress("loading networks", 0.0)
+        result = run_evaluate(
+            open_folder(posterior, device),
+            test,
+            tuple(ood or ()),
+            lambda doing, done: progress(doing, DRAWING_BEGINS * done),
+            val=val,
+            strict=strict,
+            directory=None if data is None else str(data),
+        )
+        page = write_evaluation(
+            result, output, lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done)
+        )
+    if not quiet and not as_json:
+        console = Console(highlight=False)
+        for table in evaluation_tables(result):
+            for part in fitting(table, console.width):
+                console.print(for_terminal(part))
+        for title, text in findings(result):
+            console.print(f"[bold]{escape(title)}[/bold]: {escape(text)}")
+        for line in remarks(result):
+            console.print(escape(line), style="dim")
+        console.print(f"\nWrote [bold]{escape(str(page))}[/bold], with numbers and figures beside it.", soft_wrap=True)
+    finish(
+        Account(result.left_out, result.noted), result.plain(), as_json=as_json, quiet=True if not as_json else quiet
+    )

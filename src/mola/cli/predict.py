@@ -1,0 +1,72 @@
+"""`mola predict`: a row for each input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from mola.cli.progress import showing_progress
+from mola.cli.shared_options import RUN, Data, Device, Json, Quiet, Strict, Threads, finish, set_threads
+
+__all__ = ["predict"]
+
+
+def predict(
+    posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` wrote.")],
+    inputs: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA", help="A folder of images, .npz, .npy, .csv, mnist:test, or package.module:function."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="File to write: .csv, .jsonl or .npz.")] = Path("predictions.csv"),
+    probabilities: Annotated[
+        bool, typer.Option("--probabilities", help="Add the probabilities of all classes.")
+    ] = False,
+    data: Data = None,
+    strict: Strict = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of links that draw.  [default: the link's own]", rich_help_panel=RUN)
+    ] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Predict with honest confidence: a row for each input.
+
+    Writes name, label, class, confidence, entropy, its epistemic part, outlier score, and whether that score is above what 95 %
+    of the validation data stay below. Inputs that cannot be read have a row with the error. Memory does not grow with the data.
+
+        mola predict posterior images/ --output predictions.csv
+    """
+    from mola.jobs.folder import open_folder
+    from mola.jobs.predict import run_predict
+
+    set_threads(threads)
+    with showing_progress(quiet=quiet) as progress:
+        progress("loading networks", 0.0)
+        fitted = open_folder(posterior, device)
+        result = run_predict(
+            fitted,
+            inputs,
+            output,
+            progress,
+            probabilities=probabilities,
+            strict=strict,
+            directory=None if data is None else str(data),
+            seed=seed,
+        )
+    if not quiet and not as_json:
+        outlying = "" if result.outlying is None else f", {result.outlying:.1%} outlying"
+        Console(highlight=False).print(
+            f"Predicted {result.count:,} inputs in {result.seconds:.1f} s: mean confidence {result.confidence:.3f}, mean entropy "
+            f"{result.entropy:.3f} of which epistemic {result.epistemic:.3f}{outlying}. Wrote "
+            f"[bold]{escape(str(output))}[/bold].",
+            soft_wrap=True,
+        )
+    finish(result.account, result.plain(), as_json=as_json, quiet=quiet)

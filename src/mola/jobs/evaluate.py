@@ -1,0 +1,209 @@
+"""`mola evaluate`: MAP, temperature scaling, deep ensemble, LLLA and MoLA side by side, on a user's own test data.
+
+All methods but LLLA follow from the logits that predicting with the posterior gives anyway, so the data are read once and the
+networks run once; LLLA runs the first network once more.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mola import __version__
+from mola.baselines.temperature import fit_temperature
+from mola.errors import MolaWarning, OptionError
+from mola.jobs.datasets import UserSet
+from mola.jobs.evaluation import Evaluation, MethodResult, outside, shares
+from mola.jobs.fit import make_rule
+from mola.jobs.folder import Fitted
+from mola.jobs.material import Progress
+from mola.jobs.rows import Account, Loader
+from mola.jobs.tally import Tally
+from mola.posterior import MoLA
+
+__all__ = ["run_evaluate"]
+
+SINGLE, SINGLE_T, ENSEMBLE, ENSEMBLE_T, LAPLACE, MIXTURE = "MAP", "MAP-T", "DE", "DE-T", "LLLA", "MoLA"
+
+
+@dataclass(frozen=True)
+class _Contest:
+    """The methods, from one posterior."""
+
+    posterior: MoLA
+    single: MoLA
+    """The first component alone."""
+    temperatures: dict[str, float]
+
+    def ask(self, batch: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Probabilities, and an outlier score where the method has one, of every method."""
+        (whole,) = self.posterior.predict_batches([batch])
+        assert whole.logit_mean is not None  # a mixture of Laplace approximations has logits
+        logits = whole.logit_mean
+        answers: dict[str, tuple[Tensor, Tensor | None]] = {SINGLE: (torch.softmax(logits[0], -1), None)}
+        if SINGLE_T in self.temperatures:
+            answers[SINGLE_T] = torch.softmax(logits[0] / self.temperatures[SINGLE_T], -1), None
+        if len(logits) == 1:
+            return {**answers, LAPLACE: (whole.probs, whole.ood_score)}
+        answers[ENSEMBLE] = torch.softmax(logits, -1).mean(0), None
+        if ENSEMBLE_T in self.temperatures:
+            answers[ENSEMBLE_T] = torch.softmax(logits / self.temperatures[ENSEMBLE_T], -1).mean(0), None
+        (one,) = self.single.predict_batches([batch])
+        return {**answers, LAPLACE: (one.probs, one.ood_score), MIXTURE: (whole.probs, whole.ood_score)}
+
+
+def run_evaluate(
+    fitted: Fitted,
+    test: str,
+    outliers: Sequence[str] = (),
+    progress: Progress = lambda doing, done: None,
+    *,
+    val: str | None = None,
+    strict: bool = False,
+    directory: str | None = None,
+) -> Evaluation:
+    """Compare the methods.
+
+    Args:
+        fitted: an opened posterior.
+        test: labelled data, as the user names them.
+        outliers: data that belong to no class.
+        progress: told what is being done, and which share of the work is done.
+        val: labelled data to tune temperatures and LLLA on; None takes those that the posterior was tuned on.
+        strict: whether an input that cannot be used is an error.
+        directory: that holds the built-in sets.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        OptionError: if a set is named twice.
+    """
+    began = time.perf_counter()
+    if len({test, *outliers}) <= len(outliers):
+        message = f"each set can be named once, got {', '.join([test, *outliers])}."
+        raise OptionError(message)
+    account = Account()
+    steps = 2 + len(outliers)
+
+    def loader(source: UserSet, doing: str, step: int, *, labelled: bool) -> Loader:
+        progress(doing, step / steps)
+        return Loader(source, account, strict, labelled, lambda share: progress(doing, (step + share) / steps))
+
+    # All opened first: a name that is wrong is told before any work.
+    tuned_on = val or fitted.job.val
+    sources = {
+        name: fitted.open_set(name, labelled=index == 0, directory=directory)
+        for index, name in enumerate([test, *outliers])
+    }
+    held = None if tuned_on is None else fitted.open_set(tuned_on, labelled=True, directory=directory)
+    exposed = None if fitted.job.outliers is None else fitted.open_set(fitted.job.outliers, labelled=False)
+    contest, notes = _contest(
+        fitted,
+        None if held is None else loader(held, "tuning", 0, labelled=True),
+        None if exposed is None else Loader(exposed, account, strict, labelled=False),
+    )
+    tallies: dict[str, dict[str, Tally]] = {}
+    for step, (name, source) in enumerate(sources.items(), 1):
+        tallies[name] = _read(contest, loader(source, Path(name).name, step, labelled=name == test))
+    progress("done", 1.0)
+    inside = tallies[test]
+    return Evaluation(
+        test=test,
+        count=next(iter(inside.values())).count,
+        methods={
+            method: MethodResult(
+                scores=tally.labelled(),
+                reliability=tally.bins.tolist(),
+                histogram=shares(tally.confidence),
+                outside={name: outside(tally, tallies[name][method]) for name in outliers},
+            )
+            for method, tally in inside.items()
+        },
+        components=len(fitted.posterior.components),
+        chosen={
+            **{f"prior precision of {LAPLACE}": contest.single.prior_precision[0]},
+            **(
+                {f"prior precision of {MIXTURE}": fitted.posterior.prior_precision[0]}
+                if len(fitted.posterior.components) > 1
+                else {}
+            ),
+            **{f"temperature of {name}": value for name, value in contest.temperatures.items()},
+        },
+        notes=(*notes, *_warnings(fitted, test, tuned_on)),
+        left_out=account.left_out,
+        noted=account.noted,
+        made={
+            "posterior": str(fitted.folder),
+            "validation": tuned_on,
+            "structure": fitted.posterior.structure,
+            "rule": fitted.job.rule,
+            "seconds": time.perf_counter() - began,
+            "versions": {"mola": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        },
+    )
+
+
+def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None) -> tuple[_Contest, list[str]]:
+    posterior, notes = fitted.posterior, []
+    temperatures: dict[str, float] = {}
+    if val is None:
+        notes.append("There are no validation data, so no temperatures: name some with --val.")
+    else:
+        logits, labels = _logits(posterior, val)
+        temperatures[SINGLE_T] = fit_temperature(logits[:1], labels)
+        if len(logits) > 1:
+            temperatures[ENSEMBLE_T] = fit_temperature(logits, labels)
+    single = posterior
+    if len(posterior.components) > 1:
+        single = MoLA(posterior.components[:1], posterior.link)
+        rule = make_rule(fitted.job, exposed)
+        if rule is not None:
+            with warnings.catch_warnings():
+                # What tuning warns of is kept in its notes, which the report shows.
+                warnings.simplefilter("ignore", MolaWarning)
+                single = single.tune(None if fitted.job.rule == "evidence" else val, rule=rule, progress=False)
+    for name, one in ((LAPLACE, single), (MIXTURE, posterior)):
+        if one.tuning is not None and (name == LAPLACE or one is not single):
+            notes += [f"{name}: {note}" for note in one.tuning.notes]
+    return _Contest(posterior, single, temperatures), notes
+
+
+def _logits(posterior: MoLA, loader: Loader) -> tuple[Tensor, Tensor]:
+    """Logits (K, n, C) and labels (n,) of labelled data."""
+    logits, labels = [], []
+    for batch in loader:
+        (prediction,) = posterior.predict_batches([batch])
+        assert prediction.logit_mean is not None
+        logits.append(prediction.logit_mean)
+        labels.append(batch["labels"] if isinstance(batch, dict) else batch[1])
+    return torch.cat(logits, dim=1), torch.cat(labels)
+
+
+def _read(contest: _Contest, loader: Loader) -> dict[str, Tally]:
+    tallies: dict[str, Tally] = {}
+    for batch in loader:
+        labels = None
+        if loader.labelled:
+            labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+        for method, (probs, score) in contest.ask(batch).items():
+            tallies.setdefault(method, Tally()).add(probs, labels, score)
+    return tallies
+
+
+def _warnings(fitted: Fitted, test: str, tuned_on: str | None) -> list[str]:
+    """What makes a comparison flatter than the truth."""
+    seen = {"training": fitted.job.train, "validation": tuned_on}
+    notes = [f"The test data are the {what} data: the scores flatter." for what, name in seen.items() if name == test]
+    base, _, split = test.partition(":")
+    if split in ("", "test") and tuned_on == f"{base}:val":
+        notes.append(f"{tuned_on} is a part of {test}; {base}:report is the rest of it.")
+    return notes
