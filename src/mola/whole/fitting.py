@@ -1,0 +1,238 @@
+"""Fit a Laplace approximation over all weights of each network: one pass over the training data, or two for a subnetwork."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from mola import folders
+from mola.choices import one_of
+from mola.component import per_component
+from mola.errors import DataError, OptionError, located
+from mola.features import batch_count, check_finite, peek
+from mola.fitting import ensemble
+from mola.heads import check_logits
+from mola.laplace import check_precision
+from mola.likelihood import CATEGORICAL
+from mola.links import Link
+from mola.networks import Inputs, as_batch, undisturbed
+from mola.weights import check_weighting
+from mola.whole.component import WholeComponent, WholeCurvature
+from mola.whole.jacobians import portions
+from mola.whole.kfac import require_curvlinops
+from mola.whole.layout import Layout, trainable_layout
+from mola.whole.links import WeightDraws, as_whole_link
+from mola.whole.posterior import WholeMoLA
+from mola.whole.settling import settled
+from mola.whole.sums import DenseSum, DiagonalSum, KroneckerSum, Sum, check_dense_size
+
+__all__ = ["fit_whole"]
+
+STRUCTURES = ("kron", "diag", "full")
+
+
+def fit_whole(
+    models: nn.Module | Sequence[nn.Module],
+    train_loader: Iterable[Any],
+    val_loader: Iterable[Any] | None = None,
+    *,
+    structure: str | None = None,
+    subnetwork: int | float | None = None,
+    prior_precision: float | Sequence[float] = 1.0,
+    weights: str | Sequence[float] | Tensor = "uniform",
+    link: str | Link | WeightDraws = "probit",
+    samples: int = 30,
+    seed: int = 0,
+    progress: bool = True,
+) -> WholeMoLA:
+    """Put a Laplace approximation on all weights of each trained network, not on its last layer alone.
+
+    The posterior of the weights that require gradients is Gaussian around the trained ones, with the precision `H + lambda
+    I`, where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not modified.
+
+    Args:
+        models: one trained classifier, or K of them; architectures may differ, the number of classes may not.
+        train_loader: any iterable of batches: `(x, y)`, `[x, y]`, `x` alone, or a mapping with the labels under "labels".
+            A subnetwork takes two passes, so that an iterator will not do.
+        val_loader: if given, the prior precision is tuned on it at once, by the paper's rule.
+        structure: "kron" (K-FAC of every linear and convolutional layer, the diagonal for all other parameters, such as
+            BatchNorm's; needs the extra `curvature`), "diag" (the exact diagonal) or "full" (small networks only). None
+            is "kron", or "full" for a subnetwork.
+        subnetwork: how many weights, or which share of them (a fraction between 0 and 1), are uncertain: those with the
+            largest marginal variance under the diagonal approximation (Daxberger et al., 2021), with every correlation
+            between them. The others stay as they were trained.
+        prior_precision: lambda, one number or K.
+        weights: "uniform", "evidence", or K numbers that sum to 1.
+        link: "probit", "probit-centered", "mean-field", "bridge" or "mc", on the linearised logits, or a `Link`; or
+            "samples": the average of networks run with drawn weights, not linearised.
+        samples: number of draws of "samples".
+        seed: of these draws.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
+
+    Returns:
+        The posterior.
+
+    Raises:
+        DataError: if a subnetwork is asked for and the training data can be read only once; `OptionError`,
+            `StructureTooLargeError` and `MissingExtraError` come from the options, `DataError` from the networks too.
+    """
+    networks = ensemble(models).networks
+    name = _structure(structure, subnetwork)
+    weighting, chosen_link = check_weighting(weights, len(networks)), as_whole_link(link, samples, seed)
+    precisions = [check_precision(value) for value in per_component(prior_precision, len(networks), "prior_precision")]
+    if name == "kron":
+        require_curvlinops()
+    if name == "subnetwork" and iter(train_loader) is train_loader:
+        message = "a subnetwork takes two passes over the training data, got an iterator. Pass a DataLoader or a list of batches."
+        raise DataError(message)
+    with torch.inference_mode(False), undisturbed(*networks):
+        first, batches = peek(train_loader, "the training loader")
+        layouts, classes = _layouts(networks, as_batch(first, "batch 0 of the training loader").inputs)
+        _check_size(name, layouts, subnetwork)
+        reading = _Reading(networks, layouts, classes, batch_count(train_loader), progress=progress)
+        if name == "subnetwork":
+            diagonals = [DiagonalSum(network, own) for network, own in zip(networks, layouts, strict=True)]
+            reading.run(batches, diagonals, "training loader, pass 1 of 2")
+            places = [_largest(one.total, subnetwork) for one in diagonals]
+            sums: list[Sum] = [
+                DenseSum(network, own, place) for network, own, place in zip(networks, layouts, places, strict=True)
+            ]
+            reading.run(train_loader, sums, "training loader, pass 2 of 2")
+        else:
+            kinds: dict[str, Callable[[nn.Module, Layout], Sum]] = {
+                "kron": KroneckerSum,
+                "diag": DiagonalSum,
+                "full": DenseSum,
+            }
+            sums = [kinds[name](network, own) for network, own in zip(networks, layouts, strict=True)]
+            reading.run(batches, sums, "training loader")
+    components = [
+        WholeComponent(
+            network,
+            WholeCurvature(
+                own, one.spectrum(), own.vector(network), classes, reading.count, score, folders.signature_of(network)
+            ),
+            precision,
+        )
+        for network, own, one, score, precision in zip(
+            networks, layouts, sums, reading.log_likelihoods, precisions, strict=True
+        )
+    ]
+    posterior = WholeMoLA(components, name, chosen_link, weighting)
+    return posterior if val_loader is None else posterior.tune(val_loader, progress=progress)
+
+
+def _structure(structure: str | None, subnetwork: float | None) -> str:
+    """Which of "kron", "diag", "full" and "subnetwork" is meant.
+
+    Raises:
+        OptionError: if the options do not go together.
+    """
+    if subnetwork is None:
+        return one_of("kron" if structure is None else structure, STRUCTURES, "structure")
+    if structure not in (None, "full"):
+        message = f"a subnetwork has the full covariance of its weights: leave structure out, or pass 'full'; got {structure!r}."
+        raise OptionError(message)
+    whole = isinstance(subnetwork, int) and not isinstance(subnetwork, bool) and subnetwork >= 1
+    share = isinstance(subnetwork, float) and 0 < subnetwork < 1
+    if not whole and not share:
+        message = (
+            f"subnetwork must be a whole number of weights, or a share of them between 0 and 1; got {subnetwork!r}."
+        )
+        raise OptionError(message)
+    return "subnetwork"
+
+
+def _count(size: int, subnetwork: float) -> int:
+    """How many of so many weights."""
+    return min(size, subnetwork) if isinstance(subnetwork, int) else max(1, round(subnetwork * size))
+
+
+def _largest(diagonal: Tensor, subnetwork: float | None) -> Tensor:
+    """Places, rising, of the weights with the largest marginal variance 1 / (h + lambda): of those with the smallest h."""
+    assert subnetwork is not None
+    order = torch.sort(diagonal, stable=True).indices
+    return order[: _count(len(diagonal), subnetwork)].sort().values
+
+
+def _check_size(name: str, layouts: Sequence[Layout], subnetwork: float | None) -> None:
+    largest = max(layout.size for layout in layouts)
+    if name == "full":
+        check_dense_size(largest, len(layouts), "Use structure 'kron' or 'diag', or a subnetwork=1000.")
+    if name == "subnetwork":
+        assert subnetwork is not None
+        if isinstance(subnetwork, int) and subnetwork > largest:
+            message = f"subnetwork={subnetwork} asks for more weights than there are: {largest} require gradients."
+            raise OptionError(message)
+        check_dense_size(_count(largest, subnetwork), len(layouts), "Use a smaller subnetwork, or structure 'kron'.")
+
+
+def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[Layout], int]:
+    """How the weights of each network lie, and the number of classes.
+
+    Raises:
+        DataError: if the networks have different numbers of classes.
+    """
+    layouts, classes = [], []
+    for index, network in enumerate(networks):
+        with located(f"models[{index}]"):
+            layout, count = settled(network, trainable_layout(network), inputs)
+        layouts.append(layout)
+        classes.append(count)
+    if len(set(classes)) > 1:
+        message = f"expected networks with the same number of classes, got {classes}."
+        raise DataError(message)
+    return layouts, classes[0]
+
+
+class _Reading:
+    """Passes over the training data: every network sees each batch in turn."""
+
+    def __init__(
+        self,
+        networks: Sequence[nn.Module],
+        layouts: Sequence[Layout],
+        classes: int,
+        total: int | None,
+        *,
+        progress: bool,
+    ) -> None:
+        self.networks, self.layouts, self.classes = networks, layouts, classes
+        self.total, self.progress = total, progress
+        self.count = 0
+        self.log_likelihoods: list[float | None] = []
+
+    def run(self, loader: Iterable[Any], sums: Sequence[Sum], where: str) -> None:
+        """Read the loader once.
+
+        Raises:
+            DataError: for labels on some batches only, and for what is wrong with a batch.
+        """
+        self.count, scores, labelled = 0, [0.0] * len(sums), set()
+        bar = tqdm(loader, desc=where, total=self.total, disable=None if self.progress else True, leave=False)
+        for index, raw in enumerate(bar):
+            place = f"batch {index} of the training loader"
+            batch = as_batch(raw, place)
+            labelled.add(batch.labels is not None)
+            if len(labelled) > 1:
+                message = f"{place} {'has no' if batch.labels is None else 'has'} labels, unlike the batches before it."
+                raise DataError(message)
+            for position, one in enumerate(sums):
+                with located(f"{place}, models[{position}]"):
+                    logits = torch.cat(list(self._logits(position, one, batch.inputs)))
+                if batch.labels is not None:
+                    labels = CATEGORICAL.check_labels(batch.labels, logits, place)
+                    scores[position] += float(CATEGORICAL.log_likelihood(logits.double(), labels).sum())
+            self.count += len(logits)
+        self.log_likelihoods = [score if labelled == {True} else None for score in scores]
+
+    def _logits(self, position: int, one: Sum, inputs: Inputs) -> Iterator[Tensor]:
+        for _, some in portions(inputs, self.layouts[position], self.classes, one.explicit):
+            logits = one.add(some)
+            check_logits(logits)
+            check_finite(logits)
+            yield logits

@@ -1,0 +1,275 @@
+"""WholeMoLA: a mixture of Laplace approximations over whole networks, or over subnetworks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mola.component import per_component
+from mola.errors import DataError, OptionError, located
+from mola.laplace import LogitMoments
+from mola.links import Link, Probit
+from mola.mixture import Mixture
+from mola.networks import Inputs, undisturbed, without_autocast
+from mola.prediction import Prediction
+from mola.prior import ConfidenceThreshold, Rule
+from mola.tuning import Tuning
+from mola.uncertainty import entropy, epistemic_share, max_probability_score, mutual_information
+from mola.weights import check_weighting, evidence_weights
+from mola.whole import files
+from mola.whole.component import WholeComponent
+from mola.whole.links import WeightDraws, as_whole_link
+from mola.whole.spectra import Dense
+from mola.whole.tuning import WholeProblem, read_inputs
+
+__all__ = ["WholeMoLA"]
+
+
+class WholeMoLA(Mixture):
+    """A mixture of Laplace approximations over all weights of its networks. Made by `mola.fit_whole` or `WholeMoLA.load`.
+
+    Calling it gives probabilities (n, C); `predict` gives a `Prediction`. Networks are linearised around the trained
+    weights, in eval mode; with the link "samples", they are run with drawn weights instead (BatchNorm with its trained
+    statistics).
+
+    Args:
+        components: the networks with their curvature.
+        structure: "kron", "diag", "full" or "subnetwork".
+        link: from logits to probabilities, or "samples".
+        weights: "uniform", "evidence", or K numbers that sum to 1.
+        tuning: how the prior precision was chosen, if it was.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[WholeComponent],
+        structure: str,
+        link: str | Link | WeightDraws = "probit",
+        weights: str | Sequence[float] | Tensor = "uniform",
+        tuning: Tuning | None = None,
+    ) -> None:
+        """Bind components, a link and weights."""
+        weighting = check_weighting(weights, len(components))
+        by_evidence = isinstance(weighting, str) and weighting == "evidence"
+        super().__init__(components, "uniform" if by_evidence else weighting)
+        self.components, self.structure = tuple(components), structure
+        self.link, self.tuning = as_whole_link(link), tuning
+        self.weighting = weighting if isinstance(weighting, str) else "given"
+        if by_evidence:
+            self.weights = evidence_weights(self.log_evidence())
+
+    @property
+    def prior_precision(self) -> tuple[float, ...]:
+        """One for each component."""
+        return tuple(component.precision for component in self.components)
+
+    @property
+    def networks(self) -> tuple[nn.Module, ...]:
+        """The trained networks."""
+        return tuple(component.network for component in self.components)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many weights of each network are uncertain."""
+        return tuple(len(component.curvature.spectrum.values) for component in self.components)
+
+    def extra_repr(self) -> str:
+        """Structure, link, prior precisions and weights."""
+        precisions = ", ".join(f"{value:.4g}" for value in self.prior_precision)
+        return (
+            f"structure={self.structure}, sizes={self.sizes}, link={self.link.name}, prior_precision=({precisions}), "
+            f"weights={self.weights.tolist()}"
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of this module alone: every pass evaluates the networks, whatever theirs is."""
+        self.training = mode
+        return self
+
+    # --- predict ----------------------------------------------------------------------------------------------------
+
+    def _member_probs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
+        if isinstance(self.link, WeightDraws):
+            return [drawn.mean(0) for drawn in self._draws(inputs, self.link, seed)]
+        return self._linked(self.link, self._moments(inputs), seed)
+
+    def _linked(self, link: Link, moments: Sequence[LogitMoments], seed: int | None) -> list[Tensor]:
+        with without_autocast(moments[0].mean.device), torch.no_grad():
+            return [link(one, seed) for one in moments]
+
+    def _moments(self, inputs: Inputs) -> list[LogitMoments]:
+        moments = []
+        with undisturbed(*self.networks):
+            for index, component in enumerate(self.components):
+                with located(f"models[{index}]"):
+                    moments.append(component.moments(inputs))
+        return moments
+
+    def _draws(self, inputs: Inputs, link: WeightDraws, seed: int | None) -> list[Tensor]:
+        drawn = []
+        with undisturbed(*self.networks), torch.no_grad():
+            for index, component in enumerate(self.components):
+                with located(f"models[{index}]"):
+                    drawn.append(component.draws(inputs, link.samples, link.seed if seed is None else seed))
+        return drawn
+
+    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
+        with located(place):
+            if isinstance(self.link, WeightDraws):
+                drawn = torch.cat(self._draws(inputs, self.link, seed))
+                shares = (self.weights / self.link.samples).repeat_interleave(self.link.samples).to(drawn)
+                probs = torch.einsum("s,snc->nc", shares, drawn)
+                return Prediction(
+                    probs, mutual_information(drawn, shares), max_probability_score(probs), "max-probability"
+                )
+            moments = self._moments(inputs)
+            probs = self._mix(self._linked(self.link, moments, seed))
+        with without_autocast(probs.device), torch.no_grad():
+            spread = entropy(probs) * epistemic_share(moments, self.weights.tolist(), seed or 0)
+            mean = torch.stack([one.mean for one in moments])
+            variance = torch.stack([one.variance for one in moments])
+        return Prediction(probs, spread, max_probability_score(probs), "max-probability", mean, variance)
+
+    # --- new values from this one -----------------------------------------------------------------------------------
+
+    def _with(self, **changes: Any) -> WholeMoLA:
+        weights: Any = self.weighting if self.weighting != "given" else self.weights
+        parts = {
+            "components": self.components,
+            "structure": self.structure,
+            "link": self.link,
+            "weights": weights,
+            "tuning": self.tuning,
+        }
+        return WholeMoLA(**(parts | changes))
+
+    def with_prior_precision(self, prior_precision: float | Sequence[float]) -> WholeMoLA:
+        """The same mixture at another prior precision: one number, or one for each component."""
+        values = per_component(prior_precision, len(self.components), "prior_precision")
+        moved = [component.at(value) for component, value in zip(self.components, values, strict=True)]
+        return self._with(components=moved, tuning=None)
+
+    def with_weights(self, weights: str | Sequence[float] | Tensor) -> WholeMoLA:
+        """The same mixture with other weights: "uniform", "evidence", or K numbers that sum to 1."""
+        return self._with(weights=weights)
+
+    def with_link(self, link: str | Link | WeightDraws, samples: int = 30, seed: int = 0) -> WholeMoLA:
+        """The same mixture with another link; `samples` and `seed` are for "samples"."""
+        return self._with(link=as_whole_link(link, samples, seed))
+
+    def tune(
+        self, val_loader: Iterable[Any] | None = None, rule: Rule | None = None, *, progress: bool = True
+    ) -> WholeMoLA:
+        """Choose the prior precision.
+
+        Jacobians of the validation data are made once for a rule's grid, whatever its size, and once more for each decade
+        by which the grid has to grow. With the link "samples" every candidate runs every draw: give the rule a short
+        grid, or tune with a closed-form link first.
+
+        Args:
+            val_loader: validation data, read once and kept in memory meanwhile; not for `mola.Evidence`.
+            rule: how to choose; None is the paper's, `mola.ConfidenceThreshold()`.
+            progress: whether to show a progress bar on stderr, if that is a terminal.
+
+        Returns:
+            A new posterior; `.tuning` says how it was chosen.
+
+        Raises:
+            OptionError: if the rule is none.
+        """
+        chosen: Rule = ConfidenceThreshold() if rule is None else rule
+        if hasattr(val_loader, "choose") or not hasattr(chosen, "choose") or isinstance(chosen, type):
+            message = (
+                f"tune(val_loader, rule=...): the rule must be an object such as mola.ValidationScore('nll') or "
+                f"mola.Evidence(), passed as rule=...; got val_loader {type(val_loader).__name__}, rule {rule!r}."
+            )
+            raise OptionError(message)
+        for component in self.components:
+            component.check_network()
+
+        def weights_at(precision: float) -> Tensor:
+            if self.weighting != "evidence":
+                return self.weights
+            at = torch.tensor(precision, dtype=torch.float64, device="cpu")
+            return evidence_weights(torch.stack([component.log_evidence(at) for component in self.components]))
+
+        sampling = self.link if isinstance(self.link, WeightDraws) else None
+        problem = WholeProblem(
+            spectra=[component.curvature.spectrum for component in self.components],  # type: ignore[misc]
+            link=Probit() if isinstance(self.link, WeightDraws) else self.link,
+            weights_at=weights_at,
+            read=lambda loader, where, labelled: read_inputs(
+                self.components, loader, where=where, labelled=labelled, progress=progress
+            ),
+            log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
+            progress=progress,
+            components=self.components,
+            sampling=sampling,
+        )
+        with torch.inference_mode(False), torch.no_grad():
+            tuning = chosen.choose(problem, val_loader)
+        return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning)
+
+    def log_evidence(self) -> Tensor:
+        """Log marginal likelihoods (K,) of the training labels, one for each component."""
+        with torch.no_grad():
+            values = [
+                component.log_evidence(torch.tensor(component.precision, dtype=torch.float64, device="cpu"))
+                for component in self.components
+            ]
+        return torch.stack(values)
+
+    def subnetwork(self, index: int = 0) -> dict[str, Tensor]:
+        """Which weights of a network are uncertain.
+
+        Args:
+            index: of the network.
+
+        Returns:
+            For each parameter that is not fixed, a tensor of its shape that is true where the weight is uncertain.
+
+        Raises:
+            DataError: if there is no such network.
+        """
+        if not 0 <= index < len(self.components):
+            message = f"expected the index of one of {len(self.components)} networks, got {index}."
+            raise DataError(message)
+        component = self.components[index]
+        layout, spectrum = component.curvature.layout, component.curvature.spectrum
+        marks = torch.ones(layout.size, dtype=torch.float64)
+        if isinstance(spectrum, Dense) and spectrum.chosen is not None:
+            marks = torch.zeros(layout.size, dtype=torch.float64).index_fill(0, spectrum.chosen, 1.0)
+        return {name: values > 0 for name, values in layout.tensors(component.network, marks).items()}
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | Path) -> Path:
+        """Save all but the networks: spectra, prior precisions, weights, link, and what tells each network.
+
+        Args:
+            directory: folder to write to; what it held before stays readable until all is written.
+
+        Returns:
+            The folder, for `mola.WholeMoLA.load(directory, models)`.
+        """
+        parts = files.Parts(list(self.components), self.structure, self.link, self.weights, self.weighting, self.tuning)
+        return files.write(directory, parts)
+
+    @classmethod
+    def load(cls, directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> WholeMoLA:
+        """Load what `save` wrote onto the same networks.
+
+        Args:
+            directory: folder that `save` wrote.
+            models: the networks, in the same order.
+
+        Returns:
+            The posterior; `StorageError` if the files are damaged, or a network is another.
+        """
+        parts = files.read(directory, models)
+        weights: Any = parts.weighting if parts.weighting != "given" else parts.weights
+        return cls(parts.components, parts.structure, parts.link, weights, parts.tuning)
