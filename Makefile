@@ -14,7 +14,7 @@ setup: $(READY)  ## make the virtual environment
 # one exact build of torch, and a wrong one is worse than none.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,bench,transformers,dev]' \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,bench,export,transformers,dev]' \
 		einops einconv linear_operator opt-einsum
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps 'curvlinops-for-pytorch>=3.0,<4'
 	@touch $@

@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = (
     "errors",
     "choices",
+    "distributed",
     "likelihood",
     "networks",
     "heads",
@@ -35,6 +36,7 @@ ROOMS = (
     "schema",
     "storage",
     "folders",
+    "summing",
     "archive",
     "randomness",
     "sampling",
@@ -42,6 +44,7 @@ ROOMS = (
     "mixture",
     "posterior",
     "fitting",
+    "export",
     "whole",
     "baselines",
     "data",
@@ -55,7 +58,7 @@ ROOMS = (
 )
 """A room imports only from rooms above it."""
 
-LAPLACE = ("base", "basis", "moments", "kron", "kron_exact", "diag", "full", "registry", "__init__")
+LAPLACE = ("base", "basis", "symmetric", "moments", "kron", "kron_exact", "diag", "full", "registry", "__init__")
 
 
 def imports(path):
@@ -143,7 +146,7 @@ def test_importing_mola_costs_little_more_than_torch():
     assert [name for name in added if name.split(".")[0] != "mola"] == []
     outer = ("mola.data", "mola.models", "mola.training", "mola.bench", "mola.jobs", "mola.report", "mola.cli")
     assert [name for name in added if name.startswith(outer)] == [], "what only benchmarks need"
-    assert len(added) < 90
+    assert len(added) < 130
 
 
 def test_public_names_are_documented():
@@ -183,8 +186,9 @@ def unsafe_loads(source):
             )
 
 
-TRUSTED = {"jobs/exported.py": ["torch.export.load"]}
-"""Loaders that unpickle and are called only for files that the user says to trust (tested in test_jobs.py)."""
+TRUSTED = {"jobs/exported.py": ["torch.export.load"], "export/torch_file.py": ["torch.export.load"]}
+"""Loaders that unpickle. Called only for files that the user says to trust (tested in test_jobs.py), or that were found to
+hold nothing pickled but plain tensors (tested in test_export.py)."""
 
 
 def test_no_pickle():

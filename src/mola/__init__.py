@@ -13,6 +13,7 @@ from mola.baselines.temperature import fit_pooled_temperature as fit_pooled_temp
 from mola.baselines.temperature import fit_temperature as fit_temperature
 from mola.errors import BoundError as BoundError
 from mola.errors import DataError as DataError
+from mola.errors import ExportError as ExportError
 from mola.errors import HeadError as HeadError
 from mola.errors import MissingExtraError as MissingExtraError
 from mola.errors import MolaError as MolaError
@@ -20,6 +21,9 @@ from mola.errors import MolaWarning as MolaWarning
 from mola.errors import OptionError as OptionError
 from mola.errors import StorageError as StorageError
 from mola.errors import StructureTooLargeError as StructureTooLargeError
+from mola.export import export_onnx as export_onnx
+from mola.export import export_torch as export_torch
+from mola.export import load_exported as load_exported
 from mola.fitting import ensemble as ensemble
 from mola.fitting import fit as fit
 from mola.fitting import load as load

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 __all__ = [
     "BoundError",
     "DataError",
+    "DistributedError",
+    "ExportError",
     "HeadError",
     "MissingExtraError",
     "MolaError",
@@ -48,6 +50,14 @@ class BoundError(MolaError, ValueError):
 
 class StructureTooLargeError(MolaError, MemoryError):
     """A curvature structure would not fit in memory."""
+
+
+class ExportError(MolaError, RuntimeError):
+    """A network or a posterior cannot be written as a graph, or the graph gives other numbers."""
+
+
+class DistributedError(MolaError, RuntimeError):
+    """A process of a team was lost or failed, or the processes are not doing the same work."""
 
 
 class StorageError(MolaError, ValueError):

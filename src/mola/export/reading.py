@@ -1,0 +1,107 @@
+"""Read an exported file back, and run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mola.errors import DataError, StorageError
+from mola.export.information import from_properties
+from mola.export.onnx_file import onnx_session, run_session
+from mola.export.signature import Signature
+from mola.export.torch_file import read_program, run_program
+from mola.networks import Inputs
+
+__all__ = ["LoadedExport", "load_exported"]
+
+
+class LoadedExport:
+    """An exported file, ready to run: call it with a batch, as the posterior. Made by `mola.load_exported`.
+
+    Args:
+        run: from tensors to outputs by name.
+        document: what the file says of itself.
+        metadata: the user's own.
+    """
+
+    def __init__(
+        self, run: Callable[[Sequence[Tensor]], dict[str, Tensor]], document: dict[str, Any], metadata: dict[str, str]
+    ) -> None:
+        """Bind a file's content."""
+        self._run = run
+        self.document, self.metadata = document, metadata
+        self.signature = Signature.from_json(document["signature"])
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes."""
+        return self.document["classes"]
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the outputs."""
+        return self.document["outputs"]
+
+    def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Outputs of a batch by name, in main memory.
+
+        Args:
+            inputs: a tensor, tuple or mapping like the example of the export; NumPy arrays are taken too.
+
+        Returns:
+            "probabilities" (n, C), and (n,) of all others.
+
+        Raises:
+            DataError: if the file cannot take these inputs.
+        """
+        tensors = self.signature.tensors(inputs)
+        try:
+            return self._run(tensors)
+        except Exception as error:
+            shapes = {name: tuple(tensor.shape) for name, tensor in zip(self.signature.names, tensors, strict=True)}
+            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+            message = f"the exported file cannot take inputs of shapes {shapes} and types {kinds}: {_first_line(error)}"
+            raise DataError(message) from error
+
+    def __repr__(self) -> str:
+        """What it is."""
+        networks, structure = len(self.document["networks"]), self.document["structure"]
+        return f"LoadedExport({networks} networks, structure={structure}, {len(self.classes)} classes, outputs={self.outputs})"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def load_exported(path: str | Path) -> LoadedExport:
+    """Read a file of `mola.export_onnx` (with onnxruntime) or `mola.export_torch`, told apart by their content.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        A callable from inputs to outputs by name, with `.classes`, `.outputs`, `.document` and `.metadata`.
+
+    Raises:
+        StorageError: if the file is missing, damaged, or not one of these.
+    """
+    path = Path(path)
+    if not path.is_file():
+        message = f"{path}: there is no such file. Pass what mola.export_onnx or mola.export_torch wrote."
+        raise StorageError(message)
+    content = path.read_bytes()
+    if content[:2] == b"PK":  # a zip archive, as torch writes them
+        program, properties = read_program(content, path)
+        document, metadata = from_properties(properties, path)
+        module = program.module()
+        return LoadedExport(lambda tensors: run_program(module, tensors), document, metadata)
+    try:
+        session = onnx_session(content)
+    except RuntimeError as error:
+        message = f"{path} is neither an ONNX file nor a program of torch.export: {_first_line(error)}"
+        raise StorageError(message) from error
+    document, metadata = from_properties(session.get_modelmeta().custom_metadata_map, path)
+    return LoadedExport(lambda tensors: run_session(session, tensors), document, metadata)

@@ -1,0 +1,128 @@
+"""A fitted posterior as a file of torch.export: all of PyTorch's operations, without the networks' Python code."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mola.errors import StorageError
+from mola.export.agreement import check_agreement
+from mola.export.graph import OUTPUTS
+from mola.export.information import as_properties
+from mola.export.tracing import Settings, quietly, reason, trace
+from mola.export.writing import Written, check_path, write_file
+from mola.networks import Inputs
+from mola.posterior import MoLA
+
+__all__ = ["export_torch", "read_program"]
+
+PROPERTIES = "mola.json"
+"""Name of the file inside the file that holds its properties."""
+
+
+def export_torch(
+    posterior: MoLA,
+    path: str | Path,
+    example: Inputs,
+    *,
+    classes: Sequence[str] | None = None,
+    outputs: Sequence[str] = OUTPUTS,
+    float16: bool = False,
+    preparation: nn.Module | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    ood_threshold: float | None = None,
+    check: bool = True,
+) -> Written:
+    """Write a posterior as one `.pt2` file, for `torch.export.load` or `mola.load_exported`; see `mola.export_onnx`.
+
+    Args:
+        posterior: made by `mola.fit`, `mola.ensemble` or `mola.load`; it and its networks are not changed.
+        path: of the file; what was there before stays until all is written.
+        example: one batch of inputs: a tensor, a tuple or a mapping.
+        classes: names, in the order of the networks' outputs.
+        outputs: which of `mola.export.OUTPUTS`.
+        float16: networks in half precision. Inputs and outputs stay in float32, and so does the Bayesian head.
+        preparation: a module that the input goes through first, such as `mola.export.Pixels`.
+        metadata: of your own: strings, or JSON.
+        ood_threshold: score above which you call an input an outlier.
+        check: run the file against the posterior before it is written.
+
+    Returns:
+        Path, size, inputs, outputs and the largest differences; `ExportError` if a network cannot be traced or the file
+        disagrees, `DataError` and `OptionError` for arguments, `StorageError` for the path.
+    """
+    path = check_path(path)
+    settings = Settings(classes, outputs, float16, preparation, metadata, ood_threshold)
+    properties = as_properties({}, metadata)
+    traced = trace(posterior, example, settings)
+    properties |= as_properties(traced.document, None)
+    buffer = io.BytesIO()
+    with quietly():
+        torch.export.save(traced.program, buffer, extra_files={PROPERTIES: json.dumps(properties)})
+    content = buffer.getvalue()
+    differences = None
+    if check:
+        module = read_program(content, path)[0].module()
+        differences = check_agreement(traced, example, lambda tensors: run_program(module, tensors), "torch.export")
+    return write_file(path, content, traced, differences)
+
+
+def run_program(module: nn.Module, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Outputs by name."""
+    with torch.no_grad():
+        outputs: dict[str, Tensor] = module(*tensors)
+    return {name: value.cpu() for name, value in outputs.items()}
+
+
+def read_program(content: bytes, path: object) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
+    """A program and its properties, from the bytes of a `.pt2` file that holds tensors and a graph, and no code.
+
+    Args:
+        content: all of the file.
+        path: where it came from, for the message.
+
+    Returns:
+        The program, and strings by name (none for a program of somebody else).
+
+    Raises:
+        StorageError: if the file is no such program, or loading it would run code of its own.
+    """
+    try:
+        _refuse_pickles(content, path)
+        extra = {PROPERTIES: ""}
+        with quietly():
+            program = torch.export.load(io.BytesIO(content), extra_files=extra)
+        properties = json.loads(extra[PROPERTIES] or "{}")
+    except StorageError:
+        raise
+    except Exception as error:
+        message = f"{path} is not a program of torch.export that this torch reads: {reason(error)}."
+        raise StorageError(message) from error
+    return program, properties
+
+
+def _refuse_pickles(content: bytes, path: object) -> None:
+    """Refuse archives that torch would unpickle: tensors lie in them as plain bytes, unless they say otherwise.
+
+    Raises:
+        StorageError: if something in it is pickled and is more than tensors.
+    """
+    message = f"{path} holds Python objects that run code when they are read. Export it again, from plain tensors."
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for name in archive.namelist():
+            if name.endswith("_config.json") and b'"use_pickle": true' in archive.read(name).replace(
+                b'":true', b'": true'
+            ):
+                raise StorageError(message)
+            if "/data/sample_inputs/" in name and (sample := archive.read(name)):
+                try:
+                    torch.load(io.BytesIO(sample), weights_only=True)
+                except Exception as error:
+                    raise StorageError(message) from error
