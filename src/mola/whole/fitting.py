@@ -179,7 +179,7 @@ def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[Layout
     """
     layouts, classes = [], []
     for index, network in enumerate(networks):
-        with located(f"models[{index}]"):
+        with located(f"batch 0 of the training loader, models[{index}]"):
             layout, count = settled(network, trainable_layout(network), inputs)
         layouts.append(layout)
         classes.append(count)

@@ -140,7 +140,7 @@ def size_of(inputs: Inputs) -> int:
 
 
 def usable(inputs: Inputs) -> Inputs:
-    """The same inputs, out of inference mode: autograd saves what it is given."""
+    """The same inputs as ordinary tensors, if called outside of inference mode: autograd saves what it is given."""
     return tree_map(
         lambda value: value.clone() if isinstance(value, Tensor) and value.is_inference() else value, inputs
     )
@@ -191,8 +191,8 @@ def jacobian_rows(network: nn.Module, layout: Layout, inputs: Inputs, directions
     Raises:
         OptionError: if a layer was not called once, as it was when the approximation was made.
     """
-    inputs = usable(inputs)
     with torch.inference_mode(False), watched(network, layout.layers) as seen:
+        inputs = usable(inputs)
         logits = call(Differentiable(network), inputs)
         wrong = [name for name, calls in seen.items() if len(calls) != 1]
         if wrong:
@@ -202,7 +202,7 @@ def jacobian_rows(network: nn.Module, layout: Layout, inputs: Inputs, directions
             raise OptionError(message)
         wanted = directions(logits.detach())
         layers = layer_rows(network, layout.layers, seen, logits, wanted)
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         rest = _rest_rows(network, layout, inputs, wanted) if layout.rest else None
         return Rows(logits.detach(), layers, rest)
 

@@ -85,11 +85,11 @@ class KroneckerFactors:
     def add(self, inputs: Inputs) -> Tensor:
         """Take one more batch; gives the logits (n, C)."""
         curvlinops = require_curvlinops()
-        inputs = usable(inputs)
         size = size_of(inputs)
         hooks = [dict(module._forward_hooks) | dict(module._forward_pre_hooks) for module in self._modules()]
         try:
             with torch.inference_mode(False), torch.enable_grad():
+                inputs = usable(inputs)
                 operator = curvlinops.KFACLinearOperator(
                     self.network,
                     nn.CrossEntropyLoss(reduction="sum"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from mola.features import check_finite
 from mola.heads import check_logits
 from mola.networks import Inputs, call
 from mola.networks.passes import Differentiable
@@ -34,13 +35,14 @@ def settled(network: nn.Module, layout: Layout, inputs: Inputs) -> tuple[Layout,
     """
     size = size_of(inputs)
     count = min(3, size)
-    few = usable(tree_map(lambda value: some_of(value, slice(count), size), inputs))
     own = dict(network.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
     kept = []
     with torch.inference_mode(False), torch.enable_grad(), watched(network, layout.layers) as seen:
+        few = usable(tree_map(lambda value: some_of(value, slice(count), size), inputs))
         logits = call(Differentiable(network), few)
         check_logits(logits)
+        check_finite(logits.detach())
         fitting = [layer for layer in layout.layers if _fits(seen[layer.name], network, layer, count)]
         ones = torch.ones_like(logits)[None]
         found = layer_rows(network, tuple(fitting), seen, logits, ones, keep_graph=True)
