@@ -72,7 +72,7 @@ def read_inputs(
         raise DataError(message)
     joined = [torch.cat(own) for own in logits]
     nothing = [torch.zeros(len(joined[0]), 0) for _ in components]
-    return HeldInputs(nothing, joined, torch.cat(labels) if labels else None, inputs)
+    return HeldInputs(nothing, joined, torch.cat(labels) if labels else None, batches=inputs)
 
 
 @dataclass(frozen=True)
