@@ -71,7 +71,7 @@ def assert_same(first, second):
         assert type(left.curvature.factors) is type(right.curvature.factors)
         assert left.curvature.factors.count == right.curvature.factors.count
         assert left.curvature.factors.log_likelihood == right.curvature.factors.log_likelihood
-        for name, tensor in left.curvature.factors.tensors().items():
+        for name, tensor in left.curvature.factors.saved().items():
             assert torch.equal(tensor, getattr(right.curvature.factors, name)), name
             assert tensor.dtype == getattr(right.curvature.factors, name).dtype
     seeds = [torch.Generator().manual_seed(3) for _ in range(2)]

@@ -79,7 +79,7 @@ def pack(
             }
         )
         tensors[f"{index}.{WEIGHTS}"] = curvature.weights
-        for name, tensor in curvature.factors.tensors().items():
+        for name, tensor in curvature.factors.saved().items():
             tensors[f"{index}.{name}"] = tensor
     head, curvature = components[0].require_curvature("saving a posterior")
     document = {

@@ -81,14 +81,20 @@ class Factors:
         """Factors of both sets of data together."""
         if type(other) is not type(self):
             return NotImplemented
-        merged: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in self.tensors()}
+        theirs = other.tensors()
+        merged: dict[str, Any] = {name: tensor + theirs[name] for name, tensor in self.tensors().items()}
         both = self.log_likelihood is not None and other.log_likelihood is not None
         total = self.log_likelihood + other.log_likelihood if both else None  # type: ignore[operator]
         return type(self)(self.count + other.count, total, **merged)
 
     def tensors(self) -> dict[str, Tensor]:
         """The additive tensors by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[2:]}
+        given = {field.name: getattr(self, field.name) for field in fields(self)[2:]}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    def saved(self) -> dict[str, Tensor]:
+        """What is written to disk, in shapes that `Structure.empty` names; `Structure.restore` reads it."""
+        return self.tensors()
 
     def cpu(self) -> Self:
         """The same sums in main memory, where the eigenproblem is solved."""
@@ -112,11 +118,11 @@ class Structure(ABC):
 
     @abstractmethod
     def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors' tensors for P features and C outputs."""
+        """Shapes of the saved tensors for P features and C outputs."""
 
     @abstractmethod
     def restore(self, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> Factors:
-        """Factors from their saved parts."""
+        """Factors from what `Factors.saved` gave."""
 
     @abstractmethod
     def spectrum(self, factors: Any, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
@@ -125,6 +131,20 @@ class Structure(ABC):
     def merge(self, total: Any, batch: Any) -> Any:
         """Take one more batch into the total, which is None before the first."""
         return batch if total is None else total + batch
+
+    def absorb(self, total: Any, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Any:
+        """Take one more batch into a total that nobody else holds, in place where the structure can.
+
+        Args:
+            total: of the batches before; None before the first.
+            features: (n, P), as for `sums`.
+            curvature: as for `sums`.
+            log_likelihood: as for `sums`.
+
+        Returns:
+            The new total; the old one must not be used again.
+        """
+        return self.merge(total, self.sums(features, curvature, log_likelihood))
 
     def check_size(self, features: Sequence[int], outputs: int) -> None:  # noqa: B027  (most structures are small)
         """Raise `StructureTooLargeError` if the factors of networks with so many features each would not fit in memory."""

@@ -11,7 +11,7 @@ fixed matrix, :math:`(\phi^\top V \phi)\, U`. `KronExact` adds the prior exactly
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from mola.errors import OptionError
 from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
 from mola.laplace.basis import eigensystem, seen_basis
+from mola.laplace.symmetric import add_gram, pack, packed_size, unpack
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature, laplacian
 
 __all__ = ["Kron", "KronFactors", "KronPosterior", "KronSpectrum", "RunningKronFactors"]
@@ -27,10 +28,29 @@ __all__ = ["Kron", "KronFactors", "KronPosterior", "KronSpectrum", "RunningKronF
 
 @dataclass(frozen=True)
 class KronFactors(Factors):
-    """Sums of the output curvature (C, C) and of the features' outer products (P, P)."""
+    """Sums of the output curvature and of the features' outer products, both symmetric: lower halves are kept."""
 
-    output: Tensor
-    gram: Tensor
+    coupling: Tensor
+    """Of the couplings' outer products, packed: the output curvature is their Laplacian."""
+    feature_sum: Tensor
+    """Of the features' outer products, packed."""
+    separate: Tensor | None = None
+    """Of what outputs have for themselves (C,)."""
+
+    @property
+    def output(self) -> Tensor:
+        """Sum (C, C) of the output curvatures."""
+        coupled = laplacian(unpack(self.coupling))
+        return coupled if self.separate is None else coupled + torch.diag(self.separate)
+
+    @property
+    def gram(self) -> Tensor:
+        """Sum (P, P) of the features' outer products."""
+        return unpack(self.feature_sum)
+
+    def saved(self) -> dict[str, Tensor]:
+        """The two matrices."""
+        return {"output": self.output, "gram": self.gram}
 
 
 @dataclass(frozen=True)
@@ -48,24 +68,6 @@ class RunningKronFactors(KronFactors):
             "Use Kron() without running_average: its sums are exact and merge."
         )
         raise OptionError(message)
-
-
-def output_sum(curvature: OutputCurvature) -> Tensor:
-    """Sum (C, C) of the output curvatures of a batch.
-
-    Raises:
-        OptionError: if the likelihood gives no curvature.
-    """
-    total: Tensor | None = None
-    if curvature.coupling is not None:
-        total = laplacian(curvature.coupling.T @ curvature.coupling)
-    if curvature.separate is not None:
-        separate = torch.diag(curvature.separate.sum(0))
-        total = separate if total is None else total + separate
-    if total is None:
-        message = "a likelihood must give separate or coupled curvature"
-        raise OptionError(message)
-    return total
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,35 @@ class Kron(Structure):
             raise OptionError(message)
 
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> KronFactors:
-        """Factors of one batch."""
+        """Factors of one batch.
+
+        Raises:
+            OptionError: if the likelihood gives no curvature.
+        """
+        coupling, separate = curvature.coupling, curvature.separate
+        given = next((part for part in (coupling, separate) if part is not None), None)
+        if given is None:
+            message = "a likelihood must give separate or coupled curvature"
+            raise OptionError(message)
+        coupled = features.new_zeros(packed_size(given.shape[1]))
+        if coupling is not None:
+            add_gram(coupled, coupling)
+        products = features.new_zeros(packed_size(features.shape[1]))
+        add_gram(products, features)
         kind = KronFactors if self.running_average is None else RunningKronFactors
-        return kind(len(features), log_likelihood, output_sum(curvature), features.T @ features)
+        return kind(len(features), log_likelihood, coupled, products, None if separate is None else separate.sum(0))
+
+    def absorb(self, total: Any, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Any:
+        """Add the batch to the sums in place: no other matrix of their size is made."""
+        if total is None or self.running_average is not None or curvature.coupling is None:
+            return super().absorb(total, features, curvature, log_likelihood)
+        add_gram(total.coupling, curvature.coupling)
+        add_gram(total.feature_sum, features)
+        if curvature.separate is not None:
+            total.separate.add_(curvature.separate.sum(0))
+        both = total.log_likelihood is not None and log_likelihood is not None
+        known = total.log_likelihood + log_likelihood if both else None
+        return replace(total, count=total.count + len(features), log_likelihood=known)
 
     def rows(self, features: int) -> int | None:
         """Many, or a batch at a time where the average runs over batches."""
@@ -107,7 +135,8 @@ class Kron(Structure):
         if beta is None:
             return super().merge(total, batch)
         if total is None:  # Algorithm 1 starts from zero
-            total = RunningKronFactors(0, 0.0, torch.zeros_like(batch.output), torch.zeros_like(batch.gram))
+            nothing = {name: torch.zeros_like(tensor) for name, tensor in batch.tensors().items()}
+            total = RunningKronFactors(0, 0.0, **nothing)
         count = total.count + batch.count
         means = {
             name: beta * (tensor / max(total.count, 1)) + (1 - beta) * getattr(batch, name) / batch.count
@@ -118,13 +147,19 @@ class Kron(Structure):
         return RunningKronFactors(count, log_likelihood, **{name: count * mean for name, mean in means.items()})
 
     def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors' tensors."""
+        """Shapes of the saved tensors."""
         return {"output": (outputs, outputs), "gram": (features, features)}
 
     def restore(self, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> KronFactors:
         """Factors from their saved parts."""
         kind = KronFactors if self.running_average is None else RunningKronFactors
-        return kind(count, log_likelihood, **tensors)
+        output = tensors["output"]
+        # A Laplacian is known by what lies off its diagonal; its diagonal is made again, from the same numbers in the same
+        # order, so that whatever is left is what outputs have for themselves, and not a rounding error.
+        coupling = torch.diag(output.diagonal()) - output
+        separate = output.diagonal() - laplacian(coupling).diagonal()
+        own = separate if bool(separate.any()) else None
+        return kind(count, log_likelihood, pack(coupling), pack(tensors["gram"]), own)
 
     def spectrum(self, factors: KronFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
         """Eigendecompose both factors."""
@@ -141,13 +176,14 @@ class KronSpectrum(Spectrum):
     def __init__(self, factors: KronFactors, likelihood: Likelihood) -> None:
         """Eigendecompose `factors`, in the directions that `likelihood` sees and apart from those it does not."""
         self.count = factors.count
-        self.outputs, self.features = len(factors.output), len(factors.gram)
+        output, gram = factors.output, factors.gram
+        self.outputs, self.features = len(output), len(gram)
         seen, unseen = seen_basis(likelihood, self.outputs)
-        values, vectors = eigensystem(seen.T @ (factors.output / self.count) @ seen)
+        values, vectors = eigensystem(seen.T @ (output / self.count) @ seen)
         self.visible = len(values)
         self.class_values = torch.cat([values, values.new_zeros(unseen.shape[1])])
         self.class_vectors = torch.cat([seen @ vectors, unseen], dim=1)
-        self.feature_values, self.feature_vectors = eigensystem(factors.gram / self.count)
+        self.feature_values, self.feature_vectors = eigensystem(gram / self.count)
 
     def project(self, features: Tensor) -> Tensor:
         """Squared coordinates (n, P) of the features in B's eigenbasis."""

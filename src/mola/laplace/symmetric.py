@@ -1,0 +1,71 @@
+"""Symmetric matrices as their lower block rows, one after the other in one flat tensor.
+
+Block row i holds the rows of block i up to and with its diagonal block. That is little more than half of the matrix: half
+of the memory, and half of the arithmetic where the matrix is a sum of outer products. The flat tensors of two matrices of
+the same size add up like the matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_gram", "lower_rows", "pack", "packed_size", "unpack"]
+
+BLOCK = 128
+"""Rows of a block: enough for matrix products at full speed, few enough that little is computed twice."""
+
+
+def packed_size(size: int) -> int:
+    """Numbers that a symmetric matrix of `size` rows takes."""
+    return sum(min(BLOCK, size - start) * min(start + BLOCK, size) for start in range(0, size, BLOCK))
+
+
+def size_of(packed: Tensor) -> int:
+    """Rows of the matrix in a flat tensor."""
+    size = int((2 * len(packed)) ** 0.5) + 1
+    while packed_size(size) > len(packed):
+        size -= 1
+    return size
+
+
+def lower_rows(packed: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """The block rows: from which row, to which, and their numbers (rows, end) as a view."""
+    size, offset = size_of(packed), 0
+    for start in range(0, size, BLOCK):
+        end = min(start + BLOCK, size)
+        yield start, end, packed[offset : offset + (end - start) * end].view(end - start, end)
+        offset += (end - start) * end
+
+
+def add_gram(packed: Tensor, rows: Tensor) -> None:
+    """Add `rows' rows` to a matrix, in place and without another of its size.
+
+    Args:
+        packed: the matrix.
+        rows: (n, size), of the same type.
+    """
+    for start, end, block in lower_rows(packed):
+        block.addmm_(rows[:, start:end].T, rows[:, :end])
+
+
+def pack(matrix: Tensor) -> Tensor:
+    """The flat tensor of a symmetric matrix; what lies above its diagonal blocks is not read."""
+    packed = matrix.new_empty(packed_size(len(matrix)))
+    for start, end, block in lower_rows(packed):
+        block.copy_(matrix[start:end, :end])
+    return packed
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """The matrix, symmetric to the last bit."""
+    size = size_of(packed)
+    matrix = packed.new_empty(size, size)
+    for start, end, block in lower_rows(packed):
+        matrix[start:end, :end] = block
+        matrix[:start, start:end] = block[:, :start].T
+        square = torch.tril(block[:, start:])
+        matrix[start:end, start:end] = square + torch.tril(square, -1).T
+    return matrix
