@@ -11,8 +11,12 @@ from mola.baselines.swag import Swag as Swag
 from mola.baselines.temperature import fit_member_temperatures as fit_member_temperatures
 from mola.baselines.temperature import fit_pooled_temperature as fit_pooled_temperature
 from mola.baselines.temperature import fit_temperature as fit_temperature
+from mola.distributed import Team as Team
+from mola.distributed import join as join
+from mola.distributed import shard as shard
 from mola.errors import BoundError as BoundError
 from mola.errors import DataError as DataError
+from mola.errors import DistributedError as DistributedError
 from mola.errors import ExportError as ExportError
 from mola.errors import HeadError as HeadError
 from mola.errors import MissingExtraError as MissingExtraError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from mola import archive, storage
 from mola.component import Component, Curvature, per_component
+from mola.distributed import Team, check_sampler
 from mola.errors import OptionError
-from mola.features import Features, batch_count, first_passes, peek, stream
-from mola.heads import Head
 from mola.laplace import Structure, as_structure, check_precision
-from mola.likelihood import CATEGORICAL, Likelihood
+from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
-from mola.networks import as_batch, undisturbed
+from mola.networks import undisturbed
 from mola.posterior import MoLA
+from mola.summing import Keeper, sum_up
 from mola.weights import check_weighting
 
 __all__ = ["ensemble", "fit", "load"]
@@ -45,6 +45,10 @@ def fit(
     link: str | Link = "probit",
     head: str | Sequence[str] | None = None,
     progress: bool = True,
+    *,
+    team: Team | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 100,
 ) -> MoLA:
     """Put a Laplace approximation on the last layer of each trained network: one pass over the training data.
 
@@ -60,6 +64,11 @@ def fit(
         link: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `Link`.
         head: None finds each network's last linear layer; or its dotted name, one for all or one for each.
         progress: whether to show a progress bar on stderr, if that is a terminal.
+        team: the processes to fit with, from `mola.join()`: each passes the same networks and options and a shard of its own, of
+            both loaders, and gets the same posterior, that of all the data. None fits alone.
+        checkpoint: folder for the sums so far. A fit that was interrupted goes on from there when it is called again with the same
+            networks, options and data in the same order. It is removed when the fit is done.
+        checkpoint_every: batches between two checkpoints.
 
     Returns:
         The posterior.
@@ -68,82 +77,53 @@ def fit(
         OptionError: if an argument has a value that cannot be used; `HeadError` and `DataError` come from the networks
             and the loader.
     """
-    networks = _as_networks(models)
-    count = len(networks)
-    chosen_structure, chosen_link = as_structure(structure), as_link(link)
-    weighting = check_weighting(weights, count)
-    precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
-    names: list[str | None] = [head] * count if head is None or isinstance(head, str) else list(head)
-    if len(names) != count:
-        message = f"head: expected one name, or {count} of them (one for each model); got {len(names)}."
-        raise OptionError(message)
-    # Sums made in inference mode could not be differentiated by mola.Evidence later.
-    with torch.inference_mode(False), undisturbed(*networks):
-        first, batches = peek(train_loader, "the training loader")
-        heads, seen = first_passes(networks, names, as_batch(first, "batch 0 of the training loader").inputs)
-        chosen_structure.check_size([one.width for one in heads], heads[0].classes)
-        curvatures = _curvatures(
-            networks,
-            heads,
-            batches,
-            chosen_structure,
-            CATEGORICAL,
-            first=seen,
-            total=batch_count(train_loader),
-            progress=progress,
-        )
+    together = Team.alone() if team is None else team
+    keeper = Keeper(checkpoint, checkpoint_every, together.rank, together.size)
+    with together.work("fit"):
+        if together.size > 1:
+            check_sampler(train_loader)
+        networks = _as_networks(models)
+        count = len(networks)
+        chosen_structure, chosen_link = as_structure(structure), as_link(link)
+        weighting = check_weighting(weights, count)
+        precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
+        names: list[str | None] = [head] * count if head is None or isinstance(head, str) else list(head)
+        if len(names) != count:
+            message = f"head: expected one name, or {count} of them (one for each model); got {len(names)}."
+            raise OptionError(message)
+        options = {
+            "prior_precision": precisions,
+            "weights": weighting if isinstance(weighting, str) else weighting.tolist(),
+            "link": {"name": chosen_link.name, **chosen_link.settings()},
+            "validation data": val_loader is not None,
+            "checkpoint": keeper.active,
+        }
+        # Sums made in inference mode could not be differentiated by mola.Evidence later.
+        with torch.inference_mode(False), undisturbed(*networks):
+            heads, sums = sum_up(
+                networks,
+                names,
+                train_loader,
+                chosen_structure,
+                CATEGORICAL,
+                team=together,
+                keeper=keeper,
+                options=options,
+                progress=progress,
+            )
+            curvatures = [
+                Curvature(chosen_structure, one, head.weights(), CATEGORICAL)
+                for head, one in zip(heads, sums, strict=True)
+            ]
     components = [
         Component(network, one, curvature, precision)
         for network, one, curvature, precision in zip(networks, heads, curvatures, precisions, strict=True)
     ]
     posterior = MoLA(components, chosen_link, weighting)
-    return posterior if val_loader is None else posterior.tune(val_loader, progress=progress)
-
-
-def _curvatures(
-    networks: Sequence[nn.Module],
-    heads: Sequence[Head],
-    batches: Iterable[Any],
-    structure: Structure,
-    likelihood: Likelihood,
-    *,
-    first: Sequence[Features],
-    total: int | None,
-    progress: bool,
-) -> list[Curvature]:
-    totals: list[Any] = [None] * len(heads)
-    rows = structure.rows(max(head.width for head in heads))
-    for seen, labels in stream(
-        networks,
-        heads,
-        batches,
-        where="training loader",
-        progress=progress,
-        total=total,
-        likelihood=likelihood,
-        rows=rows or 1,
-        first=first,
-    ):
-        for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
-            for features, logits, some in _portions(head, one, labels, rows):
-                score = None if some is None else float(likelihood.log_likelihood(logits, some).sum())
-                sums = structure.sums(features, likelihood.curvature(logits), score)
-                totals[index] = structure.merge(totals[index], sums)
-    return [
-        Curvature(structure, total.cpu(), head.weights(), likelihood) for head, total in zip(heads, totals, strict=True)
-    ]
-
-
-def _portions(
-    head: Head, seen: Features, labels: Tensor | None, rows: int | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Features with the constant 1, logits and labels, in float64 and at most `rows` at a time: a batch may be large."""
-    # On the CPU where the device has no float64.
-    device = "cpu" if seen.logits.device.type == "mps" else seen.logits.device
-    for start in range(0, len(seen.logits), rows or len(seen.logits)):
-        part = slice(start, None if rows is None else start + rows)
-        features, logits = seen.features[part].to(device), seen.logits[part].to(device)
-        yield head.lift(features, torch.float64), logits.double(), None if labels is None else labels[part].to(device)
+    if val_loader is not None:
+        posterior = posterior.tune(val_loader, progress=progress, team=team)
+    keeper.remove()
+    return posterior
 
 
 def ensemble(

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mola.distributed import Team
 from mola.errors import DataError, OptionError
-from mola.features import batch_count, peek
+from mola.features import batch_count, batches_of, peek
 from mola.networks import Inputs, as_batch, undisturbed
 from mola.prediction import Prediction
 from mola.randomness import seed_from
@@ -111,18 +112,34 @@ class Mixture(nn.Module):
         for place, batch in _batches(inputs, progress=progress):
             yield self._predict_batch(batch, seed, place).cpu()
 
-    def predict(self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False) -> Prediction:
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+        team: Team | None = None,
+    ) -> Prediction:
         """Probabilities and uncertainty of one batch or of all batches of a loader.
 
         Args:
             inputs: a tensor, mapping or tuple of inputs (one batch), or an iterable of batches; labels are ignored.
             generator: source of randomness for links that draw; None uses the link's own seed.
             progress: whether to show a progress bar on stderr, if that is a terminal.
+            team: the processes that predict together, each with its own shard, which may be empty; every one gets the predictions of
+                all, in the order of the ranks. None predicts alone.
 
         Returns:
             The prediction, in main memory.
         """
-        return Prediction.concatenate(list(self.predict_batches(inputs, generator=generator, progress=progress)))
+        if team is None or team.size == 1:
+            return Prediction.concatenate(list(self.predict_batches(inputs, generator=generator, progress=progress)))
+        with team.work("predict"):
+            seed, parts = seed_from(generator), []
+            for place, batch in _batches(inputs, progress=progress, some=False):
+                parts.append(self._predict_batch(batch, seed, place).cpu())
+                team.check()
+            return Prediction.gather(parts, team)
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
         """Probabilities (n, C) as a NumPy array, of a NumPy array (or anything `predict` takes)."""
@@ -134,8 +151,8 @@ class Mixture(nn.Module):
         return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
 
 
-def _batches(inputs: Any, *, progress: bool) -> Iterator[tuple[str, Inputs]]:
-    """What to predict, batch by batch, and where each comes from.
+def _batches(inputs: Any, *, progress: bool, some: bool = True) -> Iterator[tuple[str, Inputs]]:
+    """What to predict, batch by batch, and where each comes from; with `some`, there must be something.
 
     Yields:
         Words for the place, and inputs.
@@ -147,11 +164,13 @@ def _batches(inputs: Any, *, progress: bool) -> Iterator[tuple[str, Inputs]]:
         message = "the prediction loader: expected tensors, got an ndarray. Use predict_proba(array), or torch.from_numpy(array)."
         raise DataError(message)
     if isinstance(inputs, (Tensor, Mapping)) or _is_labelled(inputs):
-        batches: Iterable[Any] = [inputs]
+        nothing = not some and isinstance(inputs, Tensor) and len(inputs) == 0
+        batches: Iterable[Any] = [] if nothing else [inputs]
     elif isinstance(inputs, tuple):
         batches = [(inputs,)]
     else:
-        _, batches = peek(inputs, "the prediction loader")
+        where = "the prediction loader"
+        batches = peek(inputs, where)[1] if some else batches_of(inputs, where)
     total = None if isinstance(inputs, Tensor) else batch_count(inputs)
     for index, raw in enumerate(tqdm(batches, desc="predict", total=total, disable=None if progress else True)):
         place = f"batch {index} of the prediction loader"

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from mola import archive, storage
 from mola.bounds import SCALE, component_bounds, far_field_logits, require_probit
 from mola.component import Component, per_component
-from mola.errors import DataError, OptionError, located
+from mola.distributed import Team
+from mola.errors import DataError, located
 from mola.features import check_finite
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL
@@ -24,7 +25,7 @@ from mola.links import Link, as_link
 from mola.mixture import Mixture
 from mola.networks import Inputs, undisturbed, without_autocast
 from mola.prediction import Prediction
-from mola.prior import ConfidenceThreshold, Rule
+from mola.prior import Rule, choose_together
 from mola.randomness import seed_from
 from mola.sampling import WeightSamples, draw_weights
 from mola.tuning import HeldOut, Problem, Tuning, read_held_out
@@ -167,7 +168,14 @@ class MoLA(Mixture):
         """The same mixture with another link."""
         return self._with(link=link)
 
-    def tune(self, val_loader: Iterable[Any] | None = None, rule: Rule | None = None, *, progress: bool = True) -> MoLA:
+    def tune(
+        self,
+        val_loader: Iterable[Any] | None = None,
+        rule: Rule | None = None,
+        *,
+        progress: bool = True,
+        team: Team | None = None,
+    ) -> MoLA:
         """Choose the prior precision.
 
         Args:
@@ -175,21 +183,12 @@ class MoLA(Mixture):
             rule: how to choose; None is the paper's, `mola.ConfidenceThreshold()`. All rules but
                 `mola.Evidence(shared=False)` choose one number for all components.
             progress: whether to show a progress bar on stderr, if that is a terminal.
+            team: the processes that tune together, each with its own shard; None tunes alone.
 
         Returns:
-            A new posterior; `.tuning` says how it was chosen.
-
-        Raises:
-            OptionError: if the rule is none, or there is no curvature.
+            A new posterior; `.tuning` says how it was chosen. `OptionError` if the rule is none, or there is no curvature.
         """
-        if hasattr(val_loader, "choose") or not (
-            rule is None or (hasattr(rule, "choose") and not isinstance(rule, type))
-        ):
-            message = (
-                f"tune(val_loader, rule=...): the rule must be an object such as mola.ValidationScore('nll') or mola.Evidence(), "
-                f"passed as rule=...; got val_loader {type(val_loader).__name__}, rule {rule!r}."
-            )
-            raise OptionError(message)
+        together = Team.alone() if team is None else team
         curvatures = [component.require_curvature("tuning the prior precision")[1] for component in self.components]
 
         def weights_at(precision: float) -> Tensor:
@@ -202,38 +201,45 @@ class MoLA(Mixture):
             spectra=[curvature.spectrum for curvature in curvatures],
             link=self.link,
             weights_at=weights_at,
-            read=lambda loader, where, labelled: self._read(loader, where, labelled=labelled, progress=progress),
+            read=lambda loader, where, labelled: self._read(
+                loader, where, labelled=labelled, progress=progress, team=together
+            ),
             log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
             progress=progress,
         )
         with torch.inference_mode(False), torch.no_grad():
-            tuning = (rule or ConfidenceThreshold()).choose(problem, val_loader)
+            tuning = choose_together(rule, problem, val_loader, together)
         return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning)
 
-    def reweight(self, val_loader: Iterable[Any], *, progress: bool = True) -> MoLA:
+    def reweight(self, val_loader: Iterable[Any], *, progress: bool = True, team: Team | None = None) -> MoLA:
         """Stacking: the weights that maximise the mixture's log-likelihood on validation data.
 
         Args:
             val_loader: validation data with labels, read once.
             progress: whether to show a progress bar on stderr, if that is a terminal.
+            team: the processes that do it together, each with its own shard; None is this one alone.
 
         Returns:
             A new posterior.
         """
-        data = self._read(val_loader, "validation loader", labelled=True, progress=progress)
-        chosen = []
-        with torch.no_grad():
+        together = Team.alone() if team is None else team
+        with together.work("reweight"), torch.no_grad():
+            data = self._read(val_loader, "validation loader", labelled=True, progress=progress, team=together)
+            chosen = []
             for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
                 curvature = component.curvature
                 posterior = None if curvature is None else curvature.spectrum.posterior(component.precision)
                 probs = self.link(LogitMoments(logits.double(), features.double(), posterior))
                 chosen.append(probs.gather(1, data.labels[:, None]).squeeze(1))  # type: ignore[index]
-        return self.with_weights(stacking_weights(torch.stack(chosen, dim=1)))
+            weights = stacking_weights(together.rows(torch.stack(chosen, dim=1)))
+            return self.with_weights(together.share(weights.tolist()))
 
-    def _read(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool) -> HeldOut:
+    def _read(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
         heads = [component.head for component in self.components]
         with undisturbed(*self.networks):
-            return read_held_out(self.networks, heads, loader, where=where, labelled=labelled, progress=progress)
+            return read_held_out(
+                self.networks, heads, loader, where=where, labelled=labelled, progress=progress, team=team
+            )
 
     # --- what it knows ----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mola.distributed import Team
+from mola.errors import DataError
 from mola.uncertainty import entropy
 
 __all__ = ["Prediction"]
@@ -95,4 +97,38 @@ class Prediction:
             parts[0].ood_score_name,
             joined("logit_mean", 1),
             joined("logit_variance", 1),
+        )
+
+    @staticmethod
+    def gather(parts: Sequence[Prediction], team: Team) -> Prediction:
+        """Predictions of all processes as one, in the order of the ranks, on every rank. Call it inside `team.work(...)`.
+
+        Args:
+            parts: of this process; there may be none, if others have some.
+            team: the processes.
+
+        Returns:
+            All predictions.
+
+        Raises:
+            DataError: if no process has any.
+        """
+        own = Prediction.concatenate(parts) if parts else None
+        kinds = team.collect(None if own is None else [own.ood_score_name, own.logit_mean is not None])
+        kind = next((one for one in kinds or () if one is not None), None)
+        if team.first and kind is None:
+            message = "the prediction loader is empty on every rank: it yielded no batch."
+            raise DataError(message)
+        name, has_logits = team.share(kind)
+
+        def joined(values: Tensor | None, axis: int = 0) -> Tensor:
+            return team.rows(None if values is None else values.transpose(0, axis)).transpose(0, axis)
+
+        return Prediction(
+            joined(None if own is None else own.probs),
+            joined(None if own is None else own.mutual_information),
+            joined(None if own is None else own.ood_score),
+            name,
+            joined(None if own is None else own.logit_mean, 1) if has_logits else None,
+            joined(None if own is None else own.logit_variance, 1) if has_logits else None,
         )

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from mola.distributed import Team
 from mola.errors import OptionError, warn
 from mola.search import Search, maximise
 from mola.tuning import Problem, Tuning
@@ -24,6 +25,7 @@ __all__ = [
     "OutlierExposure",
     "Rule",
     "ValidationScore",
+    "choose_together",
 ]
 
 
@@ -32,6 +34,36 @@ class Rule(Protocol):
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read the data once, and choose."""
+
+
+def choose_together(rule: Rule | None, problem: Problem, val_loader: Iterable[Any] | None, team: Team) -> Tuning:
+    """What a rule chooses; of several processes, each of which reads its own shard, what rank 0 chooses.
+
+    Args:
+        rule: None is the paper's.
+        problem: the mixture; what it reads must belong to the same team.
+        val_loader: this process's shard of the validation data, or None.
+        team: the processes.
+
+    Returns:
+        The choice, to the same bits on every rank.
+
+    Raises:
+        OptionError: if the rule is none.
+    """
+    if hasattr(val_loader, "choose") or not (rule is None or (hasattr(rule, "choose") and not isinstance(rule, type))):
+        message = (
+            f"tune(val_loader, rule=...): the rule must be an object such as mola.ValidationScore('nll') or mola.Evidence(), "
+            f"passed as rule=...; got val_loader {type(val_loader).__name__}, rule {rule!r}."
+        )
+        raise OptionError(message)
+    chosen = rule or ConfidenceThreshold()
+    with team.work("tune"):
+        team.agree({"rule": type(chosen).__name__, "components": len(problem.spectra), "link": problem.link.name})
+        tuning = chosen.choose(problem, val_loader)
+        # Sums are the same everywhere, eigenvectors need not be: machines differ.
+        document, precisions = team.share([tuning.as_json(), tuning.prior_precision])
+        return tuning if team.size == 1 else Tuning.from_json(document, tuple(precisions))
 
 
 def _require(val_loader: Iterable[Any] | None, rule: object) -> Iterable[Any]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mola.distributed import Team
 from mola.errors import DataError
-from mola.features import batch_count, stream
+from mola.features import batch_count, batches_of, stream
 from mola.heads import Head
 from mola.laplace import Candidate, LogitMoments, Posterior, Spectrum
 from mola.links import Link
@@ -30,6 +32,8 @@ class HeldOut:
     features: Sequence[Tensor]
     logits: Sequence[Tensor]
     labels: Tensor | None
+    team: Team = field(default_factory=Team.alone, repr=False, kw_only=True)
+    """Whose data these are: each process holds its own shard, and what is said of the data is said of all of them."""
 
     def __len__(self) -> int:
         """Number of data."""
@@ -53,9 +57,10 @@ class HeldOut:
         if self.labels is None:
             message = "the threshold rule needs labels: yield (inputs, labels), or pass a confidence."
             raise DataError(message)
-        return sum(float((logits.argmax(1) == self.labels).double().mean()) for logits in self.logits) / len(
-            self.logits
-        )
+        right = [float((logits.argmax(1) == self.labels).sum()) for logits in self.logits]
+        (sums,) = self.team.sum([torch.tensor([len(self), *right], dtype=torch.float64, device="cpu")])
+        count, *right = sums.tolist()
+        return sum(one / count for one in right) / len(right)
 
 
 def read_held_out(
@@ -66,6 +71,7 @@ def read_held_out(
     where: str,
     labelled: bool,
     progress: bool,
+    team: Team | None = None,
 ) -> HeldOut:
     """Run every network once over a loader, and keep what the heads saw, in main memory.
 
@@ -78,23 +84,72 @@ def read_held_out(
         where: what the loader is for.
         labelled: whether every batch must carry labels.
         progress: whether to show a progress bar on stderr, if that is a terminal.
+        team: the processes whose shards make up the data; then call it inside `team.work(...)`.
 
     Returns:
-        Features, logits and labels of all the data.
+        Features, logits and labels of all the data that the loader yields.
     """
+    together = Team.alone() if team is None else team
+    batches: Iterable[Any] | None = loader
+    if together.size > 1:  # a shard may be empty, as long as another is not
+        every = batches_of(loader, f"the {where}")
+        first = next(every, None)
+        batches = None if first is None else chain([first], every)
     features: list[list[Tensor]] = [[] for _ in heads]
     logits: list[list[Tensor]] = [[] for _ in heads]
     labels: list[Tensor] = []
-    for seen, batch_labels in stream(
-        networks, heads, loader, where=where, progress=progress, total=batch_count(loader), labelled=labelled
+    for seen, batch_labels in (
+        ()
+        if batches is None
+        else stream(
+            networks, heads, batches, where=where, progress=progress, total=batch_count(loader), labelled=labelled
+        )
     ):
         for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
             features[index].append((one.features if head is None else head.lift(one.features)).cpu())
             logits[index].append(one.logits.cpu())
         if batch_labels is not None:
             labels.append(batch_labels.cpu())
+        together.check()
+    if together.size > 1:
+        _settle(together, where, heads, features, logits, labels)
     joined = [torch.cat(parts) for parts in features], [torch.cat(parts) for parts in logits]
-    return HeldOut(*joined, torch.cat(labels) if labels else None)
+    return HeldOut(*joined, torch.cat(labels) if labels else None, team=together)
+
+
+def _settle(
+    team: Team,
+    where: str,
+    heads: Sequence[Head | None],
+    features: list[list[Tensor]],
+    logits: list[list[Tensor]],
+    labels: list[Tensor],
+) -> None:
+    """See that shards fit together, and give a rank without data rows that are none.
+
+    Raises:
+        DataError: if no rank has data, or only some have labels.
+    """
+    everyone = team.collect(None if not logits[0] else {"classes": logits[0][0].shape[1], "labelled": bool(labels)})
+    form = None
+    if everyone is not None:
+        forms = {rank: one for rank, one in enumerate(everyone) if one is not None}
+        form = next(iter(forms.values()), None)
+        if form is None:
+            message = f"the {where} is empty on every rank: it yielded no batch."
+            raise DataError(message)
+        other = next((rank for rank, one in forms.items() if one != form), None)
+        if other is not None:
+            message = f"the {where}: rank {next(iter(forms))} has {form}, rank {other} {forms[other]}. Pass shards of the same data."
+            raise DataError(message)
+    form = team.share(form)
+    if logits[0]:
+        return
+    for index, head in enumerate(heads):
+        features[index].append(torch.zeros(0, 0 if head is None else head.width, device="cpu"))
+        logits[index].append(torch.zeros(0, form["classes"], device="cpu"))
+    if form["labelled"]:
+        labels.append(torch.zeros(0, dtype=torch.int64, device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -153,11 +208,14 @@ class Problem:
         scores = [_Scores() for _ in precisions]
         for index, part, probs in self._tried(data, precisions):
             scores[index].add(probs, None if data.labels is None else data.labels[part])
-        means = torch.stack([one.sums for one in scores]) / len(data)
+        count = torch.tensor(float(len(data)), dtype=torch.float64, device="cpu")
+        sums, bins = torch.stack([one.sums for one in scores]), torch.stack([one.bins for one in scores])
+        sums, bins, count = data.team.sum([sums, bins, count])
+        means = sums / count
         curve = {"confidence": means[:, 0], "uniform": means[:, 1]}
         if data.labels is not None:
             curve |= {"nll": means[:, 2], "brier": means[:, 3]}
-            gaps = [calibration_gap(one.bins) for one in scores]
+            gaps = [calibration_gap(one) for one in bins]
             curve["ece"] = torch.tensor(gaps, dtype=torch.float64, device="cpu")
         return curve
 

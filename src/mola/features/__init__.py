@@ -1,13 +1,14 @@
 """Networks and batches in, streams of (features, logits, labels) out. Hooks are always removed."""
 
 from mola.features.gathering import check_finite
-from mola.features.reading import batch_count, peek, stream
+from mola.features.reading import batch_count, batches_of, peek, stream
 from mola.features.watching import Features, Watched, capture, find_heads, first_passes
 
 __all__ = [
     "Features",
     "Watched",
     "batch_count",
+    "batches_of",
     "capture",
     "check_finite",
     "find_heads",

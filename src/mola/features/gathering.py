@@ -50,6 +50,11 @@ class Gathered:
         """Whether it is time to take what was gathered."""
         return self.count >= self.rows
 
+    @property
+    def batches(self) -> int:
+        """How many batches wait."""
+        return len(self._waiting)
+
     def fits(self, count: int) -> bool:
         """Whether a batch of so many rows may join."""
         return self.count == 0 or self.count + count <= self.rows

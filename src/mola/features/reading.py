@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,30 @@ from mola.heads import Head
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.networks import as_batch
 
-__all__ = ["batch_count", "peek", "stream"]
+__all__ = ["batch_count", "batches_of", "peek", "stream"]
+
+
+def batches_of(loader: Iterable[Any], where: str) -> Iterator[Any]:
+    """An iterator over the batches of a loader, of which there may be none.
+
+    Args:
+        loader: any iterable of batches, also one that can be read only once.
+        where: words for the error message.
+
+    Returns:
+        The iterator.
+
+    Raises:
+        DataError: if this is not an iterable of batches.
+    """
+    is_batch = isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader)
+    if isinstance(loader, (Tensor, Mapping)) or is_batch or not isinstance(loader, Iterable):
+        message = (
+            f"{where}: expected an iterable of batches, got {type(loader).__name__}. "
+            f"Pass a DataLoader, or a single batch in a list: [(x, y)]."
+        )
+        raise DataError(message)
+    return iter(loader)
 
 
 def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
@@ -32,14 +55,7 @@ def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
     Raises:
         DataError: if the loader is empty or cannot be iterated.
     """
-    is_batch = isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader)
-    if isinstance(loader, (Tensor, Mapping)) or is_batch or not isinstance(loader, Iterable):
-        message = (
-            f"{where}: expected an iterable of batches, got {type(loader).__name__}. "
-            f"Pass a DataLoader, or a single batch in a list: [(x, y)]."
-        )
-        raise DataError(message)
-    batches = iter(loader)
+    batches = batches_of(loader, where)
     for first in batches:
 
         def every(first: Any = first) -> Iterator[Any]:
@@ -71,6 +87,8 @@ def stream(
     likelihood: Likelihood = CATEGORICAL,
     rows: int = 1,
     first: Sequence[Features] | None = None,
+    start: int = 0,
+    told: Callable[[int], None] = lambda batches: None,
 ) -> Iterator[tuple[list[Features], Tensor | None]]:
     """Read the loader once and yield what every network makes of it.
 
@@ -89,6 +107,8 @@ def stream(
         rows: batches smaller than this are gathered and come together, as long as they stay below it; larger ones are
             not divided. What is done with them, checks included, is then paid more rarely.
         first: what the networks make of the first batch, where that is known: they are not run on it again.
+        start: number of batches of the loader that were read before.
+        told: told how many batches there are in what is about to be yielded.
 
     Yields:
         One `Features` for each network, and the labels (n,) or None.
@@ -100,12 +120,17 @@ def stream(
     _, batches = peek(loader, f"the {where}")
     had_labels: bool | None = None
     gathered = Gathered(rows, likelihood)
+
+    def take() -> tuple[list[Features], Tensor | None]:
+        told(gathered.batches)
+        return gathered.take()
+
     with ExitStack() as stack:
         watched = [stack.enter_context(Watched(network, head)) for network, head in zip(networks, heads, strict=True)]
         bar = stack.enter_context(
-            tqdm(batches, desc=where, total=total, disable=None if progress else True, leave=False)
+            tqdm(batches, desc=where, total=total, initial=start, disable=None if progress else True, leave=False)
         )
-        for index, raw in enumerate(bar):
+        for index, raw in enumerate(bar, start):
             place = f"batch {index} of the {where}"
             batch = as_batch(raw, place)
             if batch.labels is None and labelled:
@@ -126,9 +151,9 @@ def stream(
                     with located(f"{place}, models[{len(seen)}]"):
                         raise
             if not gathered.fits(len(seen[0].logits)):
-                yield gathered.take()
+                yield take()
             gathered.add(place, seen, batch.labels)
             if gathered.full:
-                yield gathered.take()
+                yield take()
     if gathered.count:
-        yield gathered.take()
+        yield take()

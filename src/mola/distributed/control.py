@@ -1,0 +1,238 @@
+"""What processes tell each other besides sums: that they are alive, that they have arrived, and what went wrong.
+
+All of it goes through the process group's key-value store, so a process that waits can look around: it sees an error that
+another one reported, and a process that gives no sign of life any more. Collectives, which can do neither, are entered only
+when all have arrived.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
+
+from mola import errors
+from mola.errors import DistributedError, MolaError
+
+__all__ = ["Control", "ToldError"]
+
+T = TypeVar("T")
+
+LOOK = 0.2
+"""Seconds between two looks at what others report, while there is work to do."""
+
+SLEEP = (0.001, 0.05)
+"""Seconds between two looks while waiting: at first, and after a while."""
+
+
+KINDS: dict[str, type[MolaError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, MolaError) and "__init__" not in vars(kind)
+}
+"""Our kinds of errors that are made of a message."""
+
+
+class ToldError(Exception):
+    """Somebody has failed, and everybody knows. Becomes the same error on every rank."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        """Keep the report."""
+        super().__init__(report["message"])
+        self.report = report
+
+    def as_error(self) -> MolaError:
+        """The error to raise: of the kind that the rank which failed met, where that is one of ours."""
+        return KINDS.get(self.report["kind"], DistributedError)(self.report["message"])
+
+
+class Control:
+    """One process's view of all.
+
+    Args:
+        store: of torch.distributed, shared by all processes, with keys of the team's own.
+        rank: of this one.
+        size: number of processes.
+        patience: seconds without a sign of life after which a process counts as lost.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, patience: float) -> None:
+        """Start to give signs of life."""
+        self.rank, self.size, self.patience = rank, size, patience
+        self._what, self._work, self._step = "nothing", 0, 0
+        self._store = store
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._looked = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="mola-sign-of-life", daemon=True)
+        self._thread.start()
+
+    # --- signs of life ----------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        while not self._over.wait(min(1.0, self.patience / 8)):
+            try:
+                self._store.add(f"beat/{self.rank}", 1)
+            except RuntimeError:
+                return  # the store is gone; whoever waits next will notice
+
+    def _lost(self) -> list[int]:
+        """Ranks that gave no sign of life for longer than patience allows, watched since the first call."""
+        now, lost = time.monotonic(), []
+        for other in range(self.size):
+            if other == self.rank:
+                continue
+            count = self._ask(lambda key=f"beat/{other}": self._store.add(key, 0))  # type: ignore[misc]
+            before = self._beats.get(other)
+            if before is None or before[0] != count:
+                self._beats[other] = (count, now)
+            elif now - before[1] > self.patience:
+                lost.append(other)
+        return lost
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Give no more signs of life; with an error, tell the others why."""
+        if error is not None and not self._over.is_set():
+            message = f"rank {self.rank} ended: {type(error).__name__}: {error}"
+            with suppress(RuntimeError):  # then nobody is left to be told
+                self._store.compare_set("ended", "", json.dumps({"kind": "DistributedError", "message": message}))
+        self._over.set()
+
+    # --- what goes wrong --------------------------------------------------------------------------------------------
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except RuntimeError as error:
+            message = (
+                f"lost touch with the other processes during {self._what}: the one that keeps their store (rank 0 or torchrun) "
+                f"has ended. Its own messages say why; start the job again."
+            )
+            raise DistributedError(message) from error
+
+    def begin(self, what: str) -> None:
+        """Begin a piece of work that all do together: every rank calls the same ones in the same order."""
+        self._what, self._work, self._step = what, self._work + 1, 0
+        self._looked = 0.0
+
+    def _key(self, name: str) -> str:
+        return f"{self._work}/{name}"
+
+    def check(self) -> None:
+        """Stop if another rank has failed; cheap enough for every batch.
+
+        Raises:
+            ToldError: with what it reported.
+        """
+        now = time.monotonic()
+        if now - self._looked < LOOK:
+            return
+        self._looked = now
+        for key in (self._key("failed"), "ended"):
+            if self._ask(lambda key=key: self._store.check([key])):  # type: ignore[misc]
+                raise ToldError(json.loads(self._ask(lambda key=key: self._store.get(key))))  # type: ignore[misc]
+
+    def report(self, error: BaseException) -> dict[str, Any]:
+        """Tell all that this rank failed; gives what all will know, which is another's report if that came first."""
+        kind = type(error).__name__
+        words = str(error) if kind in KINDS else f"{kind}: {error}"
+        return self._post({"kind": kind, "message": f"rank {self.rank} of {self.size}, {self._what}: {words}"})
+
+    def _post(self, report: dict[str, Any]) -> dict[str, Any]:
+        try:
+            first = self._store.compare_set(self._key("failed"), "", json.dumps(report))
+        except RuntimeError:
+            return report  # nobody is left to be told
+        return json.loads(first)
+
+    def leave(self) -> None:
+        """After a failure, wait until all who live know of it: a process that ends may take the store, or the job, along."""
+        try:
+            self._store.add(self._key("left"), 1)
+            end = time.monotonic() + self.patience
+            while time.monotonic() < end and self._store.add(self._key("left"), 0) < self.size - len(self._lost()):
+                time.sleep(SLEEP[1])
+        except (RuntimeError, DistributedError):
+            pass  # the store has gone already
+
+    def broken(self, error: RuntimeError) -> NoReturn:
+        """A collective failed: find out who is missing.
+
+        Args:
+            error: as the backend raised it.
+
+        Raises:
+            ToldError: with the rank that was lost, or with the backend's own words.
+        """
+        end = time.monotonic() + 1.5 * self.patience
+        while time.monotonic() < end:
+            self._look()
+            time.sleep(SLEEP[1])
+        message = f"the processes lost touch with each other during {self._what}: {error}"
+        raise ToldError(self._post({"kind": "DistributedError", "message": message})) from error
+
+    # --- meetings ---------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """While waiting: has somebody failed, or been lost?
+
+        Raises:
+            ToldError: if so.
+        """
+        self._looked = 0.0
+        self.check()
+        lost = self._lost()
+        if lost:
+            names = ", ".join(f"rank {other}" for other in lost)
+            message = (
+                f"{names} of {self.size} lost during {self._what}: no sign of life for {self.patience:g} s. The process was killed or "
+                f"its machine cannot be reached; a killed process often ran out of memory. Start the job again (with "
+                f"checkpoint=... a fit goes on where it was)."
+            )
+            raise ToldError(self._post({"kind": "DistributedError", "message": message}))
+
+    def _await(self, key: str, count: int) -> None:
+        pause, longest = SLEEP
+        looked = time.monotonic()
+        while self._ask(lambda: self._store.add(key, 0)) < count:
+            if time.monotonic() - looked > LOOK:
+                self._look()
+                looked = time.monotonic()
+            time.sleep(pause)
+            pause = min(longest, 1.5 * pause)
+
+    def meet(self) -> None:
+        """Wait until every rank has arrived. `ToldError` if one has failed or is lost."""
+        self._step += 1
+        key = self._key(f"meeting/{self._step}")
+        self._ask(lambda: self._store.add(key, 1))
+        self._await(key, self.size)
+
+    def finish(self) -> None:
+        """The end of a piece of work: all have done it. Rank 0, which may hold the store, goes last."""
+        self.meet()
+        key = self._key("passed")
+        if self.rank == 0:
+            self._await(key, self.size - 1)
+        else:
+            self._ask(lambda: self._store.add(key, 1))
+
+    def collect(self, document: Any) -> list[Any] | None:
+        """The JSON documents of all ranks in their order, on rank 0; None on the others."""
+        key = self._key(f"document/{self._step + 1}")
+        self._ask(lambda: self._store.set(f"{key}/{self.rank}", json.dumps(document)))
+        self.meet()
+        if self.rank != 0:
+            return None
+        return [json.loads(self._ask(lambda n=n: self._store.get(f"{key}/{n}"))) for n in range(self.size)]  # type: ignore[misc]
+
+    def share(self, document: Any) -> Any:
+        """Rank 0's JSON document, on every rank."""
+        key = self._key(f"shared/{self._step + 1}")
+        if self.rank == 0:
+            self._ask(lambda: self._store.set(key, json.dumps(document)))
+        self.meet()
+        return json.loads(self._ask(lambda: self._store.get(key)))

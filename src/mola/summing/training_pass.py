@@ -1,0 +1,290 @@
+"""One pass over the training data: every network's sums, from where a checkpoint left off, over all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mola.distributed import Team
+from mola.errors import DataError, OptionError, StorageError
+from mola.features import Features, batch_count, batches_of, first_passes, stream
+from mola.heads import Head
+from mola.laplace import Factors, Structure
+from mola.likelihood import Likelihood
+from mola.networks import as_batch
+from mola.summing.blank import moved, no_data, remade
+from mola.summing.checkpoint import Keeper, Kept
+from mola.summing.identity import describe_heads, difference, heads_from, identity_of
+from mola.summing.trail import follow
+
+__all__ = ["sum_up"]
+
+NO_DATA = "the training loader is empty: it yielded no batch. An iterator read before has nothing left; pass the loader itself."
+
+
+@dataclass(frozen=True)
+class Work:
+    """What does not change during the pass."""
+
+    networks: Sequence[nn.Module]
+    structure: Structure
+    likelihood: Likelihood
+    team: Team
+    keeper: Keeper
+    identity: dict[str, Any]
+
+
+def sum_up(
+    networks: Sequence[nn.Module],
+    names: Sequence[str | None],
+    loader: Iterable[Any],
+    structure: Structure,
+    likelihood: Likelihood,
+    *,
+    team: Team,
+    keeper: Keeper,
+    options: dict[str, Any],
+    progress: bool,
+) -> tuple[list[Head], list[Factors]]:
+    """The head of every network, and its sums over all the training data of all processes.
+
+    Call it inside `undisturbed(*networks)` and `team.work(...)`.
+
+    Args:
+        networks: the trained classifiers.
+        names: for each, the dotted name of its head, or None to find it.
+        loader: batches of this process; none of them, if others have some.
+        structure: what is summed.
+        likelihood: what the outputs mean.
+        team: the processes.
+        keeper: keeps sums under way.
+        options: what else must be the same on every rank, as JSON.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
+
+    Returns:
+        Heads and sums, the same bits on every rank.
+
+    Raises:
+        OptionError: if ranks differ in more than their data, or sums of ranks cannot be added.
+        DataError: if there are no data.
+    """
+    if team.size > 1 and structure.settings().get("running_average") is not None:
+        message = (
+            "a running average depends on the order of the batches, and several processes have none. Use Kron() without "
+            "running_average: its sums are exact and merge."
+        )
+        raise OptionError(message)
+    plain = team.size == 1 and not keeper.active
+    work = Work(
+        networks, structure, likelihood, team, keeper, {} if plain else identity_of(networks, structure, likelihood)
+    )
+    kept = keeper.load(work.identity, structure)
+    batches = batches_of(loader, "the training loader")
+    _skip(batches, kept)
+    first = next(batches, None)
+    seen: list[Features] | None = None
+    labelled = kept.labelled
+    heads = None if kept.heads is None else heads_from(networks, kept.heads)
+    if first is not None:
+        batch = as_batch(first, f"batch {kept.batches} of the training loader")
+        heads, seen = first_passes(networks, names, batch.inputs)
+        labelled = batch.labels is not None
+        batches = chain([first], batches)
+    if heads is not None and not plain:
+        _check_kept(kept, describe_heads(heads))
+    if plain and heads is None:
+        raise DataError(NO_DATA)
+    if not plain:
+        heads, labelled = _agree(work, heads, labelled, options)
+    assert heads is not None  # one process alone has data, and several have agreed
+    structure.check_size([one.width for one in heads], heads[0].classes)
+    totals = list(kept.totals or [])
+    if seen is not None:
+        totals = _stream(work, heads, batches, seen, kept, batch_count(loader), labelled=labelled, progress=progress)
+    return heads, _over_all(work, heads, totals, labelled=labelled)
+
+
+def _skip(batches: Iterator[Any], kept: Kept) -> None:
+    """Read past the batches that are in the sums already.
+
+    Raises:
+        StorageError: if they are other batches than those.
+    """
+    trail = Kept().trail
+    for index in range(kept.batches):
+        try:
+            trail = follow(trail, next(batches))
+        except StopIteration:
+            message = (
+                f"the checkpoint holds sums of {kept.batches} batches, but the training loader has only {index}: it is not the "
+                f"loader that this fit began with. Pass that one, or delete the checkpoint to start from zero."
+            )
+            raise StorageError(message) from None
+    if trail != kept.trail:
+        message = (
+            f"the first {kept.batches} batches of the training loader are not those in the checkpoint: the data, their order or the "
+            f"batch size have changed. Going on would count some data twice and others never. Pass the same data unshuffled, or "
+            f"delete the checkpoint to start from zero."
+        )
+        raise StorageError(message)
+
+
+def _check_kept(kept: Kept, heads: list[dict[str, Any]]) -> None:
+    """Refuse sums of other heads.
+
+    Raises:
+        StorageError: if the checkpoint's are others.
+    """
+    words = difference({"heads": kept.heads}, {"heads": heads})
+    if words is not None:
+        message = f"the checkpoint is of another fit: {words}. Pass what that fit was given, or delete the checkpoint."
+        raise StorageError(message)
+
+
+def _agree(
+    work: Work, heads: list[Head] | None, labelled: bool | None, options: dict[str, Any]
+) -> tuple[list[Head], bool]:
+    """See that all ranks do the same; a rank without data learns the heads from those that have some.
+
+    Raises:
+        OptionError: if ranks differ in more than their data.
+        DataError: if no rank has data, or only some have labels.
+    """
+    own = work.identity | {
+        "options": options,
+        "heads": None if heads is None else describe_heads(heads),
+        "labelled": labelled,
+    }
+    everyone = work.team.collect(own)
+    if everyone is not None:
+        lead = next((rank for rank, one in enumerate(everyone) if one["heads"] is not None), None)
+        if lead is None:
+            raise DataError(NO_DATA)
+        for rank, one in enumerate(everyone):
+            if one["labelled"] is not None and one["labelled"] != everyone[lead]["labelled"]:
+                have, lack = (lead, rank) if everyone[lead]["labelled"] else (rank, lead)
+                message = f"the batches of rank {have} have labels, those of rank {lack} have none. Give labels to all or none."
+                raise DataError(message)
+            words = difference(everyone[lead], one)
+            if words is not None:
+                message = (
+                    f"rank {rank} is not doing the same work as rank {lead}. {words[0].upper()}{words[1:]}. Pass the same networks "
+                    f"and options in every process; only the data differ."
+                )
+                raise OptionError(message)
+        own = everyone[lead]
+    agreed = work.team.share({"heads": own["heads"], "labelled": own["labelled"]})
+    if heads is None:
+        heads = heads_from(work.networks, agreed["heads"])
+        words = difference(agreed, {"heads": describe_heads(heads)})
+        if words is not None:
+            message = f"this rank has no data, and other networks than those that have some: {words}."
+            raise OptionError(message)
+    return heads, agreed["labelled"]
+
+
+def _stream(
+    work: Work,
+    heads: Sequence[Head],
+    batches: Iterable[Any],
+    first: Sequence[Features],
+    kept: Kept,
+    total: int | None,
+    *,
+    labelled: bool | None,
+    progress: bool,
+) -> list[Factors]:
+    structure, likelihood, keeper = work.structure, work.likelihood, work.keeper
+    totals: list[Any] = [None] * len(heads)
+    if kept.totals is not None:
+        # A checkpoint comes back in main memory; sums go on where the features are.
+        totals = [moved(total, _device(one)) for total, one in zip(kept.totals, first, strict=True)]
+    rows = structure.rows(max(head.width for head in heads))
+    trails = [kept.trail]
+    done = saved = kept.batches
+    coming = 0
+
+    def trailed() -> Iterator[Any]:
+        for batch in batches:
+            trails.append(follow(trails[-1], batch))
+            yield batch
+
+    def told(count: int) -> None:
+        nonlocal coming
+        coming = count
+
+    def save() -> None:
+        described = describe_heads(heads)
+        keeper.save(work.identity, Kept(done, trails[0], labelled, described, [total.cpu() for total in totals]))
+
+    for seen, labels in stream(
+        work.networks,
+        heads,
+        trailed() if keeper.active else batches,
+        where="training loader",
+        progress=progress,
+        total=total,
+        likelihood=likelihood,
+        rows=rows or 1,
+        first=first,
+        start=kept.batches,
+        told=told,
+    ):
+        for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
+            for features, logits, some in _portions(head, one, labels, rows):
+                score = None if some is None else float(likelihood.log_likelihood(logits, some).sum())
+                totals[index] = structure.absorb(totals[index], features, likelihood.curvature(logits), score)
+        done += coming
+        if keeper.active:
+            del trails[:coming]  # the first is that of all batches in the sums
+            if done - saved >= keeper.every:
+                save()
+                saved = done
+        work.team.check()
+    if keeper.active and done > saved:
+        save()
+    return totals
+
+
+def _device(seen: Features) -> torch.device:
+    """Where sums are made: on the CPU where the network's device has no float64."""
+    return torch.device("cpu") if seen.logits.device.type == "mps" else seen.logits.device
+
+
+def _portions(
+    head: Head, seen: Features, labels: Tensor | None, rows: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Features with the constant 1, logits and labels, in float64 and at most `rows` at a time: a batch may be large."""
+    device = _device(seen)
+    for start in range(0, len(seen.logits), rows or len(seen.logits)):
+        part = slice(start, None if rows is None else start + rows)
+        features, logits = seen.features[part].to(device), seen.logits[part].to(device)
+        yield head.lift(features, torch.float64), logits.double(), None if labels is None else labels[part].to(device)
+
+
+def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, labelled: bool | None) -> list[Factors]:
+    """Sums of all ranks, in main memory."""
+    if work.team.size == 1:
+        return [total.cpu() for total in totals]
+    known = 0.0 if labelled else None
+    own = totals or [no_data(work.structure, head.width, head.classes, known) for head in heads]
+    summed = []
+    for total in own:
+        # A rank without data may lack sums that the others have.
+        forms: dict[str, list[int]] = {}
+        for one in work.team.collect({name: list(tensor.shape) for name, tensor in total.tensors().items()}) or ():
+            forms |= one
+        forms = work.team.share(forms)
+        given = total.tensors()
+        like = next(iter(given.values()))
+        parts = [given[name] if name in given else like.new_zeros(shape) for name, shape in forms.items()]
+        scalars = like.new_tensor([total.count, total.log_likelihood or 0.0])
+        count, score, *sums = [one.cpu() for one in work.team.sum([*scalars, *parts])]
+        likelihood = float(score) if labelled else None
+        summed.append(remade(total, int(count), likelihood, dict(zip(forms, sums, strict=True))))
+    return summed
