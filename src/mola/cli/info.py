@@ -64,7 +64,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("classes", ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "without names"),
         ("inputs", shapes),
         ("made of", ", ".join(found["networks"])),
-        *[("weights", f"{one['path']} ({one['state']})") for one in found["weight_files"]],
+        *[("weights", f"{one['state']}: {one['path']}") for one in found["weight_files"]],
         ("data", f"train {found['train']}, validation {found['val'] or 'none'}, {found['left_out']} left out"),
     ]
     if found["validation"]:

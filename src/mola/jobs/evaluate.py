@@ -159,9 +159,12 @@ def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None) -> tupl
         notes.append("There are no validation data, so no temperatures: name some with --val.")
     else:
         logits, labels = _logits(posterior, val)
-        temperatures[SINGLE_T] = fit_temperature(logits[:1], labels)
-        if len(logits) > 1:
-            temperatures[ENSEMBLE_T] = fit_temperature(logits, labels)
+        wanted = {SINGLE_T: logits[:1]} | ({ENSEMBLE_T: logits} if len(logits) > 1 else {})
+        for name, some in wanted.items():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", MolaWarning)
+                temperatures[name] = fit_temperature(some, labels)
+            notes += [f"{name}: {one.message}" for one in caught]
     single = posterior
     if len(posterior.components) > 1:
         single = MoLA(posterior.components[:1], posterior.link)

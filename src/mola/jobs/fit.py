@@ -129,9 +129,12 @@ def run_fit(
         What was done.
 
     Raises:
-        OptionError: if the output is a file.
+        OptionError: if the output is a file, or there is nothing to bundle.
     """
     check_job(job)
+    if bundle and not job.weights:
+        message = "--bundle copies files of --weights into the folder, and there are none."
+        raise OptionError(message)
     if output.exists() and not output.is_dir():
         message = f"{output} is a file; expected a folder to write the posterior to."
         raise OptionError(message)
@@ -210,14 +213,7 @@ def _measure(posterior: MoLA, val: Loader) -> dict[str, Any]:
 
 
 def _bundled(job: Job, built: Built, output: Path) -> tuple[Job, Built]:
-    """Copies of the weights inside the folder, and a job that names them.
-
-    Raises:
-        OptionError: if the networks are folders or programs, which are not files of weights.
-    """
-    if not job.weights:
-        message = "--bundle copies files of --weights into the folder, and there are none."
-        raise OptionError(message)
+    """Copies of the weights inside the folder, and a job that names them."""
     target = output / BUNDLED
     target.mkdir(parents=True, exist_ok=True)
     copies = []

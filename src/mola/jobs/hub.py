@@ -83,7 +83,8 @@ def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
             folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        message = f"{folder} cannot be loaded by transformers: {str(error).splitlines()[0] if str(error) else error!r}"
+        reason = (str(error) or repr(error)).splitlines()[0]
+        message = f"{folder} cannot be loaded by transformers: {reason}"
         raise StorageError(message) from error
     absent = sorted(info.get("missing_keys", [])) + [str(one) for one in info.get("mismatched_keys", [])]
     if absent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,7 +73,8 @@ def check_order(counts: Tensor, classes: Sequence[str] | None, where: str) -> No
             f"{', ...' if outputs > 20 else ''}. Use {remedy}."
         )
         raise DataError(message)
-    if right < 1.5 / outputs:
+    # Guessing is right once in C times, give or take what chance does to so many labels.
+    if right <= 1 / outputs + 2 * math.sqrt((1 - 1 / outputs) / (outputs * total)):
         warn(
             f"only {right:.1%} of the labels of {where} agree with the first network, hardly more than guessing: are the preparation "
             f"(--normalise, --resize, --mode) and the classes (--classes) those it was trained with?"

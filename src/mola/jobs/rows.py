@@ -179,7 +179,7 @@ def checked_rows(
             finite = tensor.reshape(len(tensor), -1).isfinite().all(1)
             for index in torch.nonzero(~finite).flatten().tolist():
                 count = int((~tensor[index].isfinite()).sum())
-                errors[index] = f"holds {count} {'value' if count == 1 else 'values'} that are nan or infinite"
+                errors[index] = f"holds {count} {'value that is' if count == 1 else 'values that are'} nan or infinite"
             good &= finite.cpu()
     if labels is not None:
         labels = labels.cpu()

@@ -1,0 +1,142 @@
+"""A user's desk in a folder: small trained networks and the same pictures in every form that the commands read."""
+
+from __future__ import annotations
+
+import csv
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from mola.models.checkpoints import save_weights
+
+CLASSES = ("cat", "dog", "fox")
+SIDE = 6
+SIZES = {"train": 36, "val": 18, "test": 18}
+
+MODULE = """
+import numpy as np
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Flatten(), nn.Linear(108, 12), nn.ReLU(), nn.Linear(12, 3)).to(torch.float32)
+
+
+def wide():
+    return nn.Sequential(nn.Flatten(), nn.Linear(108, 20), nn.ReLU(), nn.Linear(20, 3)).to(torch.float32)
+
+
+def broken():
+    raise KeyError("no such thing")
+
+
+def nothing():
+    return 3
+
+
+def batches(name):
+    stored = np.load(name + ".npz")
+    inputs = torch.from_numpy(stored["x"]).permute(0, 3, 1, 2).float() / 255
+    labels = torch.from_numpy(stored["y"])
+    return list(zip(inputs.split(10), labels.split(10)))
+
+
+def train():
+    return batches("train")
+
+
+def val():
+    return batches("val")
+
+
+def mappings():
+    return [{"input": inputs, "labels": labels} for inputs, labels in batches("train")]
+
+
+def failing():
+    yield batches("train")[0]
+    raise RuntimeError("the disk is gone")
+
+
+def uneven():
+    return [(torch.zeros(4, 3, 6, 6), torch.zeros(3, dtype=torch.int64))]
+
+
+number = 7
+"""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Where everything lies."""
+
+    root: Path
+    module: str
+
+    def weights(self, count: int = 3) -> list[str]:
+        return [str(self.root / "weights" / f"{index}.safetensors") for index in range(count)]
+
+    def pixels(self, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = np.load(self.root / f"{split}.npz")
+        return torch.from_numpy(stored["x"]).permute(0, 3, 1, 2), torch.from_numpy(stored["y"])
+
+    def inputs(self, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+        pixels, labels = self.pixels(split)
+        return pixels.float() / 255, labels
+
+    def networks(self, count: int = 3) -> list[nn.Module]:
+        from safetensors.torch import load_file
+
+        made = []
+        for path in self.weights(count):
+            network = build()
+            network.load_state_dict(load_file(path))
+            made.append(network.eval())
+        return made
+
+
+def build(width: int = 12) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(108, width), nn.ReLU(), nn.Linear(width, 3)).to(torch.float32)
+
+
+def make_desk(root: Path, module: str) -> Desk:
+    """Pictures in a colour for each class, with enough noise to be mistaken now and then."""
+    draw = np.random.default_rng(0)
+    (root / f"{module}.py").write_text(textwrap.dedent(MODULE))
+    colours = np.array([[200, 90, 80], [90, 190, 90], [80, 100, 200]])
+    for split, count in SIZES.items():
+        labels = np.repeat(np.arange(3), count // 3)
+        noise = draw.normal(0, 60, (count, SIDE, SIDE, 3)) + draw.normal(0, 35, (count, 1, 1, 3))
+        pixels = np.clip(colours[labels][:, None, None] + noise, 0, 255).astype(np.uint8)
+        np.savez(root / f"{split}.npz", x=pixels, y=labels)
+        rows = []
+        for index, (picture, label) in enumerate(zip(pixels, labels, strict=True)):
+            folder = root / split / CLASSES[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(picture).save(folder / f"{index:03d}.png")
+            rows.append((f"{split}/{CLASSES[label]}/{index:03d}.png", CLASSES[label]))
+        with open(root / f"{split}.csv", "w", newline="") as stream:
+            csv.writer(stream).writerows([("path", "label"), *rows])
+    (root / "strange").mkdir()
+    for index in range(12):
+        picture = draw.integers(0, 256, (SIDE, SIDE, 3)).astype(np.uint8)
+        Image.fromarray(picture).save(root / "strange" / f"{index:02d}.png")
+    desk = Desk(root, module)
+    inputs, labels = desk.inputs("train")
+    (root / "weights").mkdir()
+    for seed, path in enumerate(desk.weights()):
+        torch.manual_seed(seed)
+        network = build()
+        optimiser = torch.optim.Adam(network.parameters(), lr=0.01)
+        for _ in range(60):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(network(inputs), labels).backward()
+            optimiser.step()
+        save_weights(network, path)
+    return desk
