@@ -166,6 +166,20 @@ def test_subnetwork_has_the_largest_variances_and_their_block():
     torch.testing.assert_close(posterior.predict(inputs).logit_variance[0], expected, rtol=1e-9, atol=1e-12)
 
 
+def test_weights_of_units_that_never_fire_are_chosen_last():
+    torch.manual_seed(0)
+    network, inputs = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(9, 3)
+    with torch.no_grad():
+        network[0].bias[:2] = -100.0  # 2 dead units: 8 weights into them, 6 out of them
+    dense = ggn(network, inputs).diagonal()
+    alive = int((dense > 0).sum())
+    assert alive == len(dense) - 14
+    for count in (5, alive, alive + 3):
+        marks = fit(network, [inputs], subnetwork=count).subnetwork()
+        chosen = dense[torch.cat([marks[name].flatten() for name, _ in network.named_parameters()])]
+        assert int((chosen > 0).sum()) == min(count, alive)
+
+
 def test_subnetwork_of_all_weights_is_full_and_a_share_is_a_number():
     network, (inputs, labels) = convolutional(), data()
     loader = batches(inputs, labels, 6)

@@ -64,7 +64,8 @@ def fit_whole(
             is "kron", or "full" for a subnetwork.
         subnetwork: how many weights, or which share of them (a fraction between 0 and 1), are uncertain: those with the
             largest marginal variance under the diagonal approximation (Daxberger et al., 2021), with every correlation
-            between them. The others stay as they were trained.
+            between them. The others stay as they were trained, and so do weights that no training datum depends on
+            (units that never fire), as long as there are others.
         prior_precision: lambda, one number or K.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         link: "probit", "probit-centered", "mean-field", "bridge" or "mc", on the linearised logits, or a `Link`; or
@@ -153,9 +154,13 @@ def _count(size: int, subnetwork: float) -> int:
 
 
 def _largest(diagonal: Tensor, subnetwork: float | None) -> Tensor:
-    """Places, rising, of the weights with the largest marginal variance 1 / (h + lambda): of those with the smallest h."""
+    """Places, rising, of the weights with the largest marginal variance 1 / (h + lambda): of those with the smallest h.
+
+    Weights with h = 0 come last: no training datum depends on them (a third of a trained LeNet's belong to units that never
+    fire), so that the data say nothing of them at all, and they would take every place.
+    """
     assert subnetwork is not None
-    order = torch.sort(diagonal, stable=True).indices
+    order = torch.sort(torch.where(diagonal > 0, diagonal, torch.inf), stable=True).indices
     return order[: _count(len(diagonal), subnetwork)].sort().values
 
 
