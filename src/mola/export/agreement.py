@@ -31,15 +31,17 @@ def expected_outputs(traced: Traced, example: Inputs) -> dict[str, Tensor]:
 
 
 def probing_inputs(traced: Traced, example: Inputs, rows: int, seed: int) -> Inputs:
-    """A random batch like the example: its rows, mixed; floating-point ones with noise of their own size added."""
+    """A random batch like the example: its rows, floating-point ones with noise of their own size; bytes are all random."""
     generator = torch.Generator("cpu").manual_seed(seed)
     tensors = []
     for tensor in traced.graph.signature.tensors(example):
         picked = tensor.detach().cpu()[torch.arange(seed, seed + rows) % len(tensor)]
         if tensor.is_floating_point():
             noise = torch.randn(picked.shape, generator=generator, dtype=torch.float32, device="cpu")
-            scale = tensor.detach().float().std(correction=0).cpu()
+            scale = float(tensor.detach().float().std(correction=0)) or 1.0
             picked = picked + (noise * scale).to(picked.dtype)
+        elif tensor.dtype == torch.uint8:
+            picked = torch.randint(256, picked.shape, generator=generator, dtype=torch.uint8, device="cpu")
         tensors.append(picked)
     return traced.graph.signature.inputs(tensors)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,41 @@ __all__ = ["Written", "check_path", "write_file"]
 
 
 @dataclass(frozen=True)
+class NamedTensor:
+    """An input or output of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    """Sizes; "batch" is any."""
+
+
+@dataclass(frozen=True)
 class Written:
     """A file that was exported."""
 
     path: Path
     bytes: int
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: tuple[NamedTensor, ...]
+    outputs: tuple[NamedTensor, ...]
     differences: dict[str, float] | None
     """Largest difference of each output from PyTorch's; None where it was not checked."""
     document: dict[str, Any]
     """What the file says of itself."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {"path": str(self.path)}
+
+
+def _named(nodes: Sequence[Any], names: Sequence[str]) -> tuple[NamedTensor, ...]:
+    """What a traced graph's nodes are, sizes that are free called "batch"."""
+    found = []
+    for node, name in zip(nodes, names, strict=True):
+        value = node.meta["val"]
+        shape = tuple(size if isinstance(size, int) else "batch" for size in value.shape)
+        found.append(NamedTensor(name, str(value.dtype).removeprefix("torch."), shape))
+    return tuple(found)
 
 
 def check_path(path: str | Path) -> Path:
@@ -73,5 +98,8 @@ def write_file(path: Path, content: bytes, traced: Traced, differences: dict[str
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror}. Nothing was left behind."
         raise StorageError(message) from error
-    graph = traced.graph
-    return Written(path, len(content), graph.signature.names, graph.outputs, differences, traced.document)
+    nodes, graph = {node.name: node for node in traced.program.graph.nodes}, traced.graph
+    signature = traced.program.graph_signature
+    inputs = _named([nodes[name] for name in signature.user_inputs], graph.signature.names)
+    outputs = _named([nodes[name] for name in signature.user_outputs], graph.outputs)
+    return Written(path, len(content), inputs, outputs, differences, traced.document)

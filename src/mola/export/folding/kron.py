@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from mola.export.folding.base import Draws, Folded
-from mola.laplace.kron import DampedPosterior
+from mola.laplace.base import mahalanobis_weights
+from mola.laplace.kron import DampedPosterior, KronPosterior
 from mola.laplace.kron_exact import ExactPosterior
 
 __all__ = ["FoldedDamped", "FoldedExact"]
@@ -15,9 +16,11 @@ __all__ = ["FoldedDamped", "FoldedExact"]
 class FoldedEigenbasis(Folded):
     """Squared coordinates in the features' eigenbasis, by one product with the bias folded in."""
 
+    posterior: KronPosterior
+
     def coordinates(self, features: Tensor) -> Tensor:
         """Squared coordinates (n, P)."""
-        return self.affine(features, "vectors", lambda own: own["feature_vectors"]).square()
+        return self.affine(features, "vectors", lambda _: self.posterior.spectrum.feature_vectors).square()
 
 
 class FoldedDamped(FoldedEigenbasis):
@@ -27,8 +30,11 @@ class FoldedDamped(FoldedEigenbasis):
 
     def project(self, features: Tensor) -> Tensor:
         """`phi' V phi` and the squared length (n, 2)."""
-        table = self.constant("table", lambda own: torch.stack([own["feature_inverse"], own["outlier_weights"]], dim=1))
-        return self.coordinates(features) @ table
+        return self.coordinates(features) @ self.constant("table", self._table)
+
+    def _table(self, _: dict[str, Tensor]) -> Tensor:
+        spectrum, precision = self.posterior.spectrum, self.posterior.precision
+        return torch.stack([spectrum.feature_inverse(precision), mahalanobis_weights(spectrum.feature_values)], dim=1)
 
     def variance(self, projected: Tensor) -> Tensor:
         """`(phi' V phi) U_cc`."""
