@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from mola.data.folder import Preparation
+from mola.data.normalisation import NORMALISATIONS
 from mola.models.checkpoints import save_weights
 
 CLASSES = ("cat", "dog", "fox")
@@ -25,7 +26,7 @@ from torch import nn
 
 
 def build():
-    return nn.Sequential(nn.Flatten(), nn.Linear(108, 12), nn.ReLU(), nn.Linear(12, 3)).to(torch.float32)
+    return nn.Sequential(nn.Flatten(), nn.Linear(INPUTS, 12), nn.ReLU(), nn.Linear(12, 3)).to(torch.float32)
 
 
 def wide():
@@ -78,6 +79,8 @@ class Desk:
 
     root: Path
     module: str
+    side: int = SIDE
+    """Of the images, as the networks take them."""
 
     def weights(self, count: int = 3) -> list[str]:
         return [str(self.root / "weights" / f"{index}.safetensors") for index in range(count)]
@@ -87,28 +90,33 @@ class Desk:
         return torch.from_numpy(stored["x"]).permute(0, 3, 1, 2), torch.from_numpy(stored["y"])
 
     def inputs(self, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the networks were trained on: the pictures as they are, or resized and normalised as for CIFAR-10."""
         pixels, labels = self.pixels(split)
-        return pixels.float() / 255, labels
+        if self.side == SIDE:
+            return pixels.float() / 255, labels
+        prepare, normalise = Preparation((self.side, self.side)), NORMALISATIONS["cifar10"]
+        larger = [prepare(Image.fromarray(one.permute(1, 2, 0).numpy())) for one in pixels]
+        return normalise(torch.stack(larger)), labels
 
     def networks(self, count: int = 3) -> list[nn.Module]:
         from safetensors.torch import load_file
 
         made = []
         for path in self.weights(count):
-            network = build()
+            network = build(side=self.side)
             network.load_state_dict(load_file(path))
             made.append(network.eval())
         return made
 
 
-def build(width: int = 12) -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.Linear(108, width), nn.ReLU(), nn.Linear(width, 3)).to(torch.float32)
+def build(width: int = 12, side: int = SIDE) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * side**2, width), nn.ReLU(), nn.Linear(width, 3)).to(torch.float32)
 
 
-def make_desk(root: Path, module: str) -> Desk:
+def make_desk(root: Path, module: str, side: int = SIDE) -> Desk:
     """Pictures in a colour for each class, with enough noise to be mistaken now and then."""
     draw = np.random.default_rng(0)
-    (root / f"{module}.py").write_text(textwrap.dedent(MODULE))
+    (root / f"{module}.py").write_text(MODULE.replace("INPUTS", str(3 * side**2)))
     colours = np.array([[200, 90, 80], [90, 190, 90], [80, 100, 200]])
     for split, count in SIZES.items():
         labels = np.repeat(np.arange(3), count // 3)
@@ -127,12 +135,12 @@ def make_desk(root: Path, module: str) -> Desk:
     for index in range(12):
         picture = draw.integers(0, 256, (SIDE, SIDE, 3)).astype(np.uint8)
         Image.fromarray(picture).save(root / "strange" / f"{index:02d}.png")
-    desk = Desk(root, module)
+    desk = Desk(root, module, side)
     inputs, labels = desk.inputs("train")
     (root / "weights").mkdir()
     for seed, path in enumerate(desk.weights()):
         torch.manual_seed(seed)
-        network = build()
+        network = build(side=side)
         optimiser = torch.optim.Adam(network.parameters(), lr=0.01)
         for _ in range(60):
             optimiser.zero_grad()
