@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from mola.laplace.symmetric import BLOCK, add_gram, lower_rows, pack, packed_size, size_of, unpack
+from mola.laplace.symmetric import (
+    BLOCK,
+    add_gram,
+    lower_rows,
+    pack,
+    packed_size,
+    quadratic,
+    quadratic_root,
+    size_of,
+    unpack,
+)
 
 SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 37, 5 * BLOCK - 1)
 
@@ -52,3 +62,20 @@ def test_it_takes_little_more_than_half():
 
 def test_sizes_are_told_from_lengths():
     assert [size_of(torch.empty(packed_size(size))) for size in range(1, 700)] == list(range(1, 700))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("smallest", [1e-1, 1e-12, 0.0])
+def test_quadratic_forms_by_a_triangular_root(size, smallest):
+    """Against the eigenbasis, also where the matrix is nearly or wholly singular."""
+    vectors = torch.linalg.qr(symmetric(size)).Q
+    values = torch.linspace(smallest, 3, size) if size > 1 else torch.tensor([2.0])
+    root = quadratic_root(vectors, values)
+    rows = torch.randn(40, size, generator=torch.Generator().manual_seed(2))
+    expected = (rows @ vectors).square() @ values
+    torch.testing.assert_close(quadratic(rows, root), expected, rtol=1e-11, atol=0)
+    if size > BLOCK:
+        assert torch.equal(root, torch.tril(root))
+    # A direction of variance zero has none, to rounding.
+    if smallest == 0 and size > 1:
+        assert float(quadratic(vectors[:, :1].T, root)) < 1e-28 * size

@@ -20,7 +20,7 @@ from torch import Tensor
 from mola.errors import OptionError
 from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
 from mola.laplace.basis import eigensystem, seen_basis
-from mola.laplace.symmetric import add_gram, pack, packed_size, unpack
+from mola.laplace.symmetric import add_gram, pack, packed_size, quadratic, quadratic_root, unpack
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature, laplacian
 
 __all__ = ["Kron", "KronFactors", "KronPosterior", "KronSpectrum", "RunningKronFactors"]
@@ -194,29 +194,11 @@ class KronPosterior(Posterior):
     """What both readings of the prior share at prediction time."""
 
     spectrum: KronSpectrum
-    feature_vectors: Tensor
-    outlier_weights: Tensor
 
     @property
     def noise_size(self) -> int:  # type: ignore[override]
         """One normal for each visible direction of output space."""
         return self.spectrum.visible
-
-    def shared_constants(self) -> dict[str, Tensor]:
-        """B's eigenvectors and the weights of the outlier score."""
-        spectrum = self.spectrum
-        return {
-            "feature_vectors": spectrum.feature_vectors,
-            "outlier_weights": mahalanobis_weights(spectrum.feature_values),
-        }
-
-    def squares(self, features: Tensor) -> Tensor:
-        """Squared coordinates (n, P) of the features in B's eigenbasis."""
-        return (features @ self.feature_vectors).square()
-
-    def mahalanobis(self, features: Tensor) -> Tensor:
-        """`sqrt(phi' B^-1 phi)`."""
-        return (self.squares(features) @ self.outlier_weights).sqrt()
 
 
 class DampedSpectrum(KronSpectrum):
@@ -272,16 +254,19 @@ class DampedPosterior(KronPosterior):
     """Logit covariance `(phi' V phi) U`: one number for each datum times a fixed matrix."""
 
     spectrum: DampedSpectrum
-    feature_inverse: Tensor
+    feature_root: Tensor
+    outlier_root: Tensor
     class_variance: Tensor
     contrast_class_variance: Tensor
     class_root: Tensor
 
     def constants(self) -> dict[str, Tensor]:
-        """Eigenvalues of V, the diagonal of U, and a root of U with the visible directions first."""
+        """Roots of V and of B's inverse, the diagonal of U, and a root of U with the visible directions first."""
         spectrum, precision = self.spectrum, self.precision
-        return self.shared_constants() | {
-            "feature_inverse": spectrum.feature_inverse(precision),
+        vectors, known = spectrum.feature_vectors, mahalanobis_weights(spectrum.feature_values)
+        return {
+            "feature_root": quadratic_root(vectors, spectrum.feature_inverse(precision)),
+            "outlier_root": quadratic_root(vectors, known),
             "class_variance": spectrum.class_variance(precision),
             "contrast_class_variance": spectrum.class_variance(precision, contrast=True),
             "class_root": spectrum.class_vectors * spectrum.class_inverse(precision).sqrt(),
@@ -289,7 +274,11 @@ class DampedPosterior(KronPosterior):
 
     def scale(self, features: Tensor) -> Tensor:
         """`phi' V phi` (n,)."""
-        return self.squares(features) @ self.feature_inverse
+        return quadratic(features, self.feature_root)
+
+    def mahalanobis(self, features: Tensor) -> Tensor:
+        """`sqrt(phi' B^-1 phi)`."""
+        return quadratic(features, self.outlier_root).sqrt()
 
     def variance(self, features: Tensor) -> Tensor:
         """`(phi' V phi) U_cc`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mola.laplace.base import Posterior, Spectrum
+from mola.laplace.base import Posterior, Spectrum, mahalanobis_weights
 from mola.laplace.kron import Kron, KronFactors, KronPosterior, KronSpectrum
 from mola.likelihood import CATEGORICAL, Likelihood
 
@@ -72,6 +72,8 @@ class ExactPosterior(KronPosterior):
     """Logit covariance `Q_A diag(s(phi)) Q_A'`, diagonal in A's eigenbasis with entries that depend on the datum."""
 
     spectrum: ExactSpectrum
+    feature_vectors: Tensor
+    outlier_weights: Tensor
     class_table: Tensor
     contrast_class_table: Tensor
     inverse: Tensor
@@ -80,12 +82,22 @@ class ExactPosterior(KronPosterior):
     def constants(self) -> dict[str, Tensor]:
         """Tables of weights over squared coordinates, and A's eigenvectors with the visible directions first."""
         spectrum, precision = self.spectrum, self.precision
-        return self.shared_constants() | {
+        return {
+            "feature_vectors": spectrum.feature_vectors,
+            "outlier_weights": mahalanobis_weights(spectrum.feature_values),
             "class_table": spectrum.class_table(precision),
             "contrast_class_table": spectrum.class_table(precision, contrast=True),
             "inverse": spectrum.inverse(precision),
             "class_vectors": spectrum.class_vectors,
         }
+
+    def squares(self, features: Tensor) -> Tensor:
+        """Squared coordinates (n, P) of the features in B's eigenbasis."""
+        return (features @ self.feature_vectors).square()
+
+    def mahalanobis(self, features: Tensor) -> Tensor:
+        """`sqrt(phi' B^-1 phi)`."""
+        return (self.squares(features) @ self.outlier_weights).sqrt()
 
     def variance(self, features: Tensor) -> Tensor:
         """Squared coordinates times the table."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["add_gram", "lower_rows", "pack", "packed_size", "unpack"]
+__all__ = ["add_gram", "lower_rows", "pack", "packed_size", "quadratic", "quadratic_root", "unpack"]
 
 BLOCK = 128
 """Rows of a block: enough for matrix products at full speed, few enough that little is computed twice."""
@@ -69,3 +69,26 @@ def unpack(packed: Tensor) -> Tensor:
         square = torch.tril(block[:, start:])
         matrix[start:end, start:end] = square + torch.tril(square, -1).T
     return matrix
+
+
+def quadratic_root(vectors: Tensor, values: Tensor) -> Tensor:
+    """A root R of `vectors diag(values) vectors' = R R'`, for `quadratic`: lower triangular where that saves arithmetic.
+
+    Args:
+        vectors: orthonormal columns (P, P).
+        values: (P,), not negative.
+
+    Returns:
+        (P, P)
+    """
+    root = vectors * values.sqrt()
+    # Not Cholesky's of the product: that squares the condition, and may fail.
+    return root if len(root) <= BLOCK else torch.linalg.qr(root.T, mode="r").R.T.contiguous()
+
+
+def quadratic(features: Tensor, root: Tensor) -> Tensor:
+    """`|phi' R|^2` (n,) for each row: a triangular root has nothing above its diagonal blocks, which is skipped."""
+    total = features.new_zeros(features.shape[0])
+    for start in range(0, root.shape[0], BLOCK):
+        total = total + (features[:, start:] @ root[start:, start : start + BLOCK]).square().sum(1)
+    return total
