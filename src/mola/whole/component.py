@@ -19,7 +19,7 @@ from mola.networks.passes import WithTensors
 from mola.whole.jacobians import Directions, Rows, jacobian_rows, portions
 from mola.whole.layout import Layout
 from mola.whole.spectra import Dense, Spectrum
-from mola.whole.spread import contrasts_and_mean, logit_moments
+from mola.whole.spread import logit_moments, seen_and_shift
 
 __all__ = ["WholeComponent", "WholeCurvature"]
 
@@ -91,7 +91,7 @@ class WholeComponent(nn.Module):
         """Gaussian over the linearised logits of a batch. Call it inside `undisturbed(network)`."""
         self.check_network()
         means, joints = [], []
-        for logits, rows, spectrum in self.rows(inputs, contrasts_and_mean):
+        for logits, rows, spectrum in self.rows(inputs, seen_and_shift):
             means.append(logits)
             joints.append(spectrum.covariance(rows, self.precision))
         return logit_moments(torch.cat(means), torch.cat(joints))

@@ -95,7 +95,7 @@ class Rows:
 
 def numbers(layout: Layout, classes: int, dense: int = 0) -> int:
     """Numbers that the rows of one datum take, with so many columns made explicit."""
-    kept = sum(layer.rows * min(layer.positions, layer.columns) for layer in layout.layers)
+    kept = sum(layer.rows * layer.positions for layer in layout.layers)
     inputs = sum(layer.positions * layer.columns for layer in layout.layers)
     products = max((layer.size for layer in layout.layers if layer.positions > 1), default=0)
     return (classes + 1) * (kept + products + layout.rest_size + dense) + inputs
@@ -223,7 +223,6 @@ def layer_rows(
             _unfolded(layer, module, seen[layer.name][0][0]) for layer, module in zip(layers, modules, strict=True)
         ]
     outputs = [seen[layer.name][0][1] for layer in layers]
-    at_once = [given.shape[1] < given.shape[2] for given in inputs]
     parts: list[list[Tensor]] = [[] for _ in layers]
     for index, direction in enumerate(wanted.to(logits.dtype) if layers else ()):
         found = torch.autograd.grad(
@@ -234,12 +233,11 @@ def layer_rows(
             allow_unused=True,
             materialize_grads=True,
         )
-        for part, module, given, gradient, now in zip(parts, modules, inputs, found, at_once, strict=True):
-            flat = gradient.flatten(2) if isinstance(module, nn.Conv2d) else _last_to_second(gradient)
-            part.append(torch.bmm(flat, given.mT) if now else flat)
-    stacked = [torch.stack(part, dim=1) for part in parts]
+        for part, module, gradient in zip(parts, modules, found, strict=True):
+            part.append(gradient.flatten(2) if isinstance(module, nn.Conv2d) else _last_to_second(gradient))
+    pieces = [Piece(given, torch.stack(part, dim=1)) for part, given in zip(parts, inputs, strict=True)]
     return tuple(
-        Product(rows) if now else Piece(given, rows) for rows, given, now in zip(stacked, inputs, at_once, strict=True)
+        Product(piece.product()) if piece.inputs.shape[1] < piece.inputs.shape[2] else piece for piece in pieces
     )
 
 

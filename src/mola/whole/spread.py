@@ -10,7 +10,7 @@ from torch import Tensor
 from mola.laplace import LogitMoments, Posterior
 from mola.likelihood import CATEGORICAL
 
-__all__ = ["contrasts", "contrasts_and_mean", "logit_moments", "plain"]
+__all__ = ["contrasts", "logit_moments", "plain", "seen_and_shift", "variance_moments"]
 
 JITTER = 1e-6
 """Added to the contrast covariance's diagonal before its root is taken, relative to its mean."""
@@ -26,12 +26,19 @@ def contrasts(logits: Tensor) -> Tensor:
     return plain(logits) - 1 / logits.shape[1]
 
 
-def contrasts_and_mean(logits: Tensor) -> Tensor:
-    """Directions (C + 1, n, C): each logit less the mean of all, and that mean.
+def basis(classes: int) -> Tensor:
+    """Orthonormal directions (C, C) of logit space, as columns: those that the softmax sees, and last the common shift."""
+    shift = torch.full((classes, 1), classes**-0.5, dtype=torch.float64, device="cpu")
+    return torch.cat([CATEGORICAL.visible(classes), shift], dim=1)
 
-    The prior alone holds the mean, which may vary far more than all the softmax sees: apart, neither is lost in the other.
+
+def seen_and_shift(logits: Tensor) -> Tensor:
+    """Directions (C, n, C): the orthonormal `basis`.
+
+    The prior alone holds the common shift, which may vary far more than all that the softmax sees: apart, neither is lost
+    in the other.
     """
-    return torch.cat([contrasts(logits), torch.full_like(logits, 1 / logits.shape[1])[None]])
+    return basis(logits.shape[1]).T.to(logits)[:, None].expand(-1, len(logits), -1)
 
 
 def logit_moments(mean: Tensor, joint: Tensor) -> LogitMoments:
@@ -39,7 +46,7 @@ def logit_moments(mean: Tensor, joint: Tensor) -> LogitMoments:
 
     Args:
         mean: logits (n, C).
-        joint: covariance (n, C + 1, C + 1) along `contrasts_and_mean`.
+        joint: covariance (n, C, C) along `seen_and_shift`.
 
     Returns:
         The moments.
@@ -49,7 +56,7 @@ def logit_moments(mean: Tensor, joint: Tensor) -> LogitMoments:
 
 
 class JointSpread:
-    """Reads moments off the joint covariance of the centred logits and their mean, which takes the features' place.
+    """Reads moments off the covariance along `seen_and_shift`, which takes the features' place.
 
     Args:
         classes: C.
@@ -61,32 +68,50 @@ class JointSpread:
         self.noise_size = classes - 1
 
     def _joint(self, features: Tensor) -> Tensor:
-        return features.view(len(features), self.classes + 1, self.classes + 1)
+        return features.view(len(features), self.classes, self.classes)
 
-    def variance(self, features: Tensor) -> Tensor:
-        """Variance (n, C) of each logit."""
-        joint = self._joint(features)
-        return self.contrast_variance(features) + 2 * joint[:, :-1, -1] + joint[:, -1:, -1]
-
-    def contrast_variance(self, features: Tensor) -> Tensor:
-        """Variance (n, C) of each centred logit."""
-        return self._joint(features).diagonal(dim1=1, dim2=2)[:, :-1]
+    def _seen(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Covariance (n, C-1, C-1) of what the softmax sees, and its directions (C, C-1)."""
+        return self._joint(features)[:, :-1, :-1], basis(self.classes)[:, :-1].to(features)
 
     def covariance(self, features: Tensor) -> Tensor:
         """Covariance (n, C, C) of the logits."""
-        joint = self._joint(features)
-        return joint[:, :-1, :-1] + joint[:, :-1, -1:] + joint[:, -1:, :-1] + joint[:, -1:, -1:]
+        columns = basis(self.classes).to(features)
+        return columns @ self._joint(features) @ columns.T
+
+    def variance(self, features: Tensor) -> Tensor:
+        """Variance (n, C) of each logit."""
+        return self.covariance(features).diagonal(dim1=1, dim2=2)
+
+    def contrast_variance(self, features: Tensor) -> Tensor:
+        """Variance (n, C) of each centred logit."""
+        return self.contrast_covariance(features).diagonal(dim1=1, dim2=2)
 
     def contrast_covariance(self, features: Tensor) -> Tensor:
         """Covariance (n, C, C) of the centred logits."""
-        return self._joint(features)[:, :-1, :-1]
+        seen, columns = self._seen(features)
+        return columns @ seen @ columns.T
 
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
         """Deviations (n, S, C) of the logits, up to a common shift, driven by standard normals (S, C - 1)."""
-        basis = CATEGORICAL.visible(self.classes).to(features)
-        inner = basis.T @ self.contrast_covariance(features) @ basis
-        scale = inner.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(inner.dtype).tiny)
-        unit = torch.eye(self.noise_size, dtype=inner.dtype, device=inner.device)
+        seen, columns = self._seen(features)
+        scale = seen.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(seen.dtype).tiny)
+        unit = torch.eye(self.noise_size, dtype=seen.dtype, device=seen.device)
         # In units of its own size: neither a prior that says all nor one that says nothing leaves the range of numbers.
-        root = torch.linalg.cholesky(inner / scale[:, None, None] + JITTER * unit) * scale.sqrt()[:, None, None]
-        return (noise @ root.mT) @ basis.T
+        root = torch.linalg.cholesky(seen / scale[:, None, None] + JITTER * unit) * scale.sqrt()[:, None, None]
+        return (noise @ root.mT) @ columns.T
+
+
+class VarianceSpread:
+    """For links that ask for variances alone: they take the features' place."""
+
+    def variance(self, features: Tensor) -> Tensor:
+        """Variance (n, C) of each logit, if these were given."""
+        return features
+
+    contrast_variance = variance
+
+
+def variance_moments(mean: Tensor, variance: Tensor) -> LogitMoments:
+    """What a link sees that asks for variances alone: of the logits or of the centred ones, whichever it asks for."""
+    return LogitMoments(mean, variance, cast("Posterior", VarianceSpread()))

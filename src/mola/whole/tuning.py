@@ -12,14 +12,13 @@ from tqdm.auto import tqdm
 
 from mola.errors import DataError, located
 from mola.features import batch_count, peek
-from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL
 from mola.links import Probit
 from mola.networks import Inputs, as_batch, call, undisturbed
 from mola.tuning import HeldOut, Problem
 from mola.whole.component import WholeComponent
 from mola.whole.links import WeightDraws
-from mola.whole.spread import contrasts, contrasts_and_mean, logit_moments, plain
+from mola.whole.spread import contrasts, logit_moments, plain, seen_and_shift, variance_moments
 
 __all__ = ["HeldInputs", "WholeProblem", "read_inputs"]
 
@@ -111,7 +110,7 @@ class WholeProblem(Problem):
         if self.link.needs_covariance:
             portions = [
                 (logits, [spectrum.covariance(rows, precision) for precision in precisions])
-                for logits, rows, spectrum in component.rows(inputs, contrasts_and_mean)
+                for logits, rows, spectrum in component.rows(inputs, seen_and_shift)
             ]
             mean = torch.cat([logits for logits, _ in portions])
             joints = [torch.cat(parts) for parts in zip(*(found for _, found in portions), strict=True)]
@@ -120,12 +119,4 @@ class WholeProblem(Problem):
         directions = plain if isinstance(self.link, Probit) else contrasts
         mean, variances = component.variances(inputs, grid, directions)
         mean, variances = mean.cpu().double(), variances.cpu().double()
-        return [self.link(_variances_alone(mean, variance)) for variance in variances]
-
-
-def _variances_alone(mean: Tensor, variance: Tensor) -> LogitMoments:
-    """Moments for a link that asks for variances only: of the logits, or of the centred ones."""
-    count, classes = mean.shape
-    joint = mean.new_zeros(count, classes + 1, classes + 1)
-    joint[:, range(classes), range(classes)] = variance
-    return logit_moments(mean, joint)
+        return [self.link(variance_moments(mean, variance)) for variance in variances]
