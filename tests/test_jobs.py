@@ -418,7 +418,10 @@ def test_an_exported_program_is_fitted_like_its_network(desk, tmp_path, fitted):
     with pytest.raises(OptionError, match=r"0\.pt2 is an exported program.*add --trust"):
         build_networks(files)
     run_fit(job_for(desk, network=tuple(files), weights=(), trust=True), tmp_path / "posterior")
-    opened = open_folder(tmp_path / "posterior")
+    assert "trust" not in (tmp_path / "posterior" / "job.toml").read_text()
+    with pytest.raises(OptionError, match="add --trust"):  # a folder may come from a stranger
+        open_folder(tmp_path / "posterior")
+    opened = open_folder(tmp_path / "posterior", trust=True)
     assert torch.allclose(opened.posterior(inputs), fitted.posterior(inputs), atol=1e-6)
     assert opened.posterior.prior_precision == pytest.approx(fitted.posterior.prior_precision, rel=1e-6)
 
@@ -819,6 +822,23 @@ def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
             list(open_set(f"{desk.module}:{name}", Intake(), labelled=True, outputs=3))
 
 
+def test_one_image_alone(tmp_path, fitted):
+    expected = fitted.posterior.predict(next(iter(open_set("strange", INTAKE, labelled=False))).inputs[:1])
+    result = run_predict(fitted, "strange/00.png", tmp_path / "out.csv")
+    assert (result.count, result.confidence) == (1, pytest.approx(float(expected.confidence), rel=1e-6))
+    with pytest.raises(DataError, match="is of an unknown kind"):
+        open_set("strange/00.png", INTAKE, labelled=True)
+
+
+def test_a_folder_that_is_called_like_a_network_does_not_take_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lenet").mkdir()
+    assert Job(network=("lenet", "models:build")).document(tmp_path / "deep")["networks"]["network"] == [
+        "lenet",
+        "models:build",
+    ]
+
+
 def test_data_without_labels_cannot_be_tuned_on():
     with pytest.raises(DataError, match="strange has no labels, which are needed here"):
         list(Loader(open_set("strange", INTAKE, labelled=False), Account()))
@@ -938,7 +958,8 @@ def test_an_evaluation_without_validation_data_or_on_data_seen_before_says_so(de
 def test_mappings_go_all_the_way(desk, tmp_path):
     """Networks that take their inputs by name."""
     job = job_for(desk, train=f"{desk.module}:mappings", val=f"{desk.module}:mappings")
-    run_fit(job, tmp_path / "posterior")
+    with pytest.warns(MolaWarning, match="the validation data are the training data"):
+        run_fit(job, tmp_path / "posterior")
     opened = open_folder(tmp_path / "posterior")
     assert opened.example["input"].shape == (2, 3, 6, 6)
     result = run_predict(opened, f"{desk.module}:mappings", tmp_path / "out.npz", probabilities=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.cli.progress import showing_progress
-from mola.cli.shared_options import RUN, Data, Device, Json, Quiet, Strict, Threads, finish, set_threads
+from mola.cli.shared_options import RUN, Data, Device, Json, Quiet, Strict, Threads, Trust, finish, set_threads
 from mola.report.tables import for_terminal
 from mola.report.terminal import fitting
 
@@ -33,6 +33,7 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="Folder for the page, the figures and the numbers.")] = Path("report"),
     data: Data = None,
     strict: Strict = False,
+    trust: Trust = False,
     seed: Annotated[int, typer.Option(min=0, help="Of your own code that draws.", rich_help_panel=RUN)] = 0,
     device: Device = "cpu",
     threads: Threads = None,
@@ -63,7 +64,7 @@ def evaluate(
     with showing_progress(quiet=quiet) as progress:
         progress("loading networks", 0.0)
         result = run_evaluate(
-            open_folder(posterior, device),
+            open_folder(posterior, device, trust=trust),
             test,
             tuple(ood or ()),
             lambda doing, done: progress(doing, DRAWING_BEGINS * done),

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.cli.progress import showing_progress
-from mola.cli.shared_options import RUN, Data, Device, Json, Quiet, Strict, Threads, finish, set_threads
+from mola.cli.shared_options import RUN, Data, Device, Json, Quiet, Strict, Threads, Trust, finish, set_threads
 
 __all__ = ["predict"]
 
@@ -29,6 +29,7 @@ def predict(
     ] = False,
     data: Data = None,
     strict: Strict = False,
+    trust: Trust = False,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of links that draw.  [default: the link's own]", rich_help_panel=RUN)
     ] = None,
@@ -50,7 +51,7 @@ def predict(
     set_threads(threads)
     with showing_progress(quiet=quiet) as progress:
         progress("loading networks", 0.0)
-        fitted = open_folder(posterior, device)
+        fitted = open_folder(posterior, device, trust=trust)
         result = run_predict(
             fitted,
             inputs,

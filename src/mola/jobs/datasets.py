@@ -3,6 +3,7 @@
 | name | data |
 |---|---|
 | a folder | images; its subfolders are the classes |
+| `file.png`, `file.jpg`, ... | one image, without a label |
 | `file.npz`, `file.npy` | arrays: `x` and `y`, or inputs alone |
 | `file.csv` | a column of paths of images and one of labels |
 | `mnist:test`, `digits:train`, ... | a built-in set |
@@ -14,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mola.data.folder import ENDINGS
 from mola.errors import DataError, OptionError
 from mola.jobs.arrays import Arrays, open_arrays
 from mola.jobs.built_in import BUILT_IN, InMemory, Own, open_built_in, open_own
-from mola.jobs.pictures import Pictures, list_csv, list_folder
+from mola.jobs.pictures import Pictures, list_csv, list_file, list_folder
 from mola.jobs.preparation import Intake
 
 __all__ = ["UserSet", "open_set"]
@@ -65,6 +67,8 @@ def open_set(
             return open_arrays(path, outputs, intake, labelled=labelled)
         if path.suffix == ".csv":
             return list_csv(path, classes, intake, labelled=labelled)
+        if path.suffix.lower() in ENDINGS and not labelled:
+            return list_file(path, intake)
         message = f"{path} is of an unknown kind: expected a folder of images, .npz, .npy or .csv."
         raise DataError(message)
     if ":" in name:

@@ -13,11 +13,11 @@ import torch
 
 from mola import __version__
 from mola.choices import one_of
-from mola.errors import OptionError
+from mola.errors import OptionError, warn
 from mola.fitting import fit
-from mola.jobs.job import NAME, Job
+from mola.jobs.job import NAME, Job, relative
 from mola.jobs.material import Material, Progress
-from mola.jobs.networks import Built, build_networks, checksum
+from mola.jobs.networks import Built, build_networks, checksum, weight_files
 from mola.jobs.order import check_order, confusion
 from mola.jobs.rows import Account, Loader
 from mola.jobs.tally import Tally
@@ -138,6 +138,8 @@ def run_fit(
     if output.exists() and not output.is_dir():
         message = f"{output} is a file; expected a folder to write the posterior to."
         raise OptionError(message)
+    if job.val is not None and job.val == job.train:
+        warn("the validation data are the training data: networks look surer and better on these than they are.")
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
     count = job.classes if isinstance(job.classes, int) else None if job.classes is None else len(job.classes)
@@ -166,8 +168,11 @@ def run_fit(
     measured = {} if data.val is None else _measure(posterior, data.loader(data.val, "checking", 0.85, 0.98))
     if bundle:
         job, built = _bundled(job, built, output)
+    elif job.weights:
+        # The files one by one: what joins a folder later is no part of this posterior.
+        job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
     posterior.save(output)
-    document = job.document(output) | {"result": _result(posterior, built, data, measured)}
+    document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
     write_atomically(output / NAME, to_toml(document).encode())
     progress("done", 1.0)
     return FitResult(output, document, account, posterior.tuning.notes if posterior.tuning is not None else ())
@@ -225,11 +230,12 @@ def _bundled(job: Job, built: Built, output: Path) -> tuple[Job, Built]:
     return replace(job, weights=tuple(str(copy) for copy in copies)), replace(built, files=copies)
 
 
-def _result(posterior: MoLA, built: Built, data: Material, measured: dict[str, Any]) -> dict[str, Any]:
+def _result(posterior: MoLA, built: Built, data: Material, measured: dict[str, Any], output: Path) -> dict[str, Any]:
     return {
         "classes": list(data.classes or ()),
         "outputs": data.outputs,
         **data.inputs,
+        "files": [relative(str(path), output) for path in built.files],
         "sha256": [checksum(path) for path in built.files],
         "prior_precision": list(posterior.prior_precision),
         "rule": None if posterior.tuning is None else posterior.tuning.rule,

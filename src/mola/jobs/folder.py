@@ -29,6 +29,7 @@ RESULT = {
     "outputs": int,
     "form": str,
     "inputs": [{"name": str, "shape": [int], "dtype": str}],
+    "files": [str],
     "sha256": [str],
     "intake": {"batch_size": int, "dtype": str, "workers": int},
 }
@@ -103,7 +104,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
     return job, document
 
 
-def open_folder(path: Path, device: str = "cpu") -> Fitted:
+def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitted:
     """Open a posterior that `mola fit` wrote: build its networks, load their weights, and put the posterior on them.
 
     Functions of the user's own are imported from installed packages or from the current folder.
@@ -111,6 +112,7 @@ def open_folder(path: Path, device: str = "cpu") -> Fitted:
     Args:
         path: the folder.
         device: where to compute, such as "cuda".
+        trust: whether exported programs, which can run code when read, may be read.
 
     Returns:
         The posterior and what belongs to it. `StorageError` if something is missing, damaged or has changed since.
@@ -118,7 +120,7 @@ def open_folder(path: Path, device: str = "cpu") -> Fitted:
     path = Path(path)
     job, document = read_folder(path)
     result = document["result"]
-    built = build_networks(job.network, job.weights, classes=result["outputs"], trust=job.trust)
+    built = build_networks(job.network, job.weights, classes=result["outputs"], trust=trust)
     check_unchanged(built.files, result["sha256"])
     posterior = move(load(path, built.networks), device)
     return Fitted(

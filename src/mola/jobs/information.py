@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def read_information(folder: Path) -> dict[str, Any]:
         "classes": result["classes"],
         "networks": list(job.network),
         "weight_files": [
-            {"path": name, "state": _state(Path(name), expected)}
-            for name, expected in zip(job.weights, result["sha256"], strict=False)
+            {"path": os.path.normpath(folder / name), "state": _state(folder / name, expected)}
+            for name, expected in zip(result["files"], result["sha256"], strict=False)
         ],
         "inputs": result["inputs"],
         "intake": result["intake"],

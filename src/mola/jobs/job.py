@@ -1,7 +1,8 @@
 """A job: everything that `mola fit` is told, as one value and as the TOML file that tells it again.
 
 Paths in a file are relative to the folder that the file lies in, so that a folder with its weights can be moved as a whole.
-What fitting found is written below the options, under `result`; it is not read as an option.
+What fitting found is written below the options, under `result`; it is not read as an option. Trust in files that can run code is
+not kept: a file may come from a stranger, so the user says it each time.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 from mola.choices import one_of
 from mola.errors import OptionError
 from mola.jobs.toml import read_toml
+from mola.models.registry import MODELS
 
-__all__ = ["FORMAT", "NAME", "OPTIONS", "VERSION", "Job", "read_job"]
+__all__ = ["FORMAT", "NAME", "OPTIONS", "VERSION", "Job", "read_job", "relative"]
 
 FORMAT = "mola-job"
 VERSION = 1
@@ -24,7 +26,7 @@ NAME = "job.toml"
 """Of the file beside a posterior."""
 
 OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "networks": {"network": "texts", "weights": "texts", "classes": "classes", "head": "text", "trust": "flag"},
+    "networks": {"network": "texts", "weights": "texts", "classes": "classes", "head": "text"},
     "data": {
         "train": "text",
         "val": "text",
@@ -107,8 +109,8 @@ class Job:
         """
 
         def seen(name: str, value: Any) -> Any:
-            if name in PATHS and isinstance(value, str):
-                return _relative(value, folder)
+            if name in PATHS and isinstance(value, str) and not _is_no_path(name, value):
+                return relative(value, folder)
             if isinstance(value, tuple):
                 return [seen(name, one) for one in value]
             return value
@@ -122,7 +124,13 @@ class Job:
         }
 
 
-def _relative(value: str, folder: Path) -> str:
+def _is_no_path(name: str, value: str) -> bool:
+    """Whether a network's name is read as such, whatever files lie around."""
+    return name == "network" and (value in MODELS or ":" in value)
+
+
+def relative(value: str, folder: Path) -> str:
+    """A path as seen from a folder; what is no path stays as it is."""
     path = Path(value).expanduser()
     if not path.exists():
         return value
@@ -176,7 +184,7 @@ def read_job(path: Path) -> tuple[Job, dict[str, Any]]:
         if isinstance(value, str):
             values[name] = _located(value, path.parent)
         elif value is not None:
-            values[name] = tuple(_located(one, path.parent) for one in value)
+            values[name] = tuple(one if _is_no_path(name, one) else _located(one, path.parent) for one in value)
     known = {field.name for field in fields(Job)}
     return Job(**{name: value for name, value in values.items() if name in known}), document
 

@@ -18,7 +18,7 @@ from mola.errors import DataError, MissingExtraError
 from mola.jobs.preparation import Intake
 from mola.jobs.rows import Rows
 
-__all__ = ["Pictures", "list_csv", "list_folder", "shown_by"]
+__all__ = ["Pictures", "list_csv", "list_file", "list_folder", "shown_by"]
 
 PATH_COLUMNS = ("path", "file", "filename", "image", "image_path")
 LABEL_COLUMNS = ("label", "class", "target", "y")
@@ -127,7 +127,8 @@ def decode(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
     if intake.shape is not None and tuple(pixels.shape) != intake.shape:
         height, width = intake.shape[-2:]
         return None, (
-            f"is {pixels.shape[1]} x {pixels.shape[2]} pixels high and wide, expected {height} x {width}: resize it with --resize"
+            f"is {pixels.shape[1]} x {pixels.shape[2]} pixels high and wide, expected {height} x {width}: "
+            f"--resize {height}x{width} brings all to one size"
         )
     if not intake.asked and grey != (intake.mode == "L"):
         return pixels, "is grey and was read as RGB" if grey else "is in colour and was read as grey"
@@ -183,12 +184,19 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
             f"the networks' outputs, with --classes."
         )
         raise DataError(message)
-    listed = [(path, order.index(folder.name)) for folder in subfolders for path in image_files(folder)]
+    number = {name: index for index, name in enumerate(order)}
+    listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
     listed += [(path, BAD_ROW) for path in loose]
     problems = {place: "lies in no class's subfolder" for place, (_, label) in enumerate(listed) if label == BAD_ROW}
     paths = [path for path, _ in listed]
     labels = torch.tensor([label for _, label in listed], dtype=torch.int64)
     return Pictures(str(root), tuple(paths), _names(paths, root), labels, order, problems, intake)
+
+
+def list_file(path: Path, intake: Intake) -> Pictures:
+    """One image, without a label."""
+    require_pillow()
+    return Pictures(str(path), (path,), (path.name,), None, None, {}, intake)
 
 
 def _names(paths: Sequence[Path], root: Path) -> tuple[str, ...]:
@@ -236,10 +244,11 @@ def list_csv(path: Path, classes: Sequence[str] | None, intake: Intake, *, label
     order = tuple(classes) if classes is not None else None
     if order is None and not all(text.isdigit() for text in given if text):
         order = tuple(sorted({text for text in given if text}))
+    number = {name: index for index, name in enumerate(order or ())}
     labels = torch.full((len(given),), BAD_ROW, dtype=torch.int64)
     for place, text in enumerate(given):
-        if order is not None and text in order:
-            labels[place] = order.index(text)
+        if text in number:
+            labels[place] = number[text]
         elif text.isdigit() and (order is None or int(text) < len(order)):
             labels[place] = int(text)
         else:

@@ -9,9 +9,9 @@ __all__ = ["CAPTIONS", "METHOD_WORDS", "TITLES", "findings", "remarks"]
 
 METHOD_WORDS = {
     "MAP": "the first network as it is",
-    "MAP-T": "the same with a temperature, tuned on the validation data",
+    "MAP-T": "the same with a temperature, tuned on the validation data (dashed)",
     "DE": "the deep ensemble: the mean of all the networks' probabilities",
-    "DE-T": "the same with a temperature, tuned on the validation data",
+    "DE-T": "the same with a temperature, tuned on the validation data (dashed)",
     "LLLA": "the first network with a Laplace approximation on its last layer",
     "MoLA": "all the networks, each with a Laplace approximation on its last layer",
 }
