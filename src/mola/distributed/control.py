@@ -139,7 +139,9 @@ class Control:
         """Tell all that this rank failed; gives what all will know, which is another's report if that came first."""
         kind = type(error).__name__
         words = str(error) if kind in KINDS else f"{kind}: {error}"
-        return self._post({"kind": kind, "message": f"rank {self.rank} of {self.size}, {self._what}: {words}"})
+        # What is said of the ranks needs no rank that says it.
+        message = words if words.startswith("rank ") else f"rank {self.rank} of {self.size}, {self._what}: {words}"
+        return self._post({"kind": kind, "message": message})
 
     def _post(self, report: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -109,8 +109,8 @@ class Keeper:
         words = difference(document["identity"], identity)
         if words is not None:
             message = (
-                f"{self.folder} is the checkpoint of another fit. {words[0].upper()}{words[1:]}. Pass what that fit was given, or "
-                f"delete the folder to start from zero."
+                f"{self.folder} is the checkpoint of another fit: {words}. Pass what that fit was given, or delete the folder to "
+                f"start from zero."
             )
             raise StorageError(message)
         totals = [

@@ -155,11 +155,14 @@ def _agree(
         OptionError: if ranks differ in more than their data.
         DataError: if no rank has data, or only some have labels.
     """
-    own = work.identity | {
-        "options": options,
-        "heads": None if heads is None else describe_heads(heads),
-        "labelled": labelled,
-    }
+    own = (
+        work.identity
+        | options
+        | {
+            "heads": None if heads is None else describe_heads(heads),
+            "labelled": labelled,
+        }
+    )
     everyone = work.team.collect(own)
     if everyone is not None:
         lead = next((rank for rank, one in enumerate(everyone) if one["heads"] is not None), None)
@@ -173,8 +176,8 @@ def _agree(
             words = difference(everyone[lead], one)
             if words is not None:
                 message = (
-                    f"rank {rank} is not doing the same work as rank {lead}. {words[0].upper()}{words[1:]}. Pass the same networks "
-                    f"and options in every process; only the data differ."
+                    f"rank {rank} is not doing the same work as rank {lead}: {words}. Pass the same networks and options in every "
+                    f"process; only the data differ."
                 )
                 raise OptionError(message)
         own = everyone[lead]
@@ -271,20 +274,24 @@ def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, l
     """Sums of all ranks, in main memory."""
     if work.team.size == 1:
         return [total.cpu() for total in totals]
-    known = 0.0 if labelled else None
-    own = totals or [no_data(work.structure, head.width, head.classes, known) for head in heads]
-    summed = []
-    for total in own:
-        # A rank without data may lack sums that the others have.
-        forms: dict[str, list[int]] = {}
-        for one in work.team.collect({name: list(tensor.shape) for name, tensor in total.tensors().items()}) or ():
-            forms |= one
-        forms = work.team.share(forms)
+    nothing = 0.0 if labelled else None
+    own = totals or [no_data(work.structure, head.width, head.classes, nothing) for head in heads]
+    # A rank without data may lack sums that the others have.
+    forms: list[dict[str, list[int]]] = [{} for _ in own]
+    described = [{name: list(tensor.shape) for name, tensor in total.tensors().items()} for total in own]
+    for one in work.team.collect(described) or ():
+        forms = [known | more for known, more in zip(forms, one, strict=True)]
+    forms = work.team.share(forms)
+    parts: list[Tensor] = []
+    for total, form in zip(own, forms, strict=True):
         given = total.tensors()
         like = next(iter(given.values()))
-        parts = [given[name] if name in given else like.new_zeros(shape) for name, shape in forms.items()]
-        scalars = like.new_tensor([total.count, total.log_likelihood or 0.0])
-        count, score, *sums = [one.cpu() for one in work.team.sum([*scalars, *parts])]
-        likelihood = float(score) if labelled else None
-        summed.append(remade(total, int(count), likelihood, dict(zip(forms, sums, strict=True))))
+        parts.append(like.new_tensor([total.count, total.log_likelihood or 0.0]))
+        parts += [given[name] if name in given else like.new_zeros(shape) for name, shape in form.items()]
+    sums = iter(work.team.sum(parts))
+    summed = []
+    for total, form in zip(own, forms, strict=True):
+        count, score = next(sums).tolist()
+        named = {name: next(sums).cpu() for name in form}
+        summed.append(remade(total, int(count), score if labelled else None, named))
     return summed

@@ -1,0 +1,209 @@
+"""One process of a team: what `tests/test_distributed.py` starts several of, and what they write is compared there."""
+
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import mola
+from mola.laplace import Kron, base
+from tests.conftest import STRUCTURES, make_problem
+
+RULE = mola.ValidationScore("nll", grid=[0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0])
+
+
+def inputs():
+    return make_problem(seed=9, count=40).inputs
+
+
+def networks(count):
+    return [make_problem(seed=seed).network for seed in range(count)]
+
+
+def data(seed, count=41):
+    problem = make_problem(seed=seed, count=count)
+    return [(problem.inputs[k], problem.labels[k]) for k in range(count)]
+
+
+def batches(rows, size=7):
+    """A generator, which can be read only once."""
+    for start in range(0, len(rows), size):
+        some = rows[start : start + size]
+        yield torch.stack([x for x, _ in some]), torch.stack([y for _, y in some])
+
+
+def divisions(rows, team):
+    """Ways to divide the data: evenly, very unevenly, and with a rank that has none."""
+    start = [0, 3, 38, 41] if team is None or team.size == 3 else [0, 3, 41]
+    bounds = {
+        "even": [len(rows) * k // (team.size if team else 1) for k in range((team.size if team else 1) + 1)],
+        "uneven": start,
+        "empty rank": [0, 0, 41] if team is not None and team.size == 2 else [0, 20, 20, 41],
+    }
+    return {name: rows if team is None else rows[b[team.rank] : b[team.rank + 1]] for name, b in bounds.items()}
+
+
+def laws(team):
+    """Everything that must not depend on the number of processes; None for one process alone."""
+    found = {}
+    train, val, outliers = data(3), data(4, 41), data(5, 41)
+    held, strange = divisions(val, team), divisions(outliers, team)
+    for division, shard in divisions(train, team).items():
+        for structure in STRUCTURES:
+            for count in (2, 3):
+                posterior = mola.fit(networks(count), batches(shard), structure=structure, progress=False, team=team)
+                key = f"{division}/{structure}/{count}"
+                for index, component in enumerate(posterior.components):
+                    factors = component.curvature.factors
+                    found[f"{key}/{index}/count"] = torch.tensor(float(factors.count))
+                    found |= {f"{key}/{index}/{name}": one for name, one in factors.saved().items()}
+                found[f"{key}/evidence"] = posterior.log_evidence()
+                if count == 3:
+                    continue
+                tuned = posterior.tune(batches(held[division]), RULE, progress=False, team=team)
+                found[f"{key}/curve"] = torch.tensor(tuned.tuning.curve["nll"])
+                found[f"{key}/ece"] = torch.tensor(tuned.tuning.curve["ece"])
+                found[f"{key}/lambda"] = torch.tensor(tuned.prior_precision)
+                found[f"{key}/probs"] = tuned(inputs())
+                prediction = tuned.predict(batches(held[division]), team=team)
+                for name in ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance"):
+                    found[f"{key}/predict/{name}"] = getattr(prediction, name)
+        exposure = mola.OutlierExposure(list(batches(strange[division])), grid=RULE.grid)
+        chosen = posterior.tune(batches(held[division]), exposure, progress=False, team=team)
+        found[f"{division}/outliers"] = torch.tensor(chosen.tuning.curve["objective"])
+        threshold = posterior.tune(batches(held[division]), progress=False, team=team)
+        found[f"{division}/threshold"] = torch.tensor(threshold.prior_precision)
+        found[f"{division}/evidence"] = torch.tensor(
+            posterior.tune(rule=mola.Evidence(), progress=False, team=team).prior_precision
+        )
+        stacked = posterior.reweight(batches(held[division]), progress=False, team=team)
+        found[f"{division}/stacking"] = stacked.weights
+        plain = mola.ensemble(networks(2))
+        found[f"{division}/ensemble"] = plain.reweight(batches(held[division]), progress=False, team=team).weights
+        found[f"{division}/ensemble/probs"] = plain.predict(batches(held[division]), team=team).probs
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def refusals(team):
+    """What goes wrong on one rank, as every rank is told; after each, the team works on."""
+    shard, last = list(batches(team.shard(data(3)))), team.rank == team.size - 1
+    changed = networks(2)
+    with torch.no_grad():
+        changed[1][0].weight[0, 0] += 1e-3
+    broken = [(x.clone(), y) for x, y in shard]
+    broken[1][0][2, 0] = float("nan")
+
+    def fails():
+        yield shard[0]
+        message = "the disk is full"
+        raise OSError(message)
+
+    good = {"models": networks(2), "train_loader": shard}
+    wrong = {
+        "nan": {"train_loader": broken},
+        "network": {"models": changed},
+        "count": {"models": networks(3)},
+        "classes": {"models": [make_problem(classes=5).network] * 2},
+        "structure": {"structure": "diag"},
+        "precision": {"prior_precision": 2.0},
+        "head": {"head": "0"},
+        "labels": {"train_loader": [x for x, _ in shard]},
+        "validation": {"val_loader": shard},
+        "not a loader": {"train_loader": shard[0]},
+        "foreign": {"train_loader": fails()},
+    }
+    alike = {"average": {"structure": Kron(running_average=0.9)}, "no data": {"train_loader": []}}
+    told = {}
+
+    def attempt(name, call):
+        try:
+            call()
+        except Exception as error:
+            told[name] = [type(error).__name__, str(error)]
+        else:
+            told[name] = ["nothing", ""]
+
+    for name, options in (wrong | alike).items():
+        given = good | (options if last or name in alike else {})
+        attempt(name, lambda given=given: mola.fit(**given, progress=False, team=team))
+    posterior = mola.fit(**good, progress=False, team=team)
+    rule = mola.Evidence() if last else mola.ConfidenceThreshold()
+    attempt("rule", lambda: posterior.tune(None if last else shard, rule, progress=False, team=team))
+    attempt("no validation", lambda: posterior.tune([], progress=False, team=team))
+    attempt("no inputs", lambda: posterior.predict([], team=team))
+    attempt("odd inputs", lambda: posterior.predict([torch.ones(2, 8)] if last else [x for x, _ in shard], team=team))
+    told["after all"] = [float(posterior(inputs()).sum())]
+    return told
+
+
+class Counted(nn.Sequential):
+    """A network that counts its passes."""
+
+    passes = 0
+
+    def forward(self, inputs):
+        type(self).passes += 1
+        return super().forward(inputs)
+
+
+def resumed(team, folder):
+    """A fit that ends early on the last rank, and goes on."""
+    shard, network = list(batches(team.shard(data(3, 3600)), 300)), Counted(*make_problem(seed=0).network)
+
+    def interrupted():
+        yield from shard[:-1]
+        message = "the power is gone"
+        raise OSError(message)
+
+    base.GATHERED = (256, 256, 2**19)  # every batch is summed by itself
+    whole = mola.fit(network, shard, progress=False, team=team)
+    options = {"progress": False, "team": team, "checkpoint": folder, "checkpoint_every": 1}
+    try:
+        mola.fit(network, interrupted() if team.rank == team.size - 1 else shard, **options)
+    except (OSError, mola.DistributedError):
+        kept = (Path(folder) / f"rank-{team.rank}-of-{team.size}").is_dir()
+    Counted.passes = 0
+    again = mola.fit(network, shard, **options)
+    same = all(
+        torch.equal(one, again.components[0].curvature.factors.tensors()[name])
+        for name, one in whole.components[0].curvature.factors.tensors().items()
+    )
+    return {"kept": kept, "passes": Counted.passes, "batches": len(shard), "same": same}
+
+
+def end(how):
+    """Data whose reading ends this process."""
+    yield torch.ones(3, 3), torch.zeros(3, dtype=torch.int64)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(3)
+
+
+def main(what, output):
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    warnings.simplefilter("ignore", mola.MolaWarning)
+    with mola.join(patience=2.0) as team:
+        place = Path(output) / f"{what}-{team.rank}-of-{team.size}"
+        if what == "everything":
+            save_file(laws(team), f"{place}.safetensors")
+            Path(f"{place}.json").write_text(
+                json.dumps({"refusals": refusals(team), "resumed": resumed(team, Path(output) / f"kept-{team.size}")})
+            )
+            return
+        victim = int(what[-1])
+        shard = list(batches(team.shard(data(3))))
+        if what.startswith("left") and team.rank == victim:
+            message = "a mistake in the script"
+            raise ValueError(message)
+        mola.fit(networks(1), end(what[:-1]) if team.rank == victim else shard, progress=False, team=team).eval()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
