@@ -145,9 +145,10 @@ def test_kron_is_what_its_definition_says_and_batchnorm_is_diagonal():
     across = torch.einsum("nit,njt->ij", patches, patches) / (9 * len(inputs))
     above = torch.einsum("nrot,nrpt->op", gradients, gradients)
     torch.testing.assert_close(found[:30, :30], torch.kron(above, across), rtol=1e-6, atol=1e-8)
-    norm = ggn(network, inputs).diagonal()[places][-6:]
-    torch.testing.assert_close(found[-6:, -6:], torch.diag(norm), rtol=1e-10, atol=1e-12)
-    assert [name for name, _ in posterior.components[0].curvature.layout.rest] == ["2.weight", "2.bias"]
+    norm = ggn(network, inputs).diagonal()[places][30:36]
+    torch.testing.assert_close(found[30:36, 30:36], torch.diag(norm), rtol=1e-10, atol=1e-12)
+    layers = posterior.components[0].curvature.layout.layers
+    assert [(layer.name, layer.scales) for layer in layers] == [("0", False), ("2", True), ("4", False), ("6", False)]
 
 
 def test_subnetwork_has_the_largest_variances_and_their_block():
@@ -250,6 +251,39 @@ def test_a_prior_that_says_all_leaves_the_deep_ensemble(options):
     torch.testing.assert_close(posterior.with_link("samples", 4)(inputs), plain, rtol=1e-3, atol=1e-4)
     twice = fit([networks[0]] * 2, [(inputs, labels)], **options)
     torch.testing.assert_close(twice(inputs), fit(networks[0], [(inputs, labels)], **options)(inputs))
+
+
+@pytest.mark.parametrize("kind", ["batch-1d", "layer", "group", "bias-free", "weight-free"])
+def test_normalisations_scale_each_channel(kind):
+    norms = {"batch-1d": nn.BatchNorm1d(4), "layer": nn.LayerNorm(5), "group": nn.GroupNorm(2, 4)}
+    torch.manual_seed(2)
+    norm = norms.get(kind, nn.BatchNorm1d(4))
+    network = nn.Sequential(nn.Linear(3, 5), norm, nn.Tanh(), nn.Flatten(), nn.Linear(20, 3))
+    for parameter in network.parameters():
+        nn.init.normal_(parameter)
+    network(torch.randn(20, 4, 3))
+    network.eval()
+    if kind == "bias-free":
+        norm.bias.requires_grad_(False)
+    if kind == "weight-free":
+        norm.weight.requires_grad_(False)
+        network[0].weight.requires_grad_(False)
+    inputs, free = torch.randn(7, 4, 3), [name for name, value in network.named_parameters() if value.requires_grad]
+    posterior = fit(network, [inputs], structure="full")
+    layers = posterior.components[0].curvature.layout.layers
+    assert [layer.scales for layer in layers] == [False, True, False]
+    start, places = 0, {}
+    for name in free:
+        size = network.get_parameter(name).numel()
+        places[name] = torch.arange(start, start + size).view_as(network.get_parameter(name))
+        start += size
+    found = torch.cat([layer.join(places).flatten() for layer in layers])
+    dense = ggn(network, inputs, free)[found][:, found]
+    torch.testing.assert_close(matrix_of(posterior), dense, rtol=1e-10, atol=1e-12)
+    blocks = matrix_of(fit(network, [inputs[:1]], structure="kron"))
+    middle = slice(layers[0].size, layers[0].size + layers[1].size)
+    exact = ggn(network, inputs[:1], free)[found][:, found].diagonal()[middle]
+    torch.testing.assert_close(blocks[middle, middle], torch.diag(exact), rtol=1e-9, atol=1e-12)
 
 
 def test_linear_layers_over_positions_and_other_layers_are_handled():

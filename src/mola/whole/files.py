@@ -40,6 +40,7 @@ SCHEMA = {
                     "columns": int,
                     "weight": bool,
                     "bias": bool,
+                    "scales": bool,
                     "positions": int,
                     "rotated": bool,
                 }
@@ -163,7 +164,7 @@ def _link(entry: dict[str, Any]) -> Link | WeightDraws:
 
 
 def _unpack(network: nn.Module, entry: dict[str, Any], tensors: dict[str, Tensor], index: int) -> WholeComponent:
-    names = ("name", "rows", "columns", "weight", "bias", "positions")
+    names = ("name", "rows", "columns", "weight", "bias", "scales", "positions")
     layers = tuple(Layer(*(layer[name] for name in names)) for layer in entry["layers"])
     layout = Layout(layers, tuple((part["name"], tuple(part["shape"])) for part in entry["rest"]))
     _check_layout(network, layout, index)

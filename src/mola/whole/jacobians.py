@@ -234,29 +234,54 @@ def layer_rows(
             materialize_grads=True,
         )
         for part, module, gradient in zip(parts, modules, found, strict=True):
-            part.append(gradient.flatten(2) if isinstance(module, nn.Conv2d) else _last_to_second(gradient))
-    pieces = [Piece(given, torch.stack(part, dim=1)) for part, given in zip(parts, inputs, strict=True)]
-    return tuple(
-        Product(piece.product()) if piece.inputs.shape[1] < piece.inputs.shape[2] else piece for piece in pieces
-    )
+            part.append(_by_channel(module, gradient))
+    with torch.no_grad():
+        return tuple(
+            _combined(layer, given, torch.stack(part, dim=1))
+            for layer, given, part in zip(layers, inputs, parts, strict=True)
+        )
 
 
-def _last_to_second(values: Tensor) -> Tensor:
-    """What a linear layer takes or gives, (n, ..., D), as (n, D, T)."""
-    return values.reshape(len(values), -1, values.shape[-1]).transpose(1, 2)
+def _combined(layer: Layer, given: Tensor, gradients: Tensor) -> Piece | Product:
+    """A layer's part of the rows, in the form that is smaller."""
+    if layer.scales:
+        columns = [(gradients * given[:, None]).sum(3)] if layer.weight else []
+        return Product(torch.stack(columns + [gradients.sum(3)] * layer.bias, dim=3))
+    piece = Piece(given, gradients)
+    return Product(piece.product()) if given.shape[1] < given.shape[2] else piece
+
+
+def _by_channel(module: nn.Module, values: Tensor) -> Tensor:
+    """What a layer takes or gives as (n, channels, T): linear layers have the channels last, convolutions second."""
+    if isinstance(module, (nn.Linear, nn.LayerNorm)):
+        return values.reshape(len(values), -1, values.shape[-1]).transpose(1, 2)
+    return values.reshape(len(values), values.shape[1], -1)
 
 
 def _unfolded(layer: Layer, module: nn.Module, given: Tensor) -> Tensor:
-    """What a layer's matrix multiplies (n, I, T); the constant 1 of the bias comes last."""
+    """What a layer's weights multiply (n, I, T); the constant 1 of a matrix's bias comes last."""
+    if layer.scales:
+        return _by_channel(module, _normalised(module, given))
     if isinstance(module, nn.Conv2d):
         padded = nn.functional.pad(given, module._reversed_padding_repeated_twice)
         places = nn.functional.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)
     else:
-        places = _last_to_second(given)
+        places = _by_channel(module, given)
     parts = [places] if layer.weight else []
     if layer.bias:
         parts.append(places.new_ones(len(places), 1, places.shape[2]))
     return torch.cat(parts, dim=1)
+
+
+def _normalised(module: nn.Module, given: Tensor) -> Tensor:
+    """What a normalisation makes of its inputs before it scales and shifts them."""
+    if isinstance(module, nn.LayerNorm):
+        return nn.functional.layer_norm(given, module.normalized_shape, None, None, module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return nn.functional.group_norm(given, module.num_groups, None, None, module.eps)
+    assert isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+    mean, variance = module.running_mean, module.running_var
+    return nn.functional.batch_norm(given, mean, variance, None, None, False, 0.0, module.eps)
 
 
 def _rest_rows(network: nn.Module, layout: Layout, inputs: Inputs, wanted: Tensor) -> Tensor:

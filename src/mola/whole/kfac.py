@@ -23,7 +23,7 @@ from mola.errors import MissingExtraError
 from mola.networks import Inputs, call
 from mola.networks.passes import Differentiable
 from mola.whole.jacobians import size_of, usable
-from mola.whole.layout import Layer, Layout
+from mola.whole.layout import Layer
 from mola.whole.spectra import LayerSpectrum
 
 __all__ = ["KroneckerFactors", "require_curvlinops"]
@@ -70,14 +70,14 @@ class KroneckerFactors:
 
     Args:
         network: in eval mode; its hooks are as before after every batch.
-        layout: whose layers are meant.
+        layers: those that are meant.
     """
 
-    def __init__(self, network: nn.Module, layout: Layout) -> None:
+    def __init__(self, network: nn.Module, layers: tuple[Layer, ...]) -> None:
         """Start from nothing."""
-        self.network, self.layers = _Logits(network), layout.layers
+        self.network, self.layers = _Logits(network), layers
         own = dict(network.named_parameters())
-        self.parameters = [own[name] for layer in layout.layers for name in layer.parameters]
+        self.parameters = [own[name] for layer in layers for name in layer.parameters]
         self.inputs: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.count = 0

@@ -1,9 +1,10 @@
 """Which weights of a network an approximation is over, and how they lie in one vector.
 
 A plain linear or convolutional layer is a matrix: its Jacobian is an outer product of what it takes in and of the gradients
-of what it gives out, and K-FAC knows it. Its bias is the last column. All other parameters (of BatchNorm, of
-embeddings, of layers with a forward pass of their own) are the rest: their Jacobian is taken by automatic differentiation,
-and K-FAC structures treat each of them by itself.
+of what it gives out, and K-FAC knows it. Its bias is the last column. A normalisation scales and shifts each channel by
+itself: a matrix of a column or two. All other parameters (of embeddings, of layers with a forward pass of their own) are
+the rest: their Jacobian is taken by automatic differentiation datum by datum. K-FAC treats each weight of a normalisation
+and of the rest by itself.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Layer:
     """Inputs I of the weight, or 0 if it is fixed, and 1 for the bias."""
     weight: bool
     bias: bool
+    scales: bool = False
+    """Whether it scales and shifts each channel by itself, as a normalisation does, instead of mixing them."""
     positions: int = 1
     """At how many places of one input the map is used: 1, or the pixels of a convolution's output."""
 
@@ -122,6 +125,15 @@ class Layout:
         return Layout(tuple(layers), (*self.rest, *moved))
 
 
+def is_normalisation(module: nn.Module) -> bool:
+    """Whether a layer normalises each datum by itself, in eval mode, and then scales and shifts each channel."""
+    if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        return bool(module.affine and module.running_mean is not None)
+    if type(module) is nn.LayerNorm:
+        return module.elementwise_affine and len(module.normalized_shape) == 1
+    return type(module) is nn.GroupNorm and module.affine
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a layer is a linear map as its parameters say: subclasses may do something else."""
     if type(module) is nn.Linear:
@@ -155,13 +167,14 @@ def trainable_layout(network: nn.Module) -> Layout:
     layers = []
     for name, module in network.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        if not is_plain(module) or any(uses[id(parameter)] > 1 for parameter in own.values()):
+        scales = is_normalisation(module)
+        if not (scales or is_plain(module)) or any(uses[id(parameter)] > 1 for parameter in own.values()):
             continue
         prefix = f"{name}." if name else ""
         weight, bias = f"{prefix}weight" in free, f"{prefix}bias" in free
         if weight or bias:
             rows, columns = own["weight"].shape[0], own["weight"][0].numel() * weight + bias
-            layers.append(Layer(name, rows, columns, weight, bias))
+            layers.append(Layer(name, rows, columns, weight, bias, scales))
     whole = Layout((), tuple((name, tuple(parameter.shape)) for name, parameter in free.items()))
     taken = {name for layer in layers for name in layer.parameters}
     return Layout(tuple(layers), tuple(entry for entry in whole.rest if entry[0] not in taken))

@@ -96,7 +96,7 @@ def _squares(piece: Piece | Product) -> Tensor:
 
 
 class KroneckerSum:
-    """K-FAC for plain layers, the diagonal for all the rest.
+    """K-FAC for layers that mix channels, the diagonal for normalisations and all the rest.
 
     Args:
         network: in eval mode.
@@ -107,19 +107,24 @@ class KroneckerSum:
 
     def __init__(self, network: nn.Module, layout: Layout) -> None:
         """Start from nothing."""
-        self.factors = KroneckerFactors(network, layout) if layout.layers else None
-        self.rest = DiagonalSum(network, Layout((), layout.rest)) if layout.rest else None
+        maps = tuple(layer for layer in layout.layers if not layer.scales)
+        others = Layout(tuple(layer for layer in layout.layers if layer.scales), layout.rest)
+        self.layout = layout
+        self.factors = KroneckerFactors(network, maps) if maps else None
+        self.others = DiagonalSum(network, others) if others.size else None
 
     def add(self, inputs: Inputs) -> Tensor:
         """Take one more portion of data; gives the logits (n, C)."""
-        logits = [part.add(inputs) for part in (self.rest, self.factors) if part is not None]
+        logits = [part.add(inputs) for part in (self.others, self.factors) if part is not None]
         return logits[-1]
 
     def spectrum(self) -> Blocks:
         """Layers in the eigenbases of their factors."""
-        layers = [] if self.factors is None else self.factors.spectra()
-        rest = torch.zeros(0, dtype=torch.float64) if self.rest is None else self.rest.total
-        return Blocks(tuple(layers), rest)
+        maps = iter([] if self.factors is None else self.factors.spectra())
+        nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
+        others = Blocks((), nothing) if self.others is None else self.others.spectrum()
+        scales = iter(others.layers)
+        return Blocks(tuple(next(scales if layer.scales else maps) for layer in self.layout.layers), others.rest)
 
 
 class DenseSum:
