@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import mola
 from mola.laplace import Kron, base
 from tests.conftest import make_problem
+from tests.own_work import make_desk
 from tests.team_script import Counted, batches, data, laws, networks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,6 +155,38 @@ def test_torchrun_ends_all_when_one_is_killed(tmp_path):
     assert done.returncode != 0
     assert "local_rank: 1" in done.stderr
     assert "-9" in done.stderr
+
+
+def test_the_command_under_torchrun(tmp_path):
+    """`torchrun -m mola fit`: pictures and arrays divided, one folder written, one process that speaks."""
+    desk = make_desk(tmp_path, "own_networks_for_teams")
+    (tmp_path / "train" / "dog" / "zz.png").write_bytes(b"\x89PNG")
+    options = ["fit", "--network", f"{desk.module}:build", "--weights", *desk.weights(2), "--train", "train"]
+    options += ["--val", "val.npz", "--mixing", "stacking", "--batch-size", "5", "--workers", "0", "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    several = ["torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "mola"]
+    found = []
+    for name, starter in (("one", ["mola"]), ("three", several)):
+        command = [sys.executable, "-m", *starter, *options, "--output", name, "--checkpoint", f"kept-{name}"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+        )
+        assert done.returncode == (3 if name == "one" else 0), done.stderr
+        found.append(json.loads(done.stdout))  # one document: one process printed
+        assert (tmp_path / name / "posterior.json").exists()
+        assert not (tmp_path / f"kept-{name}").exists()
+    one, three = found
+    assert three["result"]["train_count"] == one["result"]["train_count"] == 36
+    assert three["left_out"] == one["left_out"]
+    assert list(three["left_out"]["train"]) == ["dog/zz.png"]
+    assert three["result"]["prior_precision"] == pytest.approx(one["result"]["prior_precision"])
+    for who in ("networks", "posterior"):
+        assert three["result"]["validation"][who] == pytest.approx(one["result"]["validation"][who], rel=1e-5)
+    scores = [each["result"]["validation"]["outlier_threshold"] for each in found]
+    assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+    inputs, _ = desk.inputs("test")
+    posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "three")]
+    assert float((posteriors[0](inputs) - posteriors[1](inputs)).abs().max()) < 1e-5
 
 
 class TestAlone:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,6 +154,10 @@ def fit(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads to compute with.  [default: torch's]", rich_help_panel=RUN)
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Folder for sums under way: the same command goes on from there.", rich_help_panel=RUN),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -164,7 +169,10 @@ def fit(
         mola fit checkpoints/*.safetensors --network lenet --train mnist:train --val mnist:val --data DIR
 
         mola fit a.pt b.pt --network models:build --train images/train --val images/val --normalise imagenet
+
+    Several processes share the work, here or on many machines: torchrun --nproc-per-node=4 -m mola fit ...
     """
+    from mola.distributed import join
     from mola.jobs.fit import run_fit
     from mola.jobs.job import Job, read_job
 
@@ -201,8 +209,11 @@ def fit(
     }
     job = job.with_options(given)
     set_threads(job.threads)
-    with showing_progress(quiet=quiet) as progress:
-        result = run_fit(job, output, progress, bundle=bundle)
+    with join() as team:
+        # One process writes and speaks for all.
+        quiet, as_json = quiet or not team.first, as_json and team.first
+        with showing_progress(quiet=quiet) as progress:
+            result = run_fit(job, output, progress, bundle=bundle, team=team, checkpoint=checkpoint)
     if not quiet and not as_json:
         _show(output, result.document["result"], job.structure, len(result.document["result"]["prior_precision"]))
     summary = {
@@ -211,7 +222,9 @@ def fit(
         "notes": list(result.notes),
         **result.account.plain(),
     }
-    finish(result.account, summary, as_json=as_json, quiet=quiet)
+    # torchrun knows only success and failure: what was left out is said, but does not end the job.
+    with suppress(*(typer.Exit,) if team.size > 1 else ()):
+        finish(result.account, summary, as_json=as_json, quiet=quiet)
 
 
 def _show(output: Path, found: dict[str, Any], structure: str, networks: int) -> None:

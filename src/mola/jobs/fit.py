@@ -13,6 +13,7 @@ import torch
 
 from mola import __version__
 from mola.choices import one_of
+from mola.distributed import Team
 from mola.errors import OptionError, warn
 from mola.fitting import fit
 from mola.jobs.job import NAME, Job, relative
@@ -115,7 +116,13 @@ def check_job(job: Job) -> None:
 
 
 def run_fit(
-    job: Job, output: Path, progress: Progress = lambda doing, done: None, *, bundle: bool = False
+    job: Job,
+    output: Path,
+    progress: Progress = lambda doing, done: None,
+    *,
+    bundle: bool = False,
+    team: Team | None = None,
+    checkpoint: Path | None = None,
 ) -> FitResult:
     """Fit a posterior and write its folder.
 
@@ -124,6 +131,8 @@ def run_fit(
         output: folder to write.
         progress: told what is being done, and which share of the work is done.
         bundle: whether the weights are copied into the folder, so that it can be moved.
+        team: the processes that do the job together, each on its own part of the data; rank 0 writes. None is this one alone.
+        checkpoint: folder for the fit under way: an interrupted one goes on.
 
     Returns:
         What was done.
@@ -145,14 +154,17 @@ def run_fit(
     count = job.classes if isinstance(job.classes, int) else None if job.classes is None else len(job.classes)
     built = build_networks(job.network, job.weights, classes=count, trust=job.trust)
     _move(built, job.device)
+    together = Team.alone() if team is None else team
     account = Account()
-    data = Material(job, built, account, progress)
-    if data.val is not None:
-        check_order(
-            confusion(built.networks[0], data.loader(data.val, "checking classes", 0.05, 0.15), data.outputs),
-            data.classes,
-            str(job.val),
-        )
+    with together.work("opening the data"):
+        if job.download and not together.first:
+            together.share(None)  # rank 0 fetches what is missing before the others look for it
+        data = Material(job, built, account, progress, together)
+        if job.download and together.first:
+            together.share(None)
+        if data.val is not None:
+            counts = confusion(built.networks[0], data.loader(data.val, "checking classes", 0.05, 0.15), data.outputs)
+            check_order(together.sum([counts])[0], data.classes, str(job.val))
     posterior = fit(
         built.networks,
         data.loader(data.train, "fitting", 0.15, 0.7, labelled=False),
@@ -162,18 +174,26 @@ def run_fit(
         link=job.link,
         head=job.head,
         progress=False,
+        team=together,
+        checkpoint=checkpoint,
     )
     posterior = _tune(posterior, job, data)
     progress("checking", 0.85)
-    measured = {} if data.val is None else _measure(posterior, data.loader(data.val, "checking", 0.85, 0.98))
-    if bundle:
-        job, built = _bundled(job, built, output)
-    elif job.weights:
-        # The files one by one: what joins a folder later is no part of this posterior.
-        job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
-    posterior.save(output)
-    document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
-    write_atomically(output / NAME, to_toml(document).encode())
+    measured: dict[str, Any] = {}
+    with together.work("checking"):
+        if data.val is not None:
+            measured = _measure(posterior, data.loader(data.val, "checking", 0.85, 0.98), together)
+        data.account = account = account.together(together)
+    with together.work("writing"):
+        if bundle and together.first:
+            job, built = _bundled(job, built, output)
+        elif job.weights:
+            # The files one by one: what joins a folder later is no part of this posterior.
+            job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
+        document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
+        if together.first:
+            posterior.save(output)
+            write_atomically(output / NAME, to_toml(document).encode())
     progress("done", 1.0)
     return FitResult(output, document, account, posterior.tuning.notes if posterior.tuning is not None else ())
 
@@ -192,13 +212,14 @@ def _tune(posterior: MoLA, job: Job, data: Material) -> MoLA:
     rule = make_rule(job, outliers)
     if rule is not None:
         val = None if data.val is None or job.rule == "evidence" else data.loader(data.val, "tuning", 0.7, 0.8)
-        posterior = posterior.tune(val, rule=rule, progress=False)
+        posterior = posterior.tune(val, rule=rule, progress=False, team=data.team)
     if job.mixing == "stacking" and data.val is not None:
-        posterior = posterior.reweight(data.loader(data.val, "stacking", 0.8, 0.85), progress=False)
+        val = data.loader(data.val, "stacking", 0.8, 0.85)
+        posterior = posterior.reweight(val, progress=False, team=data.team)
     return posterior
 
 
-def _measure(posterior: MoLA, val: Loader) -> dict[str, Any]:
+def _measure(posterior: MoLA, val: Loader, team: Team) -> dict[str, Any]:
     """The networks alone and the posterior on the validation data, and the outlier score that most of these stay below."""
     plain, whole = Tally(), Tally()
     for batch in val:
@@ -207,6 +228,7 @@ def _measure(posterior: MoLA, val: Loader) -> dict[str, Any]:
         assert prediction.logit_mean is not None  # a mixture of Laplace approximations has logits
         plain.add(torch.softmax(prediction.logit_mean, -1).mean(0), labels)
         whole.add(prediction.probs, labels, prediction.ood_score)
+    plain, whole = plain.together(team, scored=False), whole.together(team, scored=True)
     scores = whole.score
     assert scores is not None
     return {

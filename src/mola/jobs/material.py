@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mola.distributed import Team
 from mola.errors import DataError
 from mola.jobs.datasets import UserSet, open_set
 from mola.jobs.folder import describe_inputs
@@ -16,6 +17,7 @@ from mola.jobs.networks import Built
 from mola.jobs.pictures import Pictures, shown_by
 from mola.jobs.preparation import settle
 from mola.jobs.rows import Account, Loader
+from mola.jobs.shards import divided
 from mola.networks import call
 
 __all__ = ["Material", "Progress"]
@@ -31,6 +33,7 @@ class Material:
         built: the networks.
         account: where inputs that are left out are noted.
         progress: told what is being done, and which share of the work is done.
+        team: the processes that do the job; each reads its own part of every set.
 
     Raises:
         DataError: if data and networks do not fit together.
@@ -45,13 +48,14 @@ class Material:
         outliers: data for tuning, or None.
     """
 
-    def __init__(self, job: Job, built: Built, account: Account, progress: Progress) -> None:
+    def __init__(self, job: Job, built: Built, account: Account, progress: Progress, team: Team | None = None) -> None:
         """Open all sets, and look at the first training inputs.
 
         Raises:
             DataError: if data and networks do not fit together.
         """
         self.job, self.account, self.progress = job, account, progress
+        self.team = Team.alone() if team is None else team
         floats = [one.dtype for one in built.networks[0].parameters() if one.is_floating_point()]
         dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
         self.intake = settle(job, built.hints, dtype)
@@ -107,9 +111,10 @@ class Material:
         """A set as a loader that tells how far it has been read, as a part of the whole work."""
         self.progress(doing, start)
         return Loader(
-            source,
+            divided(source, self.team),
             self.account,
             self.job.strict,
             labelled,
             lambda share: self.progress(doing, start + (end - start) * share),
+            whole=self.team.size == 1,
         )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mola.distributed import Team
 from mola.errors import DataError
 from mola.networks import Inputs
 
@@ -78,6 +79,18 @@ class Account:
                     lines.append(f"  and {len(entries) - shown} more")
         return lines
 
+    def together(self, team: Team) -> Account:
+        """On rank 0 what all processes noted, on the others what they noted themselves. Call it inside `team.work(...)`."""
+        everyone = team.collect(self.plain())
+        if everyone is None:
+            return self
+        whole = Account()
+        for one in everyone:
+            for mine, theirs in ((whole.left_out, one["left_out"]), (whole.noted, one["noted"])):
+                for where, entries in theirs.items():
+                    mine.setdefault(where, {}).update(entries)
+        return whole
+
     def plain(self) -> dict[str, Any]:
         """As plain values."""
         return {
@@ -96,6 +109,7 @@ class Loader:
         strict: whether an input that is no good is an error instead.
         labelled: whether labels are asked for.
         tell: told which share of the set has been read, where its size is known.
+        whole: whether this is all there is: then some of it must be good.
     """
 
     source: Set
@@ -103,6 +117,7 @@ class Loader:
     strict: bool = False
     labelled: bool = True
     tell: Callable[[float], None] = lambda share: None
+    whole: bool = True
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of (inputs, labels), or of inputs alone where the set has no labels.
@@ -134,7 +149,7 @@ class Loader:
                 yield dict(rows.inputs) if rows.labels is None else {**rows.inputs, "labels": rows.labels}
             else:
                 yield (rows.inputs,) if rows.labels is None else (rows.inputs, rows.labels)
-        if good == 0:
+        if good == 0 and self.whole:
             first = next(iter(self.account.left_out.get(self.source.name, {}).items()), None)
             why = "" if first is None else f" The first: {first[0]}: {first[1]}."
             message = f"{self.source.name} holds no input that can be used.{why}"

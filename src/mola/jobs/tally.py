@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mola.distributed import Team
 from mola.metrics import bin_confidences, calibration_gap
 
 __all__ = ["Tally"]
@@ -48,6 +49,28 @@ class Tally:
             one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
             self.brier_sum += float((exact - one_hot).square().sum())
             self.bins += bin_confidences(probs, labels, BINS)
+
+    def together(self, team: Team, *, scored: bool) -> Tally:
+        """What all processes counted, on every one. Call it inside `team.work(...)`.
+
+        Args:
+            team: the processes.
+            scored: whether the method has an outlier score of its own; a process without data does not know.
+
+        Returns:
+            The whole.
+        """
+        if team.size == 1:
+            return self
+        scalars = torch.tensor([self.count, self.log_loss, self.brier_sum], dtype=torch.float64)
+        sums, bins = team.sum([scalars, self.bins])
+        count, log_loss, brier_sum = sums.tolist()
+
+        def joined(parts: list[Array]) -> list[Array]:
+            return [team.rows(torch.from_numpy(np.concatenate(parts)) if parts else None).numpy()]
+
+        scores = joined(self.scores) if scored else []
+        return Tally(int(count), log_loss, brier_sum, bins, joined(self.confidences), scores)
 
     def labelled(self) -> dict[str, float]:
         """The scores on labelled data, as `mola.metrics` defines them."""

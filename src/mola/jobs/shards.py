@@ -1,0 +1,59 @@
+"""A set divided among processes: each reads its own part, and nothing is read by two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from mola.distributed import Team
+from mola.jobs.pictures import Pictures
+from mola.jobs.rows import Rows, Set
+
+__all__ = ["Dealt", "divided"]
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """The batches of a set, dealt out in turns: for sets that are read from start to end.
+
+    Attributes:
+        source: the whole set, which every process reads.
+        rank: of this process.
+        size: number of processes.
+    """
+
+    source: Set
+    rank: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """As the user named the set."""
+        return self.source.name
+
+    @property
+    def count(self) -> int | None:
+        """About how many inputs there are."""
+        return None if self.source.count is None else self.source.count // self.size
+
+    def __iter__(self) -> Iterator[Rows]:
+        """This process's batches."""
+        return islice(iter(self.source), self.rank, None, self.size)
+
+
+def divided(source: Set, team: Team) -> Set:
+    """This process's part of a set; image files are divided before they are decoded."""
+    if team.size == 1:
+        return source
+    if not isinstance(source, Pictures):
+        return Dealt(source, team.rank, team.size)
+    part = team.shard(range(source.count))
+    taken = slice(part.start, part.stop)
+    return replace(
+        source,
+        paths=source.paths[taken],
+        names=source.names[taken],
+        labels=None if source.labels is None else source.labels[taken],
+        problems={place - part.start: words for place, words in source.problems.items() if place in part},
+    )
