@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import nn
 
 from mola.data.folder import Preparation
 from mola.data.normalisation import NORMALISATIONS
+from mola.jobs.fit import run_fit
+from mola.jobs.folder import Fitted, open_folder
+from mola.jobs.job import Job
 from mola.models.checkpoints import save_weights
 
 CLASSES = ("cat", "dog", "fox")
@@ -21,6 +25,7 @@ SIZES = {"train": 36, "val": 18, "test": 18}
 
 MODULE = """
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -148,3 +153,25 @@ def make_desk(root: Path, module: str, side: int = SIDE) -> Desk:
             optimiser.step()
         save_weights(network, path)
     return desk
+
+
+def job_for(desk: Desk, **changes) -> Job:
+    """What a user at this desk would ask for."""
+    given = {
+        "network": (f"{desk.module}:build",),
+        "weights": tuple(desk.weights()),
+        "train": "train",
+        "val": "val",
+        "batch_size": 7,
+        "workers": 0,
+    }
+    return Job(**(given | changes))
+
+
+def fit_at(desk: Desk, folder: Path) -> Fitted:
+    """A posterior, made and opened where the user sits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(desk.root)
+        patch.syspath_prepend(str(desk.root))
+        run_fit(job_for(desk), folder)
+        return open_folder(folder)

@@ -283,6 +283,17 @@ def test_a_mistake_is_one_line_and_exit_code_1(posterior, mola_command, words, a
     assert words in last[0]
 
 
+def test_stopping_is_exit_code_130_and_leaves_no_file(posterior, tmp_path, mola_command, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mola.jobs.predict.records", stopped)
+    code, _, err = mola_command("predict", posterior, "test", "--output", tmp_path / "out.csv", "--quiet")
+    assert code == 130
+    assert "stopped" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["predict"], ["predict", "a"], ["evaluate", "a"], ["fit", "--batch-size", "0"], ["info"], ["fit", "--shape", "3"]],

@@ -1,41 +1,33 @@
-"""A user's networks and data by name: every form gives the same numbers, and what is wrong is named."""
+"""Jobs: what `mola fit`, `predict` and `evaluate` do is what a program would have done, and their files tell it again."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tomllib
-import types
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 import mola
 from mola import metrics
-from mola.errors import DataError, HeadError, MissingExtraError, MolaWarning, OptionError, StorageError
-from mola.jobs.arrays import open_arrays
+from mola.errors import DataError, MolaWarning, OptionError, StorageError
 from mola.jobs.datasets import open_set
 from mola.jobs.evaluate import run_evaluate
 from mola.jobs.fit import run_fit
 from mola.jobs.folder import describe_inputs, example_of, open_folder
 from mola.jobs.information import read_information
-from mola.jobs.job import Job, read_job
-from mola.jobs.networks import build_networks
+from mola.jobs.job import read_job
 from mola.jobs.order import check_order
 from mola.jobs.predict import run_predict
-from mola.jobs.preparation import Hints, Intake, settle
-from mola.jobs.rows import Account, Loader
+from mola.jobs.preparation import Intake
 from mola.jobs.tally import Tally
 from mola.jobs.toml import to_toml
 from mola.models.checkpoints import load_weights, save_weights
-from mola.models.registry import build_network
-from tests.own_work import CLASSES, Desk, build, make_desk
+from tests.own_work import CLASSES, build, fit_at, job_for, make_desk
 
 
 @pytest.fixture(scope="module")
@@ -49,26 +41,9 @@ def _at_the_desk(desk, monkeypatch):
     monkeypatch.syspath_prepend(str(desk.root))
 
 
-def job_for(desk: Desk, **changes) -> Job:
-    given = {
-        "network": (f"{desk.module}:build",),
-        "weights": tuple(desk.weights()),
-        "train": "train",
-        "val": "val",
-        "batch_size": 7,
-        "workers": 0,
-    }
-    return Job(**(given | changes))
-
-
 @pytest.fixture(scope="module")
 def fitted(desk, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(desk.root)
-        patch.syspath_prepend(str(desk.root))
-        folder = tmp_path_factory.mktemp("fitted") / "posterior"
-        run_fit(job_for(desk), folder)
-        return open_folder(folder)
+    return fit_at(desk, tmp_path_factory.mktemp("fitted") / "posterior")
 
 
 # --- the file -----------------------------------------------------------------------------------------------------------
@@ -294,6 +269,17 @@ def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
         read_information(tmp_path)
 
 
+def test_a_module_that_is_not_here_is_named_with_the_remedy(desk, fitted, tmp_path, monkeypatch):
+    """The posterior's own folder is no place to import from: it may be a stranger's."""
+    copy = tmp_path / "posterior"
+    shutil.copytree(fitted.folder, copy)
+    text = (copy / "job.toml").read_text().replace(f"{desk.module}:build", "hidden_inside:build")
+    (copy / "job.toml").write_text(text)
+    (copy / "hidden_inside.py").write_text("raise SystemExit('code of the folder was run')")
+    with pytest.raises(OptionError, match=r"cannot import 'hidden_inside'.*Run this where the module can be imported"):
+        open_folder(copy)
+
+
 def test_information_without_networks(fitted, desk, tmp_path, monkeypatch):
     monkeypatch.setattr("mola.jobs.networks.build_networks", lambda *_, **__: pytest.fail("built a network"))
     found = read_information(fitted.folder)
@@ -332,516 +318,6 @@ def test_examples_have_the_form_of_the_inputs(inputs):
             strict=True,
         )
         assert all(made.shape[1:] == given.shape[1:] and made.dtype == given.dtype for given, made in pairs)
-
-
-# --- networks -----------------------------------------------------------------------------------------------------------
-
-
-def test_networks_by_name_and_by_import(desk, tmp_path):
-    lenet = build_network("lenet", 7).eval()
-    save_weights(lenet, tmp_path / "lenet.safetensors")
-    torch.save(
-        {"epoch": 3, "state_dict": {f"module.{key}": value for key, value in lenet.state_dict().items()}},
-        tmp_path / "lenet.pt",
-    )
-    inputs = torch.randn(2, 1, 28, 28)
-    built = build_networks(["lenet"], [str(tmp_path)])
-    assert [path.name for path in built.files] == ["lenet.pt", "lenet.safetensors"], (
-        "a folder, in the order of its names"
-    )
-    for network in built.networks:  # the number of classes is read from the file, wrapped or not
-        assert torch.equal(network(inputs), lenet(inputs))
-        assert not network.training
-    assert built.hints.shape == (1, 28, 28)
-    mixed = build_networks([f"{desk.module}:wide", f"{desk.module}:build"], [])
-    assert [network[1].out_features for network in mixed.networks] == [20, 12], "as the functions make them"
-
-
-def test_networks_of_several_architectures(desk, tmp_path):
-    torch.manual_seed(5)
-    save_weights(build(20), tmp_path / "wide.safetensors")
-    names = [f"{desk.module}:build", f"{desk.module}:wide"]
-    built = build_networks(names, [desk.weights()[0], str(tmp_path / "wide.safetensors")])
-    assert [network[1].out_features for network in built.networks] == [12, 20]
-
-
-@pytest.mark.parametrize(
-    ("names", "weights", "words"),
-    [
-        (["lenett"], ["0"], "unknown network 'lenett'"),
-        (["./here"], ["0"], "is no file or folder here"),
-        (["lenet"], [], "lenet has no trained weights by itself"),
-        (["{m}:build"], ["nowhere.pt"], r"nowhere\.pt do not exist"),
-        (["{m}:build"], ["strange"], "strange holds no weights"),
-        (["{m}:build", "{m}:wide"], ["0", "1", "2"], "3 files of weights for 2 networks"),
-        (["{m}:gone"], ["0"], "has no 'gone'"),
-        (["no_such_module_here:build"], ["0"], "cannot import 'no_such_module_here'"),
-        (["{m}:broken"], ["0"], "failed .KeyError"),
-        (["{m}:nothing"], ["0"], "made a int; expected an nn.Module"),
-        (["train"], [], r"train holds no config\.json"),
-        (["gone.pt2"], [], r"gone\.pt2 does not exist"),
-    ],
-)
-def test_networks_that_cannot_be_built_say_why(desk, names, weights, words):
-    files = [desk.weights()[int(one)] if one.isdigit() else one for one in weights]
-    with pytest.raises(OptionError, match=words):
-        build_networks([name.format(m=desk.module) for name in names], files)
-
-
-def test_a_pickle_that_is_not_weights_is_named_and_not_run(desk, tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return (pytest.fail, ("the pickle was run",))
-
-    torch.save({"state_dict": Trap()}, tmp_path / "trap.pt")
-    with pytest.raises(StorageError, match=r"trap\.pt holds more than weights"):
-        build_networks([f"{desk.module}:build"], [str(tmp_path / "trap.pt")])
-    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
-    with pytest.raises(StorageError, match=r"tensor\.pt holds a Tensor"):
-        build_networks([f"{desk.module}:build"], [str(tmp_path / "tensor.pt")])
-    (tmp_path / "text.pt").write_text("not weights at all")
-    with pytest.raises(StorageError, match=r"text\.pt is neither safetensors nor"):
-        build_networks([f"{desk.module}:build"], [str(tmp_path / "text.pt")])
-    with pytest.raises(StorageError, match="does not hold this network's weights"):
-        build_networks([f"{desk.module}:wide"], [desk.weights()[0]])
-
-
-def exported(network, inputs, path):
-    program = torch.export.export(network, (inputs,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
-    torch.export.save(program, path)
-    return str(path)
-
-
-def test_an_exported_program_is_fitted_like_its_network(desk, tmp_path, fitted):
-    inputs, _ = desk.inputs("train")
-    files = [exported(one, inputs[:2], tmp_path / f"{index}.pt2") for index, one in enumerate(desk.networks())]
-    with pytest.raises(OptionError, match=r"0\.pt2 is an exported program.*add --trust"):
-        build_networks(files)
-    run_fit(job_for(desk, network=tuple(files), weights=(), trust=True), tmp_path / "posterior")
-    assert "trust" not in (tmp_path / "posterior" / "job.toml").read_text()
-    with pytest.raises(OptionError, match="add --trust"):  # a folder may come from a stranger
-        open_folder(tmp_path / "posterior")
-    opened = open_folder(tmp_path / "posterior", trust=True)
-    assert torch.allclose(opened.posterior(inputs), fitted.posterior(inputs), atol=1e-6)
-    assert opened.posterior.prior_precision == pytest.approx(fitted.posterior.prior_precision, rel=1e-6)
-
-
-def test_an_exported_program_without_a_last_layer_or_damaged_is_refused(tmp_path):
-    path = exported(nn.Sequential(build(), nn.Softmax(1)).eval(), torch.zeros(2, 3, 6, 6), tmp_path / "probs.pt2")
-    with pytest.raises(HeadError, match=r"probs\.pt2 ends in aten\.softmax"):
-        build_networks([path], trust=True)
-    (tmp_path / "cut.pt2").write_bytes(Path(path).read_bytes()[:200])
-    with pytest.raises(StorageError, match=r"cut\.pt2 is no program"):
-        build_networks([str(tmp_path / "cut.pt2")], trust=True)
-
-
-def test_timm_is_asked_for_the_architecture_alone(monkeypatch, tmp_path):
-    """timm itself needs torchvision: what is asked of it is tested on a stand-in."""
-    monkeypatch.setitem(sys.modules, "timm", None)
-    save_weights(build(), tmp_path / "small.safetensors")
-    with pytest.raises(MissingExtraError, match=r"timm:small needs timm.*mola-torch\[hub\]"):
-        build_networks(["timm:small"], [str(tmp_path / "small.safetensors")])
-    asked = []
-
-    def create_model(name, *, pretrained, num_classes):
-        if name != "small":
-            message = f"Unknown model ({name})"
-            raise RuntimeError(message)
-        asked.append((pretrained, num_classes))
-        network = nn.Sequential(nn.Flatten(), nn.Linear(108, 12), nn.ReLU(), nn.Linear(12, num_classes)).float()
-        network.pretrained_cfg = {"input_size": (3, 6, 6), "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.5, 0.5)}
-        return network
-
-    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
-    built = build_networks(["timm:small"], [str(tmp_path / "small.safetensors")])
-    assert asked[-1] == (False, 3), "no download, and as many classes as the file has"
-    assert built.hints == Hints(resize=(6, 6), mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
-    with pytest.raises(OptionError, match="timm cannot make 'large'"):
-        build_networks(["timm:large"], [str(tmp_path / "small.safetensors")])
-
-
-def hub_folder(folder: Path, architecture: str = "ViTForImageClassification", **processor) -> Path:
-    folder.mkdir()
-    names = {str(index): name for index, name in enumerate(CLASSES)}
-    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "id2label": names}))
-    (folder / "model.safetensors").write_bytes(b"")
-    if processor:
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    return folder
-
-
-def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"transformers.*mola-torch\[hub\]"):
-        build_networks([str(hub_folder(tmp_path / "vit"))])
-    with pytest.raises(OptionError, match="holds a ViTModel: expected a classifier"):
-        build_networks([str(hub_folder(tmp_path / "bare", "ViTModel"))])
-    (tmp_path / "vit" / "model.safetensors").unlink()
-    with pytest.raises(StorageError, match=r"model\.safetensors does not exist"):
-        build_networks([str(tmp_path / "vit")])
-    (tmp_path / "vit" / "config.json").write_text("{")
-    (tmp_path / "vit" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"config\.json cannot be read as JSON"):
-        build_networks([str(tmp_path / "vit")])
-    (tmp_path / "vit" / "config.json").write_text("[]")
-    with pytest.raises(StorageError, match=r"config\.json holds a list"):
-        build_networks([str(tmp_path / "vit")])
-
-
-def test_a_hub_folder_tells_classes_and_preparation(tmp_path, monkeypatch):
-    asked = {}
-
-    def from_pretrained(folder, **options):
-        asked.update(options)
-        return build(), {"missing_keys": missing}
-
-    missing: list[str] = []
-    auto = types.SimpleNamespace(from_pretrained=from_pretrained)
-    stand_in = types.SimpleNamespace(AutoModelForImageClassification=auto)
-    monkeypatch.setitem(sys.modules, "transformers", stand_in)
-    shape = {"size": {"shortest_edge": 8}, "do_center_crop": True, "crop_size": {"height": 6, "width": 6}}
-    folder = hub_folder(tmp_path / "vit", **shape, image_mean=[0.5, 0.5, 0.5], image_std=[0.2, 0.2, 0.2])
-    built = build_networks([str(folder)])
-    assert asked["local_files_only"]
-    assert asked["use_safetensors"]
-    assert not asked["trust_remote_code"]
-    assert built.hints == Hints(None, CLASSES, 8, 6, (0.5,) * 3, (0.2,) * 3)
-    assert [path.name for path in built.files] == ["model.safetensors"]
-    plain = settle(Job(normalise="none"), built.hints, "float32")
-    assert (plain.mean, plain.resize) == ((0.0,), 8), "the user's word comes first, then the network's"
-    missing.append("classifier.weight")
-    with pytest.raises(StorageError, match=r"lacks weights of the network .classifier\.weight"):
-        build_networks([str(folder)])
-    auto.from_pretrained = lambda *_, **__: (_ for _ in ()).throw(OSError("no such shard\nand more"))
-    with pytest.raises(StorageError, match=r"cannot be loaded by transformers: no such shard$"):
-        build_networks([str(folder)])
-
-
-@pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_a_hub_folder_from_transformers_itself(desk, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch.set_default_dtype(torch.float32)
-    names = dict(enumerate(CLASSES))
-    config = transformers.ViTConfig(
-        image_size=6,
-        patch_size=3,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        id2label=names,
-        label2id={name: index for index, name in names.items()},
-    )
-    torch.manual_seed(0)
-    network = transformers.ViTForImageClassification(config).eval()
-    network.save_pretrained(tmp_path / "vit")
-    built = build_networks([str(tmp_path / "vit")])
-    inputs = desk.inputs("test")[0]
-    assert torch.equal(built.networks[0](inputs).logits, network(inputs).logits)
-    assert built.hints.classes == CLASSES
-    job = job_for(desk, network=(str(tmp_path / "vit"),), weights=(), val=None, rule="none", train="train.npz")
-    run_fit(job, tmp_path / "posterior")
-    opened = open_folder(tmp_path / "posterior")
-    expected = mola.fit(network, [desk.inputs("train")], progress=False)
-    assert torch.allclose(opened.posterior(inputs), expected(inputs), atol=1e-5)
-    assert opened.classes == CLASSES
-
-
-# --- data ---------------------------------------------------------------------------------------------------------------
-
-
-INTAKE = Intake(mode="RGB", shape=(3, 6, 6), batch_size=5, workers=2)
-
-
-def copy_of(desk: Desk, split: str, folder: Path) -> Path:
-    shutil.copytree(desk.root / split, folder)
-    return folder
-
-
-def spoil(folder: Path) -> dict[str, str]:
-    """Malformed files of every kind, and what is to be said of each."""
-    cat, draw = folder / "cat", np.random.default_rng(1)
-    whole = next(cat.glob("*.png")).read_bytes()
-    (cat / "corrupt.png").write_bytes(whole[:60])
-    (cat / "empty.png").write_bytes(b"")
-    (cat / "text.jpg").write_text("no image")
-    Image.fromarray(draw.integers(0, 255, (9, 6, 3)).astype(np.uint8)).save(cat / "tall.png")
-    Image.fromarray(draw.integers(0, 255, (6, 6, 3)).astype(np.uint8)).save(folder / "loose.png")
-    return {
-        "cat/corrupt.png": "cannot be decoded",
-        "cat/empty.png": "cannot be decoded",
-        "cat/text.jpg": "cannot be decoded",
-        "cat/tall.png": "9 x 6 pixels",
-        "loose.png": "no class's subfolder",
-    }
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(desk, tmp_path, workers):
-    folder = copy_of(desk, "train", tmp_path / "train")
-    expected = spoil(folder)
-    account = Account()
-    intake = Intake(mode="RGB", shape=(3, 6, 6), batch_size=5, workers=workers)
-    loader = Loader(open_set(str(folder), intake, labelled=True), account)
-    inputs, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
-    good_inputs, good_labels = desk.inputs("train")
-    assert torch.equal(labels, good_labels)
-    assert torch.equal(inputs, good_inputs)
-    found = account.left_out[str(folder)]
-    assert found.keys() == expected.keys()
-    assert all(words in found[name] for name, words in expected.items())
-    assert len(account) == 5
-    list(loader)
-    assert len(account) == 5, "read twice, counted once"
-    assert any("5 inputs left out" in line for line in account.lines())
-    assert any("and 2 more" in line for line in account.lines(shown=3))
-    with pytest.raises(DataError, match=r"(cannot be decoded|pixels|subfolder).*--strict leaves nothing out"):
-        list(Loader(loader.source, Account(), strict=True))
-
-
-def test_grey_among_colour_is_used_and_named(desk, tmp_path):
-    folder = copy_of(desk, "train", tmp_path / "train")
-    path = folder / "dog" / "grey.png"
-    Image.fromarray(np.full((6, 6), 99, dtype=np.uint8)).save(path)
-    account = Account()
-    batches = list(Loader(open_set(str(folder), INTAKE, labelled=True), account))
-    assert sum(len(labels) for _, labels in batches) == 37
-    assert account.noted[str(folder)] == {"dog/grey.png": "is grey and was read as RGB"}
-    assert len(account) == 0
-    asked = Intake(mode="RGB", asked=True, shape=(3, 6, 6))
-    quiet = Account()
-    list(Loader(open_set(str(folder), asked, labelled=True), quiet))
-    assert quiet.noted == {}, "the user has asked for it"
-    with pytest.raises(DataError, match=r"grey\.png: is grey"):
-        list(Loader(open_set(str(folder), INTAKE, labelled=True), Account(), strict=True))
-
-
-def test_what_most_images_are_is_what_all_should_be(desk, tmp_path):
-    """A first image of another size or colour does not make all others wrong."""
-    folder = copy_of(desk, "train", tmp_path / "train")
-    Image.fromarray(np.zeros((9, 9), dtype=np.uint8)).save(folder / "cat" / "000-first.png")
-    result = run_fit(job_for(desk, train=str(folder)), tmp_path / "posterior")
-    assert result.document["result"]["intake"]["shape"] == [3, 6, 6]
-    assert result.document["result"]["intake"]["mode"] == "RGB"
-    assert list(result.account.left_out[str(folder)]) == ["cat/000-first.png"]
-    assert result.document["result"]["left_out"] == 1
-
-
-def test_images_are_resized_cropped_and_normalised_on_demand(desk, tmp_path):
-    document = run_fit(
-        job_for(desk, train="train.csv", val="val", resize=(6, 6), normalise="imagenet"), tmp_path / "posterior"
-    ).document
-    assert document["result"]["intake"]["mean"] == [0.485, 0.456, 0.406]
-    intake = settle(Job(resize=8, crop=6, mean=(0.5,), std=(0.25,)), Hints(), "float64")
-    (rows,) = open_set("strange", Intake.from_plain(intake.plain() | {"mode": "RGB"}), labelled=False)
-    assert rows.inputs.shape == (12, 3, 6, 6)
-    assert rows.inputs.dtype == torch.float64
-    assert rows.inputs.min() >= -2
-    assert rows.inputs.min() < 0
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda root: (root / "empty").mkdir(), "empty holds no images"),
-        (lambda root: (root / "empty").touch(), "empty is of an unknown kind"),
-        (lambda root: None, "no data '.*empty': no such file or folder"),
-        (lambda root: shutil.copytree("strange", root / "empty"), "has no subfolders, so its images have no labels"),
-        (
-            lambda root: shutil.copytree("train", root / "empty" / "sets"),
-            "has the subfolder 'sets', which is none of the 3 classes",
-        ),
-    ],
-)
-def test_folders_that_are_no_training_data(tmp_path, make, words):
-    make(tmp_path)
-    with pytest.raises((DataError, OptionError), match=words):
-        open_set(str(tmp_path / "empty"), INTAKE, labelled=True, classes=CLASSES)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("image,kind\na.png,1\n", "no column of labels: expected one called label"),
-        ("place,label\na.png,1\n", "no column of paths"),
-        ("path,label\n", "a heading but no rows"),
-        ("", "no column of paths.*found nothing"),
-        ("path,label\nx\x00,1\n\udcff", "cannot be read as CSV"),
-    ],
-)
-def test_csv_files_that_name_nothing(tmp_path, text, words):
-    (tmp_path / "list.csv").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=words):
-        open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True)
-
-
-def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
-    good = desk.root / "train" / "dog"
-    picture = next(good.iterdir())
-    lines = ["File,Class", f"{picture},dog", f"{picture},1", f"{picture},wolf", f"{picture},", ",dog", "gone.png,fox"]
-    (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
-    account = Account()
-    ((_, labels),) = Loader(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES), account)
-    assert labels.tolist() == [1, 1], "by name or by number"
-    rows = next(iter(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES)))
-    assert [words and words.split(":")[0] for words in rows.errors] == [
-        None,
-        None,
-        "has the label 'wolf', which is none of the 3 classes",
-        "has no label",
-        "row 6 names no file",
-    ]
-    unlabelled = Account()
-    assert (
-        sum(
-            len(batch[0])
-            for batch in Loader(
-                open_set(str(tmp_path / "list.csv"), INTAKE, labelled=False), unlabelled, labelled=False
-            )
-        )
-        == 4
-    )
-    assert unlabelled.left_out[str(tmp_path / "list.csv")] == {"": "row 6 names no file", "gone.png": "does not exist"}
-
-
-def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_path):
-    (tmp_path / "set" / "cat").mkdir(parents=True)
-    (tmp_path / "set" / "cat" / "a.png").write_text("no image")
-    with pytest.raises(DataError, match=r"holds no input that can be used. The first: cat/a.png: cannot be decoded"):
-        list(Loader(open_set(str(tmp_path / "set"), INTAKE, labelled=True), Account()))
-    with pytest.raises(DataError, match="holds no image that can be decoded"):
-        run_fit(job_for(desk, train=str(tmp_path / "set")), tmp_path / "posterior")
-
-
-def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path):
-    values = np.random.default_rng(0).normal(size=(11, 4))
-    values[3, 1], values[7, :2] = np.nan, np.inf
-    labels = np.array([0, 1, 2, 0, 1, 2, 0, 1, 5, -1, 0])
-    np.savez_compressed(tmp_path / "set.npz", inputs=np.asfortranarray(values), labels=labels)
-    np.save(tmp_path / "set.npy", values)
-    intake = Intake(batch_size=4, dtype="float64")
-    source = open_arrays(tmp_path / "set.npz", 3, intake, labelled=True)
-    assert source.count == 11
-    rows = list(source)
-    assert [len(one.names) for one in rows] == [4, 4, 3]
-    errors = {name: words for one in rows for name, words in zip(one.names, one.errors, strict=True) if words}
-    assert errors == {
-        "set.npz[3]": "holds 1 value that is nan or infinite",
-        "set.npz[7]": "holds 2 values that are nan or infinite",
-        "set.npz[8]": "has the label 5, which is none of 3 classes (0 to 2)",
-        "set.npz[9]": "has the label -1, which is none of 3 classes (0 to 2)",
-    }
-    kept = [0, 1, 2, 4, 5, 6, 10]
-    assert np.array_equal(torch.cat([one.inputs for one in rows]).numpy(), values[kept])
-    assert torch.cat([one.labels for one in rows]).tolist() == labels[kept].tolist()
-    alone = list(open_arrays(tmp_path / "set.npy", 3, intake, labelled=False))
-    assert np.array_equal(torch.cat([one.inputs for one in alone]).numpy(), values[[0, 1, 2, 4, 5, 6, 8, 9, 10]])
-
-
-def test_bytes_are_pixels_in_any_layout(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 4, 3)).astype(np.uint8)
-    intake = Intake(mean=(0.5,), std=(0.25,))
-    expected = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
-    for name, values in (("last", pixels), ("first", pixels.transpose(0, 3, 1, 2))):
-        np.savez(tmp_path / f"{name}.npz", x=values)
-        (rows,) = open_arrays(tmp_path / f"{name}.npz", None, intake, labelled=False)
-        assert torch.allclose(rows.inputs, expected, atol=1e-6)
-    np.savez(tmp_path / "grey.npz", x=pixels[..., 0])
-    (rows,) = open_arrays(tmp_path / "grey.npz", None, intake, labelled=False)
-    assert torch.allclose(rows.inputs, expected[:, :1], atol=1e-6)
-
-
-def save_arrays(path, **arrays):
-    np.savez(path, **arrays)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("arrays", "words"),
-    [
-        ({"a": np.zeros((2, 2))}, "holds no inputs: expected an array called x, inputs"),
-        ({"x": np.zeros((2, 2))}, "holds no labels"),
-        ({"x": np.zeros(2), "y": np.zeros(2)}, "expected numbers, a row for each input"),
-        ({"x": np.zeros((0, 2)), "y": np.zeros(0)}, "expected numbers, a row for each input"),
-        ({"x": np.array([["a"], ["b"]]), "y": np.zeros(2)}, "expected numbers, a row for each input"),
-        ({"x": np.zeros((2, 2)), "y": np.zeros(3)}, "expected 2 whole numbers"),
-        ({"x": np.zeros((2, 2)), "y": np.array([0.5, 1])}, "expected 2 whole numbers"),
-        ({"x": np.zeros((2, 2)), "y": np.array(["a", "b"])}, "expected 2 whole numbers"),
-        ({"x": np.zeros((2, 2)), "y": np.array([{}, []], dtype=object)}, "holds Python objects, which are not read"),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_arrays_that_are_no_data(tmp_path, arrays, words):
-    np.savez(tmp_path / "set.npz", **arrays)
-    with pytest.raises(DataError, match=words) as caught:
-        open_arrays(tmp_path / "set.npz", 3, Intake(), labelled=True)
-    assert "set.npz" in str(caught.value)
-
-
-def test_damaged_arrays_are_named(tmp_path):
-    (tmp_path / "text.npz").write_text("no archive")
-    with pytest.raises(DataError, match=r"text\.npz is not a whole \.npz file"):
-        open_arrays(tmp_path / "text.npz", 3, Intake(), labelled=False)
-    with zipfile.ZipFile(tmp_path / "odd.npz", "w") as archive:
-        archive.writestr("x.npy", b"nothing like an array")
-    with pytest.raises(DataError, match=r"odd\.npz is damaged at x"):
-        open_arrays(tmp_path / "odd.npz", 3, Intake(), labelled=False)
-    np.save(tmp_path / "cut.npy", np.zeros((10, 3)))
-    (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"cut\.npy is damaged: it is cut off at row 8 of 10"):
-        list(open_arrays(tmp_path / "cut.npy", 3, Intake(batch_size=4), labelled=False))
-    np.save(tmp_path / "other.npy", np.zeros((10, 3)))
-    with pytest.raises(DataError, match=r"other\.npy holds inputs of shape \(3,\), expected \(4,\)"):
-        list(open_arrays(tmp_path / "other.npy", 3, Intake(shape=(4,)), labelled=False))
-
-
-def test_built_in_sets_by_name(monkeypatch):
-    digits = open_set("digits:val", Intake(batch_size=100), labelled=True)
-    assert digits.count == 297
-    assert sum(len(rows.labels) for rows in digits) == 297
-    with pytest.raises(OptionError, match="the split of digits must be one of train, val, report, test"):
-        open_set("digits:vall", Intake(), labelled=True)
-    with pytest.raises(DataError, match=r"digits:val holds inputs of shape \(1, 8, 8\), expected \(3, 6, 6\)"):
-        list(open_set("digits:val", INTAKE, labelled=True))
-    monkeypatch.delenv("MOLA_DATA", raising=False)
-    with pytest.raises(DataError, match="no data directory"):
-        open_set("mnist:test", Intake(), labelled=True)
-
-
-def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
-    source = open_set(f"{desk.module}:mappings", Intake(), labelled=True, outputs=3)
-    first = next(iter(Loader(source, Account())))
-    assert first.keys() == {"input", "labels"}
-    for name, words in (
-        ("gone", "cannot import"),
-        ("number", "is a int; expected a function"),
-        ("failing", "failed .RuntimeError: the disk is gone"),
-        ("uneven", "3 labels for 4 inputs"),
-    ):
-        with pytest.raises((OptionError, DataError), match=words):
-            list(open_set(f"{desk.module}:{name}", Intake(), labelled=True, outputs=3))
-
-
-def test_one_image_alone(tmp_path, fitted):
-    expected = fitted.posterior.predict(next(iter(open_set("strange", INTAKE, labelled=False))).inputs[:1])
-    result = run_predict(fitted, "strange/00.png", tmp_path / "out.csv")
-    assert (result.count, result.confidence) == (1, pytest.approx(float(expected.confidence), rel=1e-6))
-    with pytest.raises(DataError, match="is of an unknown kind"):
-        open_set("strange/00.png", INTAKE, labelled=True)
-
-
-def test_a_folder_that_is_called_like_a_network_does_not_take_its_place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "lenet").mkdir()
-    assert Job(network=("lenet", "models:build")).document(tmp_path / "deep")["networks"]["network"] == [
-        "lenet",
-        "models:build",
-    ]
-
-
-def test_data_without_labels_cannot_be_tuned_on():
-    with pytest.raises(DataError, match="strange has no labels, which are needed here"):
-        list(Loader(open_set("strange", INTAKE, labelled=False), Account()))
 
 
 # --- the order of the classes -------------------------------------------------------------------------------------------

@@ -116,11 +116,20 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitt
 
     Returns:
         The posterior and what belongs to it. `StorageError` if something is missing, damaged or has changed since.
+
+    Raises:
+        OptionError: if networks cannot be built here.
     """
     path = Path(path)
     job, document = read_folder(path)
     result = document["result"]
-    built = build_networks(job.network, job.weights, classes=result["outputs"], trust=trust)
+    try:
+        built = build_networks(job.network, job.weights, classes=result["outputs"], trust=trust)
+    except OptionError as error:
+        if "cannot import" not in str(error):
+            raise
+        message = f"{error} Run this where the module can be imported from, as when the posterior was fitted."
+        raise OptionError(message) from error
     check_unchanged(built.files, result["sha256"])
     posterior = move(load(path, built.networks), device)
     return Fitted(

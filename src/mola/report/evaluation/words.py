@@ -40,6 +40,13 @@ def findings(result: Evaluation) -> list[tuple[str, str]]:
             f"{methods[own].scores['nll']:.4f}). MAP is {_gap(plain)}; {own} is {_gap(methods[own].scores)}.",
         )
     ]
+    if methods[own].scores["nll"] > 1.05 * methods[best].scores["nll"] and result.made["rule"] == "threshold":
+        found.append(
+            (
+                "To tune for log loss instead",
+                "the threshold rule gives up some of it for caution outside the data; `mola fit --rule nll` does not.",
+            )
+        )
     for name in result.outside:
         by_confidence = max(methods, key=lambda method: methods[method].outside[name].auroc)
         one, first = methods[own].outside[name], methods["MAP"].outside[name]
