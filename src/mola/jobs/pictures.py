@@ -123,12 +123,14 @@ def decode(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
             pixels = intake.prepare(image)
     # Pillow's decoders raise any of these for files that are cut off or no images.
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        return None, f"cannot be decoded ({path.stat().st_size:,} bytes): {str(error).replace(str(path), 'the file')}"
+        unknown = isinstance(error, Image.UnidentifiedImageError)
+        reason = "it is of no known image format" if unknown else str(error)
+        return None, f"cannot be decoded ({path.stat().st_size:,} bytes): {reason}"
     if intake.shape is not None and tuple(pixels.shape) != intake.shape:
         height, width = intake.shape[-2:]
         return None, (
-            f"is {pixels.shape[1]} x {pixels.shape[2]} pixels high and wide, expected {height} x {width}: "
-            f"--resize {height}x{width} brings all to one size"
+            f"is {pixels.shape[1]} x {pixels.shape[2]} pixels high and wide, expected {height} x {width}; "
+            f"`mola fit --resize {height}x{width}` would bring all to one size"
         )
     if not intake.asked and grey != (intake.mode == "L"):
         return pixels, "is grey and was read as RGB" if grey else "is in colour and was read as grey"
