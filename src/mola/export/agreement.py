@@ -88,7 +88,7 @@ def check_agreement(
 def _remedy(traced: Traced) -> str:
     if traced.graph.float16:
         return "These networks need more than half precision: export without float16."
-    return "Does a network draw random numbers, or depend on the rest of its batch, in eval mode?"
+    return "Does a network depend on more than its inputs, such as random numbers or how often it was called?"
 
 
 def _tied(traced: Traced, inputs: Inputs) -> Tensor:

@@ -122,13 +122,12 @@ class Exported(nn.Module):
         joint = Joint(list(self.folded), features) if self.has_curvature else None  # type: ignore[arg-type]
         moments = JointMoments(mean, mean, joint)  # type: ignore[arg-type]
         probs = self._mixed(self.link(moments))
-        spread = _entropy(probs)
         make: dict[str, Callable[[], Tensor]] = {
             "probabilities": lambda: probs,
             "label": lambda: probs.argmax(-1),
             "confidence": lambda: probs.amax(-1),
-            "entropy": lambda: spread,
-            "mutual_information": lambda: spread * self._epistemic_share(mean, joint),
+            "entropy": lambda: _entropy(probs),
+            "mutual_information": lambda: _entropy(probs) * self._epistemic_share(mean, joint),
             "ood_score": lambda: self._ood_score(mean, joint, probs),
         }
         return {name: make[name]() for name in self.outputs}

@@ -14,7 +14,7 @@ from mola.errors import ExportError, MissingExtraError, OptionError
 from mola.export.agreement import check_agreement
 from mola.export.graph import OUTPUTS
 from mola.export.information import as_properties
-from mola.export.tracing import Settings, Traced, quietly, reason, trace
+from mola.export.tracing import Settings, Traced, quietly, reason, root_of, trace
 from mola.export.writing import Written, check_path, write_file
 from mola.networks import Inputs
 from mola.posterior import MoLA
@@ -127,11 +127,8 @@ def _serialised(traced: Traced, opset: int, properties: Mapping[str, str]) -> by
                 verbose=False,
             )
     except Exception as error:
-        root = error
-        while root.__cause__ is not None:
-            root = root.__cause__  # type: ignore[assignment]
         message = (
-            f"a network has a step that ONNX cannot express: {reason(root)}. Replace that step, or export with "
+            f"a network has a step that ONNX cannot express: {reason(root_of(error))}. Replace that step, or export with "
             f"mola.export_torch, which takes all of PyTorch's."
         )
         raise ExportError(message) from error

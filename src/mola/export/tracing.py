@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.component import Component
-from mola.errors import ExportError, MolaError, OptionError
+from mola.errors import ExportError, OptionError
 from mola.export.graph import OUTPUTS, Exported
 from mola.export.information import describe
 from mola.export.signature import Signature
@@ -22,7 +22,7 @@ from mola.heads import head_by_name
 from mola.networks import Inputs, undisturbed
 from mola.posterior import MoLA
 
-__all__ = ["Settings", "Traced", "quietly", "reason", "trace"]
+__all__ = ["Settings", "Traced", "quietly", "reason", "root_of", "trace"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,6 @@ def _program(graph: Exported, tensors: tuple[Tensor, ...]) -> torch.export.Expor
     """Trace a graph with the first axis of every input free.
 
     Raises:
-        MolaError: as raised inside.
         ExportError: with torch's reason, and what can be done.
     """
     batch = torch.export.Dim("batch", min=1)
@@ -124,19 +123,24 @@ def _program(graph: Exported, tensors: tuple[Tensor, ...]) -> torch.export.Expor
     try:
         with quietly(), torch.autocast("cpu", enabled=False):
             program = torch.export.export(graph, tensors, dynamic_shapes=shapes, strict=False)
-    except MolaError:
-        raise
-    except Exception as error:
+    except Exception as error:  # it ran a moment ago: whatever went wrong has to do with tracing
         names = ", ".join(sorted({type(network).__name__ for network in graph.networks}))
         message = (
-            f"torch.export cannot trace {names}: {reason(error)}. A network can be exported if its forward does not branch on "
-            f"the values of tensors and takes batches of any size: use torch.where instead of `if`, x.shape[0] or -1 "
-            f"instead of a fixed batch size."
+            f"torch.export cannot trace {names}: {reason(root_of(error))}. A network can be exported if its forward does "
+            f"not branch on the values of tensors and takes batches of any size: use torch.where instead of `if`, and "
+            f"x.shape[0] or -1 instead of a fixed batch size."
         )
         raise ExportError(message) from error
     # The example was needed to trace; a file that is given away should not hold somebody's data.
     program.example_inputs = None
     return program
+
+
+def root_of(error: BaseException) -> BaseException:
+    """What was raised first."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def reason(error: BaseException) -> str:
