@@ -50,6 +50,8 @@ ROOMS = (
     "data",
     "models",
     "training",
+    "estimators",
+    "hub",
     "bench",
     "jobs",
     "report",

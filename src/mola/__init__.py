@@ -1,5 +1,8 @@
 """Mixtures of Laplace approximations: honest confidence for trained PyTorch classifiers, after the fact."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from mola.baselines.dropout import McDropout as McDropout
 from mola.baselines.mimo import Mimo as Mimo
 from mola.baselines.mimo import mimo_mola as mimo_mola
@@ -57,4 +60,33 @@ from mola.whole.fitting import fit_whole as fit_whole
 from mola.whole.links import WeightDraws as WeightDraws
 from mola.whole.posterior import WholeMoLA as WholeMoLA
 
+if TYPE_CHECKING:
+    from mola.estimators import MolaClassifier as MolaClassifier
+    from mola.hub import load_from_hub_folder as load_from_hub_folder
+    from mola.hub import save_to_hub_folder as save_to_hub_folder
+
 __version__ = "0.1.0"
+
+_ON_FIRST_USE = {
+    "MolaClassifier": "mola.estimators",
+    "load_from_hub_folder": "mola.hub",
+    "save_to_hub_folder": "mola.hub",
+}
+"""Names that need more than the core, and where they are."""
+
+
+def __getattr__(name: str) -> object:
+    """Import on first use what needs more than the core.
+
+    Raises:
+        AttributeError: if there is no such name.
+    """
+    if name not in _ON_FIRST_USE:
+        message = f"module 'mola' has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+
+
+def __dir__() -> list[str]:
+    """All names, those not imported yet among them."""
+    return sorted({*globals(), *_ON_FIRST_USE})

@@ -1,0 +1,164 @@
+"""The model card: YAML that a hub reads, and text that people read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mola.hub.measuring import METRICS, Measured
+from mola.posterior import MoLA
+
+__all__ = ["as_yaml", "model_card"]
+
+TAGS = ("mola", "uncertainty", "calibration", "laplace-approximation", "out-of-distribution-detection", "pytorch")
+
+
+def model_card(
+    posterior: MoLA,
+    *,
+    name: str,
+    classes: Sequence[str],
+    measured: Sequence[Measured],
+    license: str | None,
+    tags: Sequence[str],
+    pipeline_tag: str | None,
+    build: str | None,
+    own_builder: bool,
+    picture: str | None,
+) -> str:
+    """A README.md with YAML in front.
+
+    Args:
+        posterior: what the folder holds.
+        name: of the model.
+        classes: their names.
+        measured: on each test set.
+        license: its identifier on the hub.
+        tags: further ones.
+        pipeline_tag: the hub's name of the task.
+        build: where the function that builds a network is, as "package.module:function".
+        own_builder: whether loading needs such a function.
+        picture: file name of the reliability diagram of the first test set.
+
+    Returns:
+        The text.
+    """
+    front: dict[str, Any] = {"library_name": "mola", "tags": [*TAGS, *(tag for tag in tags if tag not in TAGS)]}
+    if license is not None:
+        front["license"] = license
+    if pipeline_tag is not None:
+        front["pipeline_tag"] = pipeline_tag
+    if measured:
+        front["model-index"] = [{"name": name, "results": [_result(one, pipeline_tag) for one in measured]}]
+    parts = [
+        f"---\n{as_yaml(front)}---\n\n# {name}",
+        _what_it_is(posterior, classes),
+        _how_to_load(name, build, own_builder),
+        *(_measured(one, picture if index == 0 else None) for index, one in enumerate(measured)),
+        _how_it_was_made(posterior),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _result(measured: Measured, task: str | None) -> dict[str, Any]:
+    slug = re.sub(r"[^a-z0-9]+", "-", measured.dataset.lower()).strip("-") or "test-set"
+    return {
+        "task": {"type": task or "other"},
+        "dataset": {"name": measured.dataset, "type": slug},
+        "metrics": [
+            {"type": metric, "name": _title(metric), "value": round(float(value), 6)}
+            for metric, value in measured.values.items()
+        ],
+    }
+
+
+def _title(metric: str) -> str:
+    return METRICS[metric][0] if metric in METRICS else metric
+
+
+def _what_it_is(posterior: MoLA, classes: Sequence[str]) -> str:
+    count = len(posterior.components)
+    kind = "a plain ensemble" if posterior.structure is None else "last-layer Laplace approximations"
+    networks = sorted({type(network).__name__ for network in posterior.networks})
+    listed = ", ".join(classes[:20]) + (f" and {len(classes) - 20} more" if len(classes) > 20 else "")
+    return (
+        f"A classifier that says how sure it is: {count} trained network{'s' if count > 1 else ''} "
+        f"({', '.join(networks)}) with {kind}, made with mola.\n\n"
+        f"Classes ({len(classes)}): {listed}."
+    )
+
+
+def _how_to_load(name: str, build: str | None, own_builder: bool) -> str:
+    lines = ["import mola"]
+    if own_builder and build is not None:
+        module, function = build.split(":")
+        lines.append(f"from {module} import {function} as build")
+    argument = ", build" if own_builder else ""
+    lines += [
+        "",
+        f'posterior = mola.load_from_hub_folder("{name}"{argument})   # this folder, downloaded',
+        "prediction = posterior.predict(x)       # a batch of inputs, or a loader",
+        "prediction.probs, prediction.entropy, prediction.epistemic, prediction.ood_score",
+    ]
+    note = (
+        "`build` makes one network of the architecture, with any weights.\n\n" if own_builder and build is None else ""
+    )
+    return "## Use\n\n```console\npip install mola-torch\n```\n\n" + note + "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _measured(measured: Measured, picture: str | None) -> str:
+    rows = [f"| {_title(metric)} | {float(value):.4g} |" for metric, value in measured.values.items()]
+    text = (
+        f"## Measured on {measured.dataset}\n\n{measured.count} data.\n\n| metric | value |\n|---|---|\n"
+        + "\n".join(rows)
+    )
+    if measured.bins:
+        text += "\n\nCalibration: among predictions of similar confidence, how many were right.\n\n"
+        text += "| predictions | mean confidence | accuracy |\n|---|---|---|\n"
+        text += "\n".join(f"| {count} | {mean:.3f} | {right:.3f} |" for count, mean, right in measured.bins)
+    if picture is not None:
+        text += f"\n\n![Accuracy over confidence]({picture})"
+    return text + "\n\nThis holds for data like these; elsewhere, look at `ood_score`."
+
+
+def _how_it_was_made(posterior: MoLA) -> str:
+    rows = [
+        ("networks", str(len(posterior.components))),
+        ("mixture weights", ", ".join(f"{weight:.4g}" for weight in posterior.weights.tolist())),
+    ]
+    if posterior.structure is not None:
+        counts = {one.curvature.factors.count for one in posterior.components if one.curvature is not None}
+        rows += [
+            ("structure", posterior.structure),
+            ("link", posterior.link.name),
+            ("prior precision", ", ".join(f"{value:.4g}" for value in posterior.prior_precision)),
+            ("chosen by", "hand" if posterior.tuning is None else posterior.tuning.rule),
+            ("training data", ", ".join(str(count) for count in sorted(counts))),
+        ]
+    return "## How it was made\n\n| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows)
+
+
+def as_yaml(value: Any, indent: int = 0) -> str:
+    """Nested mappings and lists as YAML; texts and numbers are written as in JSON, which YAML includes."""
+    pad, text = " " * indent, ""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            nested = isinstance(one, (Mapping, list))
+            text += f"{pad}{key}:\n{as_yaml(one, indent + 2)}" if nested else f"{pad}{key}: {_scalar(one)}\n"
+        return text
+    for one in value:
+        if isinstance(one, Mapping):
+            inner = as_yaml(one, indent + 2)
+            text += f"{pad}- {inner[indent + 2 :]}"
+        else:
+            text += f"{pad}- {_scalar(one)}\n"
+    return text
+
+
+def _scalar(value: Any) -> str:
+    # Not 1e-06: without a point and a sign, YAML takes it for text.
+    return np.format_float_positional(value, trim="0") if isinstance(value, float) else json.dumps(value)

@@ -1,0 +1,265 @@
+"""Folders for a model hub: what is written can be read back, the card is what hubs read, and damage is noticed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola import hub
+from mola.errors import DataError, OptionError, StorageError
+from mola.hub.card import as_yaml
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+X, Y = torch.randn(60, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(60) % 3
+TEST = [(X[:20], Y[:20]), (X[20:], Y[20:])]
+NAMES = ["ant: red", "bee", 'cat "tabby"']
+
+
+def build(dtype=torch.float64):
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+@pytest.fixture
+def posterior():
+    return mola.fit([build(), build()], [(X, Y)], prior_precision=0.3).with_weights([0.25, 0.75])
+
+
+def require(package):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} IS NOT INSTALLED: cards were not read by it.")
+    return __import__(package)
+
+
+def read_card(folder):
+    _, front, body = (folder / "README.md").read_text().split("---\n", 2)
+    return require("yaml").safe_load(front), body
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_is_saved_is_loaded_in_any_precision(tmp_path, dtype):
+    posterior = mola.fit([build(dtype), build(dtype)], [(X.to(dtype), Y)], structure="full", link="mean-field")
+    folder = mola.save_to_hub_folder(posterior, tmp_path / "model")
+    again = mola.load_from_hub_folder(folder, build)  # which builds in float64
+    assert torch.equal(again(X.to(dtype)), posterior(X.to(dtype)))
+    assert torch.equal(again.predict(X.to(dtype)).ood_score, posterior.predict(X.to(dtype)).ood_score)
+    assert not any(network.training for network in again.networks)
+
+
+def test_ensembles_and_folders_without_networks(tmp_path, posterior):
+    plain = mola.ensemble(posterior.networks, weights=[0.25, 0.75])
+    mola.save_to_hub_folder(plain, tmp_path / "plain", classes=NAMES)
+    assert torch.equal(mola.load_from_hub_folder(tmp_path / "plain", build)(X), plain(X))
+    mola.save_to_hub_folder(posterior, tmp_path / "bare", networks=False)
+    assert not (tmp_path / "bare" / "networks").exists()
+    assert torch.equal(mola.load_from_hub_folder(tmp_path / "bare", posterior.networks)(X), posterior(X))
+    with pytest.raises(OptionError, match="saved without its networks"):
+        mola.load_from_hub_folder(tmp_path / "bare", build)
+
+
+def test_measured_numbers_are_those_of_the_metrics(posterior):
+    probs = posterior(X)
+    measured = hub.measure(posterior, TEST, "Held-out rows", bins=5)
+    assert measured.count == 60
+    assert measured.values["accuracy"] == mola.metrics.accuracy(probs, Y)
+    assert measured.values["nll"] == pytest.approx(mola.metrics.negative_log_likelihood(probs, Y), rel=1e-12)
+    assert measured.values["ece"] == pytest.approx(mola.metrics.expected_calibration_error(probs, Y), rel=1e-12)
+    confidence, label = probs.max(1)
+    for count, mean, right in measured.bins:
+        upper = (int(mean * 5) + 1) / 5
+        chosen = (confidence > upper - 0.2) & (confidence <= upper)
+        assert count == int(chosen.sum())
+        assert mean == pytest.approx(float(confidence[chosen].mean()))
+        assert right == pytest.approx(float((label == Y)[chosen].double().mean()))
+    assert sum(count for count, _, _ in measured.bins) == 60
+    with pytest.raises(DataError, match="batch 0 of the test loader has no labels"):
+        hub.measure(posterior, [X], "none")
+    with pytest.raises(OptionError, match="finite numbers"):
+        hub.Measured("set", 3, {"nll": float("nan")})
+
+
+def test_the_card_is_what_hubs_and_people_read(tmp_path, posterior):
+    measured = hub.measure(posterior, TEST, 'Rows: "held out"')
+    own = hub.Measured("Elsewhere", 7, {"auroc": 0.5})
+    folder = mola.save_to_hub_folder(
+        posterior, tmp_path / "insects", classes=NAMES, measured=[measured, own], license="mit", tags=["insects", "mola"],
+        pipeline_tag="tabular-classification",
+    )  # fmt: skip
+    front, body = read_card(folder)
+    assert (front["library_name"], front["license"]) == ("mola", "mit")
+    assert front["pipeline_tag"] == "tabular-classification"
+    assert front["tags"].count("mola") == 1
+    assert "insects" in front["tags"]
+    (index,) = front["model-index"]
+    assert index["name"] == "insects"
+    first, second = index["results"]
+    assert first["dataset"] == {"name": 'Rows: "held out"', "type": "rows-held-out"}
+    assert {one["type"]: one["value"] for one in first["metrics"]} == {
+        name: round(value, 6) for name, value in measured.values.items()
+    }
+    assert second["metrics"] == [{"type": "auroc", "name": "auroc", "value": 0.5}]
+    for words in (*NAMES, "| kron |", "0.3, 0.3", "0.25, 0.75", "![Accuracy over confidence](reliability.png)"):
+        assert words in body
+    assert body.count("| predictions | mean confidence | accuracy |") == 1
+    assert (folder / "reliability.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "config.json").read_bytes())["classes"] == NAMES
+    if find_spec("huggingface_hub") is None:
+        pytest.skip("huggingface_hub IS NOT INSTALLED: its own reader of cards was not tried.")
+    from huggingface_hub import ModelCard
+
+    results = ModelCard.load(folder / "README.md").data.eval_results
+    assert [(one.dataset_name, one.metric_type) for one in results][-1] == ("Elsewhere", "auroc")
+    assert results[0].task_type == "tabular-classification"
+
+
+def test_the_snippet_of_the_card_works(tmp_path, posterior, monkeypatch):
+    (tmp_path / "insect_networks.py").write_text(
+        "import torch\nfrom torch import nn\ndef small():\n"
+        "    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, named in (("told", "insect_networks:small"), ("untold", None)):
+        folder = mola.save_to_hub_folder(posterior, tmp_path / name, build=named)
+        (snippet,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+        namespace = {"x": X} if named else {"x": X, "build": build}
+        exec(snippet, namespace)
+        assert torch.equal(namespace["prediction"].probs, posterior(X))
+
+
+def test_networks_of_transformers_load_by_themselves(tmp_path, monkeypatch):
+    transformers = require("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4,
+        id2label={0: "ant", 1: "bee", 2: "cat"}, label2id={"ant": 0, "bee": 1, "cat": 2},
+    )  # fmt: skip
+    networks = [transformers.ViTForImageClassification(config) for _ in range(2)]
+    batch = {"pixel_values": torch.randn(9, 3, 8, 8)}
+    posterior = mola.fit(networks, [{**batch, "labels": torch.arange(9) % 3}])
+    folder = mola.save_to_hub_folder(posterior, tmp_path / "vit")
+    front, body = read_card(folder)
+    assert front["pipeline_tag"] == "image-classification"
+    assert "Classes (3): ant, bee, cat." in body
+    assert torch.equal(mola.load_from_hub_folder(folder)(batch), posterior(batch))
+    auto = mola.load_from_hub_folder(folder, transformers.AutoModelForImageClassification)
+    assert torch.equal(auto(batch), posterior(batch))
+    monkeypatch.chdir(tmp_path)
+    namespace = {"x": batch}
+    exec(re.findall(r"```python\n(.*?)```", body, re.S)[0], namespace)
+    assert torch.equal(namespace["prediction"].probs, posterior(batch))
+
+
+def damage(folder, name, how):
+    path = folder / name
+    if how == "remove":
+        path.unlink()
+    elif how == "flip":
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+    else:
+        document = json.loads(path.read_bytes())
+        how(document)
+        path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "words"),
+    [
+        ("config.json", "remove", "config.json cannot be read.*save_to_hub_folder"),
+        ("config.json", lambda document: document.update(format="other"), "not written by mola"),
+        ("config.json", lambda document: document.update(version=2), "version 2; this mola reads version 1"),
+        ("config.json", lambda document: document.pop("networks"), "garbled.*'networks'"),
+        ("config.json", lambda document: document["networks"][0].update(dtype="load"), "unknown precision 'load'"),
+        ("config.json", lambda document: document["networks"].pop(), r"2 components, got 1 models"),
+        ("networks/1/model.safetensors", "remove", "1/model.safetensors is missing"),
+        ("networks/0/model.safetensors", "flip", "0/model.safetensors is damaged: download"),
+        ("posterior/posterior.json", "remove", "posterior.json is missing"),
+    ],
+)
+def test_damage_is_noticed(tmp_path, posterior, name, how, words):
+    folder = mola.save_to_hub_folder(posterior, tmp_path / "model")
+    damage(folder, name, how)
+    with pytest.raises(StorageError, match=words):
+        mola.load_from_hub_folder(folder, build)
+
+
+def test_a_folder_cannot_name_code_to_run(tmp_path, posterior):
+    folder = mola.save_to_hub_folder(posterior, tmp_path / "model", build="os:abort")
+    with pytest.raises(OptionError, match=r"Sequential: pass a function that builds one"):
+        mola.load_from_hub_folder(folder)
+    damage(folder, "config.json", lambda document: document["networks"][0].update(
+        type="transformers.utils.import_utils.requires_backends", from_pretrained=True))  # fmt: skip
+    require("transformers")
+    with pytest.raises(StorageError, match="does not have"):
+        mola.load_from_hub_folder(folder)
+
+
+def test_another_architecture_or_another_models_folder_is_refused(tmp_path, posterior):
+    folder = mola.save_to_hub_folder(posterior, tmp_path / "model")
+    with pytest.raises(StorageError, match=r"model\.safetensors"):
+        mola.load_from_hub_folder(folder, lambda: nn.Linear(4, 3))
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text('{"architectures": ["BertModel"]}')
+    with pytest.raises(StorageError, match=r"not written by mola.*folder of its own"):
+        mola.save_to_hub_folder(posterior, tmp_path / "foreign")
+    assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["config.json"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="is a file"):
+        mola.save_to_hub_folder(posterior, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"classes": ["a", "b"]}, "3 different names"),
+        ({"classes": ["a", "b", "b"]}, "3 different names"),
+        ({"build": "package.module"}, "package.module:function"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, posterior, settings, words):
+    with pytest.raises(OptionError, match=words):
+        mola.save_to_hub_folder(posterior, tmp_path / "model", **settings)
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(OptionError, match=r"names .* needed for a plain ensemble"):
+        mola.save_to_hub_folder(mola.ensemble(posterior.networks), tmp_path / "model")
+    with pytest.raises(OptionError, match=r"mola.fit or mola.ensemble, got Sequential"):
+        mola.save_to_hub_folder(build(), tmp_path / "model")
+
+
+def test_saving_again_replaces_the_old_model(tmp_path, posterior):
+    mola.save_to_hub_folder(posterior, tmp_path / "model")
+    single = mola.fit(build(), [(X, Y)])
+    mola.save_to_hub_folder(single, tmp_path / "model")
+    assert torch.equal(mola.load_from_hub_folder(tmp_path / "model", build)(X), single(X))
+    assert sorted(path.name for path in (tmp_path / "model" / "networks").iterdir()) == ["0"]
+
+
+def test_yaml_is_read_as_it_was_meant():
+    yaml = require("yaml")
+    value = {
+        "a": [{"b": {"c": ["x: y", "- z", "no", "1"]}, "d": 1.5}, {"b": {"c": []}, "d": -1e-7}],
+        "e": "#",
+        "f": None,
+    }
+    value["a"][1]["b"]["c"] = ["é"]
+    assert yaml.safe_load(as_yaml(value)) == value
+
+
+def test_the_card_needs_no_matplotlib(tmp_path):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import torch, mola; from mola import hub\n"
+        "x, y = torch.randn(9, 4), torch.arange(9) % 3\n"
+        "posterior = mola.fit(torch.nn.Linear(4, 3), [(x, y)], progress=False)\n"
+        f"folder = mola.save_to_hub_folder(posterior, {str(tmp_path / 'm')!r}, measured=hub.measure(posterior, [(x, y)], 'x'))\n"
+        "print(sorted(path.name for path in folder.iterdir()), 'reliability' in (folder / 'README.md').read_text())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "['README.md', 'config.json', 'networks', 'posterior'] False"
