@@ -278,6 +278,9 @@ def test_a_module_that_is_not_here_is_named_with_the_remedy(desk, fitted, tmp_pa
     (copy / "hidden_inside.py").write_text("raise SystemExit('code of the folder was run')")
     with pytest.raises(OptionError, match=r"cannot import 'hidden_inside'.*Run this where the module can be imported"):
         open_folder(copy)
+    monkeypatch.chdir(copy)
+    with pytest.raises(OptionError, match="code is not imported from a posterior's folder"):
+        open_folder(copy)
 
 
 def test_information_without_networks(fitted, desk, tmp_path, monkeypatch):

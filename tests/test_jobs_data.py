@@ -120,6 +120,10 @@ def test_images_are_resized_cropped_and_normalised_on_demand(desk, tmp_path):
         job_for(desk, train="train.csv", val="val", resize=(6, 6), normalise="imagenet"), tmp_path / "posterior"
     ).document
     assert document["result"]["intake"]["mean"] == [0.485, 0.456, 0.406]
+    assert settle(Job(normalise="imagenet"), Hints(), "float32").mode == "RGB", "statistics for three channels"
+    assert settle(Job(normalise="imagenet", mode="L"), Hints(), "float32").mode == "L"
+    assert settle(Job(), Hints(shape=(1, 28, 28)), "float32").mode == "L"
+    assert settle(Job(), Hints(), "float32").mode is None, "for the images to show"
     intake = settle(Job(resize=8, crop=6, mean=(0.5,), std=(0.25,)), Hints(), "float64")
     (rows,) = open_set("strange", Intake.from_plain(intake.plain() | {"mode": "RGB"}), labelled=False)
     assert rows.inputs.shape == (12, 3, 6, 6)

@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from mola.jobs.fit import run_fit
 from mola.jobs.folder import open_folder
 from mola.jobs.job import Job
 from mola.jobs.networks import build_networks
+from mola.jobs.predict import run_predict
 from mola.jobs.preparation import Hints, settle
 from mola.models.checkpoints import save_weights
 from mola.models.registry import build_network
@@ -247,3 +249,33 @@ def test_a_hub_folder_from_transformers_itself(desk, tmp_path):
     expected = mola.fit(network, [desk.inputs("train")], progress=False)
     assert torch.allclose(opened.posterior(inputs), expected(inputs), atol=1e-5)
     assert opened.classes == CLASSES
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_text_classifier_takes_mappings_of_the_users(desk, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.set_default_dtype(torch.float32)
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=8,
+    )
+    torch.manual_seed(0)
+    network = transformers.BertForSequenceClassification(config).eval()
+    network.save_pretrained(tmp_path / "bert")
+    data = f"{desk.module}:sentences"
+    job = job_for(desk, network=(str(tmp_path / "bert"),), weights=(), train=data, val=None, rule="none")
+    run_fit(job, tmp_path / "posterior")
+    opened = open_folder(tmp_path / "posterior")
+    assert {name: tuple(one.shape) for name, one in opened.example.items()} == {
+        "input_ids": (2, 5),
+        "attention_mask": (2, 5),
+    }
+    assert opened.classes is None, "LABEL_0 and LABEL_1 are no names"
+    batches = __import__(desk.module).sentences()
+    expected = mola.fit(network, batches, progress=False).predict(batches)
+    run_predict(opened, data, tmp_path / "out.npz", probabilities=True)
+    assert np.allclose(np.load(tmp_path / "out.npz")["probabilities"], expected.probs, atol=1e-5)

@@ -17,7 +17,7 @@ from mola.errors import OptionError, StorageError
 from mola.fitting import load
 from mola.jobs.datasets import UserSet, open_set
 from mola.jobs.job import NAME, Job, read_job
-from mola.jobs.networks import build_networks, check_unchanged
+from mola.jobs.networks import build_networks, check_unchanged, is_imported
 from mola.jobs.preparation import Intake
 from mola.posterior import MoLA
 from mola.schema import check
@@ -123,6 +123,9 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitt
     path = Path(path)
     job, document = read_folder(path)
     result = document["result"]
+    if any(is_imported(name) for name in job.network) and Path.cwd().resolve().is_relative_to(path.resolve()):
+        message = f"{path} is the current folder, and code is not imported from a posterior's folder: run this from elsewhere."
+        raise OptionError(message)
     try:
         built = build_networks(job.network, job.weights, classes=result["outputs"], trust=trust)
     except OptionError as error:

@@ -29,7 +29,7 @@ from mola.models.checkpoints import load_weights, read_state
 from mola.models.imported import import_builder
 from mola.models.registry import MODELS, build_network
 
-__all__ = ["Built", "build_networks", "checksum", "weight_files"]
+__all__ = ["Built", "build_networks", "check_unchanged", "checksum", "is_imported", "weight_files"]
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Of files that hold weights, where a whole folder of them is named."""
@@ -131,6 +131,11 @@ def build_networks(
     return Built(networks, sources, _hints(names[0], networks[0]))
 
 
+def is_imported(name: str) -> bool:
+    """Whether a name stands for a function of the user's own."""
+    return ":" in name and not name.startswith(TIMM) and not _is_whole(name)
+
+
 def _is_whole(name: str) -> bool:
     """Whether a name stands for a network with its weights."""
     if name in MODELS or name.startswith(TIMM):
@@ -154,7 +159,7 @@ def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Modul
             timm_builder(name.removeprefix(TIMM)) if name.startswith(TIMM) else lambda count: build_network(name, count)
         )
         network = build(classes or _classes_in(path, build(10)) or 10)
-    elif ":" in name:
+    elif is_imported(name):
         network = _imported(name)
     else:
         near = f"{name} is no file or folder here, and " if "/" in name or name.startswith(".") else ""

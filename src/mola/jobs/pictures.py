@@ -113,7 +113,7 @@ class Pictures:
 
 def decode(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
     """The pixels of one file and a word on them, or None and why there are none."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     if not path.is_file():
         return None, "does not exist"
@@ -123,7 +123,7 @@ def decode(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
             pixels = intake.prepare(image)
     # Pillow's decoders raise any of these for files that are cut off or no images.
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        unknown = isinstance(error, Image.UnidentifiedImageError)
+        unknown = isinstance(error, UnidentifiedImageError)
         reason = "it is of no known image format" if unknown else str(error)
         return None, f"cannot be decoded ({path.stat().st_size:,} bytes): {reason}"
     if intake.shape is not None and tuple(pixels.shape) != intake.shape:

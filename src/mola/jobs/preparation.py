@@ -125,6 +125,8 @@ def settle(job: Job, hints: Hints, dtype: str) -> Intake:
     mode = job.mode
     if mode is None and hints.shape is not None:
         mode = "L" if hints.shape[0] == 1 else "RGB"
+    elif mode is None and len(mean) == 3:
+        mode = "RGB"  # statistics for three channels are for colour
     return Intake(
         resize=job.resize if sized else hints.resize,
         crop=job.crop if sized else hints.crop,
