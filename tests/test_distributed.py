@@ -14,8 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from typer.testing import CliRunner
 
 import mola
+from mola.cli import app
+from mola.jobs.evaluate import run_evaluate
+from mola.jobs.folder import open_folder
 from mola.laplace import Kron, base
 from tests.conftest import make_problem
 from tests.own_work import make_desk
@@ -157,7 +161,8 @@ def test_torchrun_ends_all_when_one_is_killed(tmp_path):
     assert "-9" in done.stderr
 
 
-def test_the_command_under_torchrun(tmp_path):
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_command_under_torchrun(tmp_path, monkeypatch):
     """`torchrun -m mola fit`: pictures and arrays divided, one folder written, one process that speaks."""
     desk = make_desk(tmp_path, "own_networks_for_teams")
     (tmp_path / "train" / "dog" / "zz.png").write_bytes(b"\x89PNG")
@@ -187,6 +192,29 @@ def test_the_command_under_torchrun(tmp_path):
     inputs, _ = desk.inputs("test")
     posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "three")]
     assert float((posteriors[0](inputs) - posteriors[1](inputs)).abs().max()) < 1e-5
+    check_evaluation(tmp_path, [sys.executable, "-m", *several, "evaluate", "three"], environment, monkeypatch)
+    (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["predict", "three", "test"]).exception.args
+    assert "mola predict works in one process, and torchrun started 2" in wrong
+
+
+def check_evaluation(root, command, environment, monkeypatch):
+    options = ["--test", "test", "--ood", "strange", "--output", "report", "--json"]
+    done = subprocess.run(
+        [*command, *options], cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    shared = json.loads(done.stdout)
+    assert (root / "report" / "index.html").exists()
+    monkeypatch.chdir(root)
+    monkeypatch.syspath_prepend(str(root))
+    alone = run_evaluate(open_folder(root / "three"), "test", ["strange"]).plain()
+    assert shared["count"] == alone["count"] == 18
+    for method, one in alone["methods"].items():
+        assert shared["methods"][method]["scores"] == pytest.approx(one["scores"], rel=1e-4), method
+        found, expected = (each["outside"]["strange"] for each in (shared["methods"][method], one))
+        figures = [name for name, value in expected.items() if isinstance(value, float)]
+        assert [found[name] for name in figures] == pytest.approx([expected[name] for name in figures], rel=1e-4)
+        assert figures
 
 
 class TestAlone:

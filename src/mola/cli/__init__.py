@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mola.errors import MissingExtraError
+import os
+
+from mola.errors import MissingExtraError, OptionError
 
 try:
     import rich  # noqa: F401  (tables and progress; asked for here, so that its lack is told before any work)
@@ -40,8 +42,28 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+SHARED = ("fit", "evaluate")
+"""Commands that several processes do together."""
+
+
+def _refuse_team(command: str | None) -> None:
+    """Let several processes start only what they can do together: otherwise each would do all of it, and write the same files.
+
+    Raises:
+        OptionError: if there are several, and they cannot.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and command not in SHARED:
+        message = (
+            f"mola {command} works in one process, and torchrun started {size}: start it without torchrun. "
+            f"{' and '.join(SHARED)} can be shared."
+        )
+        raise OptionError(message)
+
+
 @app.callback()
 def _options(
+    context: typer.Context,
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
     ),
@@ -54,5 +76,8 @@ def _options(
 
         mola evaluate posterior --test mnist:report --ood fashion-mnist:test --output report
 
+    Several processes share the work of fit and evaluate: torchrun --nproc-per-node=4 -m mola fit ...
+
     Exit codes: 0 done, 1 a mistake that one line on stderr explains, 2 wrong usage, 3 done but inputs were left out, 130 stopped.
     """
+    _refuse_team(context.invoked_subcommand)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,8 @@ def evaluate(
     """
     import torch
 
+    from mola.distributed import join
+
     # Before the work rather than after it: a missing extra, and a folder that cannot be written.
     from mola.jobs.evaluate import run_evaluate
     from mola.jobs.folder import open_folder
@@ -61,7 +64,7 @@ def evaluate(
     prepare_folder(output)
     set_threads(threads)
     torch.manual_seed(seed)
-    with showing_progress(quiet=quiet) as progress:
+    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         result = run_evaluate(
             open_folder(posterior, device, trust=trust),
@@ -71,10 +74,14 @@ def evaluate(
             val=val,
             strict=strict,
             directory=None if data is None else str(data),
+            team=team,
         )
-        page = write_evaluation(
-            result, output, lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done)
-        )
+        with team.work("writing the page"):
+            if not team.first:
+                return  # one process writes and speaks for all
+            page = write_evaluation(
+                result, output, lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done)
+            )
     if not quiet and not as_json:
         console = Console(highlight=False)
         for table in evaluation_tables(result):
@@ -85,6 +92,7 @@ def evaluate(
         for line in remarks(result):
             console.print(escape(line), style="dim")
         console.print(f"\nWrote [bold]{escape(str(page))}[/bold], with numbers and figures beside it.", soft_wrap=True)
-    finish(
-        Account(result.left_out, result.noted), result.plain(), as_json=as_json, quiet=True if not as_json else quiet
-    )
+    # torchrun knows only success and failure: what was left out is said, but does not end the job.
+    with suppress(*(typer.Exit,) if team.size > 1 else ()):
+        account = Account(result.left_out, result.noted)
+        finish(account, result.plain(), as_json=as_json, quiet=True if not as_json else quiet)

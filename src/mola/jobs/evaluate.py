@@ -19,13 +19,15 @@ from torch import Tensor
 
 from mola import __version__
 from mola.baselines.temperature import fit_temperature
-from mola.errors import MolaWarning, OptionError
+from mola.distributed import Team
+from mola.errors import DataError, MolaWarning, OptionError
 from mola.jobs.datasets import UserSet
 from mola.jobs.evaluation import Evaluation, MethodResult, outside, shares
 from mola.jobs.fit import make_rule
 from mola.jobs.folder import Fitted
 from mola.jobs.material import Progress
 from mola.jobs.rows import Account, Loader
+from mola.jobs.shards import divided
 from mola.jobs.tally import Tally
 from mola.posterior import MoLA
 
@@ -69,6 +71,7 @@ def run_evaluate(
     val: str | None = None,
     strict: bool = False,
     directory: str | None = None,
+    team: Team | None = None,
 ) -> Evaluation:
     """Compare the methods.
 
@@ -80,9 +83,10 @@ def run_evaluate(
         val: labelled data to tune temperatures and LLLA on; None takes those that the posterior was tuned on.
         strict: whether an input that cannot be used is an error.
         directory: that holds the built-in sets.
+        team: the processes that do it together, each on its own part of every set. None is this one alone.
 
     Returns:
-        The numbers.
+        The numbers, the same for every process.
 
     Raises:
         OptionError: if a set is named twice.
@@ -91,12 +95,16 @@ def run_evaluate(
     if len({test, *outliers}) <= len(outliers):
         message = f"each set can be named once, got {', '.join([test, *outliers])}."
         raise OptionError(message)
-    account = Account()
+    account, together = Account(), Team.alone() if team is None else team
     steps = 2 + len(outliers)
 
     def loader(source: UserSet, doing: str, step: int, *, labelled: bool) -> Loader:
         progress(doing, step / steps)
-        return Loader(source, account, strict, labelled, lambda share: progress(doing, (step + share) / steps))
+
+        def tell(share: float) -> None:
+            progress(doing, (step + share) / steps)
+
+        return Loader(divided(source, together), account, strict, labelled, tell, whole=together.size == 1)
 
     # All opened first: a name that is wrong is told before any work.
     tuned_on = val or fitted.job.val
@@ -109,11 +117,15 @@ def run_evaluate(
     contest, notes = _contest(
         fitted,
         None if held is None else loader(held, "tuning", 0, labelled=True),
-        None if exposed is None else Loader(exposed, account, strict, labelled=False),
+        None if exposed is None else loader(exposed, "tuning", 0, labelled=False),
+        together,
     )
     tallies: dict[str, dict[str, Tally]] = {}
     for step, (name, source) in enumerate(sources.items(), 1):
-        tallies[name] = _read(contest, loader(source, Path(name).name, step, labelled=name == test))
+        with together.work(f"evaluating on {name}"):
+            tallies[name] = _read(contest, loader(source, Path(name).name, step, labelled=name == test), together)
+    with together.work("the account"):
+        account = account.together(together)
     progress("done", 1.0)
     inside = tallies[test]
     return Evaluation(
@@ -152,13 +164,14 @@ def run_evaluate(
     )
 
 
-def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None) -> tuple[_Contest, list[str]]:
+def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None, team: Team) -> tuple[_Contest, list[str]]:
     posterior, notes = fitted.posterior, []
     temperatures: dict[str, float] = {}
     if val is None:
         notes.append("There are no validation data, so no temperatures: name some with --val.")
     else:
-        logits, labels = _logits(posterior, val)
+        with team.work("reading the validation data"):
+            logits, labels = _logits(posterior, val, team)
         wanted = {SINGLE_T: logits[:1]} | ({ENSEMBLE_T: logits} if len(logits) > 1 else {})
         for name, some in wanted.items():
             with warnings.catch_warnings(record=True) as caught:
@@ -173,25 +186,27 @@ def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None) -> tupl
             with warnings.catch_warnings():
                 # What tuning warns of is kept in its notes, which the report shows.
                 warnings.simplefilter("ignore", MolaWarning)
-                single = single.tune(None if fitted.job.rule == "evidence" else val, rule=rule, progress=False)
+                held = None if fitted.job.rule == "evidence" else val
+                single = single.tune(held, rule=rule, progress=False, team=team)
     for name, one in ((LAPLACE, single), (MIXTURE, posterior)):
         if one.tuning is not None and (name == LAPLACE or one is not single):
             notes += [f"{name}: {note}" for note in one.tuning.notes]
     return _Contest(posterior, single, temperatures), notes
 
 
-def _logits(posterior: MoLA, loader: Loader) -> tuple[Tensor, Tensor]:
-    """Logits (K, n, C) and labels (n,) of labelled data."""
+def _logits(posterior: MoLA, loader: Loader, team: Team) -> tuple[Tensor, Tensor]:
+    """Logits (K, n, C) and labels (n,) of labelled data, those of all processes."""
     logits, labels = [], []
     for batch in loader:
         (prediction,) = posterior.predict_batches([batch])
         assert prediction.logit_mean is not None
         logits.append(prediction.logit_mean)
         labels.append(batch["labels"] if isinstance(batch, dict) else batch[1])
-    return torch.cat(logits, dim=1), torch.cat(labels)
+    rows = team.rows(torch.cat(logits, dim=1).transpose(0, 1) if logits else None)
+    return rows.transpose(0, 1), team.rows(torch.cat(labels) if labels else None)
 
 
-def _read(contest: _Contest, loader: Loader) -> dict[str, Tally]:
+def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
     tallies: dict[str, Tally] = {}
     for batch in loader:
         labels = None
@@ -199,7 +214,15 @@ def _read(contest: _Contest, loader: Loader) -> dict[str, Tally]:
             labels = batch["labels"] if isinstance(batch, dict) else batch[1]
         for method, (probs, score) in contest.ask(batch).items():
             tallies.setdefault(method, Tally()).add(probs, labels, score)
-    return tallies
+        team.check()
+    if team.size == 1:
+        return tallies
+    everyone = team.collect({method: bool(tally.scores) for method, tally in tallies.items()})
+    methods = team.share(next((one for one in everyone or () if one), {}))
+    if not methods:
+        message = f"{loader.source.name} holds no input that can be used."
+        raise DataError(message)
+    return {method: tallies.get(method, Tally()).together(team, scored=scored) for method, scored in methods.items()}
 
 
 def _warnings(fitted: Fitted, test: str, tuned_on: str | None) -> list[str]:
