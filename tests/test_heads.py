@@ -16,6 +16,8 @@ import mola
 from mola import HeadError
 from mola.features import capture
 from mola.heads import find_head
+from mola.laplace import as_structure
+from mola.likelihood import CATEGORICAL
 from mola.networks import as_batch, undisturbed
 from tests.witness import unchanged
 
@@ -363,6 +365,28 @@ def test_mixed_precision_around_everything_changes_little():
         got = mola.fit(network, [(X.float(), Y)]).predict(FAR.float()).probs
     torch.testing.assert_close(got.float(), expected, rtol=5e-2, atol=5e-2)
     torch.testing.assert_close(got.float().sum(1), torch.ones(9, dtype=torch.float32), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_under_autocast_nothing_but_the_networks_own_rounding_shows(structure):
+    """The factors are those of the activations as the network rounded them, summed in float64."""
+    network = nn.Sequential(make_body(), nn.Linear(4, 3)).float()
+    seen = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        handle = network[1].register_forward_hook(lambda _, given, output: seen.append((given[0], output)))
+        with torch.no_grad():
+            network(X.float())
+        handle.remove()
+        posterior = mola.fit(network, [(X.float(), Y)], structure=structure)
+        probs = posterior(X.float())
+    ((features, logits),) = seen
+    assert logits.dtype == torch.bfloat16
+    lifted = torch.cat([features.double(), torch.ones(len(features), 1)], dim=1)
+    kind = as_structure(structure)
+    expected = kind.merge(None, kind.sums(lifted, CATEGORICAL.curvature(logits.double()), None)).tensors()
+    for name, tensor in posterior.components[0].curvature.factors.tensors().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-14)
+    assert probs.dtype == torch.float32
 
 
 def test_eval_results_are_used_whatever_the_mode():
