@@ -25,9 +25,14 @@ class Curvature:
 
     structure: Structure
     factors: Factors
-    weights: Tensor
-    """Trained weights (C, P) of the last layer, in float64: the posterior's mean."""
+    trained: Tensor
+    """Weights (C, P) of the last layer as they were, in the network's own precision: the posterior's mean."""
     likelihood: Likelihood = CATEGORICAL
+
+    @property
+    def weights(self) -> Tensor:
+        """The trained weights (C, P) in float64."""
+        return self.trained.double()
 
     @cached_property
     def spectrum(self) -> Spectrum:

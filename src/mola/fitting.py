@@ -112,7 +112,7 @@ def fit(
                 progress=progress,
             )
             curvatures = [
-                Curvature(chosen_structure, one, head.weights(), CATEGORICAL)
+                Curvature(chosen_structure, one, head.trained_weights(), CATEGORICAL)
                 for head, one in zip(heads, sums, strict=True)
             ]
     components = [

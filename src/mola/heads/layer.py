@@ -42,11 +42,15 @@ class Head:
 
         Read them inside `undisturbed`: under spectral normalisation in train mode, reading alone changes the layer.
         """
+        return self.trained_weights().double()
+
+    def trained_weights(self) -> Tensor:
+        """The same in the layer's own precision, as a copy."""
         with torch.no_grad():
-            weight = self.layer.weight.detach().to("cpu", torch.float64)
+            weight = self.layer.weight.detach().cpu()
             if self.layer.bias is None:
-                return weight
-            return torch.cat([weight, self.layer.bias.detach().to("cpu", torch.float64)[:, None]], dim=1)
+                return weight.clone()
+            return torch.cat([weight, self.layer.bias.detach().cpu()[:, None]], dim=1)
 
     def lift(self, features: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Features (n, P) of the bias trick, in another precision if asked for: a column of ones joins the layer's input."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -34,7 +34,7 @@ __all__ = [
     "mahalanobis_weights",
 ]
 
-GATHERED = (256, 4096, 2**19)
+GATHERED = (128, 4096, 2**18)
 """Rows that are summed together: least, most, and how many numbers they may have. Many, because each sum costs something
 besides its products; not too many, because they wait in memory."""
 
@@ -83,9 +83,14 @@ class Factors:
             return NotImplemented
         theirs = other.tensors()
         merged: dict[str, Any] = {name: tensor + theirs[name] for name, tensor in self.tensors().items()}
-        both = self.log_likelihood is not None and other.log_likelihood is not None
-        total = self.log_likelihood + other.log_likelihood if both else None  # type: ignore[operator]
-        return type(self)(self.count + other.count, total, **merged)
+        return replace(self.grown(other.count, other.log_likelihood), **merged)
+
+    def grown(self, count: int, log_likelihood: float | None) -> Self:
+        """The same sums with so many more data, and their log-likelihood: None if either is not known."""
+        known = None
+        if self.log_likelihood is not None and log_likelihood is not None:
+            known = self.log_likelihood + log_likelihood
+        return replace(self, count=self.count + count, log_likelihood=known)
 
     def tensors(self) -> dict[str, Tensor]:
         """The additive tensors by name."""

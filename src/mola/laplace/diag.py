@@ -3,6 +3,7 @@ r"""Diagonal curvature: :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`, al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,15 @@ class Diag(Structure):
         """Factors of one batch."""
         squares = features.square()
         return DiagFactors(len(features), log_likelihood, _diagonal(curvature).T @ squares, squares.sum(0))
+
+    def absorb(self, total: Any, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Any:
+        """Add the batch to the sums in place."""
+        if total is None:
+            return super().absorb(total, features, curvature, log_likelihood)
+        squares = features.square()
+        total.diagonal.addmm_(_diagonal(curvature).T, squares)
+        total.squares.add_(squares.sum(0))
+        return total.grown(len(features), log_likelihood)
 
     def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the factors' tensors."""

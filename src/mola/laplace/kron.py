@@ -11,7 +11,7 @@ fixed matrix, :math:`(\phi^\top V \phi)\, U`. `KronExact` adds the prior exactly
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -121,9 +121,7 @@ class Kron(Structure):
         add_gram(total.feature_sum, features)
         if curvature.separate is not None:
             total.separate.add_(curvature.separate.sum(0))
-        both = total.log_likelihood is not None and log_likelihood is not None
-        known = total.log_likelihood + log_likelihood if both else None
-        return replace(total, count=total.count + len(features), log_likelihood=known)
+        return total.grown(len(features), log_likelihood)
 
     def rows(self, features: int) -> int | None:
         """Many, or a batch at a time where the average runs over batches."""

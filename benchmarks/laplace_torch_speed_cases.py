@@ -1,0 +1,199 @@
+"""Time mola and laplace-torch at the same work and print the ratios as JSON. See `speed_against_laplace_torch.py`.
+
+A tiny network before a last layer of P features and C outputs; one thread; turns of one after the other, CPU time, medians.
+laplace-torch's backends: its default (curvlinops), BackPACK, and ASDL where it works. "Fastest" is the least of those that run.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import record
+import torch
+from laplace import Laplace
+from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsGGN
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import mola
+
+BACKENDS = {"curvlinops (default)": CurvlinopsGGN, "BackPACK": BackPackGGN, "ASDL": AsdlGGN}
+PEER_NAME = {"kron": "kron", "full": "full", "diag": "diag"}
+INPUTS = 784
+GRID = 100
+
+
+def network(features: int, classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(INPUTS, features), nn.ReLU(), nn.Linear(features, classes)).eval()
+
+
+class Batches:
+    """Batches that are ready, with the data set that laplace-torch asks for: no time goes into putting rows together."""
+
+    def __init__(self, count: int, classes: int, size: int = 256) -> None:
+        inputs, labels = torch.randn(count, INPUTS), torch.randint(classes, (count,))
+        self.dataset, self.batch_size = TensorDataset(inputs, labels), size
+        self.batches = list(zip(inputs.split(size), labels.split(size), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.batches)
+
+
+def cpu_seconds(work: Callable[[], Any]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def interleaved(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for name, work in works.items():
+        print(f"  {name}: {cpu_seconds(work):.2f} s the first time", file=sys.stderr, flush=True)
+    for _ in range(repeats):
+        for name, work in works.items():
+            times[name].append(cpu_seconds(work))
+    return times
+
+
+def against(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Median and quartiles of theirs over ours, turn by turn."""
+    low, middle, high = np.quantile(np.array(theirs) / np.array(ours), [0.25, 0.5, 0.75])
+    return {"ratio": float(middle), "quartile_1": float(low), "quartile_3": float(high)}
+
+
+def peer(model: nn.Module, structure: str, backend: Any) -> Any:
+    return Laplace(
+        deepcopy(model),
+        "classification",
+        subset_of_weights="last_layer",
+        hessian_structure=PEER_NAME[structure],
+        backend=backend,
+    )
+
+
+def working(model: nn.Module, structure: str, classes: int) -> dict[str, Any]:
+    """The backends that can fit this at all; why the others cannot is told on stderr."""
+    found, few = {}, Batches(64, classes, 64)
+    for name, backend in BACKENDS.items():
+        try:
+            peer(model, structure, backend).fit(few)
+            found[name] = backend
+        except Exception as error:  # whatever a backend of another library trips over
+            print(f"{structure} with {name}: {type(error).__name__}: {str(error)[:120]}", file=sys.stderr)
+    return found
+
+
+def fitting(features: int, classes: int, count: int, structures: tuple[str, ...], repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    for structure in structures:
+        model = network(features, classes)
+        loader = Batches(count, classes)
+        works: dict[str, Callable[[], Any]] = {
+            "mola": partial(mola.fit, model, loader, structure=structure, progress=False),
+        }
+        for name, backend in working(model, structure, classes).items():
+            works[name] = lambda backend=backend, model=model, structure=structure, loader=loader: peer(
+                model, structure, backend
+            ).fit(loader)
+        print(f"fit {structure}, P={features}, C={classes}", file=sys.stderr)
+        times = interleaved(works, 2 if structure == "full" else repeats)
+        rows += [
+            {
+                "work": f"fit {structure}",
+                "features": features,
+                "classes": classes,
+                "data": count,
+                "peer": name,
+                "seconds": float(np.median(times["mola"])),
+                "peer_seconds": float(np.median(found)),
+                **against(times["mola"], found),
+            }
+            for name, found in times.items()
+            if name != "mola"
+        ]
+    return rows
+
+
+def using(features: int, classes: int, count: int, repeats: int) -> list[dict[str, Any]]:
+    """Prior tuning on a grid and by evidence, probit and Monte Carlo prediction."""
+    model = network(features, classes)
+    train, held_out = Batches(count, classes), Batches(count, classes)
+    inputs = next(iter(held_out))[0]
+    ours = mola.fit(model, train, structure="kron-exact", progress=False)
+    theirs = peer(model, "kron", CurvlinopsGGN)
+    theirs.fit(train)
+    ours(inputs)
+    grid = torch.logspace(-4, 3, GRID)
+
+    def their_grid() -> None:
+        theirs.optimize_prior_precision(
+            method="gridsearch",
+            pred_type="glm",
+            link_approx="probit",
+            val_loader=held_out,
+            log_prior_prec_min=-4,
+            log_prior_prec_max=3,
+            grid_size=GRID,
+        )
+
+    rule = mola.ValidationScore("nll")
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
+        f"tune, {len(grid)} values, whole call": (
+            lambda: ours.tune(held_out, rule, progress=False),
+            their_grid,
+            max(2, repeats // 4),
+        ),
+        "tune, evidence": (
+            lambda: ours.tune(rule=mola.Evidence(), progress=False),
+            lambda: theirs.optimize_prior_precision(method="marglik", n_steps=100),
+            repeats,
+        ),
+        "predict, probit": (lambda: ours(inputs), lambda: theirs(inputs, link_approx="probit"), repeats),
+        "predict, 100 samples": (
+            lambda: ours.with_link(mola.MonteCarlo(samples=100))(inputs),
+            lambda: theirs(inputs, link_approx="mc", n_samples=100),
+            repeats,
+        ),
+    }
+    rows = []
+    for work, (mine, other, count_of) in pairs.items():
+        print(work, file=sys.stderr)
+        times = interleaved({"mola": mine, "peer": other}, count_of)
+        rows.append(
+            {
+                "work": work,
+                "features": features,
+                "classes": classes,
+                "data": len(inputs) if work.startswith("predict") else count,
+                "peer": "curvlinops (default)",
+                "seconds": float(np.median(times["mola"])),
+                "peer_seconds": float(np.median(times["peer"])),
+                **against(times["mola"], times["peer"]),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=9)
+    repeats = parser.parse_args().repeats
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    rows = fitting(256, 10, 2048, ("kron", "diag", "full"), repeats)
+    rows += using(256, 10, 2048, repeats)
+    rows += fitting(2048, 1000, 512, ("kron",), max(2, repeats // 4))
+    json.dump({"rows": rows, "environment": record.environment("mola-torch", "laplace-torch")}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
