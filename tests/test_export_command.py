@@ -26,7 +26,7 @@ def desk(tmp_path_factory):
 def folder(desk, tmp_path, monkeypatch):
     monkeypatch.chdir(desk.root)
     monkeypatch.syspath_prepend(str(desk.root))
-    job = Job(network=(f"{desk.module}:build",), weights=tuple(desk.weights(2)), train="train", workers=0)
+    job = Job(network=(f"{desk.module}:build",), weights=tuple(desk.weights(2)), train="train", rule="none", workers=0)
     run_fit(job, tmp_path / "posterior")
     return tmp_path / "posterior"
 
