@@ -177,12 +177,10 @@ def resumed(team, folder):
     return {"kept": kept, "passes": Counted.passes, "batches": len(shard), "same": same}
 
 
-def end(how):
+def deadly():
     """Data whose reading ends this process."""
     yield torch.ones(3, 3), torch.zeros(3, dtype=torch.int64)
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    sys.exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(what, output):
@@ -202,7 +200,7 @@ def main(what, output):
         if what.startswith("left") and team.rank == victim:
             message = "a mistake in the script"
             raise ValueError(message)
-        mola.fit(networks(1), end(what[:-1]) if team.rank == victim else shard, progress=False, team=team).eval()
+        mola.fit(networks(1), deadly() if team.rank == victim else shard, progress=False, team=team).eval()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tests.own_work import make_desk
 from tests.team_script import Counted, batches, data, laws, networks
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 120
+LIMIT = 300
 """Seconds after which processes count as hanging; they take a few on a machine that has nothing else to do."""
 
 
@@ -127,7 +127,7 @@ def check_resumed(resumed):
     assert all(one["passes"] < one["batches"] for one in resumed)
 
 
-@pytest.mark.parametrize(("size", "what"), [(3, "killed1"), (2, "killed0"), (2, "exited1"), (2, "left1")])
+@pytest.mark.parametrize(("size", "what"), [(3, "killed1"), (2, "killed0"), (2, "left1")])
 def test_a_process_that_ends_ends_all(size, what, tmp_path):
     begin = time.monotonic()
     codes, errors = run(size, what, tmp_path)
@@ -140,7 +140,6 @@ def test_a_process_that_ends_ends_all(size, what, tmp_path):
         words = {
             "killed1": f"DistributedError: rank 1 of {size} lost during fit: no sign of life for 2 s",
             "killed0": "DistributedError: lost touch with the other processes during fit",
-            "exited1": f"DistributedError: rank 1 of {size}, fit: SystemExit: 3",
             "left1": "DistributedError: rank 1 ended: ValueError: a mistake in the script",
         }[what]
         assert words in errors[rank], errors[rank]
@@ -168,46 +167,44 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     (tmp_path / "train" / "dog" / "zz.png").write_bytes(b"\x89PNG")
     options = ["fit", "--network", f"{desk.module}:build", "--weights", *desk.weights(2), "--train", "train"]
     options += ["--val", "val.npz", "--mixing", "stacking", "--batch-size", "5", "--workers", "0", "--json"]
+    options += ["--checkpoint", "kept", "--output"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-    several = ["torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "mola"]
-    found = []
-    for name, starter in (("one", ["mola"]), ("three", several)):
-        command = [sys.executable, "-m", *starter, *options, "--output", name, "--checkpoint", f"kept-{name}"]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-        )
-        assert done.returncode == (3 if name == "one" else 0), done.stderr
-        found.append(json.loads(done.stdout))  # one document: one process printed
-        assert (tmp_path / name / "posterior.json").exists()
-        assert not (tmp_path / f"kept-{name}").exists()
-    one, three = found
-    assert three["result"]["train_count"] == one["result"]["train_count"] == 36
-    assert three["left_out"] == one["left_out"]
-    assert list(three["left_out"]["train"]) == ["dog/zz.png"]
-    assert three["result"]["prior_precision"] == pytest.approx(one["result"]["prior_precision"])
+    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mola"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    single = CliRunner().invoke(app, [*options, "one"])
+    assert single.exit_code == 3, single.output
+    done = run_here([*several, *options, "two"], environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "two" / "posterior.json").exists()
+    assert not (tmp_path / "kept").exists()
+    one, two = json.loads(single.stdout), json.loads(done.stdout)  # one document: one process printed
+    assert two["result"]["train_count"] == one["result"]["train_count"] == 36
+    assert two["left_out"] == one["left_out"]
+    assert list(two["left_out"]["train"]) == ["dog/zz.png"]
+    assert two["result"]["prior_precision"] == pytest.approx(one["result"]["prior_precision"])
     for who in ("networks", "posterior"):
-        assert three["result"]["validation"][who] == pytest.approx(one["result"]["validation"][who], rel=1e-5)
-    scores = [each["result"]["validation"]["outlier_threshold"] for each in found]
+        assert two["result"]["validation"][who] == pytest.approx(one["result"]["validation"][who], rel=1e-5)
+    scores = [each["result"]["validation"]["outlier_threshold"] for each in (one, two)]
     assert scores[1] == pytest.approx(scores[0], rel=1e-5)
     inputs, _ = desk.inputs("test")
-    posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "three")]
+    posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "two")]
     assert float((posteriors[0](inputs) - posteriors[1](inputs)).abs().max()) < 1e-5
-    check_evaluation(tmp_path, [sys.executable, "-m", *several, "evaluate", "three"], environment, monkeypatch)
-    (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["predict", "three", "test"]).exception.args
+    check_evaluation(tmp_path, [*several, "evaluate", "two"], environment)
+    (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["predict", "two", "test"]).exception.args
     assert "mola predict works in one process, and torchrun started 2" in wrong
 
 
-def check_evaluation(root, command, environment, monkeypatch):
-    options = ["--test", "test", "--ood", "strange", "--output", "report", "--json"]
-    done = subprocess.run(
-        [*command, *options], cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+def run_here(command, environment):
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
+def check_evaluation(root, command, environment):
+    done = run_here([*command, "--test", "test", "--ood", "strange", "--output", "report", "--json"], environment)
     assert done.returncode == 0, done.stderr
     shared = json.loads(done.stdout)
     assert (root / "report" / "index.html").exists()
-    monkeypatch.chdir(root)
-    monkeypatch.syspath_prepend(str(root))
-    alone = run_evaluate(open_folder(root / "three"), "test", ["strange"]).plain()
+    alone = run_evaluate(open_folder(root / "two"), "test", ["strange"]).plain()
     assert shared["count"] == alone["count"] == 18
     for method, one in alone["methods"].items():
         assert shared["methods"][method]["scores"] == pytest.approx(one["scores"], rel=1e-4), method

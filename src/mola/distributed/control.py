@@ -80,11 +80,13 @@ class Control:
                 return  # the store is gone; whoever waits next will notice
 
     def _lost(self) -> list[int]:
-        """Ranks that gave no sign of life for longer than patience allows, watched since the first call."""
+        """Ranks that gave no sign of life for longer than patience allows, watched since the first call.
+
+        Rank 0 watches all and the others watch rank 0: with everybody watching everybody, a thousand processes would keep the
+        store busy with nothing else.
+        """
         now, lost = time.monotonic(), []
-        for other in range(self.size):
-            if other == self.rank:
-                continue
+        for other in range(1, self.size) if self.rank == 0 else (0,):
             count = self._ask(lambda key=f"beat/{other}": self._store.add(key, 0))  # type: ignore[misc]
             before = self._beats.get(other)
             if before is None or before[0] != count:
@@ -100,6 +102,7 @@ class Control:
             with suppress(RuntimeError):  # then nobody is left to be told
                 self._store.compare_set("ended", "", json.dumps({"kind": "DistributedError", "message": message}))
         self._over.set()
+        self._thread.join()
 
     # --- what goes wrong --------------------------------------------------------------------------------------------
 
@@ -150,15 +153,14 @@ class Control:
             return report  # nobody is left to be told
         return json.loads(first)
 
-    def leave(self) -> None:
+    def leave(self, report: dict[str, Any]) -> None:
         """After a failure, wait until all who live know of it: a process that ends may take the store, or the job, along."""
-        try:
+        living = self.size - len(report.get("lost", ()))
+        with suppress(RuntimeError):  # then the store has gone already
             self._store.add(self._key("left"), 1)
             end = time.monotonic() + self.patience
-            while time.monotonic() < end and self._store.add(self._key("left"), 0) < self.size - len(self._lost()):
+            while time.monotonic() < end and self._store.add(self._key("left"), 0) < living:
                 time.sleep(SLEEP[1])
-        except (RuntimeError, DistributedError):
-            pass  # the store has gone already
 
     def broken(self, error: RuntimeError) -> NoReturn:
         """A collective failed: find out who is missing.
@@ -194,7 +196,7 @@ class Control:
                 f"its machine cannot be reached; a killed process often ran out of memory. Start the job again (with "
                 f"checkpoint=... a fit goes on where it was)."
             )
-            raise ToldError(self._post({"kind": "DistributedError", "message": message}))
+            raise ToldError(self._post({"kind": "DistributedError", "message": message, "lost": lost}))
 
     def _await(self, key: str, count: int) -> None:
         pause, longest = SLEEP

@@ -107,11 +107,11 @@ class Team:
             yield
             self._control.finish()
         except ToldError as told:
-            self._control.leave()
+            self._control.leave(told.report)
             raise told.as_error() from told.__cause__
         except BaseException as error:
             known = ToldError(self._control.report(error))
-            self._control.leave()
+            self._control.leave(known.report)
             if not isinstance(error, MolaError):
                 raise
             raise known.as_error() from error
