@@ -12,6 +12,7 @@ from mola.bench.budget import Budget, MimoBudget, SwagBudget, changed
 from mola.bench.cost import measure_cost
 from mola.bench.networks import Training, find_networks, train_networks
 from mola.bench.plan import Plan
+from mola.bench.run import Order
 from mola.bench.runner import run_suite
 from mola.bench.store import Store
 from mola.bench.suite import DataOptions
@@ -150,6 +151,31 @@ def test_damaged_opinions_are_named(plan, finished):
     finally:
         for path, content in whole.items():
             path.write_bytes(content)
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
+    records = {record.method: record for record in run(replace(plan, runs=1, groups=("whole",)), tmp_path)}
+    models = [network.load() for network in plan.members("whole", 0)]
+    train, val, test = (list(plan.sources[name].open()) for name in ("train", "validation", "test"))
+    labels = torch.cat([labels for _, labels in test])
+    for name, options in (("MoLA (all layers)", {"structure": "kron"}), ("MoLA (subnetwork)", {"subnetwork": 1000})):
+        posterior = mola.fit_whole(models, train, val, progress=False, **options)
+        expected = negative_log_likelihood(posterior.predict(test).probs, labels)
+        assert records[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4)
+        assert records[name].chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
+    # What was fitted is taken up.
+    again = run(replace(plan, runs=1, groups=("whole",)), tmp_path, fresh=True)
+    assert [one.labelled for one in again] == [one.labelled for one in records.values()]
+
+
+def test_all_groups_are_all_but_the_long_ones(tmp_path):
+    def groups(text):
+        return Order(SUITE, 1, 2, text, tmp_path, tmp_path, tmp_path).chosen_groups()
+
+    assert set(groups("all")) == {"main", "variants", "structures", "components", "rules", "weights", "cost"}
+    assert set(groups("all,beyond")) == {*groups("all"), "beyond"}
+    assert groups("whole,main,whole") == ("whole", "main")
 
 
 def test_cost_of_all_methods_is_measured_in_one_run(plan):

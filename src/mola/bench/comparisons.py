@@ -7,8 +7,9 @@ from collections.abc import Callable
 from mola.bench.beyond import MimoHeads, SwagMixture
 from mola.bench.budget import Budget
 from mola.bench.contestants import RULES, WEIGHTS, Contestant, LastLayer
+from mola.bench.whole import WholeNetworks
 
-__all__ = ["COMPARISONS", "SWEEP"]
+__all__ = ["COMPARISONS", "LONG", "SWEEP"]
 
 SWEEP = 10
 """Components of the largest mixture in the sweep."""
@@ -35,6 +36,13 @@ def _beyond(budget: Budget) -> list[Contestant]:
         SwagMixture("MultiSWAG", budget.swag),
         MimoHeads(LastLayer("MIMO", detectors=True), budget.mimo),
         MimoHeads(LastLayer("MIMO-MoLA", structure="full", detectors=True), budget.mimo),
+    ]
+
+
+def _whole(_: Budget) -> list[Contestant]:
+    return [
+        WholeNetworks("MoLA (all layers)", structure="kron"),
+        WholeNetworks("MoLA (subnetwork)", subnetwork=1000),
     ]
 
 
@@ -77,12 +85,16 @@ def _weights(_: Budget) -> list[Contestant]:
 COMPARISONS: dict[str, Callable[[Budget], list[Contestant]]] = {
     "main": _main,
     "beyond": _beyond,
+    "whole": _whole,
     "variants": _variants,
     "structures": _mixtures,
     "components": _components,
     "rules": _rules,
     "weights": _weights,
 }
-"""By name: the paper's methods on a last layer; those that train further or anew, which stand in the same tables; LLLA with
-every structure and link; MoLA with every structure; 1 to 10 components; ways to choose the prior precision; ways to choose
-the mixture weights."""
+"""By name: the paper's methods on a last layer; those that train further or anew, and Laplace approximations of whole
+networks, which stand in the same tables; LLLA with every structure and link; MoLA with every structure; 1 to 10 components;
+ways to choose the prior precision; ways to choose the mixture weights."""
+
+LONG = ("beyond", "whole")
+"""Comparisons that take hours where the others take minutes: they are run where they are named."""

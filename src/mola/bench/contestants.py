@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from mola.detectors import DetectorEnsemble, Mahalanobis, NearestNeighbours
 from mola.errors import MolaWarning
 from mola.uncertainty import energy_score, entropy_score, max_logit_score, max_probability_score
 
-__all__ = ["RULES", "Contestant", "Context", "Fitted", "LastLayer", "Outputs"]
+__all__ = ["RULES", "Contestant", "Context", "Fitted", "LastLayer", "Outputs", "noting"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,24 @@ class Fitted:
     """What was tuned."""
     seconds: float
     """Time to fit and tune."""
+
+
+@contextmanager
+def noting() -> Iterator[list[str]]:
+    """Keep what the library warns of inside, for the record, instead of saying it; other warnings are passed on.
+
+    Yields:
+        The warnings, complete when the context ends.
+    """
+    notes: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MolaWarning)
+        yield notes
+    for one in caught:
+        if issubclass(one.category, MolaWarning):
+            notes.append(str(one.message))
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 class Contestant(Protocol):
@@ -129,13 +148,9 @@ class LastLayer:
         """Fit on stored training activations and tune on stored validation activations."""
         train, validation = self._seen(context, "train"), self._seen(context, "validation")
         start = time.perf_counter()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", MolaWarning)
+        with noting() as notes:
             posterior, chosen = self._posterior(train, validation, context.threshold)
-        chosen["notes"] = [str(one.message) for one in caught if issubclass(one.category, MolaWarning)]
-        for one in caught:
-            if not issubclass(one.category, MolaWarning):
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        chosen["notes"] = notes
         seconds = time.perf_counter() - start
         plain = self.structure is None and not self.temperature
 

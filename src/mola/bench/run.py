@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mola.bench.activations import Activations, Progress, open_networks
 from mola.bench.budget import Budget, changed
-from mola.bench.comparisons import COMPARISONS, SWEEP
+from mola.bench.comparisons import COMPARISONS, LONG, SWEEP
 from mola.bench.cost import measure_cost
 from mola.bench.networks import Training, check_networks, find_networks, train_networks
 from mola.bench.plan import Plan, claim, describe
@@ -30,7 +30,7 @@ class Order:
     runs: int
     components: int
     groups: str
-    """Names separated by commas, or "all"."""
+    """Names separated by commas; "all" is all that do not take hours."""
     networks: Path
     results: Path
     cache: Path
@@ -55,7 +55,9 @@ class Order:
     def chosen_groups(self) -> tuple[str, ...]:
         """The groups by name, each once; `OptionError` for one that is not known."""
         names = [one_of(name.strip(), (*GROUPS, "all"), "groups") for name in self.groups.split(",")]
-        return GROUPS if "all" in names else tuple(dict.fromkeys(names))
+        if "all" in names:
+            names = [*(group for group in GROUPS if group not in LONG), *(name for name in names if name in LONG)]
+        return tuple(dict.fromkeys(names))
 
 
 def carry_out(order: Order, progress: Progress) -> Path:

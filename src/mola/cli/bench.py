@@ -23,8 +23,8 @@ def bench(
     groups: Annotated[
         str,
         typer.Option(
-            help="What to compare, separated by commas: main, beyond (SWAG and MIMO, which train), variants, structures, "
-            "components, rules, weights, cost; or all."
+            help="What to compare, separated by commas: main, variants, structures, components, rules, weights, cost, or all "
+            "of these; beyond (SWAG and MIMO, which train) and whole (Laplace approximations of all layers) take long."
         ),
     ] = "main",
     networks: Annotated[

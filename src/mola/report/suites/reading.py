@@ -27,7 +27,21 @@ __all__ = ["MAIN", "CostRow", "Pictures", "SetInfo", "SuiteResults", "read_suite
 
 MAIN = "main"
 
-ORDER = ("MAP", "MAP-T", "DE", "DE-T", "SWAG", "MultiSWAG", "MIMO", "LLLA", "MIMO-MoLA", "MoLA", "MoLA (NLL)")
+ORDER = (
+    "MAP",
+    "MAP-T",
+    "DE",
+    "DE-T",
+    "SWAG",
+    "MultiSWAG",
+    "MIMO",
+    "LLLA",
+    "MIMO-MoLA",
+    "MoLA",
+    "MoLA (NLL)",
+    "MoLA (all layers)",
+    "MoLA (subnetwork)",
+)
 """Methods that are known; any other follows them, by name."""
 
 SUITE_SCHEMA: dict[str, Any] = {

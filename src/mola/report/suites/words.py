@@ -25,6 +25,8 @@ METHOD_WORDS = {
     "LLLA": "one network with a Laplace approximation on its last layer",
     "MoLA": "all networks, each with a Laplace approximation on its last layer; the paper's rule for the prior",
     "MoLA (NLL)": "the same, the prior tuned by validation log loss instead",
+    "MoLA (all layers)": "all networks, each with a Laplace approximation of all its weights (K-FAC), linearised",
+    "MoLA (subnetwork)": "the same of the 1000 weights whose variance is largest, with all their covariances",
     "SWAG": "a Gaussian fitted to the last steps of training",
     "MultiSWAG": "a mixture of SWAGs",
     "MIMO": "one network that makes several predictions at once",
