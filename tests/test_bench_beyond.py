@@ -159,7 +159,7 @@ def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
     models = [network.load() for network in plan.members("whole", 0)]
     train, val, test = (list(plan.sources[name].open()) for name in ("train", "validation", "test"))
     labels = torch.cat([labels for _, labels in test])
-    for name, options in (("MoLA (all layers)", {"structure": "kron"}), ("MoLA (subnetwork)", {"subnetwork": 1000})):
+    for name, options in (("MoLA (all layers)", {"structure": "kron"}), ("MoLA (subnetwork)", {"subnetwork": 303})):
         posterior = mola.fit_whole(models, train, val, progress=False, **options)
         expected = negative_log_likelihood(posterior.predict(test).probs, labels)
         assert records[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4)

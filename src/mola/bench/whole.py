@@ -26,6 +26,7 @@ class WholeNetworks:
     name: str
     structure: str | None = None
     subnetwork: int | None = None
+    """So many weights, or all where a network has fewer."""
     components: int | None = None
     group: str = "main"
 
@@ -57,11 +58,12 @@ class WholeNetworks:
         if (folder / DOCUMENT).exists():
             return mola.WholeMoLA.load(folder, models)
         sources = context.workshop.sources
+        sizes = [sum(one.numel() for one in model.parameters() if one.requires_grad) for model in models]
         posterior = mola.fit_whole(
             models,
             Reopened(sources["train"]),
             structure=self.structure,
-            subnetwork=self.subnetwork,
+            subnetwork=None if self.subnetwork is None else min(self.subnetwork, *sizes),
             progress=False,
         )
         posterior = posterior.tune(
