@@ -181,7 +181,7 @@ def test_sensible_on_a_real_table_and_aware_of_what_is_none():
     train, test, known, asked = train_test_split(rows, labels, test_size=0.3, stratify=labels, random_state=0)
     model = mola.MolaClassifier(random_state=0).fit(train, known)
     assert log_loss(asked, model.predict_proba(test)) < 0.2
-    shuffled = np.random.RandomState(0).permuted(test, axis=0)
+    shuffled = np.random.default_rng(0).permuted(test, axis=0)
     truth = np.repeat([0, 1], len(test))
     assert roc_auc_score(truth, np.r_[model.ood_score(test), model.ood_score(shuffled)]) > 0.9
 
