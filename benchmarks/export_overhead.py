@@ -31,7 +31,7 @@ from mola.models.registry import build_network
 
 BAR = 1.03
 TURN_SECONDS = 0.03
-NETWORKS = {"lenet": (1, 28, 28), "resnet-20": (3, 32, 32)}
+NETWORKS = {"resnet-20": (3, 32, 32), "lenet": (1, 28, 28)}
 STRUCTURES = ("kron", "kron-exact", "diag", "full")
 
 
