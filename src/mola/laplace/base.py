@@ -81,8 +81,9 @@ class Factors:
         """Factors of both sets of data together."""
         if type(other) is not type(self):
             return NotImplemented
-        theirs = other.tensors()
-        merged: dict[str, Any] = {name: tensor + theirs[name] for name, tensor in self.tensors().items()}
+        merged: dict[str, Any] = self.tensors()
+        for name, tensor in other.tensors().items():
+            merged[name] = merged[name] + tensor if name in merged else tensor.clone()  # what is not given is zero
         return replace(self.grown(other.count, other.log_likelihood), **merged)
 
     def grown(self, count: int, log_likelihood: float | None) -> Self:

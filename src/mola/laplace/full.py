@@ -1,9 +1,10 @@
 r"""The exact Hessian of the last layer: :math:`H = \sum_n \Lambda_n \otimes \phi_n \phi_n^\top`, of size CP x CP.
 
 With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is
-:math:`-\Phi^\top \mathrm{diag}(u_i u_j)\, \Phi = -Z_i^\top Z_j` with :math:`Z_i = \mathrm{diag}(u_i)\, \Phi`: one matrix
-product for each row of blocks, for the whole batch at once, with no Jacobian. The diagonal blocks are the negative sums
-of their rows (plus :math:`\Phi^\top \mathrm{diag}(d_i) \Phi`), so what the likelihood cannot see is null exactly.
+:math:`-\Phi^\top \mathrm{diag}(u_i u_j)\, \Phi = -Z_i^\top Z_j` with :math:`Z_i = \mathrm{diag}(u_i)\, \Phi`: matrix
+products for the whole batch at once, with no Jacobian. Each block is symmetric, and (j, i) is the same as (i, j): the lower
+half of one of them is all that is summed. The diagonal blocks are the negative sums of their rows (plus
+:math:`\Phi^\top \mathrm{diag}(d_i) \Phi`), so what the likelihood cannot see is null exactly.
 
 The eigenproblem is solved in the visible directions only, of size RP with R = C - 1 for a softmax; in the remaining one
 the posterior is the prior: :math:`\Sigma = (F \otimes I)(H_F + \lambda I)^{-1}(F \otimes I)^\top + \frac1\lambda\, \frac{1
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +25,13 @@ from torch import Tensor
 from mola.errors import StructureTooLargeError
 from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
 from mola.laplace.basis import eigensystem, seen_basis
+from mola.laplace.symmetric import add_gram, lower_rows, pack, packed_size, size_of, unpack
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = ["Full", "FullFactors"]
+
+MANY = 2048
+"""Rows that are summed together."""
 
 ROW_BYTES = 64 * 2**20
 """Rows of a batch are taken in blocks whose scaled copies Z stay below this size."""
@@ -35,10 +42,38 @@ KEPT, WORKSPACE = 3, 2
 
 @dataclass(frozen=True)
 class FullFactors(Factors):
-    """The Hessian (C, P, C, P), and the features' outer products (P, P) for the outlier score."""
+    """Sums from which the Hessian follows, and the features' outer products for the outlier score; lower halves."""
 
-    hessian: Tensor
-    gram: Tensor
+    coupling: Tensor
+    """`Phi' diag(u_i u_j) Phi`, packed, for each pair i < j of outputs: (C (C - 1) / 2, packed size)."""
+    feature_sum: Tensor
+    """Of the features' outer products, packed."""
+    separate: Tensor | None = None
+    """`Phi' diag(d_i) Phi`, packed, for each output (C, packed size)."""
+
+    @property
+    def hessian(self) -> Tensor:
+        """The Hessian (C, P, C, P)."""
+        pairs, width = len(self.coupling), size_of(self.feature_sum)
+        outputs = int((1 + (1 + 8 * pairs) ** 0.5) / 2)
+        hessian = self.coupling.new_zeros(outputs, width, outputs, width)
+        for (first, second), packed in zip(combinations(range(outputs), 2), self.coupling, strict=True):
+            block = unpack(packed)
+            hessian[first, :, second, :] = hessian[second, :, first, :] = -block
+            hessian[first, :, first, :] += block
+            hessian[second, :, second, :] += block
+        for output, packed in enumerate(() if self.separate is None else self.separate):
+            hessian[output, :, output, :] += unpack(packed)
+        return hessian
+
+    @property
+    def gram(self) -> Tensor:
+        """Sum (P, P) of the features' outer products."""
+        return unpack(self.feature_sum)
+
+    def saved(self) -> dict[str, Tensor]:
+        """The two matrices."""
+        return {"hessian": self.hessian, "gram": self.gram}
 
 
 @dataclass(frozen=True)
@@ -77,29 +112,54 @@ class Full(Structure):
             )
             raise StructureTooLargeError(message)
 
+    def rows(self, features: int) -> int:
+        """Many: the sums are large, and reading and writing them costs."""
+        return MANY
+
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> FullFactors:
         """Factors of one batch, by block matrix products."""
         outputs = next(part.shape[1] for part in (curvature.coupling, curvature.separate) if part is not None)
-        width = features.shape[1]
-        hessian = features.new_zeros(outputs, width, outputs, width)
-        rows = max(1, ROW_BYTES // (8 * outputs * width))
+        size = packed_size(features.shape[1])
+        nothing = FullFactors(
+            0,
+            0.0,
+            features.new_zeros(outputs * (outputs - 1) // 2, size),
+            features.new_zeros(size),
+            None if curvature.separate is None else features.new_zeros(outputs, size),
+        )
+        return self.absorb(nothing, features, curvature, log_likelihood)
+
+    def absorb(self, total: Any, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Any:
+        """Add the batch to the sums in place."""
+        if total is None:
+            return self.sums(features, curvature, log_likelihood)
+        outputs = next(part.shape[1] for part in (curvature.coupling, curvature.separate) if part is not None)
+        rows = max(1, ROW_BYTES // (8 * outputs * features.shape[1]))
         for start in range(0, len(features), rows):
-            part = slice(start, start + rows)
+            some = features[start : start + rows]
             if curvature.coupling is not None:
-                _add_coupling(hessian, features[part], curvature.coupling[part])
+                _add_coupling(total.coupling, some, curvature.coupling[start : start + rows])
             if curvature.separate is not None:
-                for output in range(outputs):
-                    weighted = curvature.separate[part, output, None] * features[part]
-                    hessian[output, :, output, :] += features[part].T @ weighted
-        return FullFactors(len(features), log_likelihood, hessian, features.T @ features)
+                for packed, weights in zip(total.separate, curvature.separate[start : start + rows].T, strict=True):
+                    _add_weighted(packed, weights, some)
+        add_gram(total.feature_sum, features)
+        return total.grown(len(features), log_likelihood)
 
     def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors' tensors."""
+        """Shapes of the saved tensors."""
         return {"hessian": (outputs, features, outputs, features), "gram": (features, features)}
 
     def restore(self, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> FullFactors:
         """Factors from their saved parts."""
-        return FullFactors(count, log_likelihood, **tensors)
+        hessian = tensors["hessian"]
+        pairs = list(combinations(range(len(hessian)), 2))
+        coupling = [pack(-hessian[first, :, second, :]) for first, second in pairs]
+        found = FullFactors(count, log_likelihood, torch.stack(coupling), pack(tensors["gram"]))
+        # Diagonal blocks are made again, from the same numbers in the same order: what is left is outputs' own.
+        rest = (hessian - found.hessian).diagonal(dim1=0, dim2=2)
+        if not bool(rest.any()):
+            return found
+        return replace(found, separate=torch.stack([pack(block) for block in rest.permute(2, 0, 1)]))
 
     def spectrum(self, factors: FullFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
         """Eigendecompose the Hessian in the visible directions."""
@@ -119,17 +179,23 @@ def free_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _add_coupling(hessian: Tensor, features: Tensor, coupling: Tensor) -> None:
-    """Add the Laplacian blocks of one group of rows to `hessian` (C, P, C, P) in place."""
-    outputs, width = coupling.shape[1], features.shape[1]
-    scaled = coupling[:, :, None] * features[:, None, :]
+def _add_coupling(sums: Tensor, features: Tensor, coupling: Tensor) -> None:
+    """Add `Z_i' Z_j` of one group of rows, for all pairs i < j, to their packed sums in place."""
+    outputs = coupling.shape[1]
+    scaled = coupling.T[:, :, None] * features
+    begin = 0
     for first in range(outputs - 1):
         later = outputs - first - 1
-        products = (scaled[:, first].T @ scaled[:, first + 1 :].reshape(len(features), -1)).view(width, later, width)
-        hessian[first, :, first + 1 :, :] -= products
-        hessian[first + 1 :, :, first, :] -= products.permute(1, 2, 0)
-        hessian[first, :, first, :] += products.sum(1)
-        hessian.diagonal(dim1=0, dim2=2)[:, :, first + 1 :] += products.permute(0, 2, 1)
+        for start, end, blocks in lower_rows(sums[begin : begin + later]):
+            left = scaled[first, :, start:end].T.expand(later, -1, -1)
+            blocks.baddbmm_(left, scaled[first + 1 :, :, :end])
+        begin += later
+
+
+def _add_weighted(packed: Tensor, weights: Tensor, features: Tensor) -> None:
+    """Add `Phi' diag(w) Phi` to a packed sum in place."""
+    for start, end, block in lower_rows(packed):
+        block.addmm_((weights[:, None] * features[:, start:end]).T, features[:, :end])
 
 
 class FullSpectrum(Spectrum):
@@ -137,10 +203,11 @@ class FullSpectrum(Spectrum):
 
     def __init__(self, factors: FullFactors, likelihood: Likelihood) -> None:
         """Eigendecompose the Hessian of `factors` in the directions that `likelihood` sees."""
-        self.outputs, self.features = factors.hessian.shape[:2]
+        hessian = factors.hessian
+        self.outputs, self.features = hessian.shape[:2]
         seen, self.unseen = seen_basis(likelihood, self.outputs)
         size = seen.shape[1] * self.features
-        reduced = torch.einsum("ir,ipjq,js->rpsq", seen, factors.hessian, seen).reshape(size, size)
+        reduced = torch.einsum("ir,ipjq,js->rpsq", seen, hessian, seen).reshape(size, size)
         self.values, vectors = eigensystem(reduced)
         self.seen = seen
         self.vectors = torch.einsum("ir,rpm->ipm", seen, vectors.view(-1, self.features, size))

@@ -153,10 +153,11 @@ class Kron(Structure):
         kind = KronFactors if self.running_average is None else RunningKronFactors
         output = tensors["output"]
         # A Laplacian is known by what lies off its diagonal; its diagonal is made again, from the same numbers in the same
-        # order, so that whatever is left is what outputs have for themselves, and not a rounding error.
+        # order: what is left beyond the rounding of another machine is what outputs have for themselves.
         coupling = torch.diag(output.diagonal()) - output
         separate = output.diagonal() - laplacian(coupling).diagonal()
-        own = separate if bool(separate.any()) else None
+        rounding = len(output) * torch.finfo(output.dtype).eps * output.diagonal()
+        own = separate if bool((separate > rounding).any()) else None
         return kind(count, log_likelihood, pack(coupling), pack(tensors["gram"]), own)
 
     def spectrum(self, factors: KronFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:

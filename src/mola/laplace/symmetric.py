@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["add_gram", "lower_rows", "pack", "packed_size", "quadratic", "quadratic_root", "unpack"]
+__all__ = ["add_gram", "lower_rows", "pack", "packed_size", "quadratic", "quadratic_root", "size_of", "unpack"]
 
 BLOCK = 128
 """Rows of a block: enough for matrix products at full speed, few enough that little is computed twice."""
@@ -24,19 +24,28 @@ def packed_size(size: int) -> int:
 
 
 def size_of(packed: Tensor) -> int:
-    """Rows of the matrix in a flat tensor."""
-    size = int((2 * len(packed)) ** 0.5) + 1
-    while packed_size(size) > len(packed):
+    """Rows of the matrix in a flat tensor, or of each in several."""
+    length = packed.shape[-1]
+    size = int((2 * length) ** 0.5) + 1
+    while packed_size(size) > length:
         size -= 1
     return size
 
 
 def lower_rows(packed: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """The block rows: from which row, to which, and their numbers (rows, end) as a view."""
+    """The block rows: from which row, to which, and their numbers (..., rows, end) as a view.
+
+    Args:
+        packed: one flat tensor, or several (..., packed size).
+
+    Yields:
+        First row, row after the last, view.
+    """
     size, offset = size_of(packed), 0
     for start in range(0, size, BLOCK):
         end = min(start + BLOCK, size)
-        yield start, end, packed[offset : offset + (end - start) * end].view(end - start, end)
+        part = packed[..., offset : offset + (end - start) * end]
+        yield start, end, part.view(*packed.shape[:-1], end - start, end)
         offset += (end - start) * end
 
 
