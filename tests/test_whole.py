@@ -310,6 +310,54 @@ def test_linear_layers_over_positions_and_other_layers_are_handled():
     assert torch.isfinite(fit(network, [inputs], structure="kron")(inputs)).all()
 
 
+def test_a_weight_used_by_hand_is_noticed_also_where_logits_sum_to_zero():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lift, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+
+        def forward(self, inputs):
+            inside = torch.tanh(self.lift(inputs)) + inputs @ self.lift.weight.T
+            logits = self.head(inside)
+            return logits - logits.mean(1, keepdim=True)
+
+    torch.manual_seed(4)
+    network, inputs = Centred(), torch.randn(6, 3)
+    posterior = fit(network, [inputs], structure="full")
+    layout, places = posterior.components[0].curvature.layout, order(posterior, network)
+    assert [layer.name for layer in layout.layers] == ["head"]
+    torch.testing.assert_close(matrix_of(posterior), ggn(network, inputs)[places][:, places], rtol=1e-10, atol=1e-12)
+
+
+def test_data_that_are_gone_in_the_second_pass_are_noticed():
+    class Stream:
+        def __init__(self, given):
+            self.given = iter(given)
+
+        def __iter__(self):
+            return self.given
+
+    loader = batches(*data(), 6)
+    with pytest.raises(DataError, match="17 data the first time and 0 the second"):
+        fit(convolutional(), Stream(loader), subnetwork=10)
+    assert fit(convolutional(), Stream(loader), structure="diag").components[0].curvature.count == 17
+
+
+def test_draws_of_many_logits_with_few_weights_in_float32():
+    """A covariance of low rank, rounded, is not positive any more; its draws still have it."""
+    torch.manual_seed(5)
+    network, inputs = (
+        nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, classes)).float(),
+        torch.randn(40, 5).float(),
+    )
+    for count in (1, 2, 3):
+        posterior = fit(network, [inputs], subnetwork=count, link=mola.links.MonteCarlo(samples=4000))
+        moments = posterior._moments(inputs[:3])[0]
+        draws = torch.cat(list(moments.draws(4000, torch.Generator().manual_seed(0), "logits")), dim=1)
+        variance = (draws - draws.mean(2, keepdim=True)).var(1)
+        torch.testing.assert_close(variance, moments.contrast_variance, rtol=0.15, atol=1e-4 * float(variance.max()))
+
+
 def test_draws_of_weights_converge_to_the_integral():
     torch.manual_seed(0)
     network, inputs = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)), torch.randn(9, 2)

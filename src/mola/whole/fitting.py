@@ -78,7 +78,7 @@ def fit_whole(
         The posterior.
 
     Raises:
-        DataError: if a subnetwork is asked for and the training data can be read only once; `OptionError`,
+        DataError: if a subnetwork is asked for and the training data cannot be read twice; `OptionError`,
             `StructureTooLargeError` and `MissingExtraError` come from the options, `DataError` from the networks too.
     """
     networks = ensemble(models).networks
@@ -98,11 +98,18 @@ def fit_whole(
         if name == "subnetwork":
             diagonals = [DiagonalSum(network, own) for network, own in zip(networks, layouts, strict=True)]
             reading.run(batches, diagonals, "training loader, pass 1 of 2")
+            counted = reading.count
             places = [_largest(one.total, subnetwork) for one in diagonals]
             sums: list[Sum] = [
                 DenseSum(network, own, place) for network, own, place in zip(networks, layouts, places, strict=True)
             ]
             reading.run(train_loader, sums, "training loader, pass 2 of 2")
+            if reading.count != counted:
+                message = (
+                    f"a subnetwork takes two passes over the training data, which gave {counted} data the first time and "
+                    f"{reading.count} the second. Pass a DataLoader or a list of batches, which give the same data every time."
+                )
+                raise DataError(message)
         else:
             kinds: dict[str, Callable[[nn.Module, Layout], Sum]] = {
                 "kron": KroneckerSum,

@@ -44,19 +44,21 @@ def settled(network: nn.Module, layout: Layout, inputs: Inputs) -> tuple[Layout,
         check_logits(logits)
         check_finite(logits.detach())
         fitting = [layer for layer in layout.layers if _fits(seen[layer.name], network, layer, count)]
-        ones = torch.ones_like(logits)[None]
-        found = layer_rows(network, tuple(fitting), seen, logits, ones, keep_graph=True)
+        # Not the sum of the logits: that of centred ones is 0, and says nothing.
+        direction = torch.arange(1, logits.shape[1] + 1, device=logits.device).cos().to(logits)
+        found = layer_rows(network, tuple(fitting), seen, logits, direction.expand_as(logits)[None], keep_graph=True)
+        score = logits @ direction
         for layer, piece in zip(fitting, found, strict=True):
             rows = piece.product()[:, 0]
-            if all(_agrees(rows[datum], layer, logits[datum], own) for datum in (0, count - 1)):
+            if all(_agrees(rows[datum], layer, score[datum], own) for datum in (0, count - 1)):
                 kept.append(replace(layer, positions=seen[layer.name][0][1][0].numel() // layer.rows))
     return layout.with_layers(kept, shapes), logits.shape[1]
 
 
-def _agrees(row: Tensor, layer: Layer, logits: Tensor, parameters: Mapping[str, Tensor]) -> bool:
-    """Whether a layer's part of one row is the gradient of the sum of one datum's logits."""
+def _agrees(row: Tensor, layer: Layer, score: Tensor, parameters: Mapping[str, Tensor]) -> bool:
+    """Whether a layer's part of one row is the gradient of a combination of one datum's logits."""
     wanted = [parameters[name] for name in layer.parameters]
-    exact = torch.autograd.grad(logits.sum(), wanted, retain_graph=True, allow_unused=True, materialize_grads=True)
+    exact = torch.autograd.grad(score, wanted, retain_graph=True, allow_unused=True, materialize_grads=True)
     joined = layer.join(dict(zip(layer.parameters, exact, strict=True)))
     return torch.allclose(row, joined, rtol=1e-3, atol=1e-4 * float(joined.abs().max()))
 

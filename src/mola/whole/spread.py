@@ -13,7 +13,8 @@ from mola.likelihood import CATEGORICAL
 __all__ = ["contrasts", "logit_moments", "plain", "seen_and_shift", "variance_moments"]
 
 JITTER = 1e-6
-"""Added to the contrast covariance's diagonal before its root is taken, relative to its mean."""
+"""Added to the contrast covariance's diagonal before its root is taken, relative to its mean: at least so much, and more
+than what rounding takes away from a large one of low rank."""
 
 
 def plain(logits: Tensor) -> Tensor:
@@ -98,7 +99,8 @@ class JointSpread:
         scale = seen.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(seen.dtype).tiny)
         unit = torch.eye(self.noise_size, dtype=seen.dtype, device=seen.device)
         # In units of its own size: neither a prior that says all nor one that says nothing leaves the range of numbers.
-        root = torch.linalg.cholesky(seen / scale[:, None, None] + JITTER * unit) * scale.sqrt()[:, None, None]
+        jitter = max(JITTER, 4 * self.noise_size * torch.finfo(seen.dtype).eps)
+        root = torch.linalg.cholesky(seen / scale[:, None, None] + jitter * unit) * scale.sqrt()[:, None, None]
         return (noise @ root.mT) @ columns.T
 
 
