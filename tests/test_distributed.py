@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 
 import mola
 from mola.cli import app
+from mola.errors import StorageError
 from mola.jobs.evaluate import run_evaluate
 from mola.jobs.folder import open_folder
 from mola.laplace import Kron, base
+from mola.summing.trail import START, follow
 from tests.conftest import make_problem
 from tests.own_work import make_desk
 from tests.team_script import Counted, batches, data, laws, networks
@@ -360,6 +362,28 @@ class TestResuming:
         Counted.passes = 0
         mola.fit(network, loader, progress=False, checkpoint=tmp_path)
         assert Counted.passes == 1
+
+    def test_images_with_empty_margins_are_told_apart(self, tmp_path):
+        """Without labels, and with sizes at which evenly spaced numbers are all of the margin."""
+        images = torch.zeros(512, 1, 28, 28)
+        images[:, :, 4:24, 4:24] = torch.rand(512, 1, 20, 20, generator=torch.Generator().manual_seed(0))
+        network, loader = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 3)), list(images.split(64))
+        options = {"structure": "diag", "progress": False, "checkpoint": tmp_path}
+        with pytest.raises(PowerFailureError):
+            mola.fit(network, interrupted(loader, 6), **options, checkpoint_every=1)
+        with pytest.raises(StorageError, match="count some data twice"):
+            mola.fit(network, loader[::-1], **options)
+        exactly(mola.fit(network, loader, **options), mola.fit(network, loader, structure="diag", progress=False))
+
+    @pytest.mark.parametrize(
+        "kind", [torch.float16, torch.bfloat16, torch.uint8, torch.int16, torch.bool, torch.complex128]
+    )
+    def test_trails_of_all_types_of_numbers(self, kind):
+        given = torch.zeros(5000, dtype=kind)
+        other = given.clone()
+        other[7] = 1
+        assert follow(START, given) == follow(START, given.clone())
+        assert follow(START, [given.view(50, 100).T]) != follow(START, [other.view(50, 100).T])
 
     def test_again_after_the_last_batch(self, loader, tmp_path):
         """Tuning failed after the whole pass: nothing of the pass is done again."""

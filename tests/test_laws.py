@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import mola
+from mola.laplace import STRUCTURES as KNOWN
+from mola.likelihood import CATEGORICAL, OutputCurvature
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 
 
@@ -60,6 +62,26 @@ class TestWhatDoesNotMatter:
                 assert abs(merged.log_likelihood - whole.log_likelihood) < 1e-10
                 for name, tensor in whole.tensors().items():
                     assert close(merged.tensors()[name] / tensor.abs().max(), tensor / tensor.abs().max())
+
+    def test_rounding_of_the_machine_that_saved(self):
+        """Kronecker factors whose diagonal was rounded otherwise are still a softmax's, and add up with others."""
+        problem, kron = make_problem(), KNOWN["kron"]()
+        features = problem.features()
+        made = kron.sums(features, CATEGORICAL.curvature(features @ problem.weights.T), None)
+        saved = {name: tensor.clone() for name, tensor in made.saved().items()}
+        saved["output"][1, 1] *= 1 + 2**-52
+        restored = kron.restore(made.count, None, saved)
+        assert restored.separate is None
+        for both in (made + restored, restored + made):
+            assert close(both.output, 2 * made.output)
+
+    def test_order_of_factors_of_which_one_lacks_a_part(self):
+        problem, kron = make_problem(), KNOWN["kron"]()
+        features = problem.features()
+        coupled = kron.sums(features, CATEGORICAL.curvature(features @ problem.weights.T), None)
+        apart = kron.sums(features, OutputCurvature(separate=torch.rand(40, 4), coupling=None), None)
+        for both in (coupled + apart, apart + coupled):
+            assert close(both.output, coupled.output + apart.output)
 
     def test_batches_at_prediction(self, structure):
         inputs, labels = data()
