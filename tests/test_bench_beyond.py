@@ -164,6 +164,8 @@ def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
         expected = negative_log_likelihood(posterior.predict(test).probs, labels)
         assert records[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4)
         assert records[name].chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
+        # One predictor disagrees with nobody: no score is made of that.
+        assert set(records[name].outliers["strange"].scores) == {"max probability", "entropy"}
     # What was fitted is taken up.
     again = run(replace(plan, runs=1, groups=("whole",)), tmp_path, fresh=True)
     assert [one.labelled for one in again] == [one.labelled for one in records.values()]

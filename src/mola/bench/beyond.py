@@ -54,18 +54,16 @@ class SwagMixture:
         def predict(name: str, scores: bool) -> Outputs:
             source, opinions = workshop.sources[name], workshop.opinions
             found = [opinions.ask(key, source, partial(_voices, swag)) for key, swag in swags.items()]
-            return opinion_outputs(Opinion.mean(found))
+            return opinion_outputs(Opinion.mean(found), len(found) * self.budget.samples)
 
         return Fitted(predict, {"notes": [TAKEN_UP]}, seconds)
 
 
-def opinion_outputs(opinion: Opinion) -> Outputs:
+def opinion_outputs(opinion: Opinion, voices: int) -> Outputs:
     """Probabilities, and the scores that can be made of them."""
-    scores = {
-        "max probability": max_probability_score(opinion.probs),
-        "entropy": entropy_score(opinion.probs),
-        "mutual information": opinion.mutual_information,
-    }
+    scores = {"max probability": max_probability_score(opinion.probs), "entropy": entropy_score(opinion.probs)}
+    if voices > 1:  # one voice alone disagrees with nobody
+        scores["mutual information"] = opinion.mutual_information
     return Outputs(opinion.probs, scores)
 
 

@@ -49,7 +49,8 @@ class WholeNetworks:
         seconds = time.perf_counter() - start
 
         def predict(name: str, scores: bool) -> Outputs:
-            return opinion_outputs(workshop.opinions.ask(folder.name, workshop.sources[name], lambda: [posterior]))
+            opinion = workshop.opinions.ask(folder.name, workshop.sources[name], lambda: [posterior])
+            return opinion_outputs(opinion, voices=1)
 
         chosen = {"prior_precision": list(posterior.prior_precision), "notes": [*notes, TAKEN_UP]}
         return Fitted(predict, chosen, seconds)
