@@ -346,10 +346,8 @@ def test_data_that_are_gone_in_the_second_pass_are_noticed():
 def test_draws_of_many_logits_with_few_weights_in_float32():
     """A covariance of low rank, rounded, is not positive any more; its draws still have it."""
     torch.manual_seed(5)
-    network, inputs = (
-        nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, classes)).float(),
-        torch.randn(40, 5).float(),
-    )
+    network = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 50)).float()
+    inputs = torch.randn(40, 5).float()
     for count in (1, 2, 3):
         posterior = fit(network, [inputs], subnetwork=count, link=mola.links.MonteCarlo(samples=4000))
         moments = posterior._moments(inputs[:3])[0]
