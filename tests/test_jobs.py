@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -281,6 +283,39 @@ def test_a_module_that_is_not_here_is_named_with_the_remedy(desk, fitted, tmp_pa
     monkeypatch.chdir(copy)
     with pytest.raises(OptionError, match="code is not imported from a posterior's folder"):
         open_folder(copy)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("POSTERIOR:build", "not imported from a posterior's folder"),
+        ("POSTERIOR.inside:build", "not imported from a posterior's folder"),
+        ("pytest:main", "installed .* add --trust"),  # runs the folder's conftest.py
+        ("unittest.__main__:build", "installed .* add --trust"),  # imports what the command line names: the folder
+        ("sys:exit", "installed .* add --trust"),
+    ],
+)
+@pytest.mark.parametrize("option", ["network", "val"])
+def test_a_strangers_folder_runs_no_code(desk, fitted, tmp_path, monkeypatch, code, words, option):
+    """Seen from beside it, a folder is a package; and installed functions can be made to run what lies in it."""
+    folder = f"posterior_{tmp_path.name}"  # modules stay imported: a name of its own for each
+    copy = tmp_path / folder
+    shutil.copytree(fitted.folder, copy)
+    shutil.copy(desk.root / f"{desk.module}.py", tmp_path)
+    old, code = {"network": f"{desk.module}:build", "val": "VAL"}[option], code.replace("POSTERIOR", folder)
+    text = (copy / "job.toml").read_text()
+    text = re.sub('val = ".*"', 'val = "VAL"', text, count=1).replace(f'"{old}"', f'"{code}"')
+    assert code in text
+    weights = (desk.root / "weights").as_posix()
+    (copy / "job.toml").write_text(re.sub(r'"[^"]*/weights/', f'"{weights}/', text))
+    for name in ("__init__.py", "inside.py", "conftest.py"):
+        (copy / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, desk.module, raising=False)  # imported anew from the current folder
+    monkeypatch.setattr("sys.argv", ["mola", "predict", folder])
+    with pytest.raises(OptionError, match=words):
+        run_evaluate(open_folder(Path(folder)), str(desk.root / "test"))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_information_without_networks(fitted, desk, tmp_path, monkeypatch):

@@ -22,9 +22,14 @@ from mola.jobs.built_in import BUILT_IN, InMemory, Own, open_built_in, open_own
 from mola.jobs.pictures import Pictures, list_csv, list_file, list_folder
 from mola.jobs.preparation import Intake
 
-__all__ = ["UserSet", "open_set"]
+__all__ = ["UserSet", "is_own_function", "open_set"]
 
 UserSet = Pictures | Arrays | InMemory | Own
+
+
+def is_own_function(name: str) -> bool:
+    """Whether a name stands for a function that gives batches."""
+    return ":" in name and name.partition(":")[0] not in BUILT_IN and not Path(name).expanduser().exists()
 
 
 def open_set(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mola.errors import OptionError, StorageError
 from mola.fitting import load
-from mola.jobs.datasets import UserSet, open_set
+from mola.jobs.code import check_code
+from mola.jobs.datasets import UserSet, is_own_function, open_set
 from mola.jobs.job import NAME, Job, read_job
 from mola.jobs.networks import build_networks, check_unchanged, is_imported
 from mola.jobs.preparation import Intake
@@ -48,6 +49,7 @@ class Fitted:
         document: the whole of `job.toml`.
         job: its options, paths as seen from here.
         folder: where it lies.
+        trust: whether the user trusts it.
     """
 
     posterior: MoLA
@@ -57,6 +59,7 @@ class Fitted:
     document: dict[str, Any]
     job: Job
     folder: Path
+    trust: bool = False
 
     @property
     def outputs(self) -> int:
@@ -65,6 +68,8 @@ class Fitted:
 
     def open_set(self, name: str, *, labelled: bool, directory: str | None = None) -> UserSet:
         """Data by name, prepared as the training data were."""
+        if name in (self.job.val, self.job.outliers) and is_own_function(name):
+            check_code(name, self.folder, trust=self.trust)  # named by the folder, not by the user
         return open_set(
             name,
             Intake.from_plain(self.preparation),
@@ -112,7 +117,7 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitt
     Args:
         path: the folder.
         device: where to compute, such as "cuda".
-        trust: whether exported programs, which can run code when read, may be read.
+        trust: whether exported programs, which can run code when read, may be read, and installed functions be called.
 
     Returns:
         The posterior and what belongs to it. `StorageError` if something is missing, damaged or has changed since.
@@ -123,9 +128,9 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitt
     path = Path(path)
     job, document = read_folder(path)
     result = document["result"]
-    if any(is_imported(name) for name in job.network) and Path.cwd().resolve().is_relative_to(path.resolve()):
-        message = f"{path} is the current folder, and code is not imported from a posterior's folder: run this from elsewhere."
-        raise OptionError(message)
+    for name in job.network:
+        if is_imported(name):
+            check_code(name, path, trust=trust)
     try:
         built = build_networks(job.network, job.weights, classes=result["outputs"], trust=trust)
     except OptionError as error:
@@ -143,6 +148,7 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitt
         document=document,
         job=job,
         folder=path,
+        trust=trust,
     )
 
 
