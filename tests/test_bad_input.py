@@ -94,6 +94,11 @@ OPTIONS = {
     "list of links": (lambda s: mola.fit(s.networks, LOADER, link=["mc", "mc"]), rf"{LINKS}.*mc"),
     "unknown link afterwards": (lambda s: s.posterior.with_link("softmax"), rf"{LINKS}.*'softmax'"),
     "lambda 0": (lambda s: mola.fit(s.network, LOADER, prior_precision=0), r"prior_precision.*above 0.*got 0"),
+    "lambda that float32 cannot hold": (
+        lambda s: mola.fit(s.network, LOADER, prior_precision=1e-60),
+        r"between 1e-30 and 1e\+30, got 1e-60",
+    ),
+    "lambda too large afterwards": (lambda s: s.posterior.with_prior_precision(1e40), r"between 1e-30 .*got 1e\+40"),
     "lambda below 0": (lambda s: mola.fit(s.network, LOADER, prior_precision=-1.5), r"above 0.*got -1\.5"),
     "lambda NaN": (lambda s: mola.fit(s.network, LOADER, prior_precision=NAN), r"finite.*got nan"),
     "lambda infinite": (lambda s: mola.fit(s.network, LOADER, prior_precision=INF), r"finite.*got inf"),

@@ -563,6 +563,23 @@ def test_a_network_trained_further_is_noticed():
         posterior(inputs)
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [*STRUCTURES, {"structure": "diag", "link": "mc"}])
+def test_networks_in_half_precision(options, kind):
+    """As the same weights in float64, but for the rounding of the network's own arithmetic; layers are known for layers."""
+    network, (inputs, labels) = convolutional(classes=3).to(kind), data(classes=3)
+    exact = copy.deepcopy(network).double()
+    posteriors = [fit(one, [(inputs.to(kind).to(one[0].weight.dtype), labels)], **options) for one in (network, exact)]
+    layouts = [posterior.components[0].curvature.layout for posterior in posteriors]
+    assert layouts[0] == layouts[1]
+    if "subnetwork" not in options:  # rounding may change which weights are chosen
+        traces = [float(posterior.components[0].curvature.spectrum.values.sum()) for posterior in posteriors]
+        assert traces[0] == pytest.approx(traces[1], rel=0.03)
+    found, expected = posteriors[0](inputs.to(kind)), posteriors[1](inputs.to(kind).double())
+    assert found.dtype == torch.float32
+    assert float((found - expected).abs().max()) < 0.03
+
+
 def test_float32_networks_predict_in_float32():
     network, (inputs, labels) = convolutional(), data()
     exact = fit(network, [(inputs, labels)])(inputs)

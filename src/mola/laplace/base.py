@@ -38,6 +38,9 @@ GATHERED = (128, 4096, 2**18)
 """Rows that are summed together: least, most, and how many numbers they may have. Many, because each sum costs something
 besides its products; not too many, because they wait in memory."""
 
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Prior precisions that can be used: float32, whose range is 1e-38 to 1e38, holds variances and features' squares."""
+
 OUTLIER_RIDGE = 1e-10
 """Ridge of the feature covariance in the outlier score, relative to its largest eigenvalue: the outlier score's own,
 vanishing prior precision. Small enough to leave every direction seen in training alone, large enough that a direction
@@ -54,7 +57,7 @@ def check_precision(value: float) -> float:
         The same number.
 
     Raises:
-        OptionError: unless it is finite and positive.
+        OptionError: unless it is finite, positive, and neither so small nor so large that float32 cannot hold variances.
     """
     try:
         number = float(value)
@@ -63,6 +66,12 @@ def check_precision(value: float) -> float:
     if not (math.isfinite(number) and number > 0):
         message = (
             f"prior_precision must be a finite number above 0, got {value!r}. It is the precision of a Gaussian prior."
+        )
+        raise OptionError(message)
+    if not SMALLEST <= number <= LARGEST:
+        message = (
+            f"prior_precision must lie between {SMALLEST:g} and {LARGEST:g}, got {value!r}: beyond, variances leave the range of "
+            f"float32. Near either end nothing depends on it any more; for no spread at all use mola.ensemble."
         )
         raise OptionError(message)
     return number

@@ -243,7 +243,9 @@ def layer_rows(
 
 
 def _combined(layer: Layer, given: Tensor, gradients: Tensor) -> Piece | Product:
-    """A layer's part of the rows, in the form that is smaller."""
+    """A layer's part of the rows, in the form that is smaller; never below float32, as they are squared and added up."""
+    dtype = torch.promote_types(gradients.dtype, torch.float32)
+    given, gradients = given.to(dtype), gradients.to(dtype)
     if layer.scales:
         columns = [(gradients * given[:, None]).sum(3)] if layer.weight else []
         return Product(torch.stack(columns + [gradients.sum(3)] * layer.bias, dim=3))
@@ -310,4 +312,5 @@ def _rest_rows(network: nn.Module, layout: Layout, inputs: Inputs, wanted: Tenso
         )
         raise OptionError(message) from error
     joined = torch.cat([jacobian[name].flatten(2) for name, _ in layout.rest], dim=2)
+    joined = joined.to(torch.promote_types(joined.dtype, torch.float32))
     return torch.einsum("rnc,ncp->nrp", wanted.to(joined), joined)
