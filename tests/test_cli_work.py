@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from mola.__main__ import main
 from mola.cli import app
+from mola.cli.shared_options import sides, texts
+from mola.errors import OptionError
 from mola.jobs.folder import open_folder
 from tests.own_work import CLASSES, make_desk
 
@@ -311,6 +313,19 @@ def test_help_groups_commands_and_shows_an_example_of_each():
     assert "Exit codes" in whole
     for command in ("fit", "predict", "evaluate", "info"):
         assert f"mola {command} " in CliRunner().invoke(app, [command, "--help"]).stdout.split("Arguments")[0]
+
+
+def test_classes_as_users_write_them(tmp_path):
+    many = [f"a class of number {index}" for index in range(1000)]  # longer than a file's name can be
+    assert texts(",".join(many)) == tuple(many)
+    (tmp_path / "names.txt").write_bytes("K\u00e4fer\nAmsel\n".encode("latin-1"))
+    with pytest.raises(OptionError, match=r"names\.txt is not text in UTF-8"):
+        texts(str(tmp_path / "names.txt"))
+    for strange in ("\u00b2", "\u0663"):  # digits to Python, numbers to nobody
+        with pytest.raises(OptionError, match="--classes must be a number"):
+            texts(strange)
+        with pytest.raises(OptionError, match="--resize must be a length"):
+            sides(strange)
 
 
 def test_classes_from_a_file_and_numbers_from_flags(desk, tmp_path, mola_command):

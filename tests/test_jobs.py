@@ -17,13 +17,14 @@ from PIL import Image
 import mola
 from mola import metrics
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
+from mola.jobs.built_in import overlap
 from mola.jobs.datasets import open_set
 from mola.jobs.evaluate import run_evaluate
 from mola.jobs.fit import run_fit
 from mola.jobs.folder import describe_inputs, example_of, open_folder
 from mola.jobs.information import read_information
 from mola.jobs.job import read_job
-from mola.jobs.order import check_order
+from mola.jobs.order import check_order, warn_of_guessing
 from mola.jobs.predict import run_predict
 from mola.jobs.preparation import Intake
 from mola.jobs.tally import Tally
@@ -267,6 +268,8 @@ def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
         open_folder(tmp_path)
     with pytest.raises(OptionError, match="device 'abacus' cannot be used"):
         open_folder(fitted.folder, device="abacus")
+    with pytest.raises(OptionError, match="device 'meta' cannot be used"):  # there is one, but it holds no numbers
+        open_folder(fitted.folder, device="meta")
     with pytest.raises(StorageError, match="holds no saved posterior"):
         read_information(tmp_path)
 
@@ -374,19 +377,41 @@ def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_
     assert result.document["result"]["validation"]["networks"]["accuracy"] > 0.8
 
 
+def pairs_of(counts):
+    """Labels and answers (n, 2) of a table of counts: rows are labels, columns what a network says."""
+    places = torch.nonzero(counts)
+    return places.repeat_interleave(counts[tuple(places.T)], 0)
+
+
 def test_order_is_judged_by_counts_alone():
     good = torch.tensor([[9, 1, 0], [0, 8, 2], [1, 0, 9]])
-    check_order(good, None, "val")
+    check_order(pairs_of(good), 3, None, "val")
+    warn_of_guessing(pairs_of(good), 3, "val")
     with pytest.raises(
         DataError, match=r"would if the outputs were, in this order, 2, 0, 1\. Use labels in that order"
     ):
-        check_order(good[[1, 2, 0]], None, "val")
+        check_order(pairs_of(good[[1, 2, 0]]), 3, None, "val")
     missing = torch.tensor([[0, 9, 1], [9, 1, 0], [0, 0, 0]])
     with pytest.raises(DataError, match=r"in this order, b, a, \?"):
-        check_order(missing, ("a", "b", "c"), "val")
+        check_order(pairs_of(missing), 3, ("a", "b", "c"), "val")
     with pytest.warns(MolaWarning, match="hardly more than guessing"):
-        check_order(torch.full((3, 3), 5), None, "val")
-    check_order(torch.zeros(3, 3, dtype=torch.int64), None, "val")
+        warn_of_guessing(pairs_of(torch.full((3, 3), 5)), 3, "val")
+    check_order(pairs_of(torch.full((3, 3), 5)), 3, None, "val")
+    nothing = torch.zeros(0, 2, dtype=torch.int64)
+    check_order(nothing, 3, None, "val")
+    warn_of_guessing(nothing, 3, "val")
+    many = torch.arange(100).repeat_interleave(3) * 1000  # a table of counts would not fit into any memory
+    with pytest.raises(DataError, match="another order"):
+        check_order(torch.stack([many, many.roll(3)], 1), 10**5, None, "val")
+
+
+@pytest.mark.parametrize("role", ["test", "val"])
+def test_an_evaluation_notices_another_order_as_well(desk, fitted, tmp_path, role):
+    stored = np.load(desk.root / "test.npz")
+    np.savez(tmp_path / "turned.npz", x=stored["x"], y=(stored["y"] + 1) % 3)
+    names = {"test": "test", "val": "val"} | {role: str(tmp_path / "turned.npz")}
+    with pytest.raises(DataError, match=r"turned\.npz seem to be in another order than the networks' outputs"):
+        run_evaluate(fitted, names["test"], val=names["val"])
 
 
 def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):
@@ -461,9 +486,28 @@ def test_an_evaluation_without_validation_data_or_on_data_seen_before_says_so(de
     assert list(alone.methods) == ["MAP", "DE", "LLLA", "MoLA"]
     assert any("no temperatures" in note for note in alone.notes)
     assert "MAP-T" in run_evaluate(opened, "test.npz", val="val.npz").methods
-    assert any("are the validation data" in note for note in run_evaluate(fitted, fitted.job.val).notes)
+    for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{desk.root.name}/val"):
+        assert any("are the validation data" in note for note in run_evaluate(fitted, name).notes)
     with pytest.raises(OptionError, match="each set can be named once"):
         run_evaluate(fitted, "test", ["strange", "strange"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ("mnist:val", "mnist:test", True),
+        ("mnist:test", "mnist:report", True),
+        ("mnist", "mnist:test", True),
+        ("mnist:val", "mnist:report", False),
+        ("mnist:val", "mnist:train", False),
+        ("mnist:test", "fashion-mnist:test", False),
+        ("digits:val", "digits:test", False),
+        ("digits:report", "digits:test", True),
+        ("own:test", "own:report", False),
+    ],
+)
+def test_which_built_in_sets_share_images(one, other, shared):
+    assert overlap(one, other) is overlap(other, one) is shared
 
 
 # --- predicting ---------------------------------------------------------------------------------------------------------
@@ -495,6 +539,15 @@ def test_a_file_is_there_only_when_it_is_whole(desk, fitted, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=r"cannot write .*choose another --output"):
         run_predict(fitted, "test", tmp_path / "file" / "out.csv")
+
+
+def test_predictions_do_not_take_the_place_of_the_data(desk, fitted, tmp_path):
+    data = tmp_path / "data.npz"
+    shutil.copy(desk.root / "test.npz", data)
+    before = data.read_bytes()
+    with pytest.raises(OptionError, match=r"data\.npz holds the data, and would be overwritten"):
+        run_predict(fitted, str(data), tmp_path / "." / "data.npz")
+    assert data.read_bytes() == before
 
 
 def test_drawing_links_follow_the_seed(desk, tmp_path):

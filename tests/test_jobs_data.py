@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import struct
 import zipfile
 from pathlib import Path
 
@@ -196,6 +198,59 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
     assert unlabelled.left_out[str(tmp_path / "list.csv")] == {"": "row 6 names no file", "gone.png": "does not exist"}
 
 
+def test_a_number_in_a_csv_that_is_no_class_is_left_out_by_name(desk, tmp_path):
+    """Whatever looks like a number: beyond the classes, beyond 64 bits, a digit that is none."""
+    good = [
+        (path, index) for index, name in enumerate(CLASSES) for path in sorted((desk.root / "val" / name).iterdir())
+    ]
+    rows = [f"{path},{index}" for path, index in good]
+    strange = ["3", "9" * 30, "\u00b2"]
+    rows += [f"{good[0][0]},{label}" for label in strange]
+    (tmp_path / "val.csv").write_text("\n".join(["path,label", *rows]), encoding="utf-8")
+    for train in ("train", "train.npz"):  # with names of classes, and without
+        result = run_fit(job_for(desk, train=train, val=str(tmp_path / "val.csv")), tmp_path / train)
+        (words,) = result.account.left_out[str(tmp_path / "val.csv")].values()  # one file, three times
+        assert "which is none of the 3 classes" in words
+        assert result.document["result"]["validation"]["count"] == len(good)
+
+
+def test_names_in_a_csv_need_an_order(desk, tmp_path):
+    """Two names for three outputs: alphabetically they would be the first two, and could be any."""
+    rows = [line for line in (desk.root / "val.csv").read_text().splitlines() if not line.endswith("cat")]
+    (tmp_path / "val.csv").write_text("\n".join(rows))
+    job = job_for(desk, train="train.npz", val=str(tmp_path / "val.csv"))
+    with pytest.raises(DataError, match=r"val\.csv has 2 names of classes \(dog, fox\) for networks with 3 outputs"):
+        run_fit(job, tmp_path / "posterior")
+
+
+def test_names_of_classes_that_are_numbers_are_no_places(desk, tmp_path):
+    (tmp_path / "a.png").write_bytes(next((desk.root / "val" / "cat").iterdir()).read_bytes())
+    (tmp_path / "val.csv").write_text("path,label\na.png,0\na.png,1\na.png,3\n")
+    listed = open_set(str(tmp_path / "val.csv"), Intake(), labelled=True, classes=("1", "2", "3"), outputs=3)
+    assert listed.labels.tolist() == [-1, 0, 2]
+    assert "has the label '0', which is none of the 3 classes" in listed.problems[0]
+
+
+def test_whatever_a_decoder_raises_is_about_one_image(desk, tmp_path, monkeypatch, fitted):
+    """Pillow raises struct.error, IndexError and others for damaged files."""
+    shutil.copytree(desk.root / "strange", tmp_path / "images")
+    shutil.copy(desk.root / "strange" / "00.png", os.fsencode(tmp_path / "images") + b"/k\xe4se.png")  # Latin-1
+    opened = Image.open
+
+    def failing(path, *rest):
+        if Path(path).name == "01.png":
+            raise struct.error("unpack requires a buffer of 4 bytes")
+        return opened(path, *rest)
+
+    monkeypatch.setattr(Image, "open", failing)
+    for ending in (".csv", ".jsonl", ".npz"):
+        result = run_predict(fitted, str(tmp_path / "images"), tmp_path / f"out{ending}")
+        ((name, words),) = result.account.left_out[str(tmp_path / "images")].items()
+        assert (name, result.count) == ("01.png", 12)
+        assert "unpack requires a buffer" in words
+    assert "k\\xe4se.png" in (tmp_path / "out.csv").read_text(encoding="utf-8")
+
+
 def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_path):
     (tmp_path / "set" / "cat").mkdir(parents=True)
     (tmp_path / "set" / "cat" / "a.png").write_text("no image")
@@ -256,6 +311,7 @@ def save_arrays(path, **arrays):
         ({"x": np.zeros(2), "y": np.zeros(2)}, "expected numbers, a row for each input"),
         ({"x": np.zeros((0, 2)), "y": np.zeros(0)}, "expected numbers, a row for each input"),
         ({"x": np.array([["a"], ["b"]]), "y": np.zeros(2)}, "expected numbers, a row for each input"),
+        ({"x": np.zeros((2, 2), dtype=np.longdouble), "y": np.zeros(2)}, "of 64 bits at most"),
         ({"x": np.zeros((2, 2)), "y": np.zeros(3)}, "expected 2 whole numbers"),
         ({"x": np.zeros((2, 2)), "y": np.array([0.5, 1])}, "expected 2 whole numbers"),
         ({"x": np.zeros((2, 2)), "y": np.array(["a", "b"])}, "expected 2 whole numbers"),

@@ -117,7 +117,7 @@ def sides(text: str | None) -> int | tuple[int, int] | None:
     if text is None:
         return None
     parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         message = f"--resize must be a length in pixels, or height and width such as 224x160; got {text!r}."
         raise OptionError(message)
     return int(parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
@@ -133,12 +133,19 @@ def texts(text: str | None) -> int | tuple[str, ...] | None:
         The number or the names, or None where nothing was written.
 
     Raises:
-        OptionError: if a name stands twice or is empty.
+        OptionError: if a name stands twice or is empty, or the file is no text.
     """
-    if text is None or text.isdigit():
-        return None if text is None else int(text)
-    path = Path(text)
-    listed = path.read_text(encoding="utf-8").splitlines() if path.is_file() else text.split(",")
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit():
+        return int(text)
+    try:
+        listed = Path(text).read_text(encoding="utf-8").splitlines()
+    except OSError:  # no such file; or too long for a file's name, as a thousand classes are
+        listed = text.split(",")
+    except UnicodeDecodeError as error:
+        message = f"{text} is not text in UTF-8: expected the name of a class on each line."
+        raise OptionError(message) from error
     names = tuple(name.strip() for name in listed if name.strip())
     if len(set(names)) != len(names) or len(names) < 2:
         message = f"--classes must be a number, or two or more different names with commas between them; got {text!r}."

@@ -28,6 +28,9 @@ __all__ = ["Arrays", "open_arrays"]
 INPUTS = ("x", "inputs", "images", "data", "arr_0")
 LABELS = ("y", "labels", "targets", "label", "arr_1")
 
+DAMAGE = (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+"""What readers raise on files that are no whole arrays; RuntimeError is that of an archive with a password."""
+
 Header = tuple[tuple[int, ...], bool, np.dtype[Any]]
 """Shape, whether columns come first, and type of an array in a file."""
 
@@ -122,8 +125,11 @@ def open_arrays(path: Path, outputs: int | None, intake: Intake, *, labelled: bo
         raise DataError(message)
     header = _header(path, inputs)
     shape, _, dtype = header
-    if dtype.kind not in "fiub" or len(shape) < 2 or shape[0] == 0:
-        message = f"{path}: {inputs or 'the array'} has shape {shape} and type {dtype}: expected numbers, a row for each input."
+    if dtype.kind not in "fiub" or dtype.itemsize > 8 or len(shape) < 2 or shape[0] == 0:
+        message = (
+            f"{path}: {inputs or 'the array'} has shape {shape} and type {dtype}: expected numbers, a row for each input, of 64 bits "
+            f"at most."
+        )
         raise DataError(message)
     found = _labels(path, labels, shape[0]) if labelled and labels is not None else None
     return Arrays(str(path), path, inputs, header, found, outputs, intake)
@@ -176,7 +182,7 @@ def _header(path: Path, member: str) -> Header:
     try:
         with _stream(path, member) as stream:
             return _read_header(stream)
-    except (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+    except DAMAGE as error:
         message = f"{path} is damaged{f' at {member}' if member else ''}: {error}."
         raise DataError(message) from error
 
@@ -199,7 +205,7 @@ def _portions(path: Path, member: str, rows: int) -> Iterator[NDArray[Any]]:
             yield from _read_rows(stream, header, rows)
     except DataError:
         raise
-    except (ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+    except DAMAGE as error:
         message = f"{path} is damaged{f' at {member}' if member else ''}: {error}."
         raise DataError(message) from error
 

@@ -19,7 +19,7 @@ from mola.jobs.preparation import Intake
 from mola.jobs.rows import Rows, checked_rows
 from mola.networks import as_batch
 
-__all__ = ["BUILT_IN", "InMemory", "Own", "open_built_in", "open_own"]
+__all__ = ["BUILT_IN", "InMemory", "Own", "open_built_in", "open_own", "overlap"]
 
 DIGITS = "digits"
 BUILT_IN = (DIGITS, *DATASETS)
@@ -112,6 +112,15 @@ def open_built_in(
         tuned, report = split_validation(images, min(2000, len(images) // 5))
         images = tuned if split == "val" else report
     return InMemory(name, images.pixels, images.labels if labelled else None, outputs, intake)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether two names of built-in sets stand for sets that share images: `val` and `report` are parts of `test`."""
+    (base, _, split), (other_base, _, other_split) = one.partition(":"), other.partition(":")
+    if base != other_base or base not in BUILT_IN:
+        return False
+    splits = {split or "test", other_split or "test"}
+    return len(splits) == 1 or ("test" in splits and "train" not in splits and (base != DIGITS or "val" not in splits))
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def open_set(
         if path.suffix in (".npz", ".npy"):
             return open_arrays(path, outputs, intake, labelled=labelled)
         if path.suffix == ".csv":
-            return list_csv(path, classes, intake, labelled=labelled)
+            return list_csv(path, classes, intake, labelled=labelled, outputs=outputs)
         if path.suffix.lower() in ENDINGS and not labelled:
             return list_file(path, intake)
         message = f"{path} is of an unknown kind: expected a folder of images, .npz, .npy or .csv."

@@ -21,11 +21,13 @@ from mola import __version__
 from mola.baselines.temperature import fit_temperature
 from mola.distributed import Team
 from mola.errors import DataError, MolaWarning, OptionError
+from mola.jobs.built_in import overlap
 from mola.jobs.datasets import UserSet
 from mola.jobs.evaluation import Evaluation, MethodResult, outside, shares
 from mola.jobs.fit import make_rule
 from mola.jobs.folder import Fitted
 from mola.jobs.material import Progress
+from mola.jobs.order import check_order
 from mola.jobs.rows import Account, Loader
 from mola.jobs.shards import divided
 from mola.jobs.tally import Tally
@@ -44,6 +46,7 @@ class _Contest:
     single: MoLA
     """The first component alone."""
     temperatures: dict[str, float]
+    outputs: int
 
     def ask(self, batch: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Probabilities, and an outlier score where the method has one, of every method."""
@@ -172,6 +175,7 @@ def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None, team: T
     else:
         with team.work("reading the validation data"):
             logits, labels = _logits(posterior, val, team)
+        check_order(torch.stack([labels, logits[0].argmax(1)], 1), logits.shape[2], None, val.source.name)
         wanted = {SINGLE_T: logits[:1]} | ({ENSEMBLE_T: logits} if len(logits) > 1 else {})
         for name, some in wanted.items():
             with warnings.catch_warnings(record=True) as caught:
@@ -191,7 +195,7 @@ def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None, team: T
     for name, one in ((LAPLACE, single), (MIXTURE, posterior)):
         if one.tuning is not None and (name == LAPLACE or one is not single):
             notes += [f"{name}: {note}" for note in one.tuning.notes]
-    return _Contest(posterior, single, temperatures), notes
+    return _Contest(posterior, single, temperatures, fitted.outputs), notes
 
 
 def _logits(posterior: MoLA, loader: Loader, team: Team) -> tuple[Tensor, Tensor]:
@@ -208,13 +212,20 @@ def _logits(posterior: MoLA, loader: Loader, team: Team) -> tuple[Tensor, Tensor
 
 def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
     tallies: dict[str, Tally] = {}
+    pairs: list[Tensor] = []
     for batch in loader:
         labels = None
         if loader.labelled:
             labels = batch["labels"] if isinstance(batch, dict) else batch[1]
-        for method, (probs, score) in contest.ask(batch).items():
+        answers = contest.ask(batch)
+        for method, (probs, score) in answers.items():
             tallies.setdefault(method, Tally()).add(probs, labels, score)
+        if labels is not None:
+            pairs.append(torch.stack([labels, answers[SINGLE][0].argmax(1)], 1))
         team.check()
+    if loader.labelled:
+        every = team.rows(torch.cat(pairs) if pairs else None)
+        check_order(every, contest.outputs, None, loader.source.name)
     if team.size == 1:
         return tallies
     everyone = team.collect({method: bool(tally.scores) for method, tally in tallies.items()})
@@ -227,9 +238,17 @@ def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
 
 def _warnings(fitted: Fitted, test: str, tuned_on: str | None) -> list[str]:
     """What makes a comparison flatter than the truth."""
-    seen = {"training": fitted.job.train, "validation": tuned_on}
-    notes = [f"The test data are the {what} data: the scores flatter." for what, name in seen.items() if name == test]
-    base, _, split = test.partition(":")
-    if split in ("", "test") and tuned_on == f"{base}:val":
-        notes.append(f"{tuned_on} is a part of {test}; {base}:report is the rest of it.")
+    notes = []
+    for what, name in (("training", fitted.job.train), ("validation", tuned_on)):
+        if name is not None and _same(name, test):
+            notes.append(f"The test data are the {what} data: the scores flatter.")
+        elif name is not None and overlap(name, test):
+            base = test.partition(":")[0]
+            notes.append(f"{name}, the {what} data, and {test} share images: {base}:val and {base}:report do not.")
     return notes
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names are the same, or name the same file or folder in two ways."""
+    places = [Path(name).expanduser() for name in (one, other)]
+    return one == other or (all(place.exists() for place in places) and places[0].samefile(places[1]))

@@ -16,10 +16,11 @@ from mola.choices import one_of
 from mola.distributed import Team
 from mola.errors import OptionError, warn
 from mola.fitting import fit
+from mola.jobs.folder import move
 from mola.jobs.job import NAME, Job, relative
 from mola.jobs.material import Material, Progress
 from mola.jobs.networks import Built, build_networks, checksum, weight_files
-from mola.jobs.order import check_order, confusion
+from mola.jobs.order import check_order, said, warn_of_guessing
 from mola.jobs.rows import Account, Loader
 from mola.jobs.tally import Tally
 from mola.jobs.toml import to_toml
@@ -163,8 +164,10 @@ def run_fit(
         if job.download and together.first:
             together.share(None)
         if data.val is not None:
-            counts = confusion(built.networks[0], data.loader(data.val, "checking classes", 0.05, 0.15), data.outputs)
-            check_order(together.sum([counts])[0], data.classes, str(job.val))
+            pairs = said(built.networks[0], data.loader(data.val, "checking classes", 0.05, 0.15))
+            pairs = together.rows(pairs if len(pairs) else None)
+            check_order(pairs, data.outputs, data.classes, str(job.val))
+            warn_of_guessing(pairs, data.outputs, str(job.val))
     posterior = fit(
         built.networks,
         data.loader(data.train, "fitting", 0.15, 0.7, labelled=False),
@@ -199,12 +202,8 @@ def run_fit(
 
 
 def _move(built: Built, device: str) -> None:
-    try:
-        for network in built.networks:
-            network.to(torch.device(device))
-    except (RuntimeError, AssertionError) as error:
-        message = f"device {device!r} cannot be used: {str(error).splitlines()[0]}"
-        raise OptionError(message) from error
+    for network in built.networks:
+        move(network, device)
 
 
 def _tune(posterior: MoLA, job: Job, data: Material) -> MoLA:

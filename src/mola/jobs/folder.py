@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mola.errors import OptionError, StorageError
 from mola.fitting import load
@@ -24,6 +24,8 @@ from mola.posterior import MoLA
 from mola.schema import check
 
 __all__ = ["Fitted", "describe_inputs", "example_of", "move", "open_folder", "read_folder"]
+
+Moved = TypeVar("Moved", bound=nn.Module)
 
 RESULT = {
     "classes": [str],
@@ -152,21 +154,23 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitt
     )
 
 
-def move(posterior: MoLA, device: str) -> MoLA:
-    """The posterior with its networks on a device.
+def move(module: Moved, device: str) -> Moved:
+    """A network, or a posterior with its networks, on a device and in evaluation mode.
 
     Args:
-        posterior: to be moved.
+        module: to be moved.
         device: such as "cpu" or "cuda:1".
 
     Returns:
-        The same posterior.
+        The same module.
 
     Raises:
         OptionError: if there is no such device.
     """
     try:
-        return posterior.to(torch.device(device)).eval()
+        place = torch.device(device)
+        torch.zeros(1, device=place).cpu()  # "meta" holds no numbers
+        return module.to(place).eval()
     except (RuntimeError, AssertionError) as error:
         message = f"device {device!r} cannot be used: {str(error).splitlines()[0]}"
         raise OptionError(message) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,9 @@ GREY = frozenset({"1", "L", "I", "I;16", "F", "LA"})
 
 LOOKED_AT = 25
 """Images, evenly spaced, that show what the others should look like."""
+
+MOST_CLASSES = 2**31
+"""Numbers from here on are no classes, where nobody knows how many there are."""
 
 BAD_ROW = -1
 """Label of a row whose error is in `problems`."""
@@ -121,10 +125,10 @@ def decode(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
         with Image.open(path) as image:
             grey = image.mode in GREY
             pixels = intake.prepare(image)
-    # Pillow's decoders raise any of these for files that are cut off or no images.
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+    # Pillow's decoders raise whatever a damaged file leads to: struct.error, IndexError, MemoryError, ...
+    except Exception as error:
         unknown = isinstance(error, UnidentifiedImageError)
-        reason = "it is of no known image format" if unknown else str(error)
+        reason = "it is of no known image format" if unknown else str(error) or type(error).__name__
         return None, f"cannot be decoded ({path.stat().st_size:,} bytes): {reason}"
     if intake.shape is not None and tuple(pixels.shape) != intake.shape:
         height, width = intake.shape[-2:]
@@ -202,10 +206,13 @@ def list_file(path: Path, intake: Intake) -> Pictures:
 
 
 def _names(paths: Sequence[Path], root: Path) -> tuple[str, ...]:
-    return tuple(path.relative_to(root).as_posix() for path in paths)
+    # A name that is not UTF-8 can be opened but not written: its bytes are shown as escapes.
+    return tuple(os.fsencode(path.relative_to(root).as_posix()).decode(errors="backslashreplace") for path in paths)
 
 
-def list_csv(path: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool) -> Pictures:
+def list_csv(
+    path: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool, outputs: int | None = None
+) -> Pictures:
     """List the images that a CSV file names, with their labels.
 
     Args:
@@ -213,12 +220,13 @@ def list_csv(path: Path, classes: Sequence[str] | None, intake: Intake, *, label
         classes: the classes' names in the order of the networks' outputs; None takes numbers, or names in alphabetical order.
         intake: from a file to an input.
         labelled: whether labels are asked for.
+        outputs: how many classes there are, where that is known.
 
     Returns:
         The images, none of them decoded yet.
 
     Raises:
-        DataError: if columns are missing or there are no rows.
+        DataError: if columns are missing, there are no rows, or nobody knows which outputs the names stand for.
     """
     require_pillow()
     try:
@@ -244,23 +252,32 @@ def list_csv(path: Path, classes: Sequence[str] | None, intake: Intake, *, label
         return Pictures(str(path), tuple(paths), tuple(texts), None, None, problems, intake)
     given = [(row.get(what) or "").strip() for row in rows]
     order = tuple(classes) if classes is not None else None
-    if order is None and not all(text.isdigit() for text in given if text):
+    if order is None and sum(map(_is_whole, given)) <= sum(map(bool, given)) / 2:  # most are names
         order = tuple(sorted({text for text in given if text}))
+        if outputs is not None and len(order) != outputs:
+            message = (
+                f"{path} has {len(order)} names of classes ({', '.join(order[:5])}{', ...' if len(order) > 5 else ''}) for networks "
+                f"with {outputs} outputs, whose order is not known: give numbers from 0, or `mola fit --classes` with all names."
+            )
+            raise DataError(message)
     number = {name: index for index, name in enumerate(order or ())}
+    # Where names are numbers themselves, "1" cannot be both a name and a place.
+    by_place = not any(_is_whole(name) for name in number)
+    most = len(order) if order is not None else outputs or MOST_CLASSES
     labels = torch.full((len(given),), BAD_ROW, dtype=torch.int64)
     for place, text in enumerate(given):
         if text in number:
             labels[place] = number[text]
-        elif text.isdigit() and (order is None or int(text) < len(order)):
+        elif by_place and _is_whole(text) and int(text) < most:
             labels[place] = int(text)
         else:
-            words = (
-                "has no label"
-                if not text
-                else f"has the label {text!r}, which is none of the {len(order or ())} classes"
-            )
+            words = f"has the label {text!r}, which is none of the {most} classes" if text else "has no label"
             problems.setdefault(place, words)
     return Pictures(str(path), tuple(paths), tuple(texts), labels, order, problems, intake)
+
+
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
 
 def _column(heading: Sequence[str], known: Sequence[str]) -> str | None:
@@ -289,8 +306,8 @@ def shown_by(pictures: Pictures) -> tuple[str, tuple[int, ...]]:
             try:
                 with Image.open(path) as image:
                     mode = "L" if image.mode in GREY else "RGB"
-            except (OSError, SyntaxError, ValueError):
-                continue
+            except Exception:  # `decode` says what is wrong
+                mode = "RGB"
         pixels, words = decode(path, replace(pictures.intake, mode=mode or "RGB", shape=None))
         if pixels is not None:
             found[mode or "RGB", tuple(pixels.shape)] += 1

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mola.errors import DataError
+from mola.errors import DataError, OptionError
 from mola.jobs.folder import Fitted
 from mola.jobs.material import Progress
 from mola.jobs.rows import Account, Rows
@@ -90,8 +90,14 @@ def run_predict(
 
     Returns:
         What was done; `DataError` if no input can be used.
+
+    Raises:
+        OptionError: if the output would take the place of the data.
     """
     began = time.perf_counter()
+    if output.exists() and Path(data).expanduser().exists() and output.samefile(Path(data).expanduser()):
+        message = f"{output} holds the data, and would be overwritten with predictions: choose another --output."
+        raise OptionError(message)
     source = fitted.open_set(data, labelled=False, directory=directory)
     names = _class_names(fitted)
     threshold = (fitted.document["result"].get("validation") or {}).get("outlier_threshold")
