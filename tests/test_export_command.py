@@ -66,3 +66,27 @@ def test_what_is_wrong_is_told(folder, tmp_path):
     assert isinstance(run(tmp_path, "--torch", tmp_path / "a.pt2", code=1).exception, StorageError)
     assert "got risk" in str(run(folder, "--torch", tmp_path / "a.pt2", "--outputs", "risk", code=1).exception)
     assert not (tmp_path / "a.pt2").exists()
+
+
+def test_a_posterior_on_exported_programs_is_exported_where_they_are_trusted(desk, tmp_path, monkeypatch):
+    monkeypatch.chdir(desk.root)
+    pixels, _ = desk.pixels("test")
+    inputs, files = pixels.float() / 255, []
+    for index, network in enumerate(desk.networks()[:2]):
+        files.append(str(tmp_path / f"{index}.pt2"))
+        program = torch.export.export(network.eval(), (inputs[:2],), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+        torch.export.save(program, files[-1])
+    job = Job(network=tuple(files), train="train", rule="none", workers=0, trust=True)
+    run_fit(job, tmp_path / "posterior")
+    target = tmp_path / "model.onnx"
+    refused = run(tmp_path / "posterior", "--onnx", target, code=1).exception
+    assert isinstance(refused, OptionError)
+    assert "could run code" in str(refused)
+    assert "add --trust" in str(refused)
+    assert not target.exists()
+    run(tmp_path / "posterior", "--onnx", target, "--trust", "--outputs", "probabilities,ood_score")
+    posterior = open_folder(tmp_path / "posterior", trust=True).posterior
+    for count in (1, 5):
+        found, wanted = mola.load_exported(target)(inputs[:count]), posterior.predict(inputs[:count])
+        assert torch.allclose(found["probabilities"], wanted.probs, atol=1e-5)
+        assert torch.allclose(found["ood_score"], wanted.ood_score, atol=1e-5)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mola.cli.progress import showing_progress
-from mola.cli.shared_options import Device, Json, Quiet, Threads, set_threads
+from mola.cli.shared_options import Device, Json, Quiet, Threads, Trust, set_threads
 from mola.export import Written
 
 __all__ = ["export"]
@@ -33,6 +33,7 @@ def export(
         bool, typer.Option("--pixels", help="Take bytes, and normalise them inside as the training data were.")
     ] = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the file with PyTorch first.")] = True,
+    trust: Trust = False,
     device: Device = "cpu",
     threads: Threads = None,
     as_json: Json = False,
@@ -51,7 +52,7 @@ def export(
     set_threads(threads)
     with showing_progress(quiet=quiet) as progress:
         progress("loading networks", 0.0)
-        fitted = open_folder(posterior, device)
+        fitted = open_folder(posterior, device, trust=trust)
         progress("writing the graph", 0.3)
         written = run_export(
             fitted,
