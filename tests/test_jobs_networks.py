@@ -16,6 +16,7 @@ import mola
 from mola.errors import HeadError, MissingExtraError, OptionError, StorageError
 from mola.jobs.fit import run_fit
 from mola.jobs.folder import open_folder
+from mola.jobs.hub import folder_hints, timm_hints
 from mola.jobs.job import Job
 from mola.jobs.networks import build_networks
 from mola.jobs.predict import run_predict
@@ -159,7 +160,11 @@ def test_timm_is_asked_for_the_architecture_alone(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
     built = build_networks(["timm:small"], [str(tmp_path / "small.safetensors")])
     assert asked[-1] == (False, 3), "no download, and as many classes as the file has"
-    assert built.hints == Hints(resize=(6, 6), mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
+    # The middle of an image whose proportions are kept, as in timm's own evaluation: 6 / 0.875 = 6.86.
+    assert built.hints == Hints(resize=6, crop=6, mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
+    for said, resize, crop in (({"crop_pct": 0.5}, 12, 6), ({"crop_pct": 0.5, "crop_mode": "squash"}, (6, 6), None)):
+        hints = timm_hints(types.SimpleNamespace(pretrained_cfg={"input_size": (3, 6, 6), **said}))
+        assert (hints.resize, hints.crop) == (resize, crop)
     with pytest.raises(OptionError, match="timm cannot make 'large'"):
         build_networks(["timm:large"], [str(tmp_path / "small.safetensors")])
 
@@ -219,6 +224,43 @@ def test_a_hub_folder_tells_classes_and_preparation(tmp_path, monkeypatch):
     auto.from_pretrained = lambda *_, **__: (_ for _ in ()).throw(OSError("no such shard\nand more"))
     with pytest.raises(StorageError, match=r"cannot be loaded by transformers: no such shard$"):
         build_networks([str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, lambda pixels: (pixels / 255 - 0.4) / 0.2),
+        ({"rescale_factor": 1 / 127.5, "rescale_offset": True}, lambda pixels: (pixels / 127.5 - 1 - 0.4) / 0.2),
+        ({"rescale_factor": 1 / 127.5, "do_normalize": False}, lambda pixels: pixels / 127.5),
+        ({"do_rescale": False}, lambda pixels: (pixels - 0.4) / 0.2),
+        ({"do_rescale": False, "do_normalize": False}, lambda pixels: pixels),
+    ],
+)
+def test_pixels_come_to_the_range_that_the_processor_says(tmp_path, said, expected):
+    folder = hub_folder(tmp_path / "vit", image_mean=[0.4] * 3, image_std=[0.2] * 3, **said)
+    pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    found = settle(Job(), folder_hints(folder), "float32").normalise(pixels)
+    torch.testing.assert_close(found.double(), expected(pixels.double()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_damaged_hub_folder_is_named(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    network = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=6, patch_size=3))
+    network.save_pretrained(tmp_path / "vit")
+    config = json.loads((tmp_path / "vit" / "config.json").read_text())
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
+    with pytest.raises(StorageError, match="vit cannot be loaded by transformers"):
+        build_networks([str(tmp_path / "vit")])
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(config))
+    weights = tmp_path / "vit" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(StorageError, match="vit cannot be loaded by transformers"):
+        build_networks([str(tmp_path / "vit")])
+    (tmp_path / "vit" / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(StorageError, match=r"index\.json lists no weights"):
+        build_networks([str(tmp_path / "vit")])
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own

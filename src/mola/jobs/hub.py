@@ -21,6 +21,9 @@ CONFIG, PROCESSOR, WEIGHTS, INDEX = (
     "model.safetensors",
     "model.safetensors.index.json",
 )
+CROP_PCT = 0.875
+"""Share of the shorter side that timm keeps where a network does not say."""
+
 KINDS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -59,10 +62,7 @@ def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
             f"{folder} holds no {CONFIG}: expected a folder in the form of Hugging Face, with {CONFIG} and {WEIGHTS}."
         )
         raise OptionError(message)
-    if (folder / INDEX).is_file():
-        files = [folder / name for name in sorted(set(_read_json(folder / INDEX).get("weight_map", {}).values()))]
-    else:
-        files = [folder / WEIGHTS]
+    files = _weight_files(folder)
     for path in files:
         if not path.is_file():
             message = f"{path} does not exist: weights are read from safetensors alone. Save the model again with save_pretrained."
@@ -82,7 +82,7 @@ def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
         network, info = getattr(transformers, kind).from_pretrained(
             folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # damaged weights and configurations make it raise a dozen kinds
         reason = (str(error) or repr(error)).splitlines()[0]
         message = f"{folder} cannot be loaded by transformers: {reason}"
         raise StorageError(message) from error
@@ -92,6 +92,21 @@ def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
         raise StorageError(message)
     loaded: nn.Module = network
     return loaded, files
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Where the weights should be: in one file, or in the parts that an index lists.
+
+    Raises:
+        StorageError: if the index is none.
+    """
+    if not (folder / INDEX).is_file():
+        return [folder / WEIGHTS]
+    parts = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(parts, dict) or not parts or not all(isinstance(name, str) for name in parts.values()):
+        message = f"{folder / INDEX} lists no weights: expected the file of each under 'weight_map'."
+        raise StorageError(message)
+    return [folder / name for name in sorted(set(parts.values()))]
 
 
 def folder_hints(folder: Path) -> Hints:
@@ -114,10 +129,21 @@ def folder_hints(folder: Path) -> Hints:
     if found.get("do_center_crop", False):
         square = _side(found.get("crop_size"))
         crop = square[0] if isinstance(square, tuple) else square
-    if not found.get("do_normalize", True):
-        return Hints(classes=classes, resize=resize, crop=crop)
-    mean, std = (tuple(float(one) for one in found.get(name) or ()) or None for name in ("image_mean", "image_std"))
+    mean, std = _statistics(found)
     return Hints(classes=classes, resize=resize, crop=crop, mean=mean, std=std)
+
+
+def _statistics(found: dict[str, Any]) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Mean and standard deviation of pixels from 0 to 1, whatever range the processor brings bytes to before it normalises."""
+    mean, std = (tuple(float(one) for one in found.get(name) or ()) or None for name in ("image_mean", "image_std"))
+    if not found.get("do_normalize", True):
+        mean = std = None
+    factor = float(found.get("rescale_factor", 1 / 255)) if found.get("do_rescale", True) else 1.0
+    whole = 255 * factor
+    offset = 1.0 if found.get("rescale_offset", False) else 0.0
+    if abs(whole - 1) < 1e-6 and not offset:
+        return mean, std
+    return tuple((one + offset) / whole for one in mean or (0.0,)), tuple(one / whole for one in std or (1.0,))
 
 
 def _side(size: Any) -> int | tuple[int, int] | None:
@@ -162,5 +188,10 @@ def timm_hints(network: nn.Module) -> Hints:
     found = getattr(network, "pretrained_cfg", None) or {}
     mean, std = (tuple(float(one) for one in found.get(name) or ()) or None for name in ("mean", "std"))
     shape = found.get("input_size")
-    side = int(shape[-1]) if shape else None
-    return Hints(resize=(side, side) if side else None, mean=mean, std=std)
+    if not shape:
+        return Hints(mean=mean, std=std)
+    side = int(shape[-1])
+    if found.get("crop_mode") == "squash":
+        return Hints(resize=(side, side), mean=mean, std=std)
+    # Like timm's own evaluation: the shorter side to a little more, then the middle.
+    return Hints(resize=int(side / float(found.get("crop_pct") or CROP_PCT)), crop=side, mean=mean, std=std)
