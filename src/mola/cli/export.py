@@ -74,7 +74,7 @@ def export(
 
 def _show(console: Console, written: Written) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("", "name", "type", "shape", "differs from PyTorch by"):
+    for title in ("", "name", "type", "shape", "difference"):
         table.add_column(title, no_wrap=True)
     for kind, tensors in (("input", written.inputs), ("output", written.outputs)):
         for one in tensors:

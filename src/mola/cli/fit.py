@@ -119,7 +119,8 @@ def fit(
     threshold: Annotated[
         float | None,
         typer.Option(
-            help="On mean confidence, for --rule threshold.  [default: 0.01 below the accuracy]", rich_help_panel=METHOD
+            help="On mean confidence, for --rule threshold.  [default: 0.01 below the networks' mean accuracy]",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     prior_precision: Annotated[

@@ -88,7 +88,7 @@ def data_directory(given: Path | str | None = None) -> Path:
     """
     chosen = given if given is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
-        message = f"no data directory: name the folder that holds the data sets, or set {VARIABLE} to it."
+        message = f"no data directory: name the folder that holds the data sets (--data DIR), or set {VARIABLE} to it."
         raise DataError(message)
     path = Path(chosen).expanduser()
     if not path.is_dir():
@@ -220,7 +220,9 @@ def _missing(dataset: Dataset, split: str, root: Path, download: bool) -> str:
     unpack = f" {packed} is there but not unpacked: unpack it in {root}." if packed else ""
     fetchable = archive is not None or any(original.urls for original in dataset.originals.get(split, ()))
     remedy = (
-        " Allow the download (download=True), or put there yourself:" if fetchable and not download else " Put there:"
+        " Allow the download (download=True, or --download), or put there yourself:"
+        if fetchable and not download
+        else " Put there:"
     )
     plain = isinstance(first, Layout)
     note = "Compressed by gzip or not; the folders that torchvision makes are found too." if plain else ""

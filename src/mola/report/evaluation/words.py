@@ -43,8 +43,8 @@ def findings(result: Evaluation) -> list[tuple[str, str]]:
     if methods[own].scores["nll"] > 1.05 * methods[best].scores["nll"] and result.made["rule"] == "threshold":
         found.append(
             (
-                "To tune for log loss instead",
-                "the threshold rule gives up some of it for caution outside the data; `mola fit --rule nll` does not.",
+                "Log loss or caution",
+                "The threshold rule gives up some log loss for caution outside the data; mola fit --rule nll does not.",
             )
         )
     for name in result.outside:
