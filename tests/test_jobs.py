@@ -241,6 +241,41 @@ def test_a_bundle_can_be_moved(desk, tmp_path, fitted):
         run_fit(job_for(desk, weights=(), network=(f"{desk.module}:build",)), tmp_path / "other", bundle=True)
 
 
+def test_a_bundle_made_of_a_bundle_loses_nothing(desk, tmp_path):
+    """Each file is to take the other's place."""
+    folder = tmp_path / "posterior"
+    run_fit(job_for(desk, weights=tuple(desk.weights(2))), folder, bundle=True)
+    first, second = [str(folder / "weights" / f"{index}.safetensors") for index in range(2)]
+    old = [Path(one).read_bytes() for one in (first, second)]
+    run_fit(job_for(desk, weights=(second, first)), folder, bundle=True)
+    assert [Path(one).read_bytes() for one in (second, first)] == old
+    assert sorted(path.name for path in (folder / "weights").iterdir()) == ["0.safetensors", "1.safetensors"]
+    open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('dtype = "float32"', 'dtype = "load"'),
+        ('dtype = "float32"', 'dtype = "nothing"'),
+        ("[result.intake]", "[result.intake]\nspell = 1"),
+        ("mean = [0.0]", 'mean = "a"'),
+        ("outlier_threshold = ", 'outlier_threshold = "x" # '),
+        ('classes = ["cat", "dog", "fox"]\noutputs', 'classes = ["cat"]\noutputs'),
+        ('classes = ["cat", "dog", "fox"]\noutputs = 3', "classes = []\noutputs = 4"),
+    ],
+)
+def test_a_garbled_result_is_named(fitted, desk, tmp_path, old, new):
+    shutil.copytree(fitted.folder, tmp_path / "posterior")
+    text = (fitted.folder / "job.toml").read_text()
+    assert old in text
+    weights = (desk.root / "weights").as_posix()
+    text = re.sub(r'"[^"]*/weights/', f'"{weights}/', text.replace(old, new))
+    (tmp_path / "posterior" / "job.toml").write_text(text)
+    with pytest.raises(StorageError, match=r"job\.toml"):
+        open_folder(tmp_path / "posterior")
+
+
 def test_weights_that_changed_or_went_are_named(desk, tmp_path):
     paths = [tmp_path / f"{index}.safetensors" for index in range(2)]
     for path, source in zip(paths, desk.weights(), strict=False):

@@ -370,6 +370,40 @@ def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
             list(open_set(f"{desk.module}:{name}", Intake(), labelled=True, outputs=3))
 
 
+ODD = {
+    "words": ("{'input': x, 'text': ['a', 'b']}", r"the input\['text'\] is a list"),
+    "none": ("{'input': x, 'extra': None}", "is a NoneType"),
+    "scalar": ("(torch.tensor(1.0),)", "is a tensor of one number"),
+    "lists": ("([1, 2], y)", "is a list"),
+    "lengths": ("{'input': x, 'places': torch.arange(3)}", "different lengths"),
+    "halves": ("(x, y + 0.5)", "expected a whole number for each input"),
+    "nan": ("(x, y / 0.0)", "expected a whole number for each input"),
+    "one_hot": ("(x, torch.eye(3)[y])", r"labels of shape \(2, 3\)"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_batches_that_are_none_are_refused_with_the_place(tmp_path, monkeypatch, name):
+    batch, words = ODD[name]
+    module = f"odd_batches_{name}"
+    text = f"import torch\nx, y = torch.ones(2, 4), torch.tensor([0, 1])\ndef batches():\n    return [{batch}]\n"
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(DataError, match=words) as caught:
+        list(open_set(f"{module}:batches", Intake(), labelled=True, outputs=3))
+    assert f"batch 0 of {module}:batches" in str(caught.value)
+
+
+def test_grey_of_16_bits_is_not_white(tmp_path):
+    wide = np.linspace(0, 65535, 36).round().astype(np.uint16).reshape(6, 6)
+    Image.fromarray(wide).save(tmp_path / "grey.png")
+    Image.fromarray(wide.astype(np.float32)).save(tmp_path / "real.tif")
+    rows = list(open_set(str(tmp_path), Intake(mode="L", workers=0), labelled=False))
+    assert rows[0].names == ["grey.png", "real.tif"]
+    np.testing.assert_allclose(rows[0].inputs[0, 0] * 65535, wide, atol=257)
+    assert "range is unknown" in rows[0].errors[1]
+
+
 def test_one_image_alone(tmp_path, fitted):
     expected = fitted.posterior.predict(next(iter(open_set("strange", INTAKE, labelled=False))).inputs[:1])
     result = run_predict(fitted, "strange/00.png", tmp_path / "out.csv")

@@ -46,7 +46,7 @@ class Preparation:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Bytes (channels, height, width)."""
-        image = image.convert(self.mode)
+        image = _in_bytes(image).convert(self.mode)
         if self.resize is not None:
             from PIL import Image
 
@@ -64,6 +64,22 @@ class Preparation:
         shorter = self.resize or min(width, height)
         # The longer side is rounded down, as torchvision does.
         return (shorter, shorter * height // width) if width <= height else (shorter * width // height, shorter)
+
+
+def _in_bytes(image: Image.Image) -> Image.Image:
+    """The same image with 8 bits a pixel: Pillow's own conversion would make white of whatever is above 255.
+
+    Raises:
+        ValueError: if nobody knows which number is white.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 16 bits
+        from PIL import Image
+
+        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        message = f"its pixels are of mode {image.mode}, whose range is unknown: save it with 8 or 16 bits"
+        raise ValueError(message)
+    return image
 
 
 def _margin(spare: int) -> int:

@@ -160,11 +160,17 @@ class Own:
         start = 0
         for index, raw in enumerate(self._batches()):
             batch = as_batch(raw, f"batch {index} of {self.name}")
-            size = _size(batch.inputs)
+            size = _size(batch.inputs, f"batch {index} of {self.name}")
             names = [f"{self.name}[{place}]" for place in range(start, start + size)]
             labels = batch.labels if self.labelled else None
             if labels is not None and len(labels) != size:
                 message = f"batch {index} of {self.name} has {len(labels)} labels for {size} inputs."
+                raise DataError(message)
+            if labels is not None and (labels.ndim != 1 or bool((labels != labels.floor()).any())):
+                message = (
+                    f"batch {index} of {self.name} has labels of shape {tuple(labels.shape)} and type {labels.dtype}: expected a "
+                    f"whole number for each input, the index of its class."
+                )
                 raise DataError(message)
             yield checked_rows(names, batch.inputs, labels, classes=self.outputs, dtype=self.intake.torch_dtype)
             start += size
@@ -182,10 +188,31 @@ class Own:
             raise DataError(message) from error
 
 
-def _size(inputs: Any) -> int:
-    while not isinstance(inputs, Tensor):
-        inputs = next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs))
-    return len(inputs)
+def _size(inputs: Any, where: str) -> int:
+    """How many inputs there are.
+
+    Raises:
+        DataError: if they are no tensors with a row for each.
+    """
+    sizes: dict[str, int] = {}
+
+    def look(value: Any, place: str) -> None:
+        if isinstance(value, Tensor) and value.ndim > 0:
+            sizes[place] = len(value)
+        elif isinstance(value, (Mapping, tuple)) and value:
+            entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for name, one in entries:
+                look(one, f"{place}[{name!r}]")
+        else:
+            kind = "a tensor of one number" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            message = f"{where}: {place} is {kind}; expected tensors with a row for each input: leave out what is none."
+            raise DataError(message)
+
+    look(inputs, "the input")
+    if len(set(sizes.values())) > 1:
+        message = f"{where}: tensors of different lengths, {sizes}; expected a row for each input in all of them."
+        raise DataError(message)
+    return next(iter(sizes.values()))
 
 
 def open_own(name: str, outputs: int | None, intake: Intake, *, labelled: bool) -> Own:

@@ -19,7 +19,7 @@ from mola.fitting import fit
 from mola.jobs.folder import move
 from mola.jobs.job import NAME, Job, relative
 from mola.jobs.material import Material, Progress
-from mola.jobs.networks import Built, build_networks, checksum, weight_files
+from mola.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
 from mola.jobs.order import check_order, said, warn_of_guessing
 from mola.jobs.rows import Account, Loader
 from mola.jobs.tally import Tally
@@ -106,6 +106,9 @@ def check_job(job: Job) -> None:
     one_of(job.structure, STRUCTURES, "structure")
     one_of(job.link, LINKS, "link")
     one_of(job.mixing, MIXING, "mixing")
+    if job.seed >= 2**63:
+        message = f"seed must be below 2**63, got {job.seed}."
+        raise OptionError(message)
     make_rule(job, None)
     needs = "rule" if job.rule not in ("evidence", "none") else "mixing" if job.mixing == "stacking" else None
     if job.val is None and needs is not None:
@@ -142,8 +145,8 @@ def run_fit(
         OptionError: if the output is a file, or there is nothing to bundle.
     """
     check_job(job)
-    if bundle and not job.weights:
-        message = "--bundle copies files of --weights into the folder, and there are none."
+    if bundle and (not job.weights or any(map(is_whole, job.network))):
+        message = "--bundle copies files of --weights into the folder: networks that bring their own cannot be bundled."
         raise OptionError(message)
     if output.exists() and not output.is_dir():
         message = f"{output} is a file; expected a folder to write the posterior to."
@@ -242,12 +245,17 @@ def _bundled(job: Job, built: Built, output: Path) -> tuple[Job, Built]:
     """Copies of the weights inside the folder, and a job that names them."""
     target = output / BUNDLED
     target.mkdir(parents=True, exist_ok=True)
-    copies = []
-    for index, path in enumerate(built.files):
-        copy = target / f"{index}{path.suffix}"
-        if not copy.exists() or not copy.samefile(path):
-            shutil.copyfile(path, copy)
-        copies.append(copy)
+    copies = [target / f"{index}{path.suffix}" for index, path in enumerate(built.files)]
+    # All are copied before any is put in place: a file may itself be one of an older bundle, under another number.
+    partial = [copy.with_name(f"{copy.name}.partial") for copy in copies]
+    try:
+        for path, part in zip(built.files, partial, strict=True):
+            shutil.copyfile(path, part)
+        for part, copy in zip(partial, copies, strict=True):
+            part.replace(copy)
+    finally:
+        for part in partial:
+            part.unlink(missing_ok=True)
     return replace(job, weights=tuple(str(copy) for copy in copies)), replace(built, files=copies)
 
 

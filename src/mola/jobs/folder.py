@@ -21,7 +21,7 @@ from mola.jobs.job import NAME, Job, read_job
 from mola.jobs.networks import build_networks, check_unchanged, is_imported
 from mola.jobs.preparation import Intake
 from mola.posterior import MoLA
-from mola.schema import check
+from mola.schema import Optional, check
 
 __all__ = ["Fitted", "describe_inputs", "example_of", "move", "open_folder", "read_folder"]
 
@@ -34,8 +34,9 @@ RESULT = {
     "inputs": [{"name": str, "shape": [int], "dtype": str}],
     "files": [str],
     "sha256": [str],
-    "intake": {"batch_size": int, "dtype": str, "workers": int},
+    "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
 }
+VALIDATION = {"outlier_threshold": float}
 """What opening needs of the results."""
 
 
@@ -104,10 +105,22 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
         message = f"{path / NAME} has no results: `mola fit --config {path / NAME}` makes them."
         raise StorageError(message)
     try:
-        check(document["result"], RESULT, "result")
+        result = document["result"]
+        check(result, RESULT, "result")
+        check(result.get("validation"), Optional(VALIDATION), "result.validation")
+        Intake.from_plain(result["intake"])
     except StorageError as error:
         message = f"{path / NAME}: {error}"
         raise StorageError(message) from error
+    named = {one["dtype"] for one in result["inputs"]}
+    if len(result["classes"]) not in (0, result["outputs"]) or not all(
+        isinstance(getattr(torch, one, None), torch.dtype) for one in named
+    ):
+        message = (
+            f"{path / NAME}: the results are garbled: {len(result['classes'])} names for {result['outputs']} classes, inputs of "
+            f"{', '.join(sorted(named))}."
+        )
+        raise StorageError(message)
     return job, document
 
 
@@ -126,6 +139,7 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitt
 
     Raises:
         OptionError: if networks cannot be built here.
+        StorageError: if the networks have other outputs than the folder says.
     """
     path = Path(path)
     job, document = read_folder(path)
@@ -142,6 +156,10 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitt
         raise OptionError(message) from error
     check_unchanged(built.files, result["sha256"])
     posterior = move(load(path, built.networks), device)
+    outputs = {part.head.classes for part in posterior.components if part.head is not None}
+    if outputs != {result["outputs"]}:
+        message = f"{path / NAME} says {result['outputs']} outputs, and the networks have {outputs}: one of them has been changed."
+        raise StorageError(message)
     return Fitted(
         posterior=posterior,
         classes=tuple(result["classes"]) or None,

@@ -29,7 +29,7 @@ from mola.models.checkpoints import load_weights, read_state
 from mola.models.imported import import_builder
 from mola.models.registry import MODELS, build_network
 
-__all__ = ["Built", "build_networks", "check_unchanged", "checksum", "is_imported", "weight_files"]
+__all__ = ["Built", "build_networks", "check_unchanged", "checksum", "is_imported", "is_whole", "weight_files"]
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Of files that hold weights, where a whole folder of them is named."""
@@ -107,7 +107,7 @@ def build_networks(
         )
         raise OptionError(message)
     files = weight_files(weights)
-    takers = [name for name in names if not _is_whole(name)]
+    takers = [name for name in names if not is_whole(name)]
     if len(takers) == 1 and len(files) > 1:
         names = [other for name in names for other in ([name] * len(files) if name == takers[0] else [name])]
         takers = takers * len(files)
@@ -120,7 +120,7 @@ def build_networks(
     rest = iter(files)
     networks, sources = [], []
     for name in names:
-        if _is_whole(name):
+        if is_whole(name):
             network, source = _whole(name, trust)
             sources += source
         else:
@@ -133,10 +133,10 @@ def build_networks(
 
 def is_imported(name: str) -> bool:
     """Whether a name stands for a function of the user's own."""
-    return ":" in name and not name.startswith(TIMM) and not _is_whole(name)
+    return ":" in name and not name.startswith(TIMM) and not is_whole(name)
 
 
-def _is_whole(name: str) -> bool:
+def is_whole(name: str) -> bool:
     """Whether a name stands for a network with its weights."""
     if name in MODELS or name.startswith(TIMM):
         return False

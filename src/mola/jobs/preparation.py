@@ -14,7 +14,7 @@ import torch
 from mola.choices import one_of
 from mola.data.folder import Preparation
 from mola.data.normalisation import NORMALISATIONS, Normalisation
-from mola.errors import OptionError
+from mola.errors import OptionError, StorageError
 from mola.jobs.job import Job
 
 __all__ = ["Hints", "Intake", "settle"]
@@ -85,11 +85,24 @@ class Intake:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Intake:
-        """Read what `plain` gave."""
+        """Read what `plain` gave.
+
+        Raises:
+            StorageError: if it is something else: a file can be damaged.
+        """
         known: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
         }
-        return cls(**known)
+        try:
+            made = cls(**known)
+            Normalisation(made.mean, made.std)
+        except (TypeError, ValueError, OptionError) as error:
+            message = f"the saved preparation of inputs is garbled: {error}"
+            raise StorageError(message) from error
+        if not isinstance(getattr(torch, made.dtype, None), torch.dtype) or made.batch_size < 1:
+            message = f"the saved preparation of inputs is garbled: {made.dtype!r} in batches of {made.batch_size}."
+            raise StorageError(message)
+        return made
 
 
 def settle(job: Job, hints: Hints, dtype: str) -> Intake:
@@ -108,8 +121,13 @@ def settle(job: Job, hints: Hints, dtype: str) -> Intake:
     """
     if job.mode is not None:
         one_of(job.mode, MODES, "mode")
-    if job.batch_size < 1:
-        message = f"batch_size must be 1 or more, got {job.batch_size}."
+    for name in ("batch_size", "resize", "crop"):
+        given = getattr(job, name)
+        if given is not None and min(given if isinstance(given, tuple) else (given,)) < 1:
+            message = f"{name} must be 1 or more, got {given}."
+            raise OptionError(message)
+    if job.workers < 0:
+        message = f"workers must be 0 or more, got {job.workers}."
         raise OptionError(message)
     if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):
         message = "the normalisation is a name (--normalise), or numbers for both --mean and --std."
