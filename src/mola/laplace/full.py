@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mola.errors import StructureTooLargeError
-from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
+from mola.laplace.base import Posterior, Spectrum, Structure, mahalanobis_weights
 from mola.laplace.basis import eigensystem, seen_basis
-from mola.laplace.symmetric import add_gram, lower_rows, pack, packed_size, size_of, unpack
+from mola.laplace.full_factors import FullFactors, add_coupling, add_weighted, factors_of
+from mola.laplace.symmetric import add_gram, packed_size
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = ["Full", "FullFactors"]
@@ -38,42 +38,6 @@ ROW_BYTES = 64 * 2**20
 
 KEPT, WORKSPACE = 3, 2
 """Matrices of the Hessian's size: kept for each network, and taken by the eigensolver."""
-
-
-@dataclass(frozen=True)
-class FullFactors(Factors):
-    """Sums from which the Hessian follows, and the features' outer products for the outlier score; lower halves."""
-
-    coupling: Tensor
-    """`Phi' diag(u_i u_j) Phi`, packed, for each pair i < j of outputs: (C (C - 1) / 2, packed size)."""
-    feature_sum: Tensor
-    """Of the features' outer products, packed."""
-    separate: Tensor | None = None
-    """`Phi' diag(d_i) Phi`, packed, for each output (C, packed size)."""
-
-    @property
-    def hessian(self) -> Tensor:
-        """The Hessian (C, P, C, P)."""
-        pairs, width = len(self.coupling), size_of(self.feature_sum)
-        outputs = int((1 + (1 + 8 * pairs) ** 0.5) / 2)
-        hessian = self.coupling.new_zeros(outputs, width, outputs, width)
-        for (first, second), packed in zip(combinations(range(outputs), 2), self.coupling, strict=True):
-            block = unpack(packed)
-            hessian[first, :, second, :] = hessian[second, :, first, :] = -block
-            hessian[first, :, first, :] += block
-            hessian[second, :, second, :] += block
-        for output, packed in enumerate(() if self.separate is None else self.separate):
-            hessian[output, :, output, :] += unpack(packed)
-        return hessian
-
-    @property
-    def gram(self) -> Tensor:
-        """Sum (P, P) of the features' outer products."""
-        return unpack(self.feature_sum)
-
-    def saved(self) -> dict[str, Tensor]:
-        """The two matrices."""
-        return {"hessian": self.hessian, "gram": self.gram}
 
 
 @dataclass(frozen=True)
@@ -138,10 +102,10 @@ class Full(Structure):
         for start in range(0, len(features), rows):
             some = features[start : start + rows]
             if curvature.coupling is not None:
-                _add_coupling(total.coupling, some, curvature.coupling[start : start + rows])
+                add_coupling(total.coupling, some, curvature.coupling[start : start + rows])
             if curvature.separate is not None:
                 for packed, weights in zip(total.separate, curvature.separate[start : start + rows].T, strict=True):
-                    _add_weighted(packed, weights, some)
+                    add_weighted(packed, weights, some)
         add_gram(total.feature_sum, features)
         return total.grown(len(features), log_likelihood)
 
@@ -151,15 +115,7 @@ class Full(Structure):
 
     def restore(self, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> FullFactors:
         """Factors from their saved parts."""
-        hessian = tensors["hessian"]
-        pairs = list(combinations(range(len(hessian)), 2))
-        coupling = [pack(-hessian[first, :, second, :]) for first, second in pairs]
-        found = FullFactors(count, log_likelihood, torch.stack(coupling), pack(tensors["gram"]))
-        # Diagonal blocks are made again, from the same numbers in the same order: what is left is outputs' own.
-        rest = (hessian - found.hessian).diagonal(dim1=0, dim2=2)
-        if not bool(rest.any()):
-            return found
-        return replace(found, separate=torch.stack([pack(block) for block in rest.permute(2, 0, 1)]))
+        return factors_of(count, log_likelihood, tensors["hessian"], tensors["gram"])
 
     def spectrum(self, factors: FullFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
         """Eigendecompose the Hessian in the visible directions."""
@@ -177,25 +133,6 @@ def free_memory() -> int:
         pass
     # Not Linux: all that the machine has, which errs on the side of trying.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _add_coupling(sums: Tensor, features: Tensor, coupling: Tensor) -> None:
-    """Add `Z_i' Z_j` of one group of rows, for all pairs i < j, to their packed sums in place."""
-    outputs = coupling.shape[1]
-    scaled = coupling.T[:, :, None] * features
-    begin = 0
-    for first in range(outputs - 1):
-        later = outputs - first - 1
-        for start, end, blocks in lower_rows(sums[begin : begin + later]):
-            left = scaled[first, :, start:end].T.expand(later, -1, -1)
-            blocks.baddbmm_(left, scaled[first + 1 :, :, :end])
-        begin += later
-
-
-def _add_weighted(packed: Tensor, weights: Tensor, features: Tensor) -> None:
-    """Add `Phi' diag(w) Phi` to a packed sum in place."""
-    for start, end, block in lower_rows(packed):
-        block.addmm_((weights[:, None] * features[:, start:end]).T, features[:, :end])
 
 
 class FullSpectrum(Spectrum):
