@@ -155,6 +155,21 @@ def test_networks_of_transformers_load_by_themselves(tmp_path, monkeypatch):
     assert torch.equal(namespace["prediction"].probs, posterior(batch))
 
 
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize("named", [True, False])
+def test_weights_that_transformers_would_make_up_are_refused(tmp_path, named):
+    """A plain ensemble has no checksum of what its networks compute."""
+    transformers = require("transformers")
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "image_size": 8, "patch_size": 4}
+    config = transformers.ViTConfig(num_hidden_layers=1, num_labels=3, **sizes)
+    plain = mola.ensemble([transformers.ViTForImageClassification(config)])
+    folder = mola.save_to_hub_folder(plain, tmp_path / "vit", classes=["a", "b", "c"])
+    damage(folder, "networks/0/config.json", lambda document: document.update(num_hidden_layers=2))
+    build = transformers.AutoModelForImageClassification if named else None
+    with pytest.raises(StorageError, match=r"lacks weights of the network that its config\.json describes"):
+        mola.load_from_hub_folder(folder, build)
+
+
 def damage(folder, name, how):
     path = folder / name
     if how == "remove":
@@ -221,6 +236,7 @@ def test_another_architecture_or_another_models_folder_is_refused(tmp_path, post
         ({"classes": ["a", "b"]}, "3 different names"),
         ({"classes": ["a", "b", "b"]}, "3 different names"),
         ({"build": "package.module"}, "package.module:function"),
+        ({"build": "package::function"}, "package.module:function"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path, posterior, settings, words):

@@ -45,7 +45,14 @@ Device = Annotated[str, typer.Option(help="Where to run the networks, such as cu
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads to compute with.  [default: torch's]", rich_help_panel=RUN)
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Read .pt2 files, which can run code.", rich_help_panel=RUN)]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Read .pt2 files and call installed functions that the folder names: both can run code.",
+        rich_help_panel=RUN,
+    ),
+]
 Data = Annotated[
     Path | None,
     typer.Option("--data", envvar="MOLA_DATA", help="Folder that holds the built-in data sets.", rich_help_panel=RUN),

@@ -79,7 +79,7 @@ def save_to_hub_folder(
     if not isinstance(posterior, MoLA):
         message = f"expected a posterior of mola.fit or mola.ensemble, got {type(posterior).__name__}."
         raise OptionError(message)
-    if build is not None and len([part for part in build.split(":") if part]) != 2:
+    if build is not None and (build.count(":") != 1 or not all(build.split(":"))):
         message = f'build must name a function as "package.module:function", got {build!r}.'
         raise OptionError(message)
     folder = Path(directory).resolve()
@@ -248,11 +248,32 @@ def _load_network(folder: Path, index: int, entry: dict[str, Any], build: Any) -
     if build is None:
         build = _class_of_transformers(entry, place)
     if hasattr(build, "from_pretrained"):
-        read: nn.Module = build.from_pretrained(place, dtype=dtype, local_files_only=True, use_safetensors=True)
-        return read.eval()
+        return _read_pretrained(build, place, dtype)
     network: nn.Module = build()
     network = network if dtype is None else network.to(dtype)
     load_weights(network, place / WEIGHTS)
+    return network.eval()
+
+
+def _read_pretrained(build: Any, place: Path, dtype: torch.dtype | None) -> nn.Module:
+    """A network from its class; transformers would fill up what the file lacks with random numbers.
+
+    Raises:
+        StorageError: if it had to.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}
+    if not str(getattr(build, "__module__", "")).startswith("transformers."):
+        other: nn.Module = build.from_pretrained(place, **options)
+        return other.eval()
+    network: nn.Module
+    network, found = build.from_pretrained(place, output_loading_info=True, **options)
+    absent = [*found["missing_keys"], *(one[0] for one in found["mismatched_keys"])]
+    if absent:
+        message = (
+            f"{place} lacks weights of the network that its {CONFIG} describes ({sorted(absent)[0]} and {len(absent) - 1} more): "
+            f"download the folder again."
+        )
+        raise StorageError(message)
     return network.eval()
 
 
