@@ -122,6 +122,13 @@ def test_a_wrong_file_names_the_place(tmp_path, text, words):
     assert str(path) in str(caught.value)
 
 
+def test_files_of_a_job_are_not_looked_for_in_the_current_folder(desk, tmp_path):
+    assert Path("train.npz").is_file()  # here, but not beside the job
+    (tmp_path / "job.toml").write_text("[data]\ntrain = 'train.npz'\nval = 'mnist:val'\n[networks]\nnetwork = 'lenet'")
+    job, _ = read_job(tmp_path / "job.toml")
+    assert (job.train, job.val, job.network) == (str(tmp_path / "train.npz"), "mnist:val", ("lenet",))
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(OptionError, match=r"nothing\.toml does not exist"):
         read_job(tmp_path / "nothing.toml")

@@ -143,8 +143,9 @@ def relative(value: str, folder: Path) -> str:
 def _located(value: str, folder: Path) -> str:
     """A path as seen from here; what is no path there stays as it is."""
     path = folder / Path(value).expanduser()
-    # Weights that are gone must still be named by their full path.
-    return os.path.normpath(path) if path.exists() or "/" in value or value.startswith(".") else value
+    # Files that are gone must still be named by their full path, and never be looked for in the current folder.
+    is_path = "/" in value or value.startswith(".") or (Path(value).suffix != "" and ":" not in value)
+    return os.path.normpath(path) if is_path or path.exists() else value
 
 
 def read_job(path: Path) -> tuple[Job, dict[str, Any]]:
