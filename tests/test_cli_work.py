@@ -353,3 +353,44 @@ def test_the_process_itself_ends_with_these_codes(desk, posterior, tmp_path):
     assert outcome.returncode == 3, outcome.stderr
     assert "bad.png: cannot be decoded" in outcome.stderr
     assert "Traceback" not in outcome.stderr
+
+
+# --- a run again from its own file
+
+
+def test_every_run_writes_the_file_that_makes_it_again(desk, tmp_path, mola_command):
+    posterior, first, second = tmp_path / "posterior", tmp_path / "one.csv", tmp_path / "two.csv"
+    assert mola_command(*arguments(desk, posterior), "--quiet")[0] == 0
+    assert mola_command("predict", posterior, "test", "--output", first, "--probabilities", "--quiet")[0] == 0
+    # The file alone; a flag wins over it.
+    assert mola_command("predict", "--config", f"{first}.toml", "--output", second, "--quiet")[0] == 0
+    assert first.read_text() == second.read_text()
+    first.unlink()
+    assert mola_command("predict", "--config", f"{first}.toml", "--quiet")[0] == 0
+    assert first.read_text() == second.read_text()
+
+    report = tmp_path / "report"
+    assert mola_command("evaluate", posterior, "--test", "test", "--output", report, "--quiet")[0] == 0
+    kept = {name: value for name, value in json.loads((report / "numbers.json").read_text()).items() if name != "made"}
+    (report / "numbers.json").unlink()
+    assert mola_command("evaluate", "--config", report / "run.toml", "--quiet")[0] == 0
+    assert kept.items() <= json.loads((report / "numbers.json").read_text()).items()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('command = "evaluate"\n[options]\n', "is no run of `mola predict`"),
+        ('command = "predict"\n', "is no run of `mola predict`"),
+        ('command = "predict"\n[options]\ncolour = "red"\n', "'colour', which is no option of `mola predict`"),
+        ('command = "predict"\n[options]\ntrust = true\n', "'trust', which is no option"),
+        ("command =", "is not TOML"),
+    ],
+)
+def test_files_that_are_no_run_of_the_command(content, says, tmp_path, mola_command):
+    path = tmp_path / "run.toml"
+    path.write_text(content)
+    code, _, told = mola_command("predict", "--config", path)
+    assert code == 1
+    assert says in told
+    assert "Traceback" not in told

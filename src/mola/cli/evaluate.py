@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.cli.progress import showing_progress
+from mola.cli.run_file import Config, write_run
 from mola.cli.shared_options import RUN, Data, Device, Json, Quiet, Strict, Threads, Trust, finish, set_threads
 from mola.report.tables import for_terminal
 from mola.report.terminal import fitting
@@ -22,6 +23,7 @@ DRAWING_BEGINS = 0.8
 
 
 def evaluate(
+    context: typer.Context,
     posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` wrote.")],
     test: Annotated[str, typer.Option(help="Labelled data to compare on, as for `mola fit --train`.")],
     ood: Annotated[
@@ -40,11 +42,13 @@ def evaluate(
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
+    config: Config = None,
 ) -> None:
     """Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.
 
     Accuracy, log loss, Brier score and calibration error on the test data; on data of no class how sure each method is of them
-    and how well it tells them apart. Writes index.html, which needs nothing else, numbers.json, tables.md and the figures.
+    and how well it tells them apart. Writes index.html, which needs nothing else, numbers.json, tables.md and the figures,
+    and run.toml, which makes the run again: `mola evaluate --config report/run.toml`.
 
         mola evaluate posterior --test images/test --ood images/strange --output report
     """
@@ -82,6 +86,7 @@ def evaluate(
             page = write_evaluation(
                 result, output, lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done)
             )
+    write_run(context, output / "run.toml")
     if not quiet and not as_json:
         console = Console(highlight=False)
         for table in evaluation_tables(result):

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mola.cli.progress import showing_progress
+from mola.cli.run_file import Config, write_run
 from mola.cli.shared_options import Device, Json, Quiet, Threads, Trust, set_threads
 from mola.export import Written
 
@@ -19,6 +20,7 @@ __all__ = ["export"]
 
 
 def export(
+    context: typer.Context,
     posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` wrote.")],
     onnx: Annotated[Path | None, typer.Option("--onnx", help="ONNX file to write: runs without PyTorch.")] = None,
     torch: Annotated[Path | None, typer.Option("--torch", help="Program of torch.export (.pt2) to write.")] = None,
@@ -38,6 +40,7 @@ def export(
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
+    config: Config = None,
 ) -> None:
     """Write networks and Bayesian head as one file, from inputs to probabilities and uncertainty.
 
@@ -63,6 +66,8 @@ def export(
             pixels=pixels,
             check=check,
         )
+        for one in written:
+            write_run(context, one.path.with_name(f"{one.path.name}.toml"))
         progress("done", 1.0)
     if as_json:
         typer.echo(json.dumps([one.plain() for one in written], indent=2, ensure_ascii=False))

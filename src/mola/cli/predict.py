@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.cli.progress import showing_progress
+from mola.cli.run_file import Config, write_run
 from mola.cli.shared_options import RUN, Data, Device, Json, Quiet, Strict, Threads, Trust, finish, set_threads
 
 __all__ = ["predict"]
 
 
 def predict(
+    context: typer.Context,
     posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` wrote.")],
     inputs: Annotated[
         str,
@@ -37,11 +39,13 @@ def predict(
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
+    config: Config = None,
 ) -> None:
     """Predict with honest confidence: a row for each input.
 
     Writes name, label, class, confidence, entropy, its epistemic part, outlier score, and whether that score is above what 95 %
     of the validation data stay below. Inputs that cannot be read have a row with the error. Memory does not grow with the data.
+    A file beside the output, with `.toml` at its end, makes the run again: `mola predict --config FILE`.
 
         mola predict posterior images/ --output predictions.csv
     """
@@ -62,6 +66,7 @@ def predict(
             directory=None if data is None else str(data),
             seed=seed,
         )
+    write_run(context, output.with_name(f"{output.name}.toml"))
     if not quiet and not as_json:
         outlying = "" if result.outlying is None else f", {result.outlying:.1%} outlying"
         Console(highlight=False).print(
