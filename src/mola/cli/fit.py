@@ -251,6 +251,13 @@ def _show(output: Path, found: dict[str, Any], structure: str, networks: int) ->
         }
         caption = f"{measured['count']:,} inputs, which were tuned on: `mola evaluate` measures on others."
         console.print(for_terminal(make_table("On the validation data", caption, columns, values)))
+        before, after = measured["networks"]["nll"], measured["posterior"]["nll"]
+        if after > before and "ConfidenceThreshold" in str(found["rule"]):
+            console.print(
+                f"The threshold rule has raised the log loss here, {before:.4f} to {after:.4f}: that is the price of caution outside "
+                f"these data. --rule nll tunes for the log loss instead.",
+                style="dim",
+            )
     place = escape(str(output))
     console.print(
         f"Wrote [bold]{place}[/bold]. Next: mola predict {place} DATA --output predictions.csv", soft_wrap=True
