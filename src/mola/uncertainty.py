@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mola.errors import OptionError
 from mola.laplace import LogitMoments
-from mola.likelihood import CATEGORICAL
 
 __all__ = [
     "energy_score",
@@ -21,9 +20,11 @@ __all__ = [
     "entropy_score",
     "epistemic_share",
     "far_field_score",
+    "fine_entropy",
     "max_logit_score",
     "max_probability_score",
     "mutual_information",
+    "softmax_and_entropy",
 ]
 
 
@@ -34,6 +35,45 @@ SPREAD_DRAWS = 64
 def entropy(probs: Tensor) -> Tensor:
     """Entropy in nats over the last axis."""
     return torch.special.entr(probs).sum(-1)
+
+
+def fine_entropy(probs: Tensor) -> Tensor:
+    """Entropy in nats over the last axis, to relative rounding: `entropy` is off by 1e-7 where nearly all lies on one class.
+
+    Args:
+        probs: (..., C), each class but the largest to relative rounding.
+
+    Returns:
+        (...).
+    """
+    terms = -probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+    top = probs.amax(-1, keepdim=True)
+    below = probs < top
+    rest = torch.where(below, probs, 0).sum(-1)
+    # -ln(1 - rest) as 2 atanh: ONNX has no log1p. Above one half, no other class can be the largest too.
+    fine = 2 * (rest / (2 - rest)).atanh() * top[..., 0] + torch.where(below, terms, 0).sum(-1)
+    return torch.where(top[..., 0] > 0.5, fine, terms.sum(-1))
+
+
+def softmax_and_entropy(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Probabilities, and their entropy in nats to relative rounding, however sure they are.
+
+    Args:
+        logits: finite.
+        dim: the axis of the classes.
+
+    Returns:
+        As the logits, and without the axis.
+    """
+    # Written out: in a graph, torch's softmax over rows of a few classes took 2.4 times as long.
+    below = logits - logits.amax(dim, keepdim=True)
+    raised = below.exp()
+    scale = raised.sum(dim, keepdim=True)
+    rest = torch.where(below < 0, raised, 0).sum(dim, keepdim=True)
+    # ln(1 + rest) as 2 atanh: ONNX has no log1p. From 2 on the logarithm is as good, and the largest may be several.
+    logarithm = torch.where(scale < 2, 2 * (rest / (2 + rest)).atanh(), scale.log())
+    entropies = logarithm - (raised * below).sum(dim, keepdim=True) / scale
+    return raised / scale, entropies.squeeze(dim)
 
 
 def mutual_information(member_probs: Tensor, weights: Tensor) -> Tensor:
@@ -129,8 +169,9 @@ def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], s
     for weight, one in zip(weights, moments, strict=True):
         draws = 1 if one.posterior is None else SPREAD_DRAWS
         for drawn in one.draws(draws, torch.Generator("cpu").manual_seed(seed), "logits"):
-            probs = CATEGORICAL.probabilities(drawn)
+            # A share of a small entropy, times the link's larger one: rounding of 1e-7 would show as 3e-5.
+            probs, entropies = softmax_and_entropy(drawn, -1)
             mixed += weight / draws * probs.sum(1)
-            within += weight / draws * entropy(probs).sum(1)
-    total = entropy(mixed)
+            within += weight / draws * entropies.sum(1)
+    total = fine_entropy(mixed)
     return torch.where(total > 0, 1 - within / total, torch.zeros_like(total)).clamp(0, 1)

@@ -15,7 +15,7 @@ from mola.export.signature import Signature
 from mola.features import capture
 from mola.networks import undisturbed
 from mola.posterior import MoLA
-from mola.uncertainty import SPREAD_DRAWS
+from mola.uncertainty import SPREAD_DRAWS, fine_entropy, softmax_and_entropy
 
 __all__ = ["OUTPUTS", "Exported", "check_outputs"]
 
@@ -71,8 +71,9 @@ class Exported(nn.Module):
         super().__init__()
         if not isinstance(posterior, MoLA):
             message = (
-                f"export takes a posterior of mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. "
-                f"Other mixtures have no closed form to write down."
+                f"export takes a posterior of mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Over "
+                f"last layers a prediction is a closed form of constants; other mixtures need gradients, drawn weights or "
+                f"networks of their own. Pass the networks to mola.fit, and a trained Mimo to mola.mimo_mola."
             )
             raise OptionError(message)
         components = posterior.components
@@ -147,13 +148,10 @@ class Exported(nn.Module):
         drawn = mean[:, :, None]
         if joint is not None:
             drawn = drawn + joint.deviations(SPREAD_DRAWS, 0, "logits")
-        # Draws are the last axis, and the softmax is written out: over rows of a few classes it took 2.4 times as long.
-        drawn = drawn - drawn.amax(1, keepdim=True)
-        raised = drawn.exp()
-        scale = raised.sum(1, keepdim=True)
-        entropies = scale.log() - (raised * drawn).sum(1, keepdim=True) / scale
-        within = self._mixed(entropies.mean((1, 2)))
-        total = _entropy(self._mixed((raised / scale).mean(2)))
+        # Draws are the last axis: reductions over the classes then run along memory.
+        probs, entropies = softmax_and_entropy(drawn, 1)
+        within = self._mixed(entropies.mean(-1))
+        total = fine_entropy(self._mixed(probs.mean(2)))
         # Without entropy there is nothing to share: 1 - 1.
         return (1 - torch.where(total > 0, within / total, 1.0)).clamp(0, 1)
 
