@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from mola.errors import StorageError
 from mola.export.agreement import check_agreement
 from mola.export.graph import OUTPUTS
+from mola.export.harmless import refuse_code
 from mola.export.information import as_properties
 from mola.export.tracing import Settings, quietly, reason, trace
 from mola.export.writing import Written, check_path, write_file
@@ -95,7 +95,7 @@ def read_program(content: bytes, path: object) -> tuple[torch.export.ExportedPro
         StorageError: if the file is no such program, or loading it would run code of its own.
     """
     try:
-        _refuse_pickles(content, path)
+        refuse_code(content, path)
         extra = {PROPERTIES: ""}
         with quietly():
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
@@ -106,23 +106,3 @@ def read_program(content: bytes, path: object) -> tuple[torch.export.ExportedPro
         message = f"{path} is not a program of torch.export that this torch reads: {reason(error)}."
         raise StorageError(message) from error
     return program, properties
-
-
-def _refuse_pickles(content: bytes, path: object) -> None:
-    """Refuse archives that torch would unpickle: tensors lie in them as plain bytes, unless they say otherwise.
-
-    Raises:
-        StorageError: if something in it is pickled and is more than tensors.
-    """
-    message = f"{path} holds Python objects that run code when they are read. Export it again, from plain tensors."
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        for name in archive.namelist():
-            if name.endswith("_config.json") and b'"use_pickle": true' in archive.read(name).replace(
-                b'":true', b'": true'
-            ):
-                raise StorageError(message)
-            if "/data/sample_inputs/" in name and (sample := archive.read(name)):
-                try:
-                    torch.load(io.BytesIO(sample), weights_only=True)
-                except Exception as error:
-                    raise StorageError(message) from error
