@@ -60,7 +60,19 @@ ROOMS = (
 )
 """A room imports only from rooms above it."""
 
-LAPLACE = ("base", "basis", "symmetric", "moments", "kron", "kron_exact", "diag", "full_factors", "full", "registry", "__init__")
+LAPLACE = (
+    "base",
+    "basis",
+    "symmetric",
+    "moments",
+    "kron",
+    "kron_exact",
+    "diag",
+    "full_factors",
+    "full",
+    "registry",
+    "__init__",
+)
 
 
 def imports(path):
