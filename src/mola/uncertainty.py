@@ -50,9 +50,15 @@ def fine_entropy(probs: Tensor) -> Tensor:
     top = probs.amax(-1, keepdim=True)
     below = probs < top
     rest = torch.where(below, probs, 0).sum(-1)
-    # -ln(1 - rest) as 2 atanh: ONNX has no log1p. Above one half, no other class can be the largest too.
-    fine = 2 * (rest / (2 - rest)).atanh() * top[..., 0] + torch.where(below, terms, 0).sum(-1)
+    fine = torch.where(below, terms, 0).sum(-1) - top[..., 0] * _log_of_one_plus(-rest)
+    # Above one half, no other class can be the largest too.
     return torch.where(top[..., 0] > 0.5, fine, terms.sum(-1))
+
+
+def _log_of_one_plus(values: Tensor) -> Tensor:
+    """`log1p` by Kahan's formula, for graphs: ONNX has none, and atanh in its place was slower in onnxruntime."""
+    whole = 1 + values
+    return torch.where(whole == 1, values, whole.log() * (values / (whole - 1)))
 
 
 def softmax_and_entropy(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -69,10 +75,9 @@ def softmax_and_entropy(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     below = logits - logits.amax(dim, keepdim=True)
     raised = below.exp()
     scale = raised.sum(dim, keepdim=True)
-    rest = torch.where(below < 0, raised, 0).sum(dim, keepdim=True)
-    # ln(1 + rest) as 2 atanh: ONNX has no log1p. From 2 on the logarithm is as good, and the largest may be several.
-    logarithm = torch.where(scale < 2, 2 * (rest / (2 + rest)).atanh(), scale.log())
-    entropies = logarithm - (raised * below).sum(dim, keepdim=True) / scale
+    # The largest is 1: without its whole part, the others are summed with all their digits. From 2 on there may be several.
+    rest = torch.where(scale < 2, (raised - raised.floor()).sum(dim, keepdim=True), scale - 1)
+    entropies = _log_of_one_plus(rest) - (raised * below).sum(dim, keepdim=True) / scale
     return raised / scale, entropies.squeeze(dim)
 
 
