@@ -23,7 +23,7 @@ demo: $(READY)  ## the main job on embedded data: table, figures and a page in d
 	$(BIN)/mola demo --output demo-results
 
 test: $(READY)  ## all tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(READY)  ## format, lint, type-check, check the architecture (with CI=true, formatting is only checked)
 	$(BIN)/ruff format $(if $(CI),--check) .
