@@ -427,7 +427,9 @@ def test_broken_cifar10_c_files_are_named(tmp_path):
 
 def test_the_data_directory_is_the_given_one_or_the_variables(tmp_path, monkeypatch):
     monkeypatch.delenv("MOLA_DATA", raising=False)
-    with pytest.raises(mola.DataError, match=r"name the folder that holds the data sets .--data DIR., or set MOLA_DATA"):
+    with pytest.raises(
+        mola.DataError, match=r"name the folder that holds the data sets .--data DIR., or set MOLA_DATA"
+    ):
         data_directory(None)
     monkeypatch.setenv("MOLA_DATA", str(tmp_path))
     assert data_directory(None) == tmp_path
