@@ -7,10 +7,11 @@ from html import escape
 from importlib.resources import files
 from itertools import groupby
 
+from mola.report.figures import Drawn
 from mola.report.style import INK
 from mola.report.tables import Table
 
-__all__ = ["document", "inline_svg", "table_markup"]
+__all__ = ["document", "figure_markup", "inline_svg", "table_markup"]
 
 
 def document(title: str, styles: str, body: str) -> str:
@@ -30,6 +31,18 @@ def document(title: str, styles: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def figure_markup(figure: Drawn, title: str, caption: str, heading: str = "h2") -> str:
+    """A figure under its title, in the shape that fits the screen, and its caption below."""
+    shapes = "".join(
+        f'<div class="{kind}">{inline_svg(svg, title)}</div>'
+        for kind, svg in (("wide", figure.wide), ("narrow", figure.narrow))
+    )
+    return (
+        f'<{heading}>{escape(title)}</{heading}><figure id="{escape(figure.name)}">{shapes}'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 
 

@@ -7,7 +7,7 @@ from html import escape
 
 from mola.bench.demo_result import DemoResult
 from mola.report.figures import Drawn
-from mola.report.markup import document, inline_svg, table_markup
+from mola.report.markup import document, figure_markup, table_markup
 from mola.report.style import COLOURS
 from mola.report.tables import demo_tables
 from mola.report.words import CAPTIONS, TITLES, Headline, headlines, tuning_words
@@ -67,12 +67,7 @@ def _card(headline: Headline) -> str:
 
 
 def _figure(figure: Drawn) -> str:
-    title, caption = TITLES[figure.name], CAPTIONS[figure.name]
-    shapes = "".join(
-        f'<div class="{kind}">{inline_svg(svg, title)}</div>'
-        for kind, svg in (("wide", figure.wide), ("narrow", figure.narrow))
-    )
-    return f'<h2>{escape(title)}</h2><figure id="{figure.name}">{shapes}<figcaption>{escape(caption)}</figcaption></figure>'
+    return figure_markup(figure, TITLES[figure.name], CAPTIONS[figure.name])
 
 
 def _fine_print(result: DemoResult) -> str:

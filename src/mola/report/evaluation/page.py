@@ -9,7 +9,7 @@ from mola.jobs.evaluation import Evaluation
 from mola.report.evaluation.tables import evaluation_tables
 from mola.report.evaluation.words import CAPTIONS, METHOD_WORDS, TITLES, findings, remarks
 from mola.report.figures import Drawn
-from mola.report.markup import document, inline_svg, table_markup
+from mola.report.markup import document, figure_markup, table_markup
 from mola.report.suites.palette import colours
 
 __all__ = ["render_page"]
@@ -52,12 +52,7 @@ def _methods(result: Evaluation) -> str:
 
 
 def _figure(figure: Drawn) -> str:
-    title, caption = TITLES[figure.name], CAPTIONS[figure.name]
-    shapes = "".join(
-        f'<div class="{kind}">{inline_svg(svg, title)}</div>'
-        for kind, svg in (("wide", figure.wide), ("narrow", figure.narrow))
-    )
-    return f'<h2>{escape(title)}</h2><figure id="{figure.name}">{shapes}<figcaption>{escape(caption)}</figcaption></figure>'
+    return figure_markup(figure, TITLES[figure.name], CAPTIONS[figure.name])
 
 
 def _footer(result: Evaluation) -> str:

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from mola.report.figures import Drawn
-from mola.report.markup import document, inline_svg, table_markup
+from mola.report.markup import document, figure_markup, table_markup
 from mola.report.suites.ablation_tables import ablation_groups
 from mola.report.suites.palette import strokes
 from mola.report.suites.reading import SuiteResults
@@ -188,14 +188,7 @@ def _figure(report: SuiteReport, name: str) -> str:
     if figure is None:
         return ""
     title, caption = FIGURE_WORDS.get(name, (name, FIGURE_WORDS["variants"][1]))
-    shapes = "".join(
-        f'<div class="{kind}">{inline_svg(svg, title)}</div>'
-        for kind, svg in (("wide", figure.wide), ("narrow", figure.narrow))
-    )
-    return (
-        f'<h3>{escape(title)}</h3><figure id="{escape(figure.name)}">{shapes}'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
+    return figure_markup(figure, title, caption, heading="h3")
 
 
 def _small_print(suite: SuiteResults) -> str:
