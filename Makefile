@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench docs clean
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -14,7 +14,7 @@ setup: $(READY)  ## make the virtual environment
 # one exact build of torch, and a wrong one is worse than none.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,bench,export,transformers,dev]' \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,bench,export,transformers,docs,dev]' \
 		einops einconv linear_operator opt-einsum
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps 'curvlinops-for-pytorch>=3.0,<4'
 	@touch $@
@@ -34,5 +34,8 @@ check: $(READY)  ## format, lint, type-check, check the architecture (with CI=tr
 bench: $(READY)  ## speed against the bare forward passes, as ratios in one run
 	$(BIN)/python benchmarks/fit_overhead.py
 
+docs: $(READY)  ## the documentation as a site in site/: open site/index.html; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) build dist demo-results .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist demo-results site .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,200 @@
+"""The figures of the method's page, from a real toy: `python docs/figures/modes.py`.
+
+Five small networks learn two moons, each to a mode of the same posterior (full batches, weight decay = prior precision / N).
+Drawn are that posterior along the straight lines between the modes, the last layer's posterior around each of them with its
+Laplace approximation, and how sure the four predictors are in the plane. What the page says in numbers goes to
+`benchmarks/results/modes.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import mola
+from mola.data.moons import two_moons
+from mola.models.mlp import mlp
+from mola.report.style import COLOURS, INK, NARROW, WIDE, Figure, Shape, as_png, canvas, drawing, explain, quiet_axes
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODES, POINTS, PRECISION = 5, 200, 0.1
+EPOCHS = 4000
+STEPS = 41
+"""Along each line between two modes."""
+SCALES = (0.3, 1.9)
+"""Of the last layer's weights, around each mode."""
+REACH, SIZE, FAR = 8.0, 161, 6.0
+"""Half the side of the map, its points along a side, and from where on a point is far from the data."""
+
+
+def log_posterior(network: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Of all weights, up to a constant: log likelihood of the data plus log of the Gaussian prior."""
+    squares = sum((weight.square().sum() for weight in network.parameters()), torch.zeros(()))
+    return -nn.functional.cross_entropy(network(inputs), labels, reduction="sum") - PRECISION / 2 * squares
+
+
+def train(seed: int, inputs: Tensor, labels: Tensor) -> nn.Sequential:
+    """A network at a mode of the posterior."""
+    torch.manual_seed(seed)
+    network = mlp(2, (16, 16), 2).double()
+    optimiser = torch.optim.Adam(network.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, EPOCHS)
+    for _ in range(EPOCHS):
+        optimiser.zero_grad()
+        (-log_posterior(network, inputs, labels)).backward()
+        optimiser.step()
+        schedule.step()
+    return network
+
+
+def along_lines(networks: Sequence[nn.Module], inputs: Tensor, labels: Tensor) -> np.ndarray:
+    """Log posterior (modes - 1, STEPS) on the straight lines between one mode and the next."""
+    walker = mlp(2, (16, 16), 2).double()
+    ends = [parameters_to_vector(network.parameters()).detach() for network in networks]
+    values = []
+    for start, end in pairwise(ends):
+        for share in torch.linspace(0, 1, STEPS, dtype=torch.float64):
+            vector_to_parameters(torch.lerp(start, end, share), walker.parameters())
+            values.append(float(log_posterior(walker, inputs, labels).detach()))
+    return np.array(values).reshape(len(ends) - 1, STEPS)
+
+
+def around_mode(network: nn.Sequential, inputs: Tensor, labels: Tensor) -> dict[str, np.ndarray]:
+    """The last layer's posterior and its Laplace approximation, over the scale of the weights: 1 is the mode."""
+    with torch.no_grad():
+        features = torch.cat([network[:-1](inputs), torch.ones(len(inputs), 1, dtype=torch.float64)], dim=1)
+        weights = torch.cat([network[-1].weight, network[-1].bias[:, None]], dim=1)
+    probs, logits = torch.softmax(features @ weights.T, dim=1), features @ weights.T
+    # w'(H + lambda I)w: the curvature of the log posterior along the weights themselves.
+    spread = (probs * logits.square()).sum(1) - (probs * logits).sum(1).square()
+    precision = float(spread.sum() + PRECISION * weights.square().sum())
+    scales = np.linspace(*SCALES, 241)
+    exact = np.array(
+        [
+            -float(nn.functional.cross_entropy(scale * logits, labels, reduction="sum"))
+            - PRECISION / 2 * scale**2 * float(weights.square().sum())
+            for scale in scales
+        ]
+    )
+    true, laplace = np.exp(exact - exact.max()), np.exp(-precision * (scales - 1) ** 2 / 2)
+    return {
+        "scales": scales,
+        "true": true / np.trapezoid(true, scales),
+        "laplace": laplace / np.trapezoid(laplace, scales),
+    }
+
+
+def draw_modes(
+    shape: Shape, lines: np.ndarray, local: Sequence[dict[str, np.ndarray]], peaks: Sequence[float]
+) -> Figure:
+    """Above, the posterior between the modes; below, around each."""
+    figure = Figure(figsize=(shape.width, 4.6 if shape.wide else 4.9), layout="constrained")
+    shown = local if shape.wide else local[:3]
+    grid = figure.add_gridspec(2, len(shown), height_ratios=(1.25, 1))
+    above = figure.add_subplot(grid[0, :])
+    quiet_axes(above)
+    for index, values in enumerate(lines[: len(shown) - 1]):
+        above.plot(np.linspace(index, index + 1, STEPS), values, color=INK, linewidth=1.4)
+    above.scatter(range(len(shown)), peaks[: len(shown)], marker="*", s=170, color=COLOURS["MoLA"], zorder=3)
+    above.set_xticks(range(len(shown)), [f"mode {index + 1}" for index in range(len(shown))])
+    above.set_ylabel("log posterior (nats)")
+    above.set_title("Modes of one posterior" + (", with valleys between them" if shape.wide else ""))
+    for index, one in enumerate(shown):
+        panel = figure.add_subplot(grid[1, index])
+        quiet_axes(panel)
+        panel.fill_between(one["scales"], one["true"], color=COLOURS["MAP"], alpha=0.35, linewidth=0)
+        panel.plot(one["scales"], one["laplace"], color=COLOURS["DE"])
+        panel.scatter([1], [0], marker="*", s=170, color=COLOURS["MoLA"], zorder=3, clip_on=False)
+        panel.set_yticks([])
+        panel.set_ylim(bottom=0)
+        panel.set_xlim(*SCALES)
+        panel.set_xticks([0.5, 1, 1.5], ["½", "1", "1½"])
+        if index == len(shown) // 2:
+            panel.set_xlabel("scale of the last layer's weights")
+        if index == 0:
+            panel.set_title("Around each mode")
+    explain(
+        figure, shape, "star: a trained network", "grey: the last layer's posterior", "blue: its Laplace approximation"
+    )
+    return figure
+
+
+def draw_maps(shape: Shape, maps: dict[str, np.ndarray], inputs: Tensor, labels: Tensor) -> Figure:
+    """How sure each predictor is, everywhere in the plane."""
+    figure, panels = canvas(shape, *((1, 4) if shape.wide else (2, 2)), 2.5 if shape.wide else 2.0)
+    for panel, (name, values) in zip(panels, maps.items(), strict=True):
+        image = panel.imshow(
+            values, origin="lower", extent=(-REACH, REACH, -REACH, REACH), vmin=0.5, vmax=1, cmap="cividis"
+        )
+        for label, colour in enumerate(("#ffffff", "#d55e00")):
+            where = inputs[labels == label]
+            panel.scatter(where[:, 0], where[:, 1], s=2, color=colour, linewidths=0)
+        panel.set_title(name, color=COLOURS[name])
+        panel.set_xticks([-8, 0, 8])
+        panel.set_yticks([-8, 0, 8])
+    figure.colorbar(image, ax=panels, shrink=0.8, pad=0.01, label="confidence")
+    return figure
+
+
+def main() -> None:
+    """Train, draw, and keep the numbers."""
+    torch.set_num_threads(1)
+    data, held_out = two_moons(POINTS, seed=0), two_moons(POINTS, seed=1)
+    inputs, labels = data.inputs.double(), data.labels
+    batches, validation = [(inputs, labels)], [(held_out.inputs.double(), held_out.labels)]
+    networks = [train(seed, inputs, labels) for seed in range(MODES)]
+    peaks = [float(log_posterior(network, inputs, labels).detach()) for network in networks]
+    lines = along_lines(networks, inputs, labels)
+    local = [around_mode(network, inputs, labels) for network in networks]
+    predictors = {
+        "MAP": mola.ensemble(networks[0]),
+        "DE": mola.ensemble(networks),
+        "LLLA": mola.fit(networks[0], batches, validation, progress=False),
+        "MoLA": mola.fit(networks, batches, validation, progress=False),
+    }
+    axis = torch.linspace(-REACH, REACH, SIZE, dtype=torch.float64)
+    plane = torch.cartesian_prod(axis, axis).flip(1)
+    maps = {name: one(plane).max(1).values.reshape(SIZE, SIZE).numpy() for name, one in predictors.items()}
+    far = (plane.norm(dim=1) > FAR).reshape(SIZE, SIZE).numpy()
+    with drawing():
+        for shape, ending in ((WIDE, ""), (NARROW, "-narrow")):
+            folder = ROOT / "docs" / "images"
+            (folder / f"modes{ending}.png").write_bytes(as_png(draw_modes(shape, lines, local, peaks)))
+            (folder / f"confidence{ending}.png").write_bytes(as_png(draw_maps(shape, maps, inputs, labels)))
+    numbers = {
+        "points": POINTS,
+        "weights": sum(weight.numel() for weight in networks[0].parameters()),
+        "training_prior_precision": PRECISION,
+        "log_posterior_at_modes": peaks,
+        "lowest_between_modes": [float(values.min()) for values in lines],
+        "shallowest_valley_nats": min(
+            min(first, second) - float(values.min())
+            for (first, second), values in zip(pairwise(peaks), lines, strict=True)
+        ),
+        "total_variation_laplace": [
+            float(np.trapezoid(abs(one["true"] - one["laplace"]), one["scales"]) / 2) for one in local
+        ],
+        "mean_validation_confidence": {
+            name: float(one(validation[0][0]).max(1).values.mean()) for name, one in predictors.items()
+        },
+        "validation_accuracy": {
+            name: float((one(validation[0][0]).argmax(1) == held_out.labels).double().mean())
+            for name, one in predictors.items()
+        },
+        "mean_far_confidence": {name: float(values[far].mean()) for name, values in maps.items()},
+        "tuned_prior_precision": {name: predictors[name].prior_precision[0] for name in ("LLLA", "MoLA")},
+    }
+    numbers["largest_total_variation"] = max(numbers["total_variation_laplace"])
+    path = ROOT / "benchmarks" / "results" / "modes.json"
+    path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
