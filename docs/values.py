@@ -6,8 +6,8 @@ Two kinds of places. A number in a sentence or in a table's cell,
     <!-- = benchmarks/results/modes.json; mean_far_confidence; MoLA; .0% -->90%<!-- /= -->
 
 names a suite's table, a row and a column (what stands there is the mean over runs), or a JSON file, the steps down into it and
-how to write what is there; a step `key=value & key=value` picks from a list, `count` is its length. And a part of a suite's table, rows and columns
-perhaps under other names,
+how to write what is there; a step `key=value & key=value` picks from a list, `count` is its length. And a part of a suite's
+table, rows and columns perhaps under other names,
 
     <!-- cut: cifar10 ablation rules; MoLA by nll = log loss | MoLA by threshold; test NLL | outliers AUROC -->
     <!-- end -->
@@ -100,7 +100,10 @@ def _cut(place: str) -> str:
     source, rows, columns = [part.strip() for part in place.split(";")]
     table, shown, heads = _table(source), _names(rows), _names(columns)
     better = {_column_name(column): column.better for column in table.columns}
-    lines = [["", *[other + ARROWS[better.get(name)] for name, other in heads.items()]], ["---", *["---:"] * len(heads)]]
+    lines = [
+        ["", *[other + ARROWS[better.get(name)] for name, other in heads.items()]],
+        ["---", *["---:"] * len(heads)],
+    ]
     lines += [[other, *_cells(table, name, list(heads))] for name, other in shown.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,9 +1,15 @@
-"""Every Python snippet of README and docs runs, in order, in one namespace for each page."""
+"""Every Python snippet of README and docs runs, in order, in one namespace for each page.
+
+Comments in a page say more: `<!-- setup ... -->` holds what the reader has already, `<!-- file: NAME -->` that the snippet below it
+is a file, `<!-- run -->` that the commands below it run there and then.
+"""
 
 import re
+import runpy
 import shlex
 import shutil
 import struct
+import sys
 import warnings
 from pathlib import Path
 
@@ -19,25 +25,57 @@ from mola.models.lenet import lenet
 from tests.own_work import make_desk
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPET = re.compile(r"^```python\n(.*?)^```|<!-- setup[^\n]*\n(.*?)-->", re.M | re.S)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SNIPPET = re.compile(
+    r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```python\n(?P<code>.*?)^```"
+    r"|<!-- setup[^\n]*\n(?P<setup>.*?)-->"
+    r"|^<!-- run -->\n```console\n(?P<commands>.*?)^```",
+    re.M | re.S,
+)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def run_command(line, monkeypatch):
+    """What a shell would do with it, in this process."""
+    words = shlex.split(line, comments=True)
+    monkeypatch.setattr("sys.argv", words)
+    if words[0] == "python":
+        runpy.run_path(words[1], run_name="__main__")
+        return
+    assert words[0] == "mola", line
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     torch.set_default_dtype(torch.float32)
     namespace = {"torch": torch}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mola.MolaWarning)
         for match in SNIPPET.finditer(page.read_text()):
-            exec(compile(match.group(1) or match.group(2), f"{page.name}", "exec"), namespace)
+            if match["file"]:
+                (tmp_path / match["file"]).write_text(match["code"])
+                monkeypatch.delitem(sys.modules, Path(match["file"]).stem, raising=False)
+            elif match["commands"]:
+                for line in match["commands"].splitlines():
+                    run_command(line, monkeypatch)
+            else:
+                exec(compile(match["code"] or match["setup"], page.name, "exec"), namespace)
+    for name in [name for name, module in sys.modules.items() if str(tmp_path) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
     if page.name == "README.md":
         assert namespace["probs"].shape == (10, 3)
         assert torch.allclose(namespace["anything"](namespace["x"]).sum(1), torch.ones(10), atol=1e-6)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_to_files_exist(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target

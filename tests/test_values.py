@@ -1,0 +1,80 @@
+"""Numbers on the pages: each is one of a record, and none stands there by itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+FILLED = [page for page in sorted(DOCS.rglob("*.md")) if re.search("<!-- (= |cut:)", page.read_text(encoding="utf-8"))]
+MEASURED = [DOCS / f"{name}.md" for name in ("choosing", "index", "laplace-torch", "method")]
+"""Pages on which every decimal and every percentage must be a record's."""
+
+
+def _values():
+    found = importlib.util.spec_from_file_location("values_of_docs", DOCS / "values.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+VALUES = _values()
+
+
+def _written_by_hand(page: str) -> list[str]:
+    """Decimals and percentages that no record stands behind; code and formulas are not measurements."""
+    page = VALUES.CUT.sub("", VALUES.VALUE.sub("", page))
+    page = re.sub(
+        r"<!--.*?-->|^```.*?^```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$|<[^>]*>|\]\([^)]*\)", "", page, flags=re.M | re.S
+    )
+    return re.findall(r"\d*\.\d+|\d+(?= ?%)", page)
+
+
+@pytest.mark.parametrize("page", FILLED, ids=lambda page: page.name)
+def test_numbers_are_those_of_the_records(page):
+    text = page.read_text(encoding="utf-8")
+    assert VALUES.fill(text) == text, f"run: python docs/values.py {page.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.name)
+def test_no_number_is_written_by_hand(page):
+    assert _written_by_hand(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_number_that_is_written_by_hand_is_noticed():
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    assert _written_by_hand(page + "\nIt is better by 3.1 points, or 12 %.\n") == ["3.1", "12"]
+    assert _written_by_hand(page + "\n| `kron` | 0.17 |\n") == ["0.17"]
+
+
+def test_a_forged_number_is_noticed():
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    in_text, in_table = re.search(r"-->(0\.\d+)<!-- /=", page), re.search(r"^\| MAP \|.*?(\d+\.\d+)", page, re.M)
+    for number in (in_text, in_table):
+        forged = page[: number.start(1)] + "0.1234" + page[number.end(1) :]
+        assert forged != page
+        assert VALUES.fill(forged) == page
+
+
+def test_the_page_of_choices_has_a_table_for_each_option():
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    for name in ("structures", "variants", "rules", "weights", "components"):
+        assert f"<!-- cut: cifar10 ablation {name};" in page
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("<!-- = cifar10 nothing; MoLA; NLL -->?<!-- /= -->", "has no table 'nothing'; it has outliers"),
+        ("<!-- = cifar10 in-distribution; MOLA; NLL -->?<!-- /= -->", "no .'MOLA'.. Rows: MAP"),
+        ("<!-- cut: cifar10 in-distribution; MoLA; nil -->\n<!-- end -->", "no .'nil'.. Rows: .* Columns: accuracy"),
+        ("<!-- = benchmarks/results/modes.json; weigths; d -->?<!-- /= -->", "weigths"),
+    ],
+)
+def test_a_place_for_what_there_is_not_is_an_error(place, message):
+    with pytest.raises(KeyError, match=message):
+        VALUES.fill(place)
