@@ -38,6 +38,8 @@ def _written_by_hand(page: str) -> list[str]:
 def test_numbers_are_those_of_the_records(page):
     text = page.read_text(encoding="utf-8")
     assert VALUES.fill(text) == text, f"run: python docs/values.py {page.relative_to(ROOT)}"
+    # To Markdown, a comment at the start of a line ends the paragraph.
+    assert re.findall(r"^ *<!-- = .*", text, re.M) == []
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.name)
