@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ HERE = "repository/"
 LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 FENCED = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
+"""Lists and source code would come up in every search."""
 ALWAYS = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 """In the navigation, whether or not a page links to them."""
 
@@ -67,14 +71,19 @@ def _content(path: str) -> str | None:
     whole = ROOT / path
     if whole.is_dir():
         inside = sorted(one for one in whole.rglob("*") if one.is_file() and not _hidden(one.relative_to(ROOT)))
-        names = [one.relative_to(whole).as_posix() for one in inside]
-        return f"# `{path}/`\n\n" + "".join(f"* [{name}]({name})\n" for name in names)
+        by_folder = groupby(inside, key=lambda one: one.parent.relative_to(whole))
+        lines = [f"* {inner.as_posix()}/: {_listed(files, whole)}" for inner, files in by_folder]
+        return f"{UNSEARCHED}# `{path}/`\n\n" + "\n".join(lines) + "\n"
     if whole.suffix == ".md":
         return whole.read_text(encoding="utf-8")
     if place(path).endswith(".md"):
         language = LANGUAGES.get(whole.suffix, "text")
-        return f"# `{path}`\n\n````{language}\n{whole.read_text(encoding='utf-8')}````\n"
+        return f"{UNSEARCHED}# `{path}`\n\n````{language}\n{whole.read_text(encoding='utf-8')}````\n"
     return None
+
+
+def _listed(files: Iterable[Path], folder: Path) -> str:
+    return ", ".join(f"[{one.name}]({one.relative_to(folder).as_posix()})" for one in files)
 
 
 def _hidden(path: Path) -> bool:
