@@ -6,8 +6,8 @@ Two kinds of places. A number in a sentence or in a table's cell,
     <!-- = benchmarks/results/modes.json; mean_far_confidence; MoLA; .0% -->90%<!-- /= -->
 
 names a suite's table, a row and a column (what stands there is the mean over runs), or a JSON file, the steps down into it and
-how to write what is there; a step `key=value & key=value` picks from a list, `count` is its length. And a part of a suite's
-table, rows and columns perhaps under other names,
+how to write what is there (`* 100 .1f` writes a hundred times the number); a step `key=value & key=value` picks from a list,
+`count` is its length. And a part of a suite's table, rows and columns perhaps under other names,
 
     <!-- cut: cifar10 ablation rules; MoLA by nll = log loss | MoLA by threshold; test NLL | outliers AUROC -->
     <!-- end -->
@@ -88,6 +88,9 @@ def _value(place: str) -> str:
     value = _document(source)
     for step in path:
         value = _step(value, step)
+    if form.startswith("* "):
+        factor, form = form.removeprefix("* ").split(" ")
+        value *= float(factor)
     return f"{value:{form}}"
 
 

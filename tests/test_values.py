@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,14 +17,19 @@ MEASURED = [DOCS / f"{name}.md" for name in ("choosing", "index", "laplace-torch
 """Pages on which every decimal and every percentage must be a record's."""
 
 
-def _values():
-    found = importlib.util.spec_from_file_location("values_of_docs", DOCS / "values.py")
+def _module(name, path):
+    found = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses look for it there
     found.loader.exec_module(module)
     return module
 
 
-VALUES = _values()
+VALUES = _module("values_of_docs", DOCS / "values.py")
+
+
+def _record(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _written_by_hand(page: str) -> list[str]:
@@ -45,6 +52,45 @@ def test_numbers_are_those_of_the_records(page):
 @pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.name)
 def test_no_number_is_written_by_hand(page):
     assert _written_by_hand(page.read_text(encoding="utf-8")) == []
+
+
+def test_the_tables_of_links_are_those_of_the_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = _module("links_benchmark", ROOT / "benchmarks" / "links_against_monte_carlo.py")
+    found = _record("links_against_monte_carlo")
+    page = (DOCS / "links.md").read_text(encoding="utf-8")
+    tables = [benchmark.error_table(found["rows"], rule) for rule in ("threshold", "validation NLL")]
+    tables += [benchmark.score_table(found["tuned"]), benchmark.variance_table(found["variances"])]
+    for table in tables:
+        assert table.count("\n") > 4
+        assert table in page
+
+
+def test_the_table_of_exports_is_that_of_the_record():
+    page = (DOCS / "export.md").read_text(encoding="utf-8")
+    outputs = ("probabilities", "confidence", "entropy", "mutual_information", "ood_score")
+    for precision, found in _record("export_agreement")["summary"].items():
+        cells = [f"{found[name]:.1e}".replace("e-0", "e-") for name in outputs]
+        row = [precision, f"{found['tolerance']:g}", *cells, f"{found['labels']} of {found['rows']}"]
+        assert f"| {' | '.join(row)} |" in page
+
+
+def test_the_constants_of_scale_are_those_of_the_record():
+    page = (DOCS / "scale.md").read_text(encoding="utf-8")
+    found = _record("scale_out")
+    arithmetic, sums = found["arithmetic"], found["sums"]
+    rate = arithmetic["operations_a_second"]
+    for words in (
+        f"{1e3 * arithmetic['seconds_for_each_datum']:.2f} ms a datum and network: r = {rate / 1e9:.1f} · 10⁹",
+        f"{rate / arithmetic['float64_product_operations_a_second']:.0%}".replace("%", " % of this core's"),
+        f"{sums['sum_bytes'] / 1e6:.1f} MB a network",
+        f"{sums['all_reduce_seconds']:.2f} s a network through gloo",
+        f"{arithmetic['eigenproblem_seconds']:.1f} s a network |",
+        f"1/{found['speed_up_cpu']:.2f} of the CPU time",
+        f"({found['speed_up_cpu_least']:.2f} to {found['speed_up_cpu_most']:.2f} in five turns",
+        f"({found['speed_up']:.2f}, from {found['speed_up_least']:.2f} to {found['speed_up_most']:.2f})",
+    ):
+        assert words in page
 
 
 def test_a_number_that_is_written_by_hand_is_noticed():
