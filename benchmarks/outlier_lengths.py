@@ -4,7 +4,8 @@
 
 Folders as in `cifar10.py` beside this file. Measures, for `kron` and `kron-exact` at the prior precision that the threshold
 rule chooses, which share of a logit's variance is common to all classes, and how well the mean variance of an input's logits
-tells outliers apart; then the plain norm of the features, and the outlier score with its maximum taken in either order.
+tells outliers apart; then the plain norm of the features, the entropy of the plain ensemble, and the outlier score with its
+maximum taken in either order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import mola
 from mola.metrics import auroc
-from mola.uncertainty import far_field_score
+from mola.uncertainty import entropy, far_field_score
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
@@ -55,6 +56,7 @@ def scores(posterior: mola.MoLA, data: Examples) -> dict[str, Tensor]:
         "maximum of the average": far_field_score(mean, length, posterior.weights.to(mean)),
         "average of the maxima": torch.stack(members).mean(0),
         "plain feature norm": torch.cat(norms),
+        "entropy of the ensemble": entropy(torch.softmax(mean.double(), dim=-1).mean(0)),
     }
 
 
