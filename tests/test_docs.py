@@ -64,7 +64,7 @@ def test_snippets_run(page, tmp_path, monkeypatch):
                 (tmp_path / match["file"]).write_text(match["code"])
                 monkeypatch.delitem(sys.modules, Path(match["file"]).stem, raising=False)
             elif match["commands"]:
-                for line in match["commands"].splitlines():
+                for line in match["commands"].replace("\\\n", " ").splitlines():
                     run_command(line, monkeypatch)
             else:
                 exec(compile(match["code"] or match["setup"], page.name, "exec"), namespace)
