@@ -97,7 +97,9 @@ def main() -> None:
         print(f"{name:22}" + "".join(f"{100 * value:8.1f}" for value in values))
 
     # What a prediction says of single inputs.
-    print(f"\n{'three digits':14}{'truth':>8}{'label':>8}{'confidence':>12}{'aleatoric':>11}{'epistemic':>11}{'ood_score':>11}")
+    print(
+        f"\n{'three digits':14}{'truth':>8}{'label':>8}{'confidence':>12}{'aleatoric':>11}{'epistemic':>11}{'ood_score':>11}"
+    )
     for title, angle in (("upright", 0), ("turned by 60°", 60)):
         some = mixture.predict(rotate(test_images[:3], angle))
         columns = (some.confidence, some.aleatoric, some.epistemic, some.ood_score)
@@ -107,7 +109,9 @@ def main() -> None:
     # Safetensors and JSON, no pickle. Loading checks that these are the networks that were fitted.
     folder = mixture.save(options.output / "digits-posterior")
     loaded = mola.load(folder, models=networks)
-    print(f"\nWrote {folder}; loaded again, it predicts the same: {torch.equal(loaded(test_images), mixture(test_images))}")
+    print(
+        f"\nWrote {folder}; loaded again, it predicts the same: {torch.equal(loaded(test_images), mixture(test_images))}"
+    )
     draw(confidence, accuracy, told_apart, options.output / "digits.png")
 
 
