@@ -78,7 +78,7 @@ def draw(methods, data, path: Path) -> None:
     for panel, (name, method) in zip(panels, methods.items(), strict=True):
         confidence = method(plane).amax(1).reshape(len(axis), len(axis))
         shown = panel.imshow(
-            confidence, extent=(-REACH, REACH, -REACH, REACH), origin="lower", vmin=0.5, vmax=1.0, cmap="Blues"
+            confidence.numpy(), extent=(-REACH, REACH, -REACH, REACH), origin="lower", vmin=0.5, vmax=1.0, cmap="Blues"
         )
         panel.scatter(*points.T, c=labels, cmap="spring", s=7, edgecolors="black", linewidths=0.2)
         panel.set_title(name)
