@@ -33,31 +33,31 @@ PATTERNS = [
 TIMES = ["today", "tomorrow", "tonight", "again", "at noon", "since monday"]
 KNOWN = {
     "weather": {
-        "thing": "rain snow fog wind sunshine hail thunder".split(),
-        "place": "coast mountains valley north islands river".split(),
-        "much": "heavy light grey strong cold".split(),
+        "thing": ["rain", "snow", "fog", "wind", "sunshine", "hail", "thunder"],
+        "place": ["coast", "mountains", "valley", "north", "islands", "river"],
+        "much": ["heavy", "light", "grey", "strong", "cold"],
     },
     "cooking": {
-        "thing": "garlic butter pepper soup dough onions rice".split(),
-        "place": "oven pan pot bowl kitchen fridge".split(),
-        "much": "fresh salty sweet boiling cold".split(),
+        "thing": ["garlic", "butter", "pepper", "soup", "dough", "onions", "rice"],
+        "place": ["oven", "pan", "pot", "bowl", "kitchen", "fridge"],
+        "much": ["fresh", "salty", "sweet", "boiling", "cold"],
     },
     "football": {
-        "thing": "goals points passes corners penalties tackles".split(),
-        "place": "team keeper captain league referee defence".split(),
-        "much": "late strong fast unfair early".split(),
+        "thing": ["goals", "points", "passes", "corners", "penalties", "tackles"],
+        "place": ["team", "keeper", "captain", "league", "referee", "defence"],
+        "much": ["late", "strong", "fast", "unfair", "early"],
     },
 }
 UNKNOWN = {
     "music": {
-        "thing": "sonatas songs chords waltzes duets".split(),
-        "place": "orchestra choir pianist audience band".split(),
-        "much": "slow soft loud sweet early".split(),
+        "thing": ["sonatas", "songs", "chords", "waltzes", "duets"],
+        "place": ["orchestra", "choir", "pianist", "audience", "band"],
+        "much": ["slow", "soft", "loud", "sweet", "early"],
     },
     "gardens": {
-        "thing": "roses tulips herbs apples ferns".split(),
-        "place": "fence greenhouse hedge shed lawn".split(),
-        "much": "fresh green wild early cold".split(),
+        "thing": ["roses", "tulips", "herbs", "apples", "ferns"],
+        "place": ["fence", "greenhouse", "hedge", "shed", "lawn"],
+        "much": ["fresh", "green", "wild", "early", "cold"],
     },
 }
 
