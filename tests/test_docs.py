@@ -19,7 +19,7 @@ from mola.models.lenet import lenet
 from tests.own_work import make_desk
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPET = re.compile(r"^```python\n(.*?)^```|<!-- setup[^\n]*\n(.*?)-->", re.M | re.S)
 
 
