@@ -1,8 +1,10 @@
 """Every example runs as it stands, says nothing on stderr, and shows what it claims to show."""
 
+import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from mola.__main__ import main
+from tests.test_docs import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -171,3 +176,47 @@ def test_torchrun_gives_the_posterior_of_one_process(run, tmp_path):
     assert alone.keys() == together.keys()
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, rtol=1e-9, atol=1e-9 * float(tensor.abs().max()))
+
+
+SCRIPT = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.M | re.S)
+SNIPPET = re.compile(r"^```python\n(?!# \w+\.py)(.*?)^```", re.M | re.S)
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_page_on_own_images_leads_from_nothing_to_a_posterior(tmp_path, monkeypatch):
+    """Its first snippet draws the images, its script trains the networks, its commands do the rest."""
+    page = (ROOT / "docs" / "howto" / "own-images.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.set_default_dtype(torch.float32)
+    exec(compile(SNIPPET.search(page).group(1), "own-images.md", "exec"), {})
+    for name, text in SCRIPT.findall(page):
+        Path(name).write_text(text)
+    ran = []
+    for line in "".join(COMMANDS.findall(page)).splitlines():
+        words = shlex.split(line)
+        words = [one for word in words for one in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
+        monkeypatch.setattr("sys.argv", words)
+        if words[0] == "python":
+            runpy.run_path(words[1], run_name="__main__")
+        elif words[0] == "mola":
+            with pytest.raises(SystemExit) as stop:
+                main()
+            assert not stop.value.code, line
+        ran.append(" ".join(words[:2]))
+    monkeypatch.delitem(sys.modules, "shapes")
+    assert ran == ["pip install", "python shapes.py", "mola fit", "mola evaluate", "mola predict"]
+
+    methods = json.loads(Path("report/numbers.json").read_text())["methods"]
+    one, mixture = (methods[name] for name in ("MAP", "MoLA"))
+    assert mixture["scores"]["accuracy"] > 0.85
+    assert mixture["scores"]["nll"] < one["scores"]["nll"]
+    sure, told_apart = (
+        {name: methods[name]["outside"]["images/strange"][what] for name in ("MAP", "MoLA")}
+        for what in ("confidence", "auroc")
+    )
+    assert sure["MoLA"] < sure["MAP"] - 0.1
+    assert told_apart["MoLA"] > told_apart["MAP"]
+    lines = Path("predictions.csv").read_text().splitlines()
+    assert len(lines) == 61
+    assert sum(",true," in line for line in lines) > 20  # of 60 scribbles, where 3 would be chance
