@@ -180,33 +180,63 @@ def test_torchrun_gives_the_posterior_of_one_process(run, tmp_path):
 
 SCRIPT = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.M | re.S)
 SNIPPET = re.compile(r"^```python\n(?!# \w+\.py)(.*?)^```", re.M | re.S)
+HOWTO = ROOT / "docs" / "howto"
+
+
+@pytest.fixture
+def at_desk(tmp_path, monkeypatch):
+    """A reader in an empty folder: draws the images of the page on own images, and enters the commands of any page."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.set_default_dtype(torch.float32)
+    exec(compile(SNIPPET.search((HOWTO / "own-images.md").read_text()).group(1), "own-images.md", "exec"), {})
+
+    def enter(page):
+        text, ran = page.read_text(), []
+        for name, script in SCRIPT.findall(text):
+            Path(name).write_text(script)
+        for line in "".join(COMMANDS.findall(text)).replace("\\\n", " ").splitlines():
+            words = [
+                one
+                for word in shlex.split(line)
+                for one in (sorted(map(str, Path().glob(word))) if "*" in word else [word])
+            ]
+            monkeypatch.setattr("sys.argv", words)
+            if words[0] == "python":
+                runpy.run_path(words[1], run_name="__main__")
+            elif words[0] == "mola":
+                with pytest.raises(SystemExit) as stop:
+                    main()
+                assert not stop.value.code, line
+            ran.append(" ".join(words[:2]))
+        return ran
+
+    yield enter
+    sys.modules.pop("shapes", None)
 
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-def test_the_page_on_own_images_leads_from_nothing_to_a_posterior(tmp_path, monkeypatch):
-    """Its first snippet draws the images, its script trains the networks, its commands do the rest."""
-    page = (ROOT / "docs" / "howto" / "own-images.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    torch.set_default_dtype(torch.float32)
-    exec(compile(SNIPPET.search(page).group(1), "own-images.md", "exec"), {})
-    for name, text in SCRIPT.findall(page):
-        Path(name).write_text(text)
-    ran = []
-    for line in "".join(COMMANDS.findall(page)).replace("\\\n", " ").splitlines():
-        words = shlex.split(line)
-        words = [one for word in words for one in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
-        monkeypatch.setattr("sys.argv", words)
-        if words[0] == "python":
-            runpy.run_path(words[1], run_name="__main__")
-        elif words[0] == "mola":
-            with pytest.raises(SystemExit) as stop:
-                main()
-            assert not stop.value.code, line
-        ran.append(" ".join(words[:2]))
-    monkeypatch.delitem(sys.modules, "shapes")
-    assert ran == ["pip install", "python shapes.py", "mola fit", "mola evaluate", "mola predict"]
+def test_the_commands_for_hugging_face_folders_run(at_desk):
+    transformers = pytest.importorskip("transformers")
+    names = dict(enumerate(("circle", "square", "triangle")))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    prepare = {"do_resize": True, "size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    for seed in range(2):
+        torch.manual_seed(seed)
+        config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=3, id2label=names)
+        transformers.ViTForImageClassification(config).save_pretrained(f"vit-seed-{seed}")
+        Path(f"vit-seed-{seed}", "preprocessor_config.json").write_text(json.dumps(prepare))
+    Path("images/strange").rename("images/new")
+    assert at_desk(HOWTO / "hugging-face.md") == ["mola fit", "mola predict"]
+    assert len(Path("predictions.csv").read_text().splitlines()) == 61
 
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_page_on_own_images_leads_from_nothing_to_a_posterior(at_desk):
+    """Its first snippet draws the images, its script trains the networks, its commands do the rest."""
+    ran = at_desk(HOWTO / "own-images.md")
+    assert ran == ["pip install", "python shapes.py", "mola fit", "mola evaluate", "mola predict"]
     methods = json.loads(Path("report/numbers.json").read_text())["methods"]
     one, mixture = (methods[name] for name in ("MAP", "MoLA"))
     assert mixture["scores"]["accuracy"] > 0.85
