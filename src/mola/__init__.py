@@ -56,6 +56,7 @@ from mola.prior import Rule as Rule
 from mola.prior import ValidationScore as ValidationScore
 from mola.sampling import WeightSamples as WeightSamples
 from mola.tuning import Tuning as Tuning
+from mola.uncertainty import alarm_threshold as alarm_threshold
 from mola.whole.fitting import fit_whole as fit_whole
 from mola.whole.links import WeightDraws as WeightDraws
 from mola.whole.posterior import WholeMoLA as WholeMoLA

@@ -6,15 +6,18 @@ Total uncertainty is the entropy of the prediction. Its aleatoric part is the me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mola.errors import OptionError
+from mola.errors import DataError, OptionError
 from mola.laplace import LogitMoments
 
 __all__ = [
+    "alarm_threshold",
     "energy_score",
     "entropy",
     "entropy_score",
@@ -27,6 +30,9 @@ __all__ = [
     "softmax_and_entropy",
 ]
 
+
+ROUNDING = 1e-12
+"""0.29 of 100 data are 29, whatever float64 makes of it."""
 
 SPREAD_DRAWS = 64
 """Draws of the logits behind the aleatoric-epistemic split of a prediction."""
@@ -154,6 +160,57 @@ def far_field_score(logit_mean: Tensor, length: Tensor, weights: Tensor) -> Tens
     # A feature vector of length 0 has all its logits at the bias: nothing is known there.
     scaled = torch.where(length[..., None] > 0, centred / length[..., None], torch.zeros_like(centred))
     return -torch.einsum("k,knc->nc", weights, scaled).max(-1).values
+
+
+def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
+    r"""The outlier score above which to raise an alarm, so that false alarms are no more frequent than asked for.
+
+    Let :math:`s_{(1)} \le \dots \le s_{(n)}` be the scores of n validation data. The threshold is
+
+    .. math:: s_{(k)}, \quad k = \lceil (n + 1)(1 - \alpha) \rceil
+
+    the split-conformal quantile. A further datum is as likely to take any of the n + 1 places among the sorted scores, if
+    it is exchangeable with them, so it comes after the k-th with probability :math:`1 - k / (n + 1) \le \alpha`: for every n
+    and whatever the distribution of the scores. With ties it is less; without, it is above :math:`\alpha - 1 / (n + 1)`.
+    The plain quantile of the scores promises nothing: among n = 19, the largest is passed by 1 in 20.
+
+    This is the mean over draws of the validation data. For those at hand, the rate of a continuous score is a draw of
+    Beta(n + 1 - k, k), whose standard deviation is about :math:`\sqrt{\alpha (1 - \alpha) / n}`.
+
+    Validation data must be like the data to come: not used in training, nor for early stopping. Tuning the prior
+    precision on them does no harm to `Prediction.ood_score` of a `mola.MoLA`, which does not depend on it.
+
+    Args:
+        scores: (n,), of validation data; higher = more outlying. A tensor, an array or a list.
+        false_alarm_rate: alpha, such as 0.05 for one alarm in twenty data of the usual kind.
+
+    Returns:
+        The threshold: an alarm is a score *above* it.
+
+    Raises:
+        OptionError: if the rate is not between 0 and 1.
+        DataError: if the scores are not one number for each datum, or too few for the rate.
+    """
+    if isinstance(false_alarm_rate, bool) or not 0 < false_alarm_rate < 1:
+        message = f"false_alarm_rate must lie between 0 and 1, got {false_alarm_rate!r}. 5 % is 0.05."
+        raise OptionError(message)
+    values = torch.as_tensor(scores).detach().double().cpu()
+    if values.ndim != 1 or bool(values.isnan().any()):
+        message = (
+            f"scores must hold one number for each validation datum and none nan; got shape {tuple(values.shape)} with "
+            f"{int(values.isnan().sum())} nan."
+        )
+        raise DataError(message)
+    rate = float(false_alarm_rate) * (1 + ROUNDING)
+    alarms = math.floor((len(values) + 1) * rate)
+    if alarms < 1:
+        message = (
+            f"{len(values)} validation scores are too few for a false-alarm rate of {false_alarm_rate:g}: their largest is "
+            f"passed by one datum in {len(values) + 1}. Give at least {math.ceil(1 / rate) - 1} scores, or allow a rate of at "
+            f"least 1/{len(values) + 1}."
+        )
+        raise DataError(message)
+    return float(values.sort().values[-alarms])
 
 
 def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], seed: int) -> Tensor:

@@ -1,0 +1,105 @@
+"""MIMO-MoLA: an ensemble inside one network, with a Laplace approximation on each of its heads.
+
+    python examples/mimo_mola.py
+
+A MIMO network takes three digits at once and has a head for each. At test it is given the same digit three times, and its
+heads vote like an ensemble at the price of one network. `mola.mimo_mola` makes the heads cautious. Compares a single network,
+MIMO and MIMO-MoLA on digits, on photographs and noise. About ten seconds. Needs `pip install 'mola-torch[bench]'`.
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import mola
+from mola import metrics
+from mola.data.outliers import natural_patches, uniform_noise
+
+MEMBERS = 3
+EPOCHS = 60
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=5e-3)
+
+
+class Shuffled:
+    """Batches in a new order every epoch: what `DataLoader(..., shuffle=True)` does, faster for small tensors."""
+
+    def __init__(self, images, labels) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels) // 50
+
+    def __iter__(self):
+        for rows in torch.randperm(len(self.labels)).split(50):
+            yield self.images[rows], self.labels[rows]
+
+
+def train_one(loader) -> nn.Module:
+    network = build()
+    optimiser = adam(network.parameters())
+    for _ in range(EPOCHS):
+        for inputs, labels in loader:
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(network(inputs), labels).backward()
+            optimiser.step()
+    return network.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # networks this small lose more by sharing work than they gain
+    torch.manual_seed(options.seed)
+
+    pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
+    images = pixels.float().reshape(-1, 1, 8, 8) / 16
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))
+    train_set, val_set, test_set = ((images[rows], labels[rows]) for rows in order.split([1000, 297, 500]))
+    shuffled = Shuffled(*train_set)
+
+    # One network with three inputs and three heads, made of the architecture and trained from scratch.
+    mimo = mola.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
+    mimo.fit(shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed)
+
+    # The Laplace approximations: one pass of the network serves all heads. The paper's covariance is "full"; "kron" is its
+    # Algorithm 1, which sees more of what is strange.
+    methods = {
+        "one network": mola.ensemble(train_one(shuffled)),
+        "MIMO": mimo,
+        "MIMO-MoLA": mola.mimo_mola(mimo, [train_set], [val_set]),
+        "MIMO-MoLA, kron": mola.mimo_mola(mimo, [train_set], [val_set], structure="kron"),
+    }
+    outliers = [natural_patches(500, 8, seed=options.seed), uniform_noise(500, 8, seed=options.seed)]
+
+    # The score of a network without covariance is 1 - confidence; with covariance it is the far-field score.
+    print(f"{'':18}{'digits':^32}{'confidence %':^20}{'AUROC by ood_score %':^22}")
+    print(f"{'':18}{'accuracy %':>12}{'NLL':>8}{'conf. %':>10}" + f"{'photos':>12}{'noise':>9}" * 2)
+    for name, method in methods.items():
+        inside, *outside = (method.predict(some) for some in (test_set[0], *outliers))
+        sure = [100 * float(prediction.confidence.mean()) for prediction in outside]
+        told_apart = [100 * metrics.auroc(inside.ood_score, prediction.ood_score) for prediction in outside]
+        print(
+            f"{name:18}{100 * metrics.accuracy(inside.probs, test_set[1]):12.1f}"
+            f"{metrics.negative_log_likelihood(inside.probs, test_set[1]):8.3f}{100 * float(inside.confidence.mean()):10.1f}"
+            f"{sure[0]:12.1f}{sure[1]:9.1f}{told_apart[0]:12.1f}{told_apart[1]:9.1f}"
+        )
+
+    posterior = methods["MIMO-MoLA"]
+    sums = posterior(test_set[0]).sum(1)
+    single, whole = (sum(parameter.numel() for parameter in one.parameters()) for one in (build(), mimo))
+    print(f"\nMIMO has {whole:,} weights; {MEMBERS} networks would have {MEMBERS * single:,}.")
+    print(f"Probabilities of MIMO-MoLA sum to 1 up to {float((sums - 1).abs().max()):.0e}.")
+
+
+if __name__ == "__main__":
+    main()

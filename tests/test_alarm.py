@@ -1,0 +1,98 @@
+"""The threshold for an alarm keeps its promise for exchangeable data: exactly, for every sample size, ties included."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import mola
+from mola.errors import DataError, OptionError
+
+RATES = (0.01, 0.05, 0.29, 0.1, 0.3, 1 / 3, 0.5, 0.77, 0.9)
+
+
+def share_of_alarms(scores, rate):
+    """Each datum in turn is the new one, and all others are the validation data: the promise, without sampling error.
+
+    Exchangeable data are a random order of some n + 1 scores, so the probability of a false alarm given these scores is
+    this share.
+    """
+    alarms = 0
+    for place, score in enumerate(scores):
+        others = np.delete(scores, place)
+        alarms += score > mola.alarm_threshold(torch.from_numpy(others), rate)
+    return Fraction(int(alarms), len(scores))
+
+
+def draws(kind, count, seed):
+    draw = np.random.default_rng(seed)
+    if kind == "continuous":
+        return draw.standard_cauchy(count)
+    if kind == "ties":
+        return draw.integers(0, 4, count).astype(float)
+    return np.where(draw.random(count) < 0.9, 0.0, np.inf)  # all but a few equal, and the few infinite
+
+
+@pytest.mark.parametrize("kind", ["continuous", "ties", "infinite"])
+@pytest.mark.parametrize("rate", RATES)
+def test_false_alarms_are_never_more_frequent_than_asked_for(kind, rate):
+    exact = Fraction(rate).limit_denominator(1000)
+    for seed, count in enumerate((math.ceil(1 / exact), 21, 60, 101, 140)):
+        if count * exact < 1:
+            continue  # too few scores, refused below
+        share = share_of_alarms(draws(kind, count, seed), rate)
+        assert share <= exact
+        if kind == "continuous":
+            assert share == Fraction(math.floor(count * exact), count)
+            assert share > exact - Fraction(1, count)
+
+
+def test_the_rate_at_hand_is_beta_distributed():
+    """1 minus the uniform k-th order statistic: mean and variance over draws of the validation data."""
+    draw = np.random.default_rng(0)
+    count, rate, rounds = 99, 0.1, 4000
+    found = np.array([1 - mola.alarm_threshold(draw.random(count), rate) for _ in range(rounds)])
+    a, b = 10, 90  # n + 1 - k and k
+    variance = a * b / ((a + b) ** 2 * (a + b + 1))
+    assert abs(found.mean() - a / (a + b)) < 4 * math.sqrt(variance / rounds)
+    assert found.var() == pytest.approx(variance, rel=0.1)
+
+
+def test_a_plain_quantile_would_break_the_promise():
+    """Why the correction: linear interpolation between order statistics gives more alarms than one in twenty."""
+    scores = draws("continuous", 50, 0)
+    alarms = sum(score > np.quantile(np.delete(scores, place), 0.95) for place, score in enumerate(scores))
+    assert alarms / 50 > 0.05 >= share_of_alarms(scores, 0.05)
+
+
+def test_the_threshold_is_a_score_in_its_own_precision():
+    scores = torch.randn(200, dtype=torch.float32)
+    threshold = mola.alarm_threshold(scores, 0.05)
+    assert int((scores > threshold).sum()) == 9  # the 191st of 200 is no alarm itself
+    assert threshold == mola.alarm_threshold(scores.numpy(), 0.05) == mola.alarm_threshold(scores.tolist(), 0.05)
+
+
+@pytest.mark.parametrize(("rate", "needed"), [(0.05, 19), (0.1, 9), (0.01, 99), (1 / 3, 2), (0.3, 3), (0.5, 1)])
+def test_too_few_scores_are_refused_with_the_number_needed(rate, needed):
+    scores = torch.arange(float(needed))
+    if needed > 1:
+        with pytest.raises(DataError, match=rf"at least {needed} scores"):
+            mola.alarm_threshold(scores[:-1], rate)
+    assert mola.alarm_threshold(scores, rate) == needed - 1
+
+
+def test_what_is_no_score_is_refused():
+    with pytest.raises(OptionError, match=r"5 % is 0\.05"):
+        mola.alarm_threshold(torch.zeros(50), 5)
+    with pytest.raises(OptionError, match="between 0 and 1"):
+        mola.alarm_threshold(torch.zeros(50), 0.0)
+    with pytest.raises(OptionError, match="between 0 and 1"):
+        mola.alarm_threshold(torch.zeros(50), float("nan"))
+    with pytest.raises(DataError, match="1 nan"):
+        mola.alarm_threshold([0.0, float("nan")], 0.5)
+    with pytest.raises(DataError, match="shape"):
+        mola.alarm_threshold(torch.zeros(50, 2), 0.05)
+    with pytest.raises(DataError, match="at least 19 scores"):
+        mola.alarm_threshold(torch.zeros(0), 0.05)
