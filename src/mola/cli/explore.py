@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -47,11 +48,11 @@ def explore(
         mola explore posterior
     """
     # Before the work rather than after it: a missing extra, a port that is taken.
+    import mola.explore.page  # noqa: F401
     from mola.explore.server import listen, make_app, serve
 
-    if posterior is None and reference is not None:
-        message = "--reference goes with a posterior's folder: the digits demo has its own."
-        raise OptionError(message)
+    if posterior is None:
+        _refuse_reference(reference)
     listening = listen(host, port)
     address = f"http://{'[' + host + ']' if ':' in host else host}:{listening.getsockname()[1]}/"
     set_threads(threads)
@@ -84,8 +85,19 @@ def explore(
                     console.print(f"note: {escape(note)}", soft_wrap=True)
                 console.print(f"Explore [bold]{escape(address)}[/bold] (Ctrl-C ends it)", soft_wrap=True)
             if browser:
-                webbrowser.open(address)
+                threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
         serve(app, listening, ready)
     finally:
         listening.close()
+
+
+def _refuse_reference(reference: str | None) -> None:
+    """The digits demo has validation data of its own.
+
+    Raises:
+        OptionError: if others were named.
+    """
+    if reference is not None:
+        message = "--reference goes with a posterior's folder: the digits demo has its own."
+        raise OptionError(message)

@@ -23,9 +23,7 @@ TRAINED = 0.95
 """Share of the work that training is, as measured."""
 
 
-def digits_subject(
-    progress: Progress = lambda doing, done: None, settings: DemoSettings | None = None
-) -> Subject:
+def digits_subject(progress: Progress = lambda doing, done: None, settings: DemoSettings | None = None) -> Subject:
     """Train the demo's networks, fit and tune their mixture.
 
     Args:

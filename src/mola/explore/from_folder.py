@@ -18,7 +18,7 @@ from mola.explore.strangers import strangers
 from mola.explore.subject import Example, Subject
 from mola.jobs.built_in import InMemory
 from mola.jobs.datasets import UserSet
-from mola.jobs.folder import Fitted, open_folder
+from mola.jobs.folder import open_folder
 from mola.jobs.material import Progress
 from mola.jobs.pictures import Pictures
 from mola.jobs.preparation import Intake
@@ -66,7 +66,10 @@ def open_subject(
     progress("loading networks", 0.0)
     fitted = open_folder(folder, device, trust=trust)
     if not isinstance(fitted.example, Tensor) or not fitted.example.is_floating_point():
-        message = "the explorer is for networks that see pictures, as one tensor of numbers: these take other inputs. `mola predict` predicts for them."
+        message = (
+            "the explorer is for networks that see pictures, as one tensor of numbers: these take other inputs. "
+            "`mola predict` predicts for them."
+        )
         raise OptionError(message)
     sight = Sight.of(tuple(fitted.example.shape[1:]), Intake.from_plain(fitted.preparation))
     posterior, notes = fitted.posterior, []
@@ -83,7 +86,7 @@ def open_subject(
             if found is None:
                 found = Reference.of(_scores(posterior, thinned(data, MOST_READ), progress), named)
     except OptionError as error:
-        if reference is not None or isinstance(error, _NotPixels):
+        if reference is not None or isinstance(error, _NotPixelsError):
             raise
         notes.append(_left_out(named, error, found))
     except MolaError as error:
@@ -91,10 +94,12 @@ def open_subject(
             raise
         notes.append(_left_out(named, error, found))
     if found is None and not notes:
-        notes.append("the posterior was fitted without validation data: name some with --reference to see how outlying a picture is.")
+        notes.append(
+            "the posterior was fitted without validation data: name some with --reference to see how outlying a picture is."
+        )
     progress("done", 1.0)
     return Subject(
-        title=", ".join(fitted.job.network),
+        title=f"{len(posterior.networks)} network{'s' if len(posterior.networks) > 1 else ''}, {', '.join(fitted.job.network)}",
         source=str(folder),
         posterior=posterior,
         classes=fitted.classes or tuple(str(index) for index in range(fitted.outputs)),
@@ -105,7 +110,7 @@ def open_subject(
     )
 
 
-class _NotPixels(OptionError):
+class _NotPixelsError(OptionError):
     """Inputs that are not pixels in a known normalisation."""
 
 
@@ -164,7 +169,7 @@ def _examples(sight: Sight, source: UserSet) -> tuple[Example, ...]:
 
     Raises:
         DataError: if there are none.
-        _NotPixels: if they are no pixels.
+        _NotPixelsError: if they are no pixels.
     """
     first = next(islice(_inputs(thinned(source, EXAMPLES)), 1), None)
     if first is None:
@@ -175,9 +180,9 @@ def _examples(sight: Sight, source: UserSet) -> tuple[Example, ...]:
     low, high = float(values.min()), float(values.max())
     if low < -SLACK or high > 1 + SLACK:
         message = (
-            f"the inputs of {source.name} range from {low:.3g} to {high:.3g} where pixels range from 0 to 1, so that nobody knows how to "
-            f"make such inputs of a picture. Fit on images or bytes, with --normalise or --mean and --std."
+            f"the inputs of {source.name} range from {low:.3g} to {high:.3g} where pixels range from 0 to 1: nobody knows how to make "
+            f"such inputs of a picture. Fit on images or bytes, with --normalise or --mean and --std."
         )
-        raise _NotPixels(message)
+        raise _NotPixelsError(message)
     pixels = (values * 255).round().clamp(0, 255).to(torch.uint8)
     return tuple(Example(f"from {source.name}", one) for one in pixels)

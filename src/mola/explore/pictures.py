@@ -12,7 +12,6 @@ import io
 import threading
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mola.data.folder import in_bytes
 from mola.errors import DataError, MissingExtraError
@@ -22,10 +21,7 @@ try:
 except ImportError as error:
     raise MissingExtraError(feature="the explorer", package="pillow", extra="explore") from error
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["LARGEST_FILE", "LARGEST_PIXELS", "Picture", "decode", "from_data_url"]
+__all__ = ["LARGEST_FILE", "LARGEST_PIXELS", "Picture", "decode", "from_data_url", "too_large"]
 
 LARGEST_FILE = 10 * 2**20
 """Bytes."""
@@ -33,7 +29,7 @@ LARGEST_FILE = 10 * 2**20
 LARGEST_PIXELS = 40_000_000
 """A large photograph; a small file can claim to hold a thousand times more."""
 
-FORMATS: Sequence[str] = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 NAME_SHOWN = 60
 """Letters of a file's name that a message repeats."""
@@ -65,7 +61,7 @@ def from_data_url(text: str, name: str = "the picture") -> bytes:
     """
     shown = _shown(name)
     if len(text) > LARGEST_FILE * 4 // 3 + 200:
-        raise DataError(_too_large(shown))
+        raise DataError(too_large(name))
     heading, comma, body = text.partition(",")
     if not comma or not heading.startswith("data:") or not heading.endswith(";base64"):
         message = f"{shown} did not arrive whole: drop it once more."
@@ -95,7 +91,7 @@ def decode(data: bytes, name: str = "the picture") -> Picture:
         message = f"{shown} is empty: expected an image ({_formats()})."
         raise DataError(message)
     if len(data) > LARGEST_FILE:
-        raise DataError(_too_large(shown))
+        raise DataError(too_large(name))
     try:
         with _opening, warnings.catch_warnings():
             # Pillow warns of sizes that are refused below, and of odd metadata.
@@ -151,8 +147,9 @@ def _formats() -> str:
     return f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
 
-def _too_large(shown: str) -> str:
-    return f"{shown} is larger than {LARGEST_FILE // 2**20} MB: save it smaller, the networks see only a few pixels of it."
+def too_large(name: str) -> str:
+    """That a file is too large, and what to do."""
+    return f"{_shown(name)} is larger than {LARGEST_FILE // 2**20} MB: save it smaller, the networks see only a few pixels of it."
 
 
 def _too_many(shown: str, found: str) -> str:

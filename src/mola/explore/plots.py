@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mola.explore.bars import card, legend
 from mola.explore.opinions import METHODS, Opinions, Turned
@@ -20,7 +20,7 @@ def score_card(opinions: Opinions, reference: Reference | None) -> str:
     """The outlier score as a marker on the distribution of the validation data's."""
     title = "How outlying it is"
     if reference is None:
-        body = f'<p class="missing">Score <b data-score>{opinions.score:.3f}</b>. There are no validation scores to hold it against.</p>'
+        body = f'<p class="missing">Score <b data-score>{opinions.score:.3f}</b>, with no validation scores to hold it against.</p>'
         return card("score", title, body, "Name data with --reference to see how unusual a picture is.")
     low, high = _span(reference, opinions.score)
     edges = [low + (high - low) * index / BINS for index in range(BINS + 1)]
@@ -42,16 +42,18 @@ def score_card(opinions: Opinions, reference: Reference | None) -> str:
     side = "end" if at > 0.6 * WIDTH else "start"
     nudge = -6 if side == "end" else 6
     marker = (
-        f'<line class="marker" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{base}"/><circle class="marker" cx="{at:.1f}" cy="{TOP}" r="4"/>'
+        f'<line class="marker" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{base}"/>'
+        f'<circle class="marker" cx="{at:.1f}" cy="{TOP}" r="4"/>'
         f'<text class="now" x="{at + nudge:.1f}" y="{TOP + 4}" text-anchor="{side}">this picture</text>'
     )
     axis = (
         f'<line class="axis" x1="{LEFT / 2}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>'
-        f'<text x="{LEFT / 2}" y="{HEIGHT - 8}">like the validation data</text>'
+        f'<text x="{LEFT / 2}" y="{HEIGHT - 8}">more typical</text>'
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">more outlying</text>'
     )
     words = reference.words(opinions.score)
-    body = f'{_svg(bars + axis + marker, f"Outlier score {opinions.score:.3f}: {words}")}<p class="words" data-compared>{words.capitalize()}</p>'
+    figure = _svg(bars + axis + marker, f"Outlier score {opinions.score:.3f}: {words}")
+    body = f'{figure}<p class="words" data-compared>{words.capitalize()}</p>'
     hint = f"Bars: outlier scores of {reference.count:,} validation images. This picture's: <b data-score>{opinions.score:.3f}</b>."
     return card("score", title, body, hint)
 
@@ -65,7 +67,7 @@ def _span(reference: Reference, score: float) -> tuple[float, float]:
 
 def turned_card(turned: Turned | None, rotation: float) -> str:
     """Confidence of each method against the angle, the present one marked."""
-    title = f"Turned all the way round {legend()}"
+    title = f"Confidence at every angle {legend()}"
     if turned is None:
         body = '<p class="missing">Left out: these networks take too long for a curve while you wait.</p>'
         return card("turned", title, body)
@@ -81,10 +83,12 @@ def turned_card(turned: Turned | None, rotation: float) -> str:
         f'<text x="{LEFT - 6}" y="{up(share) + 4:.1f}" text-anchor="end">{100 * share:.0f}%</text>'
         for share in (0.0, 0.5, 1.0)
     ) + "".join(
-        f'<text x="{across(angle):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{angle}°</text>' for angle in (-180, -90, 0, 90, 180)
+        f'<text x="{across(angle):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{angle}°</text>'
+        for angle in (-180, -90, 0, 90, 180)
     )
     curves = "".join(
-        f'<polyline class="{method}" points="{_points(turned.angles, turned.confidence[method], across, up)}"/>' for method in METHODS
+        f'<polyline class="{method}" points="{_points(turned.angles, turned.confidence[method], across, up)}"/>'
+        for method in METHODS
     )
     here = turned.angles.index(rotation) if rotation in turned.angles else None
     marker = f'<line class="marker" x1="{across(rotation):.1f}" x2="{across(rotation):.1f}" y1="{TOP - 6}" y2="{HEIGHT - BOTTOM}"/>'
@@ -95,14 +99,21 @@ def turned_card(turned: Turned | None, rotation: float) -> str:
         )
     told = "Confidence against the angle of rotation; now at {:g} degrees: {}".format(
         rotation,
-        ", ".join(f"{method} {percent(turned.confidence[method][here])}" for method in METHODS) if here is not None else "",
+        ", ".join(f"{method} {percent(turned.confidence[method][here])}" for method in METHODS)
+        if here is not None
+        else "",
     )
-    return card("turned", title, _svg(grid + curves + marker, told), "Confidence at every angle; the line marks the present one.")
+    return card(
+        "turned",
+        title,
+        _svg(grid + curves + marker, told),
+        "The same picture, turned all the way round; the line marks the present angle.",
+    )
 
 
-def _points(angles: Sequence[float], values: Sequence[float], across: object, up: object) -> str:
-    assert callable(across)
-    assert callable(up)
+def _points(
+    angles: Sequence[float], values: Sequence[float], across: Callable[[float], float], up: Callable[[float], float]
+) -> str:
     return " ".join(f"{across(angle):.1f},{up(value):.1f}" for angle, value in zip(angles, values, strict=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,14 +71,14 @@ class Reference:
             return None
         try:
             levels, scores = _columns(pairs)
-            ordered = all(a < b for a, b in zip(levels, levels[1:], strict=False))
-            rising = all(a <= b for a, b in zip(scores, scores[1:], strict=False))
+            ordered = all(a < b for a, b in pairwise(levels))
+            rising = all(a <= b for a, b in pairwise(scores))
             whole = (levels[0], levels[-1]) == (0.0, 1.0) and bool(np.isfinite(scores).all())
             sound, count = ordered and rising and whole, int(validation["count"])
         except (TypeError, ValueError, KeyError, IndexError):
             sound, count = False, 0
         if not sound or count < 1:
-            message = "the saved quantiles of the outlier score are garbled: expected pairs of a share from 0 to 1 and a score, rising."
+            message = "the saved quantiles of the outlier score are garbled: expected pairs of a share and a score, both rising."
             raise StorageError(message)
         return cls(levels, scores, count, name)
 

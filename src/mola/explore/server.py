@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 from collections.abc import Callable
 from typing import Any
 
-from mola.errors import MissingExtraError, OptionError
+from mola.errors import OptionError
 from mola.explore.opinions import Explorer
 from mola.explore.pictures import LARGEST_FILE
 
@@ -73,55 +72,15 @@ def make_app(explorer: Explorer, *, everyone: bool = False) -> Any:
 
     Returns:
         An ASGI application.
-
-    Raises:
-        MissingExtraError: if gradio is not installed.
     """
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported, and later
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from mola.explore.page import asset, build_page
+    from mola.explore.page import mount
 
-    try:
-        import gradio as gr
-        from fastapi import FastAPI
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
-    except ImportError as error:
-        raise MissingExtraError(feature="the explorer", package=error.name or "gradio", extra="explore") from error
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    page = build_page(explorer)
-    page.queue(default_concurrency_limit=2)
-    gr.mount_gradio_app(
-        app,
-        page,
-        path="/",
-        theme=look(gr),
-        css=asset("style.css"),
-        head=f"<script>{asset('page.js')}</script>",
-        footer_links=[],
-        run_history=False,
-        ssr_mode=False,
-        mcp_server=False,
-        pwa=False,
-        show_error=True,
-        max_file_size=LARGEST_FILE,
-    )
+    app = mount(explorer)
     if not everyone:
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
     return Guarded(app)
-
-
-def look(gr: Any) -> Any:
-    """Gradio's theme: quiet greys, MoLA's green, and fonts that the machine has."""
-    fonts = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
-    return gr.themes.Base(
-        primary_hue="emerald",
-        neutral_hue="slate",
-        font=fonts,
-        font_mono=["ui-monospace", "monospace"],
-        radius_size=gr.themes.sizes.radius_md,
-        spacing_size=gr.themes.sizes.spacing_sm,
-        text_size=gr.themes.sizes.text_md,
-    )
 
 
 class Guarded:
@@ -145,14 +104,21 @@ class Guarded:
             await refuse(send, 404, b"pictures come with the question, not as files")
             return
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > LARGEST_REQUEST or b"chunked" in headers.get(b"transfer-encoding", b""):
+        if (
+            not length.isdigit()
+            or int(length) > LARGEST_REQUEST
+            or b"chunked" in headers.get(b"transfer-encoding", b"")
+        ):
             await refuse(send, 413, b"too large")
             return
 
         async def sent(message: Any) -> None:
             if message["type"] == "http.response.start":
                 own = [(b"content-security-policy", POLICY.encode()), (b"x-content-type-options", b"nosniff")]
-                message = {**message, "headers": [*message.get("headers", []), *own, (b"referrer-policy", b"no-referrer")]}
+                message = {
+                    **message,
+                    "headers": [*message.get("headers", []), *own, (b"referrer-policy", b"no-referrer")],
+                }
             await send(message)
 
         await self.app(scope, receive, sent)
@@ -171,24 +137,21 @@ def serve(app: Any, listening: socket.socket, ready: Callable[[], None] = lambda
         app: an ASGI application.
         listening: where.
         ready: called when pages are served.
-
-    Raises:
-        MissingExtraError: if uvicorn, which comes with gradio, is not installed.
     """
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise MissingExtraError(feature="the explorer", package="uvicorn", extra="explore") from error
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            ready()
+    import uvicorn
 
     # Its complaints about pages that are still open when it is stopped are nobody's concern.
     settings = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=PARTING, lifespan="on")
+    server = uvicorn.Server(settings)
+    start = server.startup
+
+    async def startup(sockets: list[socket.socket] | None = None) -> None:
+        await start(sockets)
+        ready()
+
+    server.startup = startup
     try:
-        Server(settings).run(sockets=[listening])
+        server.run(sockets=[listening])
     except KeyboardInterrupt:
         pass
     finally:

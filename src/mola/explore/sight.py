@@ -121,7 +121,9 @@ class Sight:
         """
         image = decode(from_data_url(text)).image
         if (image.height, image.width) != self.shape[1:]:
-            message = f"expected a picture of {self.shape[2]} x {self.shape[1]} pixels, got {image.width} x {image.height}."
+            message = (
+                f"expected a picture of {self.shape[2]} x {self.shape[1]} pixels, got {image.width} x {image.height}."
+            )
             raise DataError(message)
         return Preparation(None, None, self.mode)(image)
 

@@ -1,4 +1,4 @@
-"""Pictures that are none of the classes: noise, a photograph's detail, a pattern. What a confident answer to them is worth, one sees."""
+"""Pictures that are none of the classes: noise, a pattern, a photograph. One sees what a confident answer is worth."""
 
 from __future__ import annotations
 
