@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -171,11 +170,16 @@ def _examples(sight: Sight, source: UserSet) -> tuple[Example, ...]:
         DataError: if there are none.
         _NotPixelsError: if they are no pixels.
     """
-    first = next(islice(_inputs(thinned(source, EXAMPLES)), 1), None)
-    if first is None:
+    found: list[Tensor] = []
+    for inputs in _inputs(thinned(source, EXAMPLES)):
+        found.append(inputs.cpu())
+        if sum(map(len, found)) >= EXAMPLES:
+            break
+    if not found:
         message = f"{source.name} holds no input that can be used."
         raise DataError(message)
-    few = first[even_places(len(first), min(EXAMPLES, len(first)))]
+    whole = torch.cat(found)
+    few = whole[even_places(len(whole), min(EXAMPLES, len(whole)))]
     values = sight.values(few)
     low, high = float(values.min()), float(values.max())
     if low < -SLACK or high > 1 + SLACK:
@@ -185,4 +189,4 @@ def _examples(sight: Sight, source: UserSet) -> tuple[Example, ...]:
         )
         raise _NotPixelsError(message)
     pixels = (values * 255).round().clamp(0, 255).to(torch.uint8)
-    return tuple(Example(f"from {source.name}", one) for one in pixels)
+    return tuple(Example(f"from {Path(source.name).name}", one) for one in pixels)
