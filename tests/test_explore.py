@@ -7,6 +7,7 @@ import io
 import math
 import re
 import threading
+import time
 import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -47,12 +48,20 @@ def noise(shape, seed=0):
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
 
 
-def make_subject(shape, classes=("ape", "bee", "cow", "doe"), members=3, **changes):
+class Pause(nn.Module):
+    """Lets other threads go on in the middle of a pass, as larger networks do."""
+
+    def forward(self, features):
+        time.sleep(0.002)
+        return features
+
+
+def make_subject(shape, classes=("ape", "bee", "cow", "doe"), members=3, between=nn.Identity, **changes):
     """Networks that were never trained, fitted to noise: their numbers are as good as any to be compared."""
     torch.manual_seed(1)
     size = math.prod(shape)
     networks = [
-        nn.Sequential(nn.Flatten(), nn.Linear(size, 16), nn.ReLU(), nn.Linear(16, len(classes))).float()
+        nn.Sequential(nn.Flatten(), nn.Linear(size, 16), nn.ReLU(), between(), nn.Linear(16, len(classes))).float()
         for _ in range(members)
     ]
     intake = Intake(mode="L" if shape[0] == 1 else "RGB", mean=(0.3,) * shape[0], std=(0.6,) * shape[0], shape=shape)
@@ -379,7 +388,7 @@ def test_a_curve_is_as_fine_as_patience_allows():
 
 
 def test_people_who_ask_at_once_get_their_own_answers():
-    subject = make_subject((1, 8, 8))
+    subject = make_subject((1, 8, 8), between=Pause)
     explorer = Explorer(subject)
     pictures = [noise((1, 8, 8), seed) for seed in range(6)]
     alone = [explorer.look(pixels, NEUTRAL) for pixels in pictures]
@@ -388,8 +397,12 @@ def test_people_who_ask_at_once_get_their_own_answers():
 
     def ask(index):
         start.wait()
-        for _ in range(15):
-            if explorer.look(pictures[index], NEUTRAL) != alone[index]:
+        for _ in range(5):
+            try:
+                right = explorer.look(pictures[index], NEUTRAL) == alone[index]
+            except Exception:
+                right = False
+            if not right:
                 wrong.append(index)
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(pictures))]
