@@ -9,7 +9,6 @@ the link :math:`\ell` being that of the posterior. They are `mola.ensemble([netw
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,9 +81,7 @@ class Turned:
 
 
 class Explorer:
-    """A subject that can be asked by several people at once.
-
-    Networks are watched by hooks while they predict, so one question is answered after the other.
+    """A subject that can be asked, by several people at once: it keeps nothing of what it was asked.
 
     Args:
         subject: what is explored.
@@ -95,7 +92,6 @@ class Explorer:
         self.subject = subject
         posterior = subject.posterior
         self._alone = [MoLA([component], posterior.link) for component in posterior.components]
-        self._lock = threading.Lock()
         self.step = self._affordable_step()
 
     def values(self, pixels: Tensor, changes: Changes) -> Tensor:
@@ -113,9 +109,8 @@ class Explorer:
             The opinions.
         """
         inputs = self.subject.sight.inputs(self.values(pixels, changes))
-        with self._lock:
-            prediction = self._predict(inputs)
-            laplace = [alone(self._placed(inputs)).cpu() for alone in self._alone]
+        prediction = self._predict(inputs)
+        laplace = [alone(self._placed(inputs)).cpu() for alone in self._alone]
         plain = _plain(prediction)
         members = [
             Member(weight, _row(network), _row(whole))
@@ -145,8 +140,7 @@ class Explorer:
             return None
         angles = sorted({*(float(angle) for angle in range(-180, 181, self.step)), float(changes.rotation)})
         turned = torch.cat([self.values(pixels, replace(changes, rotation=angle)) for angle in angles])
-        with self._lock:
-            prediction = self._predict(self.subject.sight.inputs(turned))
+        prediction = self._predict(self.subject.sight.inputs(turned))
         methods = _methods(prediction, _plain(prediction))
         return Turned(
             angles=tuple(angles),
