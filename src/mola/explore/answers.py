@@ -91,8 +91,9 @@ class Answers:
         return as_png(pixels), f"{name}: {'; '.join(notes)}." if notes else f"{name}, as it is."
 
     def _verdict(self, opinions: Opinions, seen: str) -> str:
-        sentences = verdict(opinions, self.subject)
-        rest = "".join(f"<p>{escape(one)}</p>" for one in sentences[1:])
+        # A number and its unit stay on one line.
+        first, *others = (escape(one).replace(" %", "\N{NO-BREAK SPACE}%") for one in verdict(opinions, self.subject))
+        rest = "".join(f"<p>{one}</p>" for one in others)
         strip = "".join(
             f'<span><i class="{method}">{method}</i> {escape(self.subject.classes[opinions.label(method)][:8])} '
             f"<b>{percent(opinions.confidence(method))}</b></span>"
@@ -101,7 +102,7 @@ class Answers:
         return (
             f'<section class="card verdict"><figure><img src="{seen}" alt="The picture as the networks see it">'
             f'<figcaption>what the networks see</figcaption></figure><div aria-live="polite">'
-            f'<p class="first">{escape(sentences[0])}</p>{rest}</div></section><div class="strip" aria-hidden="true">{strip}</div>'
+            f'<p class="first">{first}</p>{rest}</div></section><div class="strip" aria-hidden="true">{strip}</div>'
         )
 
 

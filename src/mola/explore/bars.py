@@ -44,6 +44,7 @@ def bar(method: str, share: float, words: str = "") -> str:
 def confidence_card(opinions: Opinions, subject: Subject) -> str:
     """Label and confidence of each method."""
     rows = []
+    letters = _letters([subject.classes[opinions.label(method)] for method in METHODS])
     for method in METHODS:
         value = opinions.confidence(method)
         label = short(subject.classes[opinions.label(method)])
@@ -52,7 +53,12 @@ def confidence_card(opinions: Opinions, subject: Subject) -> str:
             f'{bar(method, value)}<span class="number" data-confidence="{method}">{percent(value)}</span></div>'
         )
     hint = "MAP is the first network alone, DE the mean of all, MoLA their mixture of Laplace approximations."
-    return card("confidence", "Confidence", "".join(rows), hint)
+    return card("confidence", "Confidence", f'<div style="--names:{letters}ch">{"".join(rows)}</div>', hint)
+
+
+def _letters(names: list[str]) -> int:
+    """Width of a column of names."""
+    return min(NAMES, 1 + max(map(len, names)))
 
 
 def shown_classes(opinions: Opinions) -> list[int]:
@@ -67,7 +73,7 @@ def shown_classes(opinions: Opinions) -> list[int]:
 def classes_card(opinions: Opinions, subject: Subject) -> str:
     """Probabilities of each class by each method."""
     rows, shown = [], shown_classes(opinions)
-    letters = min(NAMES, 1 + max(len(subject.classes[index]) for index in shown))
+    letters = _letters([subject.classes[index] for index in shown])
     for index in shown:
         name = subject.classes[index]
         bars = "".join(

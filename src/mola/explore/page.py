@@ -76,7 +76,7 @@ def build_page(explorer: Explorer) -> gr.Blocks:
                     gr.Slider(*RANGES[name], value=getattr(NEUTRAL, name), step=step, label=label, elem_id=name)
                     for name, (label, step) in SLIDERS.items()
                 ]
-                invert = gr.Checkbox(label="Invert (black on white becomes white on black)", elem_id="invert")
+                invert = gr.Checkbox(label="Invert black and white", elem_id="invert")
                 with gr.Row():
                     reset = gr.Button("Reset", elem_id="reset", min_width=80)
                     again = gr.Button("Other noise", elem_id="again", min_width=80)
