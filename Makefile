@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check bench docs clean
+.PHONY: help setup demo explore test check bench docs clean
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -14,13 +14,16 @@ setup: $(READY)  ## make the virtual environment
 # one exact build of torch, and a wrong one is worse than none.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,bench,export,transformers,docs,dev]' \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,bench,export,transformers,explore,docs,dev]' \
 		einops einconv linear_operator opt-einsum
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps 'curvlinops-for-pytorch>=3.0,<4'
 	@touch $@
 
 demo: $(READY)  ## the main job on embedded data: table, figures and a page in demo-results/
 	$(BIN)/mola demo --output demo-results
+
+explore: $(READY)  ## a local page: change a picture, watch the confidence; trains the digits demo first, in seconds
+	$(BIN)/mola explore
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal

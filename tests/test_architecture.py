@@ -55,6 +55,7 @@ ROOMS = (
     "bench",
     "jobs",
     "report",
+    "explore",
     "cli",
     "__main__",
 )
@@ -144,6 +145,7 @@ def test_importing_mola_imports_no_extra():
         "timm",
         "transformers",
         "curvlinops",
+        "gradio",
     }
     code = "import sys, mola; print(' '.join(sorted({name.split('.')[0] for name in sys.modules})))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -158,7 +160,16 @@ def test_importing_mola_costs_little_more_than_torch():
     )
     added = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert [name for name in added if name.split(".")[0] != "mola"] == []
-    outer = ("mola.data", "mola.models", "mola.training", "mola.bench", "mola.jobs", "mola.report", "mola.cli")
+    outer = (
+        "mola.data",
+        "mola.models",
+        "mola.training",
+        "mola.bench",
+        "mola.jobs",
+        "mola.report",
+        "mola.explore",
+        "mola.cli",
+    )
     assert [name for name in added if name.startswith(outer)] == [], "what only benchmarks need"
     assert len(added) < 130
 

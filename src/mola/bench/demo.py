@@ -17,7 +17,7 @@ from mola.bench.moons import map_moons
 from mola.data.digits import load_digits
 from mola.training import Recipe, train_ensemble
 
-__all__ = ["Progress", "run_demo"]
+__all__ = ["Progress", "one_thread", "run_demo"]
 
 Progress = Callable[[str, float], None]
 """Told what is being done, and which share of all the work is done, from 0 to 1."""
@@ -38,7 +38,7 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
     """
     seconds: dict[str, float] = {}
     progress("reading the data", 0.0)
-    with _one_thread():
+    with one_thread():
         with _timed(seconds, "train"):
             digits = load_digits(settings.seed)
             outliers = outlier_sets(digits.test, settings.outliers, settings.seed)
@@ -74,7 +74,7 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One thread inside: networks this small lose more by sharing work than they gain, ten times more on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ except ImportError as error:
     raise MissingExtraError(feature="the mola command", package=error.name or "typer", extra="cli") from error
 
 import mola
-from mola.cli import bench, demo, evaluate, export, fit, info, predict, report, train
+from mola.cli import bench, demo, evaluate, explore, export, fit, info, predict, report, train
 
 __all__ = ["app"]
 
@@ -29,6 +29,7 @@ app.command(rich_help_panel=YOURS)(fit.fit)
 app.command(rich_help_panel=YOURS)(predict.predict)
 app.command(rich_help_panel=YOURS)(evaluate.evaluate)
 app.command(rich_help_panel=YOURS)(export.export)
+app.command(rich_help_panel=YOURS)(explore.explore)
 app.command(rich_help_panel=YOURS)(info.info)
 app.command(rich_help_panel=PAPER)(demo.demo)
 app.command(rich_help_panel=PAPER)(train.train)

@@ -23,7 +23,7 @@ from mola.errors import DataError, MissingExtraError, OptionError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["FolderBatches", "ImageFolder", "Preparation", "image_files", "open_folder"]
+__all__ = ["FolderBatches", "ImageFolder", "Preparation", "image_files", "in_bytes", "open_folder"]
 
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
 """In any case: ImageNet's end in .JPEG."""
@@ -46,7 +46,7 @@ class Preparation:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Bytes (channels, height, width)."""
-        image = _in_bytes(image).convert(self.mode)
+        image = in_bytes(image).convert(self.mode)
         if self.resize is not None:
             from PIL import Image
 
@@ -66,7 +66,7 @@ class Preparation:
         return (shorter, shorter * height // width) if width <= height else (shorter * width // height, shorter)
 
 
-def _in_bytes(image: Image.Image) -> Image.Image:
+def in_bytes(image: Image.Image) -> Image.Image:
     """The same image with 8 bits a pixel: Pillow's own conversion would make white of whatever is above 255.
 
     Raises:

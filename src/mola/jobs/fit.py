@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mola import __version__
 from mola.choices import one_of
@@ -30,7 +31,7 @@ from mola.posterior import MoLA
 from mola.prior import ConfidenceThreshold, Evidence, OutlierExposure, Rule, ValidationScore
 from mola.storage import write_atomically
 
-__all__ = ["RULES", "FitResult", "make_rule", "run_fit"]
+__all__ = ["RULES", "FitResult", "make_rule", "quantiles", "run_fit"]
 
 RULES = ("threshold", "nll", "brier", "ece", "evidence", "outliers", "none")
 """How the prior precision is chosen; none keeps what is given."""
@@ -38,6 +39,9 @@ RULES = ("threshold", "nll", "brier", "ece", "evidence", "outliers", "none")
 MIXING = ("uniform", "evidence", "stacking")
 USUAL = 0.95
 """Share of the validation data that the outlier threshold lets pass."""
+
+LEVELS = (*(percent / 100 for percent in range(100)), *((990 + tenth) / 1000 for tenth in range(1, 11)))
+"""Shares of the validation data whose outlier scores are kept: each percent, and in the last, where outliers lie, each tenth."""
 
 BUNDLED = "weights"
 """Folder for copies of the weights, inside a posterior's folder."""
@@ -238,7 +242,13 @@ def _measure(posterior: MoLA, val: Loader, team: Team) -> dict[str, Any]:
         "networks": plain.labelled(),
         "posterior": whole.labelled(),
         "outlier_threshold": float(np.quantile(scores, USUAL)),
+        "outlier_quantiles": quantiles(scores),
     }
+
+
+def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
+    """Pairs of a share and the score that this share of the inputs stays below: how scores are distributed, in a few numbers."""
+    return [[level, float(value)] for level, value in zip(LEVELS, np.quantile(scores, LEVELS), strict=True)]
 
 
 def _bundled(job: Job, built: Built, output: Path) -> tuple[Job, Built]:
