@@ -84,6 +84,7 @@ def assert_same(first, second):
 STRUCTURES = {
     "kron": "kron",
     "kron-exact": "kron-exact",
+    "kron-diag": "kron-diag",
     "diag": "diag",
     "full": "full",
     "kron, running average": mola.Kron(running_average=0.9),

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mola.errors import DataError
+from mola.errors import DataError, OptionError
 
 __all__ = ["CATEGORICAL", "Categorical", "Likelihood", "OutputCurvature", "laplacian"]
 
@@ -38,6 +38,23 @@ class OutputCurvature:
     coupling: Tensor | None
     """(n, C), or None where outputs do not interact."""
 
+    def degrees(self) -> Tensor | None:
+        """Diagonal (n, C) of the coupled part of each datum's curvature: what the nodes of its graph have of edges."""
+        coupling = self.coupling
+        return None if coupling is None else coupling * (coupling.sum(1, keepdim=True) - coupling)
+
+    def diagonal(self) -> Tensor:
+        """Diagonal (n, C) of each datum's curvature.
+
+        Raises:
+            OptionError: if there is neither part.
+        """
+        parts = [part for part in (self.separate, self.degrees()) if part is not None]
+        if not parts:
+            message = "a likelihood must give separate or coupled curvature"
+            raise OptionError(message)
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
 
 class Likelihood(Protocol):
     """How outputs become probabilities, are scored, and curve the loss."""
@@ -45,6 +62,10 @@ class Likelihood(Protocol):
     @property
     def name(self) -> str:
         """Of the likelihood, for files."""
+
+    @property
+    def hides_shift(self) -> bool:
+        """Whether a shift common to all outputs changes nothing."""
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Predictive probabilities (n, C) of outputs (n, C)."""
@@ -73,6 +94,7 @@ class Categorical:
     """One of C classes, by a softmax over C logits."""
 
     name: str = "categorical"
+    hides_shift: bool = True
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Softmax over the last axis."""

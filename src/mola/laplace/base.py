@@ -35,8 +35,11 @@ __all__ = [
 ]
 
 GATHERED = (128, 4096, 2**18)
-"""Rows that are summed together: least, most, and how many numbers they may have. Many, because each sum costs something
+"""Rows that are summed together: least, most, and how many features they may have. Many, because each sum costs something
 besides its products; not too many, because they wait in memory."""
+
+LOGITS_AT_ONCE = 2**22
+"""Logits of the rows that are summed together: 32 MB in float64, several times over."""
 
 SMALLEST, LARGEST = 1e-30, 1e30
 """Prior precisions that can be used: float32, whose range is 1e-38 to 1e38, holds variances and features' squares."""
@@ -122,10 +125,18 @@ class Structure(ABC):
 
     name: str
 
-    def rows(self, features: int) -> int | None:
-        """Rows of P features that are summed at once: smaller batches are gathered, larger ones divided. None: batch by batch."""
+    def rows(self, features: int, outputs: int) -> int | None:
+        """Rows of P features and C logits that are summed at once: smaller batches are gathered, larger ones divided.
+
+        Args:
+            features: P.
+            outputs: C.
+
+        Returns:
+            How many; None: batch by batch.
+        """
         least, most, numbers = GATHERED
-        return max(least, min(most, numbers // features))
+        return max(1, min(max(least, min(most, numbers // features)), LOGITS_AT_ONCE // outputs))
 
     @abstractmethod
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Factors:

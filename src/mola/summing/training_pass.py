@@ -207,7 +207,7 @@ def _stream(
     if kept.totals is not None:
         # A checkpoint comes back in main memory; sums go on where the features are.
         totals = [moved(total, _device(one)) for total, one in zip(kept.totals, first, strict=True)]
-    rows = structure.rows(max(head.width for head in heads))
+    rows = structure.rows(max(head.width for head in heads), heads[0].classes)
     trails = [kept.trail]
     done = saved = kept.batches
     coming = 0
