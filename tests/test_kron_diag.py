@@ -170,8 +170,8 @@ class TestVeryManyClasses:
     def wide(self):
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, self.CLASSES)).float()
-        inputs = torch.randn(40, 5, dtype=torch.float32)
-        labels = torch.randint(self.CLASSES, (40,))
+        inputs = torch.randn(8, 5, dtype=torch.float32)
+        labels = torch.randint(self.CLASSES, (8,))
         return network, inputs, labels
 
     @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -189,7 +189,7 @@ class TestVeryManyClasses:
                     largest = max(largest, result.numel())
                 return result
 
-        loader = list(zip(inputs.split(20), labels.split(20), strict=True))
+        loader = list(zip(inputs.split(4), labels.split(4), strict=True))
         with Watch():
             posterior = mola.fit(network, loader, structure=structure, progress=False)
             posterior = posterior.tune(loader, mola.ValidationScore("nll", [1e-3, 1.0, 1e3]), progress=False)
@@ -201,7 +201,7 @@ class TestVeryManyClasses:
             posterior.save(tmp_path / "wide")
             again = mola.load(tmp_path / "wide", models=network)
         assert torch.equal(again(inputs), posterior(inputs))
-        assert torch.allclose(prediction.probs.sum(1), torch.ones(40, dtype=torch.float32))
+        assert torch.allclose(prediction.probs.sum(1), torch.ones(8, dtype=torch.float32))
         assert 0 < largest < self.CLASSES**2 // 20
 
     def test_mean_field_says_why_it_cannot(self, wide):

@@ -264,6 +264,8 @@ class Posterior(nn.Module, ABC):
     def _set(self, device: torch.device, dtype: torch.dtype) -> None:
         for name, tensor in self.constants().items():
             self.register_buffer(name, tensor.to(device, dtype), persistent=False)
+        # Kept apart: asking a module for its buffers takes as long as a small matrix product, for every batch.
+        self._place = (next(self.buffers()).device, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Rebuilt from float64 rather than cast: .half() must not lose the posterior, and .double() must gain it.
@@ -274,13 +276,13 @@ class Posterior(nn.Module, ABC):
     def follow(self, device: torch.device, dtype: torch.dtype) -> None:
         """Be on a device, in a precision of at least float32."""
         dtype = torch.promote_types(dtype, torch.float32)
-        if (next(self.buffers()).device, self.dtype) != (device, dtype):
+        if self._place != (device, dtype):
             self._set(device, dtype)
 
     @property
     def dtype(self) -> torch.dtype:
         """Precision of the computation: float64, or float32 for everything below."""
-        return next(self.buffers()).dtype
+        return self._place[1]
 
 
 def mahalanobis_weights(values: Tensor) -> Tensor:

@@ -67,10 +67,14 @@ class KronDiagFactors(Factors):
         """Sum (P, P) of the features' outer products."""
         return unpack(self.feature_sum)
 
+    @property
+    def diagonal(self) -> Tensor:
+        """Sum (C,) of the output curvatures' diagonals."""
+        return self.degrees if self.separate is None else self.degrees + self.separate
+
     def saved(self) -> dict[str, Tensor]:
-        """The diagonal's two parts, and the matrix."""
-        separate = torch.zeros_like(self.degrees) if self.separate is None else self.separate
-        return {"degrees": self.degrees, "separate": separate, "gram": self.gram}
+        """The diagonal and the coupling's share in it (all of it for a softmax), and the matrix."""
+        return {"degrees": self.degrees, "diagonal": self.diagonal, "gram": self.gram}
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,13 @@ class KronDiag(Structure):
 
     def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the saved tensors."""
-        return {"degrees": (outputs,), "separate": (outputs,), "gram": (features, features)}
+        return {"degrees": (outputs,), "diagonal": (outputs,), "gram": (features, features)}
 
     def restore(self, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> KronDiagFactors:
         """Factors from their saved parts."""
-        separate = tensors["separate"] if bool(tensors["separate"].any()) else None
-        return KronDiagFactors(count, log_likelihood, tensors["degrees"], pack(tensors["gram"]), separate)
+        separate = tensors["diagonal"] - tensors["degrees"]
+        own = separate if bool(separate.any()) else None
+        return KronDiagFactors(count, log_likelihood, tensors["degrees"], pack(tensors["gram"]), own)
 
     def spectrum(self, factors: KronDiagFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
         """Eigendecompose B, and find the graph of the degrees."""

@@ -97,6 +97,8 @@ def quadratic_root(vectors: Tensor, values: Tensor) -> Tensor:
 
 def quadratic(features: Tensor, root: Tensor) -> Tensor:
     """`|phi' R|^2` (n,) for each row: a triangular root has nothing above its diagonal blocks, which is skipped."""
+    if root.shape[0] <= BLOCK:
+        return (features @ root).square().sum(1)
     total = features.new_zeros(features.shape[0])
     for start in range(0, root.shape[0], BLOCK):
         total = total + (features[:, start:] @ root[start:, start : start + BLOCK]).square().sum(1)
