@@ -38,8 +38,8 @@ GATHERED = (128, 4096, 2**18)
 """Rows that are summed together: least, most, and how many features they may have. Many, because each sum costs something
 besides its products; not too many, because they wait in memory."""
 
-LOGITS_AT_ONCE = 2**22
-"""Logits of the rows that are summed together: 32 MB in float64, several times over."""
+LOGITS_AT_ONCE = 2**19
+"""Logits of the rows that are summed together: 4 MB in float64. More took longer (new memory for every batch), and so did less."""
 
 SMALLEST, LARGEST = 1e-30, 1e30
 """Prior precisions that can be used: float32, whose range is 1e-38 to 1e38, holds variances and features' squares."""

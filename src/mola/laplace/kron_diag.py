@@ -74,7 +74,7 @@ class KronDiagFactors(Factors):
 
     def saved(self) -> dict[str, Tensor]:
         """The diagonal and the coupling's share in it (all of it for a softmax), and the matrix."""
-        return {"degrees": self.degrees, "diagonal": self.diagonal, "gram": self.gram}
+        return {"degrees": self.degrees, "diagonal": self.diagonal.clone(), "gram": self.gram}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _diagonals(curvature: OutputCurvature) -> tuple[Tensor, Tensor | None]:
     if degrees is None:
         own = curvature.diagonal().sum(0)
         return torch.zeros_like(own), own
-    return degrees.sum(0), None if separate is None else separate.sum(0)
+    return degrees, None if separate is None else separate.sum(0)
 
 
 def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
