@@ -27,7 +27,7 @@ def require_shared(name: str) -> Path:
     return SHARED / name
 
 
-STRUCTURES = ("kron", "kron-exact", "diag", "full")
+STRUCTURES = ("kron", "kron-exact", "kron-diag", "diag", "full")
 CLOSED_FORM_LINKS = ("probit", "probit-centered", "mean-field", "bridge")
 
 

@@ -81,7 +81,7 @@ def put(value, row=0):
 
 # --- options ------------------------------------------------------------------------------------------------------------
 
-NAMES = r"\['diag', 'full', 'kron', 'kron-exact'\]"
+NAMES = r"\['diag', 'full', 'kron', 'kron-diag', 'kron-exact'\]"
 LINKS = r"\['bridge', 'mc', 'mean-field', 'probit', 'probit-centered'\]"
 OPTIONS = {
     "unknown structure": (lambda s: mola.fit(s.network, LOADER, structure="kfac"), rf"{NAMES}.*'kfac'"),

@@ -1,7 +1,9 @@
 """Several processes find what one finds, fail together and never hang; an interrupted fit goes on where it was."""
 
+import csv
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -170,7 +172,8 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     options = ["fit", "--network", f"{desk.module}:build", "--weights", *desk.weights(2), "--train", "train"]
     options += ["--val", "val.npz", "--mixing", "stacking", "--batch-size", "5", "--workers", "0", "--json"]
     options += ["--checkpoint", "kept", "--output"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mola"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -193,8 +196,53 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "two")]
     assert float((posteriors[0](inputs) - posteriors[1](inputs)).abs().max()) < 1e-5
     check_evaluation(tmp_path, [*several, "evaluate", "two"], environment)
-    (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["predict", "two", "test"]).exception.args
-    assert "mola predict works in one process, and torchrun started 2" in wrong
+    check_predictions(tmp_path, several, environment)
+    (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["info", "two"]).exception.args
+    assert "mola info works in one process, and torchrun started 2" in wrong
+    assert "fit, evaluate and predict can be shared" in wrong
+
+
+def check_predictions(root, several, environment):
+    """`torchrun -m mola predict`: the rows of one process, in their order, for pictures and for arrays, bad ones included."""
+    (root / "test" / "cat" / "bad.png").write_bytes(b"\x89PNG")
+    (root / "test" / "dog" / "zz.png").write_bytes(b"none either")
+    for given, output in (("test", "pictures.csv"), ("test.npz", "arrays.jsonl")):
+        command = ["predict", "two", given, "--probabilities", "--json", "--output"]
+        single = CliRunner().invoke(app, [*command, f"one-{output}"])
+        done = run_here([*several, *command, f"two-{output}"], environment)
+        assert done.returncode == 0, done.stderr
+        assert single.exit_code == (3 if given == "test" else 0), single.output
+        one, two = json.loads(single.stdout), json.loads(done.stdout)
+        assert (two["count"], two["labels"], two["left_out"]) == (one["count"], one["labels"], one["left_out"])
+        assert one["count"] == 18
+        for name in ("confidence", "entropy", "epistemic", "outlying"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5)
+        assert (root / f"two-{output}.toml").exists()
+        rows = [read_rows(root / f"{who}-{output}") for who in ("one", "two")]
+        one, two = ([[row.get(key) for key in ("name", "class", "error")] for row in some] for some in rows)
+        assert two == one
+        assert sum(bool(error) for *_, error in one) == (2 if given == "test" else 0)
+        for mine, theirs in zip(*rows, strict=True):
+            if not mine.get("error"):
+                assert float(mine["ood_score"]) == pytest.approx(float(theirs["ood_score"]), rel=1e-4)
+    strict = run_here([*several, "predict", "two", "test", "--strict", "--output", "strict.csv"], environment)
+    assert strict.returncode == 1
+    assert "bad.png" in strict.stderr
+    assert "--strict leaves nothing out" in strict.stderr
+    shutil.rmtree(root / "nothing", ignore_errors=True)
+    (root / "nothing").mkdir()
+    (root / "nothing" / "bad.png").write_bytes(b"\x89PNG")
+    nothing = run_here([*several, "predict", "two", "nothing", "--output", "nothing.csv"], environment)
+    assert nothing.returncode == 1
+    assert "nothing holds no input that can be used. The first: bad.png" in nothing.stderr
+    assert not any((root / f"{name}.csv").exists() for name in ("strict", "nothing"))
+
+
+def read_rows(path):
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines()]
+    return list(csv.DictReader(text.splitlines()))
 
 
 def run_here(command, environment):

@@ -352,7 +352,7 @@ def test_the_random_state_of_numpy_and_python_is_not_needed(networks):
     assert torch.equal(mola.fit(networks, LOADER, link="mc").predict(X).probs, first)
 
 
-@pytest.mark.parametrize("structure", ["kron", "kron-exact", "diag", "full"])
+@pytest.mark.parametrize("structure", ["kron", "kron-exact", "kron-diag", "diag", "full"])
 def test_what_was_fitted_in_inference_mode_is_of_use_outside(structure):
     network = make_network()
     with unchanged(network), torch.inference_mode():

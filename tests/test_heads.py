@@ -367,7 +367,7 @@ def test_mixed_precision_around_everything_changes_little():
     torch.testing.assert_close(got.float().sum(1), torch.ones(9, dtype=torch.float32), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("structure", ["kron", "kron-diag", "diag", "full"])
 def test_under_autocast_nothing_but_the_networks_own_rounding_shows(structure):
     """The factors are those of the activations as the network rounded them, summed in float64."""
     network = nn.Sequential(make_body(), nn.Linear(4, 3)).float()

@@ -194,6 +194,7 @@ class Bernoulli:
     """Independent outputs: what a likelihood without a common shift looks like to the structures."""
 
     name = "bernoulli"
+    hides_shift = False
 
     def curvature(self, outputs):
         probs = torch.sigmoid(outputs)
@@ -219,11 +220,11 @@ def test_another_likelihood_needs_no_change_in_the_structures(name):
     if name == "diag":
         hessian = torch.diag(hessian.diagonal())
     elif name != "full":
-        blocks = factors.output, factors.gram
+        blocks = (torch.diag(factors.separate) if name == "kron-diag" else factors.output), factors.gram
         hessian = torch.kron(*blocks) / count
         assert relative(blocks[0].diagonal(), likelihood.curvature(features @ weights.T).separate.sum(0)) < 1e-12
-    if name == "kron":
-        left = factors.output / count**0.5 + 0.7**0.5 * torch.eye(4)
+    if name in ("kron", "kron-diag"):
+        left = blocks[0] / count**0.5 + 0.7**0.5 * torch.eye(4)
         right = factors.gram / count**0.5 + 0.7**0.5 * torch.eye(len(factors.gram))
         covariance = torch.linalg.inv(torch.kron(left, right))
     else:

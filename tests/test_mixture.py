@@ -21,7 +21,7 @@ X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.f
 Y = torch.arange(20) % 3
 SIZES = [6, 1, 8, 5]
 LOADER = list(zip(X.split(SIZES), Y.split(SIZES), strict=True))
-STRUCTURES = ["kron", "kron-exact", "diag", "full"]
+STRUCTURES = ["kron", "kron-exact", "kron-diag", "diag", "full"]
 LINKS = ["probit", "probit-centered", "mean-field", "bridge", "mc"]
 
 

@@ -84,6 +84,7 @@ def assert_same(first, second):
 STRUCTURES = {
     "kron": "kron",
     "kron-exact": "kron-exact",
+    "kron-diag": "kron-diag",
     "diag": "diag",
     "full": "full",
     "kron, running average": mola.Kron(running_average=0.9),
@@ -186,7 +187,7 @@ def test_a_parametrised_head_is_recognised(wrap, tmp_path):
 # --- what is in the files -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", list(STRUCTURES)[:4])
+@pytest.mark.parametrize("structure", list(STRUCTURES)[:5])
 def test_the_files_hold_no_training_data_and_do_not_grow_with_it(structure, tmp_path):
     network = plain()
     many = torch.randn(1009, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -37,6 +37,7 @@ from mola.fitting import load as load
 from mola.laplace import Diag as Diag
 from mola.laplace import Full as Full
 from mola.laplace import Kron as Kron
+from mola.laplace import KronDiag as KronDiag
 from mola.laplace import KronExact as KronExact
 from mola.laplace import Structure as Structure
 from mola.links import Bridge as Bridge

@@ -89,8 +89,8 @@ class Component(nn.Module):
         now = tuple((parameter.data_ptr(), parameter._version) for parameter in head.layer.parameters())
         if now == self._checked:
             return
-        weights, dtype = head.weights(), head.layer.weight.dtype
-        rounded = (curvature.weights.to(kind).to(dtype).double() for kind in (dtype, torch.float16, torch.bfloat16))
+        weights = head.trained_weights()
+        rounded = (curvature.trained.to(kind).to(weights) for kind in (weights.dtype, torch.float16, torch.bfloat16))
         if not any(torch.equal(weights, expected) for expected in rounded):
             message = (
                 f"the weights of head {head.name!r} changed since the posterior was fitted. Fit again: mola.fit(...)."

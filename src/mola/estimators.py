@@ -70,7 +70,7 @@ class MolaClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         batch_size: rows of a training step; None takes about a sixteenth of the data, between 32 and 1024.
         learning_rate: at the start.
         weight_decay: decoupled, as in AdamW.
-        structure: of the curvature: "kron", "kron-exact", "diag" or "full", or a `mola.Structure`.
+        structure: of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or a `mola.Structure`.
         link: from logits to probabilities: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `mola.Link`.
         rule: how the prior precision is chosen: "evidence"; "nll", "brier", "ece" or "threshold" (the paper's) on data set
             aside; a rule object such as `mola.ConfidenceThreshold(0.9)`; or None to keep `prior_precision`. What it found is

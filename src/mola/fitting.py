@@ -58,7 +58,7 @@ def fit(
         models: one trained classifier, or K of them; architectures may differ, the number of classes may not.
         train_loader: any iterable of batches: `(x, y)`, `[x, y]`, `x` alone, or a mapping with the labels under "labels".
         val_loader: if given, the prior precision is tuned on it at once, by the paper's rule.
-        structure: "kron" (Algorithm 1), "kron-exact", "diag" or "full", or a `Structure`.
+        structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or a `Structure`.
         prior_precision: lambda, one number or K.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         link: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `Link`.

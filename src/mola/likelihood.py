@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mola.errors import DataError
+from mola.errors import DataError, OptionError
 
 __all__ = ["CATEGORICAL", "Categorical", "Likelihood", "OutputCurvature", "laplacian"]
 
@@ -38,6 +38,30 @@ class OutputCurvature:
     coupling: Tensor | None
     """(n, C), or None where outputs do not interact."""
 
+    def diagonal(self) -> Tensor:
+        """Diagonal (n, C) of each datum's curvature.
+
+        Raises:
+            OptionError: if there is neither part.
+        """
+        parts = [] if self.separate is None else [self.separate]
+        if self.coupling is not None:
+            parts.append(self.coupling * (self.coupling.sum(1, keepdim=True) - self.coupling))
+        if not parts:
+            message = "a likelihood must give separate or coupled curvature"
+            raise OptionError(message)
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+    def degrees(self) -> Tensor | None:
+        """Diagonal (C,) of the coupled parts, summed over the data: what the nodes of their graph have of edges.
+
+        The difference of two sums: `u_c (sum(u) - u_c)` loses as much to rounding by itself, and takes longer.
+        """
+        coupling = self.coupling
+        if coupling is None:
+            return None
+        return coupling.sum(1) @ coupling - coupling.square().sum(0)
+
 
 class Likelihood(Protocol):
     """How outputs become probabilities, are scored, and curve the loss."""
@@ -46,11 +70,18 @@ class Likelihood(Protocol):
     def name(self) -> str:
         """Of the likelihood, for files."""
 
+    @property
+    def hides_shift(self) -> bool:
+        """Whether a shift common to all outputs changes nothing."""
+
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Predictive probabilities (n, C) of outputs (n, C)."""
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Log-likelihood (n,) of each label."""
+
+    def scored_curvature(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, OutputCurvature]:
+        """Log-likelihood (n,) of each label and the curvature: both, for less than each by itself."""
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
         """Return labels as the likelihood reads them, or raise `DataError` naming `where`."""
@@ -73,6 +104,7 @@ class Categorical:
     """One of C classes, by a softmax over C logits."""
 
     name: str = "categorical"
+    hides_shift: bool = True
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Softmax over the last axis."""
@@ -121,6 +153,24 @@ class Categorical:
     def curvature(self, outputs: Tensor) -> OutputCurvature:
         """`diag(p) - p p'`, as the Laplacian of `p p'`."""
         return OutputCurvature(separate=None, coupling=torch.softmax(outputs, dim=-1))
+
+    def scored_curvature(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, OutputCurvature]:
+        """Log-probability (n,) of each label and the curvature, with one exponential for each output.
+
+        The normaliser is read off the most probable class, whose probability is at least 1 / C: its logarithm is exact.
+
+        Args:
+            outputs: (n, C).
+            labels: (n,).
+
+        Returns:
+            Log-probabilities, and the curvature.
+        """
+        curvature = self.curvature(outputs)
+        assert curvature.coupling is not None  # the probabilities
+        highest, place = curvature.coupling.max(dim=1, keepdim=True)
+        normaliser = outputs.gather(1, place) - highest.log()
+        return (outputs.gather(1, labels[:, None]) - normaliser).squeeze(1), curvature
 
     def visible(self, outputs: int) -> Tensor:
         """Contrasts: an orthonormal basis (C, C-1) of the vectors that sum to zero (Helmert's)."""

@@ -25,6 +25,9 @@ __all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo"
 PAIRS_AT_ONCE = 2**23
 """Pairs of classes, over all data, held at once by the mean-field link; more are taken in turns."""
 
+MOST_PAIRS = 2**28
+"""Of the pairs of classes of one datum: a gigabyte in float32, several times over."""
+
 PAIRS_IN_CACHE = 2**18
 """Of these, so many go through the elementwise steps together: what leaves the processor's cache takes several times as long."""
 
@@ -89,8 +92,25 @@ class MeanField(Link):
     needs_covariance = True
 
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
-        """Probabilities (n, C)."""
+        """Probabilities (n, C).
+
+        Args:
+            moments: Gaussian over logits.
+            seed: not used.
+
+        Returns:
+            Probabilities (n, C).
+
+        Raises:
+            OptionError: if there are so many classes that the pairs of one datum do not fit.
+        """
         count, classes = moments.mean.shape
+        if classes**2 > MOST_PAIRS:
+            message = (
+                f"link 'mean-field' takes {classes} x {classes} pairs of classes for each input, more than memory is for. "
+                f"Use 'probit', 'probit-centered' or 'mc'."
+            )
+            raise OptionError(message)
         if torch.compiler.is_compiling():
             return self._probabilities(moments.mean, moments.contrast_covariance)
         portion = max(1, PAIRS_AT_ONCE // classes**2)

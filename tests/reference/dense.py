@@ -53,7 +53,21 @@ def precision(structure: str, weights: Tensor, features: Tensor, labels: Tensor,
         left = count**0.5 * a + prior**0.5 * torch.eye(len(a), dtype=torch.float64)
         right = count**0.5 * b + prior**0.5 * torch.eye(len(b), dtype=torch.float64)
         return torch.kron(left, right)
+    if structure == "kron-diag":
+        left = count**0.5 * same_diagonal(a.diagonal()) + prior**0.5 * torch.eye(len(a), dtype=torch.float64)
+        right = count**0.5 * b + prior**0.5 * torch.eye(len(b), dtype=torch.float64)
+        return torch.kron(left, right)
     raise AssertionError(structure)
+
+
+def same_diagonal(diagonal: Tensor) -> Tensor:
+    """The softmax's curvature `diag(w) - w w' / sum(w)` with this diagonal, by repetition until w does not change."""
+    w = diagonal.clone()
+    for _ in range(10_000):
+        before, w = w, (w + diagonal / (1 - w / w.sum())) / 2
+        if torch.equal(before, w):
+            break
+    return torch.diag(w) - torch.outer(w, w) / w.sum()
 
 
 def logit_covariance(covariance: Tensor, phi: Tensor, classes: int) -> Tensor:

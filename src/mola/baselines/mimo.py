@@ -237,7 +237,7 @@ def mimo_mola(
         mimo: the trained network; it is not modified.
         train_loader: training data.
         val_loader: if given, the prior precision is tuned on it at once, by the paper's rule.
-        structure: "full", "kron", "kron-exact" or "diag", or a `Structure`.
+        structure: "full", "kron", "kron-exact", "kron-diag" or "diag", or a `Structure`.
         prior_precision: lambda, one number for all heads.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         link: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `Link`.

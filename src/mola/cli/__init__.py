@@ -43,7 +43,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-SHARED = ("fit", "evaluate")
+SHARED = ("fit", "evaluate", "predict")
 """Commands that several processes do together."""
 
 
@@ -57,7 +57,7 @@ def _refuse_team(command: str | None) -> None:
     if size != "1" and command not in SHARED:
         message = (
             f"mola {command} works in one process, and torchrun started {size}: start it without torchrun. "
-            f"{' and '.join(SHARED)} can be shared."
+            f"{', '.join(SHARED[:-1])} and {SHARED[-1]} can be shared."
         )
         raise OptionError(message)
 
@@ -77,7 +77,7 @@ def _options(
 
         mola evaluate posterior --test mnist:report --ood fashion-mnist:test --output report
 
-    Several processes share the work of fit and evaluate: torchrun --nproc-per-node=4 -m mola fit ...
+    Several processes share the work of fit, evaluate and predict: torchrun --nproc-per-node=4 -m mola fit ...
 
     Exit codes: 0 done, 1 a mistake that one line on stderr explains, 2 wrong usage, 3 done but inputs were left out, 130 stopped.
     """

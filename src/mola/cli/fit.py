@@ -106,7 +106,8 @@ def fit(
         int | None, typer.Option(min=0, help="Threads that decode images.  [default: 2]", rich_help_panel=PREPARATION)
     ] = None,
     structure: Annotated[
-        str | None, typer.Option(help="kron, kron-exact, diag or full.  [default: kron]", rich_help_panel=METHOD)
+        str | None,
+        typer.Option(help="kron, kron-exact, kron-diag, diag or full.  [default: kron]", rich_help_panel=METHOD),
     ] = None,
     rule: Annotated[
         str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -49,11 +50,12 @@ def predict(
 
         mola predict posterior images/ --output predictions.csv
     """
+    from mola.distributed import join
     from mola.jobs.folder import open_folder
     from mola.jobs.predict import run_predict
 
     set_threads(threads)
-    with showing_progress(quiet=quiet) as progress:
+    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_folder(posterior, device, trust=trust)
         result = run_predict(
@@ -65,7 +67,10 @@ def predict(
             strict=strict,
             directory=None if data is None else str(data),
             seed=seed,
+            team=team,
         )
+    if result is None:
+        return  # one process writes and speaks for all
     write_run(context, output.with_name(f"{output.name}.toml"))
     if not quiet and not as_json:
         outlying = "" if result.outlying is None else f", {result.outlying:.1%} outlying"
@@ -75,4 +80,6 @@ def predict(
             f"[bold]{escape(str(output))}[/bold].",
             soft_wrap=True,
         )
-    finish(result.account, result.plain(), as_json=as_json, quiet=quiet)
+    # torchrun knows only success and failure: what was left out is said, but does not end the job.
+    with suppress(*(typer.Exit,) if team.size > 1 else ()):
+        finish(result.account, result.plain(), as_json=as_json, quiet=quiet)

@@ -231,7 +231,10 @@ class Control:
         self.meet()
         if self.rank != 0:
             return None
-        return [json.loads(self._ask(lambda n=n: self._store.get(f"{key}/{n}"))) for n in range(self.size)]  # type: ignore[misc]
+        everyone = [self._ask(lambda n=n: self._store.get(f"{key}/{n}")) for n in range(self.size)]  # type: ignore[misc]
+        for rank in range(self.size):  # read by nobody else: many rounds of large documents must not pile up
+            self._ask(lambda rank=rank: self._store.delete_key(f"{key}/{rank}"))  # type: ignore[misc]
+        return [json.loads(one) for one in everyone]
 
     def share(self, document: Any) -> Any:
         """Rank 0's JSON document, on every rank."""

@@ -153,6 +153,7 @@ def stream(
             if not gathered.fits(len(seen[0].logits)):
                 yield take()
             gathered.add(place, seen, batch.labels)
+            del seen, batch, raw  # not kept while the next is made
             if gathered.full:
                 yield take()
     if gathered.count:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.jobs.folder import Fitted
 from mola.jobs.material import Progress
-from mola.jobs.rows import Account, Rows
+from mola.jobs.portions import COLUMNS, Portion, in_order, portions
+from mola.jobs.rows import Account
+from mola.jobs.shards import in_turns
 from mola.jobs.writers import open_writer
-from mola.prediction import Prediction
 
 __all__ = ["PredictResult", "records", "run_predict"]
 
@@ -73,7 +74,8 @@ def run_predict(
     strict: bool = False,
     directory: str | None = None,
     seed: int | None = None,
-) -> PredictResult:
+    team: Team | None = None,
+) -> PredictResult | None:
     """Predict every input of a set, batch by batch, and write a row for each as soon as it is known.
 
     Inputs that cannot be used have a row too, with the reason.
@@ -87,65 +89,55 @@ def run_predict(
         strict: whether an input that cannot be used is an error.
         directory: that holds the built-in sets.
         seed: of links that draw; None uses the link's own.
+        team: the processes that do it together, each on its own batches, with rank 0 writing. None is this one alone.
 
     Returns:
-        What was done; `DataError` if no input can be used.
+        What was done, on rank 0, and None on the others.
 
     Raises:
         OptionError: if the output would take the place of the data.
+        DataError: if no input can be used.
     """
     began = time.perf_counter()
     if output.exists() and Path(data).expanduser().exists() and output.samefile(Path(data).expanduser()):
         message = f"{output} holds the data, and would be overwritten with predictions: choose another --output."
         raise OptionError(message)
+    together = Team.alone() if team is None else team
     source = fitted.open_set(data, labelled=False, directory=directory)
     names = _class_names(fitted)
     threshold = (fitted.document["result"].get("validation") or {}).get("outlier_threshold")
-    account, pending = Account(), deque[Rows]()
-    seen, sums, outlying, chosen = 0, np.zeros(3), 0, np.zeros(len(names), dtype=np.int64)
-
-    def feed() -> Iterator[Any]:
-        nonlocal seen
-        used = False
-        for rows in source:
-            bad = next(((name, error) for name, error in zip(rows.names, rows.errors, strict=True) if error), None)
-            if strict and bad is not None:
-                message = f"{bad[0]}: {bad[1]} (and --strict leaves nothing out)."
-                raise DataError(message)
-            account.add(source.name, rows)
-            pending.append(rows)
-            seen += len(rows.names)
-            progress("predicting", min(1.0, seen / (source.count or 2 * seen)))
-            if rows.inputs is not None:
-                used = True
-                yield rows.inputs if isinstance(rows.inputs, Mapping) else (rows.inputs,)
-        if not used:
+    account = Account()
+    sums, outlying, chosen = np.zeros(3), 0, np.zeros(len(names), dtype=np.int64)
+    columns = len(names) if probabilities else 0
+    progress("predicting", 0.0)
+    with together.work("predicting"), ExitStack() as stack:
+        own = portions(
+            fitted.posterior,
+            in_turns(source, together),
+            strict=strict,
+            outputs=columns,
+            seed=seed,
+            tell=lambda share: progress("predicting", share),
+        )
+        writer = stack.enter_context(open_writer(output, names, columns)) if together.first else None
+        for portion in in_order(own, together):
+            assert writer is not None  # only rank 0 is given any
+            account.add(source.name, portion.rows())
+            for record in records(portion, names, threshold):
+                writer.add(record)
+            sums += portion.numbers[:, 1:4].sum(0)
+            outlying += 0 if threshold is None else int((portion.numbers[:, 4] > threshold).sum())
+            chosen += np.bincount(portion.numbers[:, 0].astype(np.int64), minlength=len(names))
+        count = int(chosen.sum())
+        if together.first and count == 0:
             first = next(iter(account.left_out.get(source.name, {}).items()), None)
             why = "" if first is None else f" The first: {first[0]}: {first[1]}."
             message = f"{data} holds no input that can be used.{why}"
             raise DataError(message)
-
-    progress("predicting", 0.0)
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    with open_writer(output, names, len(names) if probabilities else 0) as writer:
-        for prediction in fitted.posterior.predict_batches(feed(), generator=generator):
-            while pending:
-                rows = pending.popleft()
-                for record in records(rows, prediction, names, threshold, probabilities=probabilities):
-                    writer.add(record)
-                if rows.inputs is not None:
-                    break
-            sums += [
-                float(one.double().sum()) for one in (prediction.confidence, prediction.entropy, prediction.epistemic)
-            ]
-            outlying += 0 if threshold is None else int((prediction.ood_score > threshold).sum())
-            chosen += np.bincount(prediction.label.numpy(), minlength=len(names))
-        for rows in pending:
-            for record in records(rows, None, names, threshold, probabilities=probabilities):
-                writer.add(record)
-    count = int(chosen.sum())
-    confidence, entropy, epistemic = (sums / count).tolist()
     progress("done", 1.0)
+    if not together.first:
+        return None
+    confidence, entropy, epistemic = (sums / count).tolist()
     return PredictResult(
         output=output,
         count=count,
@@ -163,42 +155,29 @@ def _class_names(fitted: Fitted) -> tuple[str, ...]:
     return fitted.classes or tuple(str(index) for index in range(fitted.outputs))
 
 
-def records(
-    rows: Rows, prediction: Prediction | None, names: tuple[str, ...], threshold: float | None, *, probabilities: bool
-) -> Iterator[dict[str, Any]]:
-    """A record for each input of a batch, used or not, in their order.
+def records(portion: Portion, names: tuple[str, ...], threshold: float | None) -> Iterator[dict[str, Any]]:
+    """A record for each input of a portion, used or not, in their order.
 
     Args:
-        rows: the batch.
-        prediction: of those that could be used; not looked at if there are none.
+        portion: what is known of a batch.
         names: of the classes.
         threshold: outlier score above which an input is outlying, if that is known.
-        probabilities: whether to add those of all classes.
 
     Yields:
         The records: texts and numbers by name, None where there is nothing.
     """
-    columns: Iterator[tuple[Any, ...]] = iter(())
-    if prediction is not None and rows.inputs is not None:
-        score = prediction.ood_score.double()
-        parts = [prediction.label, prediction.confidence, prediction.entropy, prediction.epistemic, score]
-        listed = [part.tolist() for part in parts]
-        listed.append([None] * len(score) if threshold is None else (score > threshold).tolist())
-        listed.append(prediction.probs.tolist() if probabilities else [None] * len(score))
-        columns = zip(*listed, strict=True)
-    for name, error in zip(rows.names, rows.errors, strict=True):
-        label, confidence, entropy, epistemic, ood_score, outlying, probs = (
-            next(columns) if error is None else [None] * 7
-        )
+    numbers = iter(portion.numbers.tolist())
+    for name, error in zip(portion.names, portion.errors, strict=True):
+        label, confidence, entropy, epistemic, score, *probs = [None] * len(COLUMNS) if error else next(numbers)
         yield {
             "name": name,
-            "label": label,
-            "class": None if label is None else names[label],
+            "label": None if label is None else int(label),
+            "class": None if label is None else names[int(label)],
             "confidence": confidence,
             "entropy": entropy,
             "epistemic": epistemic,
-            "ood_score": ood_score,
-            "outlying": outlying,
+            "ood_score": score,
+            "outlying": None if threshold is None or score is None else score > threshold,
             "error": error,
-            "probabilities": probs,
+            "probabilities": probs or None,
         }

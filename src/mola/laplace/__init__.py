@@ -8,6 +8,7 @@ from mola.laplace.base import check_precision as check_precision
 from mola.laplace.diag import Diag as Diag
 from mola.laplace.full import Full as Full
 from mola.laplace.kron import Kron as Kron
+from mola.laplace.kron_diag import KronDiag as KronDiag
 from mola.laplace.kron_exact import KronExact as KronExact
 from mola.laplace.moments import Candidate as Candidate
 from mola.laplace.moments import LogitMoments as LogitMoments

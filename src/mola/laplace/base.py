@@ -35,8 +35,11 @@ __all__ = [
 ]
 
 GATHERED = (128, 4096, 2**18)
-"""Rows that are summed together: least, most, and how many numbers they may have. Many, because each sum costs something
+"""Rows that are summed together: least, most, and how many features they may have. Many, because each sum costs something
 besides its products; not too many, because they wait in memory."""
+
+LOGITS_AT_ONCE = 2**19
+"""Logits of the rows that are summed together: 4 MB in float64. More took longer (new memory for every batch), and so did less."""
 
 SMALLEST, LARGEST = 1e-30, 1e30
 """Prior precisions that can be used: float32, whose range is 1e-38 to 1e38, holds variances and features' squares."""
@@ -122,10 +125,18 @@ class Structure(ABC):
 
     name: str
 
-    def rows(self, features: int) -> int | None:
-        """Rows of P features that are summed at once: smaller batches are gathered, larger ones divided. None: batch by batch."""
+    def rows(self, features: int, outputs: int) -> int | None:
+        """Rows of P features and C logits that are summed at once: smaller batches are gathered, larger ones divided.
+
+        Args:
+            features: P.
+            outputs: C.
+
+        Returns:
+            How many; None: batch by batch.
+        """
         least, most, numbers = GATHERED
-        return max(least, min(most, numbers // features))
+        return max(1, min(max(least, min(most, numbers // features)), LOGITS_AT_ONCE // outputs))
 
     @abstractmethod
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Factors:
@@ -253,6 +264,8 @@ class Posterior(nn.Module, ABC):
     def _set(self, device: torch.device, dtype: torch.dtype) -> None:
         for name, tensor in self.constants().items():
             self.register_buffer(name, tensor.to(device, dtype), persistent=False)
+        # Kept apart: asking a module for its buffers takes as long as a small matrix product, for every batch.
+        self._place = (next(self.buffers()).device, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Rebuilt from float64 rather than cast: .half() must not lose the posterior, and .double() must gain it.
@@ -263,13 +276,13 @@ class Posterior(nn.Module, ABC):
     def follow(self, device: torch.device, dtype: torch.dtype) -> None:
         """Be on a device, in a precision of at least float32."""
         dtype = torch.promote_types(dtype, torch.float32)
-        if (next(self.buffers()).device, self.dtype) != (device, dtype):
+        if self._place != (device, dtype):
             self._set(device, dtype)
 
     @property
     def dtype(self) -> torch.dtype:
         """Precision of the computation: float64, or float32 for everything below."""
-        return next(self.buffers()).dtype
+        return self._place[1]
 
 
 def mahalanobis_weights(values: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from mola.errors import OptionError
 from mola.likelihood import Likelihood
 
-__all__ = ["eigensystem", "seen_basis"]
+__all__ = ["centred_diagonal", "centred_variance", "eigensystem", "seen_basis"]
 
 
 def seen_basis(likelihood: Likelihood, outputs: int) -> tuple[Tensor, Tensor]:
@@ -32,3 +32,15 @@ def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, clamped at 0, and eigenvectors of a positive semi-definite matrix."""
     values, vectors = torch.linalg.eigh(matrix)
     return values.clamp_min(0), vectors
+
+
+def centred_variance(variance: Tensor) -> Tensor:
+    """Variances (..., C) of independent outputs less their mean: `v_c (1 - 2/C) + mean(v) / C`."""
+    outputs = variance.shape[-1]
+    return variance * (1 - 2 / outputs) + variance.mean(-1, keepdim=True) / outputs
+
+
+def centred_diagonal(variance: Tensor) -> Tensor:
+    """Covariance (..., C, C) of independent outputs less their mean, from their variances (..., C)."""
+    outputs, mean = variance.shape[-1], variance.mean(-1)[..., None, None]
+    return torch.diag_embed(variance) - (variance[..., :, None] + variance[..., None, :] - mean) / outputs

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
+from mola.laplace.basis import centred_diagonal, centred_variance
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = ["Diag", "DiagFactors"]
@@ -31,14 +32,14 @@ class Diag(Structure):
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> DiagFactors:
         """Factors of one batch."""
         squares = features.square()
-        return DiagFactors(len(features), log_likelihood, _diagonal(curvature).T @ squares, squares.sum(0))
+        return DiagFactors(len(features), log_likelihood, curvature.diagonal().T @ squares, squares.sum(0))
 
     def absorb(self, total: Any, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Any:
         """Add the batch to the sums in place."""
         if total is None:
             return super().absorb(total, features, curvature, log_likelihood)
         squares = features.square()
-        total.diagonal.addmm_(_diagonal(curvature).T, squares)
+        total.diagonal.addmm_(curvature.diagonal().T, squares)
         total.squares.add_(squares.sum(0))
         return total.grown(len(features), log_likelihood)
 
@@ -55,25 +56,15 @@ class Diag(Structure):
         return DiagSpectrum(factors, likelihood)
 
 
-def _diagonal(curvature: OutputCurvature) -> Tensor:
-    """Diagonal (n, C) of each datum's output curvature."""
-    diagonal = torch.zeros((), device="cpu") if curvature.separate is None else curvature.separate
-    if curvature.coupling is not None:
-        coupling = curvature.coupling
-        diagonal = diagonal + coupling * (coupling.sum(1, keepdim=True) - coupling)
-    return diagonal
-
-
 class DiagSpectrum(Spectrum):
-    """The Hessian's diagonal (C, P), and the projection on the visible directions of output space."""
+    """The Hessian's diagonal (C, P), and whether a shift common to all outputs is hidden."""
 
     def __init__(self, factors: DiagFactors, likelihood: Likelihood) -> None:
-        """Keep the diagonal, and the projector on what `likelihood` sees."""
+        """Keep the diagonal, and what `likelihood` sees."""
         self.outputs, self.features = factors.diagonal.shape
         self.diagonal = factors.diagonal
         self.feature_values = factors.squares / factors.count
-        visible = likelihood.visible(self.outputs)
-        self.projector = visible @ visible.T
+        self.hidden = likelihood.hides_shift
 
     def project(self, features: Tensor) -> Tensor:
         """Squared features (n, P)."""
@@ -82,7 +73,7 @@ class DiagSpectrum(Spectrum):
     def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
         """`sum_p phi_p^2 / (H_cp + lambda)`."""
         variance = projected @ (1 / (self.diagonal + precision)).T
-        return variance @ self.projector.square() if contrast else variance
+        return centred_variance(variance) if contrast and self.hidden else variance
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """`sum_cp log(H_cp + lambda)`."""
@@ -111,7 +102,6 @@ class DiagPosterior(Posterior):
 
     spectrum: DiagSpectrum
     inverse: Tensor
-    projector: Tensor
     outlier_weights: Tensor
 
     @property
@@ -120,11 +110,10 @@ class DiagPosterior(Posterior):
         return self.spectrum.outputs
 
     def constants(self) -> dict[str, Tensor]:
-        """Posterior variances (C, P), the projector on visible directions, the weights of the outlier score."""
+        """Posterior variances (C, P), and the weights of the outlier score."""
         spectrum = self.spectrum
         return {
             "inverse": 1 / (spectrum.diagonal + self.precision),
-            "projector": spectrum.projector,
             "outlier_weights": mahalanobis_weights(spectrum.feature_values),
         }
 
@@ -134,15 +123,16 @@ class DiagPosterior(Posterior):
 
     def contrast_variance(self, features: Tensor) -> Tensor:
         """Diagonal of the projected covariance."""
-        return self.variance(features) @ self.projector.square()
+        variance = self.variance(features)
+        return centred_variance(variance) if self.spectrum.hidden else variance
 
     def covariance(self, features: Tensor) -> Tensor:
         """`diag(v)`."""
         return torch.diag_embed(self.variance(features))
 
     def contrast_covariance(self, features: Tensor) -> Tensor:
-        """`diag(v)` projected from both sides."""
-        return (self.projector * self.variance(features)[:, None, :]) @ self.projector
+        """`diag(v)`, centred from both sides."""
+        return centred_diagonal(self.variance(features)) if self.spectrum.hidden else self.covariance(features)
 
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
         """`sqrt(v) * noise`."""

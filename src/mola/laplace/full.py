@@ -76,7 +76,7 @@ class Full(Structure):
             )
             raise StructureTooLargeError(message)
 
-    def rows(self, features: int) -> int:
+    def rows(self, features: int, outputs: int) -> int:
         """Many: the sums are large, and reading and writing them costs."""
         return MANY
 

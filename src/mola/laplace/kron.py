@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from mola.errors import OptionError
-from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
+from mola.laplace.base import Factors, Posterior, Spectrum, Structure
 from mola.laplace.basis import eigensystem, seen_basis
-from mola.laplace.symmetric import add_gram, pack, packed_size, quadratic, quadratic_root, unpack
+from mola.laplace.damped import Damped, DampedFeatures
+from mola.laplace.symmetric import add_gram, pack, packed_size, unpack
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature, laplacian
 
 __all__ = ["Kron", "KronFactors", "KronPosterior", "KronSpectrum", "RunningKronFactors"]
@@ -123,9 +124,9 @@ class Kron(Structure):
             total.separate.add_(curvature.separate.sum(0))
         return total.grown(len(features), log_likelihood)
 
-    def rows(self, features: int) -> int | None:
+    def rows(self, features: int, outputs: int) -> int | None:
         """Many, or a batch at a time where the average runs over batches."""
-        return super().rows(features) if self.running_average is None else None
+        return super().rows(features, outputs) if self.running_average is None else None
 
     def merge(self, total: Any, batch: Any) -> Any:
         """Add the batch, or move the running average towards it."""
@@ -200,92 +201,45 @@ class KronPosterior(Posterior):
         return self.spectrum.visible
 
 
-class DampedSpectrum(KronSpectrum):
+class DampedSpectrum(Damped, KronSpectrum):
     """Algorithm 1: precision eigenvalues `(sqrt(N) a + sqrt(lambda)) (sqrt(N) b + sqrt(lambda))`."""
 
     def class_inverse(self, precision: float | Tensor) -> Tensor:
         """Eigenvalues (C,) of U."""
         return 1 / (self.count**0.5 * self.class_values + precision**0.5)
 
-    def feature_inverse(self, precision: float | Tensor) -> Tensor:
-        """Eigenvalues (P,) of V."""
-        return 1 / (self.count**0.5 * self.feature_values + precision**0.5)
-
     def class_variance(self, precision: float, *, contrast: bool = False) -> Tensor:
         """Diagonal (C,) of U, or of its visible part."""
         seen = self.visible if contrast else self.outputs
         return self.class_vectors[:, :seen].square() @ self.class_inverse(precision)[:seen]
 
-    def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
-        """`(phi' V phi) U_cc`."""
-        return (projected @ self.feature_inverse(precision))[:, None] * self.class_variance(
-            precision, contrast=contrast
-        )
-
-    def log_determinant(self, precision: Tensor) -> Tensor:
-        """`P sum log(sqrt(N) a + sqrt(lambda)) + C sum log(sqrt(N) b + sqrt(lambda))`."""
-        classes = -self.class_inverse(precision).log().sum()
-        features = -self.feature_inverse(precision).log().sum()
-        return self.features * classes + self.outputs * features
+    def class_log_determinant(self, precision: Tensor) -> Tensor:
+        """`sum log(sqrt(N) a + sqrt(lambda))`."""
+        return -self.class_inverse(precision).log().sum()
 
     def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
         """`U^1/2 E V^1/2` for standard normal E."""
         noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64, device="cpu")
         left = self.class_vectors * self.class_inverse(precision).sqrt()
-        right = self.feature_vectors * self.feature_inverse(precision).sqrt()
-        return left @ noise @ right.T
-
-    def class_covariance(self, precision: float, output: int) -> Tensor:
-        """`U_cc V`."""
-        value = (self.feature_vectors * self.feature_inverse(precision)) @ self.feature_vectors.T
-        return self.class_variance(precision)[output] * value
-
-    def smallest_class_variance(self, precision: float) -> Tensor:
-        """`U_cc / (sqrt(N) b_max + sqrt(lambda))`."""
-        return self.class_variance(precision) * self.feature_inverse(precision).min()
+        return left @ noise @ self.feature_root(precision).T
 
     def posterior(self, precision: float) -> Posterior:
         """The posterior at one prior precision."""
         return DampedPosterior(self, precision)
 
 
-class DampedPosterior(KronPosterior):
+class DampedPosterior(DampedFeatures, KronPosterior):
     """Logit covariance `(phi' V phi) U`: one number for each datum times a fixed matrix."""
 
     spectrum: DampedSpectrum
-    feature_root: Tensor
-    outlier_root: Tensor
-    class_variance: Tensor
-    contrast_class_variance: Tensor
     class_root: Tensor
 
     def constants(self) -> dict[str, Tensor]:
-        """Roots of V and of B's inverse, the diagonal of U, and a root of U with the visible directions first."""
-        spectrum, precision = self.spectrum, self.precision
-        vectors, known = spectrum.feature_vectors, mahalanobis_weights(spectrum.feature_values)
-        return {
-            "feature_root": quadratic_root(vectors, spectrum.feature_inverse(precision)),
-            "outlier_root": quadratic_root(vectors, known),
-            "class_variance": spectrum.class_variance(precision),
-            "contrast_class_variance": spectrum.class_variance(precision, contrast=True),
-            "class_root": spectrum.class_vectors * spectrum.class_inverse(precision).sqrt(),
+        """What variances need, and a root of U with the visible directions first."""
+        spectrum = self.spectrum
+        return super().constants() | {
+            "class_root": spectrum.class_vectors * spectrum.class_inverse(self.precision).sqrt()
         }
-
-    def scale(self, features: Tensor) -> Tensor:
-        """`phi' V phi` (n,)."""
-        return quadratic(features, self.feature_root)
-
-    def mahalanobis(self, features: Tensor) -> Tensor:
-        """`sqrt(phi' B^-1 phi)`."""
-        return quadratic(features, self.outlier_root).sqrt()
-
-    def variance(self, features: Tensor) -> Tensor:
-        """`(phi' V phi) U_cc`."""
-        return self.scale(features)[:, None] * self.class_variance
-
-    def contrast_variance(self, features: Tensor) -> Tensor:
-        """The same with the visible part of U."""
-        return self.scale(features)[:, None] * self.contrast_class_variance
 
     def covariance(self, features: Tensor) -> Tensor:
         """`(phi' V phi) U`."""

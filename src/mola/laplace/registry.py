@@ -7,11 +7,12 @@ from mola.laplace.base import Structure
 from mola.laplace.diag import Diag
 from mola.laplace.full import Full
 from mola.laplace.kron import Kron
+from mola.laplace.kron_diag import KronDiag
 from mola.laplace.kron_exact import KronExact
 
 __all__ = ["STRUCTURES", "as_structure"]
 
-STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Kron, KronExact, Diag, Full)}
+STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Kron, KronExact, KronDiag, Diag, Full)}
 
 
 def as_structure(structure: str | Structure) -> Structure:

@@ -8,6 +8,7 @@ the same size add up like the matrices.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,7 +26,12 @@ def packed_size(size: int) -> int:
 
 def size_of(packed: Tensor) -> int:
     """Rows of the matrix in a flat tensor, or of each in several."""
-    length = packed.shape[-1]
+    return _size_of(packed.shape[-1])
+
+
+@cache
+def _size_of(length: int) -> int:
+    """Kept for each length: finding it takes longer than adding some rows."""
     size = int((2 * length) ** 0.5) + 1
     while packed_size(size) > length:
         size -= 1
@@ -97,6 +103,8 @@ def quadratic_root(vectors: Tensor, values: Tensor) -> Tensor:
 
 def quadratic(features: Tensor, root: Tensor) -> Tensor:
     """`|phi' R|^2` (n,) for each row: a triangular root has nothing above its diagonal blocks, which is skipped."""
+    if root.shape[0] <= BLOCK:
+        return (features @ root).square().sum(1)
     total = features.new_zeros(features.shape[0])
     for start in range(0, root.shape[0], BLOCK):
         total = total + (features[:, start:] @ root[start:, start : start + BLOCK]).square().sum(1)

@@ -207,7 +207,7 @@ def _stream(
     if kept.totals is not None:
         # A checkpoint comes back in main memory; sums go on where the features are.
         totals = [moved(total, _device(one)) for total, one in zip(kept.totals, first, strict=True)]
-    rows = structure.rows(max(head.width for head in heads))
+    rows = structure.rows(max(head.width for head in heads), heads[0].classes)
     trails = [kept.trail]
     done = saved = kept.batches
     coming = 0
@@ -239,9 +239,8 @@ def _stream(
         told=told,
     ):
         for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
-            for features, logits, some in _portions(head, one, labels, rows):
-                score = None if some is None else float(likelihood.log_likelihood(logits, some).sum())
-                totals[index] = structure.absorb(totals[index], features, likelihood.curvature(logits), score)
+            totals[index] = _absorbed(work, totals[index], _portions(head, one, labels, rows))
+        del seen, labels, one  # not kept while the next is made
         done += coming
         if keeper.active:
             del trails[:coming]  # the first is that of all batches in the sums
@@ -252,6 +251,18 @@ def _stream(
     if keeper.active and done > saved:
         save()
     return totals
+
+
+def _absorbed(work: Work, total: Any, portions: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> Any:
+    """The total with portions of a batch in it."""
+    for features, logits, labels in portions:
+        if labels is None:
+            score, curvature = None, work.likelihood.curvature(logits)
+        else:
+            scores, curvature = work.likelihood.scored_curvature(logits, labels)
+            score = float(scores.sum())
+        total = work.structure.absorb(total, features, curvature, score)
+    return total
 
 
 def _device(seen: Features) -> torch.device:

@@ -8,10 +8,11 @@ from typing import Any
 from mola.export.folding.base import Draws, Folded, FoldedAsItIs
 from mola.export.folding.diag import FoldedDiag
 from mola.export.folding.full import FoldedFull
-from mola.export.folding.kron import FoldedDamped, FoldedExact
+from mola.export.folding.kron import FoldedDamped, FoldedExact, FoldedKronDiag
 from mola.laplace.diag import DiagPosterior
 from mola.laplace.full import FullPosterior
 from mola.laplace.kron import DampedPosterior
+from mola.laplace.kron_diag import KronDiagPosterior
 from mola.laplace.kron_exact import ExactPosterior
 
 __all__ = ["Draws", "Folded", "fold"]
@@ -26,6 +27,11 @@ def fold(posterior: Any, *, bias: bool) -> Folded:
 @fold.register
 def _(posterior: DampedPosterior, *, bias: bool) -> Folded:
     return FoldedDamped(posterior, bias=bias)
+
+
+@fold.register
+def _(posterior: KronDiagPosterior, *, bias: bool) -> Folded:
+    return FoldedKronDiag(posterior, bias=bias)
 
 
 @fold.register

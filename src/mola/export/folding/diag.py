@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mola.export.folding.base import Draws, Folded
+from mola.laplace.basis import centred_diagonal, centred_variance
 from mola.laplace.diag import DiagPosterior
 
 __all__ = ["FoldedDiag"]
@@ -24,13 +26,14 @@ class FoldedDiag(Folded):
         return self.affine(projected, "inverse", lambda own: own["inverse"].T)
 
     def contrast_variance(self, projected: Tensor) -> Tensor:
-        """Diagonal of the projected covariance."""
-        return self.affine(projected, "contrast_inverse", lambda own: own["inverse"].T @ own["projector"].square())
+        """Variances of the centred logits, which are linear in those of the logits."""
+        centred = centred_variance if self.posterior.spectrum.hidden else Tensor.clone
+        return self.affine(projected, "contrast_inverse", lambda own: centred(own["inverse"].T))
 
     def contrast_covariance(self, projected: Tensor) -> Tensor:
-        """`diag(v)` projected from both sides."""
-        projector = self.constant("projector", lambda own: own["projector"])
-        return (projector * self.variance(projected)[:, None, :]) @ projector
+        """`diag(v)`, centred from both sides."""
+        variance = self.variance(projected)
+        return centred_diagonal(variance) if self.posterior.spectrum.hidden else torch.diag_embed(variance)
 
     def deviations(self, projected: Tensor, draws: Draws) -> Tensor:
         """`sqrt(v) * noise`."""

@@ -7,26 +7,28 @@ from torch import Tensor
 
 from mola.export.folding.base import Draws, Folded
 from mola.laplace.base import mahalanobis_weights
-from mola.laplace.kron import DampedPosterior, KronPosterior
+from mola.laplace.damped import DampedFeatures
+from mola.laplace.kron import DampedPosterior
+from mola.laplace.kron_diag import KronDiagPosterior
 from mola.laplace.kron_exact import ExactPosterior
 
-__all__ = ["FoldedDamped", "FoldedExact"]
+__all__ = ["FoldedDamped", "FoldedExact", "FoldedKronDiag"]
 
 
 class FoldedEigenbasis(Folded):
     """Squared coordinates in the features' eigenbasis, by one product with the bias folded in."""
 
-    posterior: KronPosterior
+    posterior: DampedFeatures | ExactPosterior
 
     def coordinates(self, features: Tensor) -> Tensor:
         """Squared coordinates (n, P)."""
         return self.affine(features, "vectors", lambda _: self.posterior.spectrum.feature_vectors).square()
 
 
-class FoldedDamped(FoldedEigenbasis):
-    """Algorithm 1: `phi' V phi` and the squared length, side by side; the rest is a fixed matrix times the first."""
+class FoldedVariance(FoldedEigenbasis):
+    """Algorithm 1: `phi' V phi` and the squared length, side by side; variances are fixed numbers times the first."""
 
-    posterior: DampedPosterior
+    posterior: DampedFeatures
 
     def project(self, features: Tensor) -> Tensor:
         """`phi' V phi` and the squared length (n, 2)."""
@@ -44,6 +46,16 @@ class FoldedDamped(FoldedEigenbasis):
         """The same with the visible part of U."""
         return projected[:, :1] * self.constant("contrast_class_variance", lambda own: own["contrast_class_variance"])
 
+    def length(self, projected: Tensor) -> Tensor:
+        """`sqrt(phi' B^-1 phi)`."""
+        return projected[:, 1].sqrt()
+
+
+class FoldedDamped(FoldedVariance):
+    """Algorithm 1 with a whole class factor: covariances are a fixed matrix times `phi' V phi`."""
+
+    posterior: DampedPosterior
+
     def _root(self, own: dict[str, Tensor]) -> Tensor:
         return own["class_root"][:, : self.posterior.noise_size]
 
@@ -56,9 +68,27 @@ class FoldedDamped(FoldedEigenbasis):
         """`sqrt(phi' V phi)` times fixed draws."""
         return projected[:, :1, None].sqrt() * self.constant(draws.name, lambda own: self._root(own) @ draws.make().T)
 
-    def length(self, projected: Tensor) -> Tensor:
-        """`sqrt(phi' B^-1 phi)`."""
-        return projected[:, 1].sqrt()
+
+class FoldedKronDiag(FoldedVariance):
+    """Algorithm 1 with the class factor's diagonal: a C x C matrix only where the link asks for covariances."""
+
+    posterior: KronDiagPosterior
+
+    def contrast_covariance(self, projected: Tensor) -> Tensor:
+        """`(phi' V phi) U`, the visible part."""
+        matrix = self.constant(
+            "class_covariance", lambda _: self.posterior.spectrum.class_matrix(self.posterior.precision)
+        )
+        return projected[:, :1, None] * matrix
+
+    def deviations(self, projected: Tensor, draws: Draws) -> Tensor:
+        """`sqrt(phi' V phi)` times fixed draws."""
+
+        def drawn(own: dict[str, Tensor]) -> Tensor:
+            noise = draws.make()
+            return (noise[:, :-1] * own["own"].sqrt() + noise[:, -1:] * own["shared"]).T
+
+        return projected[:, :1, None].sqrt() * self.constant(draws.name, drawn)
 
 
 class FoldedExact(FoldedEigenbasis):
