@@ -319,6 +319,13 @@ def test_a_file_is_dropped_or_chosen(page, explorer, tmp_path):
     page.element("#pad .file").send_keys(str(tmp_path / "photograph.webp"))
     assert "120 x 90 pixels brought to 8 x 8, colours turned to grey" in page.note("photograph.webp")
     page.shows(explorer.look(explorer.subject.sight.fit(photograph)[0], NEUTRAL))
+    large = Image.fromarray(np.random.default_rng(1).integers(0, 256, (1700, 2000, 3)).astype(np.uint8))
+    data = saved(large, "BMP")
+    assert 0.95 * LARGEST_FILE < len(data) < LARGEST_FILE  # as large as may be
+    (tmp_path / "large.bmp").write_bytes(data)
+    page.drop(tmp_path / "large.bmp")
+    assert "2000 x 1700 pixels brought to 8 x 8" in page.note("large.bmp")
+    page.shows(explorer.look(explorer.subject.sight.fit(large)[0], NEUTRAL))
 
 
 def test_what_cannot_be_used_is_refused_politely_and_the_page_goes_on(page, explorer, tmp_path):
