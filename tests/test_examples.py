@@ -116,17 +116,17 @@ def test_tabular(run):
         accuracy, loss, _, _ = numbers(printed, name)
         assert accuracy > 95
         assert loss < 0.1
-    assert numbers(printed, "MolaClassifier, 5 networks")[1] < 1.1 * numbers(printed, "MLPClassifier")[1]
+    assert numbers(printed, "MolaClassifier, 5 networks")[1] < 1.15 * numbers(printed, "logistic regression")[1]
     # alarm by score, a column out of range, confidence
     usual = numbers(printed, "as they are")
-    assert usual[0] <= 25  # 10 are asked for, of 44 rows
+    assert usual[0] < 10 + 100 * 3 * (0.1 * 0.9 * (1 / 225 + 1 / 220)) ** 0.5  # five splits of 45 and 44 rows
     assert numbers(printed, "ash in other units (x 10)")[0] > 90
     mixed_up = numbers(printed, "each column from another wine")
-    assert mixed_up[0] > 40
+    assert mixed_up[0] > 35
     assert mixed_up[1] < 10  # which no check of ranges would find
-    everything = numbers(printed, "all columns x 100")
-    assert everything[0] < 20  # what the page warns of: the score does not see it
-    assert everything[1] == 100
+    nothing = numbers(printed, "all columns missing (0)")
+    assert nothing[0] < 20  # what the page warns of: the score does not see it
+    assert nothing[1] == 100
 
 
 def test_mimo_mola(run):
