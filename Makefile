@@ -34,8 +34,15 @@ check: $(READY)  ## format, lint, type-check, check the architecture (with CI=tr
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-bench: $(READY)  ## speed against the bare forward passes, as ratios in one run
-	$(BIN)/python benchmarks/fit_overhead.py
+# Every script fails where a bar is missed; all are run, and the target fails if one did. `make bench QUICK=--quick` takes a few
+# minutes, writes no file and leaves laplace-torch out, whose turns take longer than all the rest. docs/speed.md says more.
+QUICK ?=
+BENCHMARKS := fit_memory precision growth many_classes scale_out fit_overhead $(if $(QUICK),,speed_against_laplace_torch)
+bench: $(READY)  ## speed and memory against the bare forward passes, the deep ensemble and laplace-torch; then docs/speed.md
+	@failed=; for name in $(BENCHMARKS); do echo "== $$name"; \
+		$(BIN)/python benchmarks/$$name.py $(QUICK) || failed="$$failed $$name"; done; \
+	$(if $(QUICK),,$(BIN)/python docs/measured.py;) \
+	if [ -n "$$failed" ]; then echo "bars missed, or not measured:$$failed"; exit 1; fi
 
 docs: $(READY)  ## the documentation as a site in site/: open site/index.html; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -215,10 +215,11 @@ def rows(quick: bool, seconds: float, only: str) -> Iterator[dict[str, Any]]:
                         "predict": measure_predict(case, posterior, seconds / 2),
                         "tune": measure_tune(case, posterior) if size == setting.batches[-1] or quick else None,
                     }
-                    yield found | {"missed": missed(setting, found)}
+                    judged = {work: bars[structure] for work, bars in setting.bars.items() if structure in bars}
+                    yield found | {"bars": judged, "missed": missed(judged, found)}
 
 
-def missed(setting: Setting, row: dict[str, Any]) -> list[str]:
+def missed(bars: dict[str, float], row: dict[str, Any]) -> list[str]:
     """The bars that a row is above, in words."""
     found = {
         "fit": row["fit"]["whole"],
@@ -227,9 +228,9 @@ def missed(setting: Setting, row: dict[str, Any]) -> list[str]:
         "tune": None if row["tune"] is None else row["tune"]["whole"],
     }
     return [
-        f"{work} {found[work]:.3f}, bar {bars[row['structure']]:g}"
-        for work, bars in setting.bars.items()
-        if row["structure"] in bars and found[work] is not None and found[work] > bars[row["structure"]]
+        f"{work} {found[work]:.3f}, bar {bar:g}"
+        for work, bar in bars.items()
+        if found[work] is not None and found[work] > bar
     ]
 
 

@@ -1,0 +1,323 @@
+"""Fill the tables of docs/speed.md from what the benchmarks wrote: `python docs/measured.py`.
+
+A page holds places such as
+
+    <!-- measured: growth -->
+    <!-- end -->
+
+and what stands between the two lines is replaced by that table, made from `benchmarks/results`. The tests do the same and
+compare, so that every number in a table is one of a measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, RESULTS = ROOT / "docs" / "speed.md", ROOT / "benchmarks" / "results"
+PLACE = re.compile(r"(<!-- measured: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+class Results:
+    """The documents that the benchmarks wrote, read when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            message = f"{path.name} is missing: run benchmarks/{name}.py, which writes it."
+            raise FileNotFoundError(message)
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> str:
+    """Markdown, the first columns flush left and the others flush right."""
+    names = list(header)
+    lines = [names, ["---"] * left + ["---:"] * (len(names) - left), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(values: list[float], form: str = ".3f") -> str:
+    """One number, or the least and the most of several."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def size(value: float) -> str:
+    """Bytes in MB or GB."""
+    return f"{value / 1e6:.1f} MB" if value < 1e9 else f"{value / 1e9:.1f} GB"
+
+
+def seconds(value: float) -> str:
+    """In a unit that suits."""
+    return f"{value:.1f} s" if value >= 10 else f"{1e3 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+# --- the tables ---------------------------------------------------------------------------------------------------------
+
+OVERHEAD = {
+    "fit": lambda row: row["fit"]["whole"],
+    "predict": lambda row: row["predict"]["whole"],
+    "predict over DE": lambda row: row["predict"]["over_ensemble"],
+    "tune": lambda row: None if row["tune"] is None else row["tune"]["whole"],
+}
+AGAINST = {
+    "fit": "over the bare passes",
+    "predict": "over the bare passes",
+    "predict over DE": "MoLA over the deep ensemble",
+    "tune": "100 values, over one validation pass",
+}
+
+
+def bars(results: Results) -> str:
+    """Every bar, what was measured, and whether it is met."""
+    found: dict[tuple[str, str, float], list[float]] = {}
+    for row in results["fit_overhead"]["rows"]:
+        for work, bar in row["bars"].items():
+            value = OVERHEAD[work](row)
+            if value is not None:
+                name = "predict" if work.startswith("predict") else work
+                found.setdefault((f"`{name}`, {row['structure']}, {row['setting']}", AGAINST[work], bar), []).append(
+                    value
+                )
+    rows = [
+        [work, f"at most {bar:g}, {against}", spread(values), "met" if max(values) <= bar else "**missed**"]
+        for (work, against, bar), values in found.items()
+    ]
+    for row in results["fit_memory"]["rows"]:
+        if row["bar"] is not None:
+            at = f"P={row['features']}, C={row['classes']}, N={row['data']}"
+            met = row["peak"] <= row["bar"] * 1e6
+            rows.append(
+                [f"memory of `fit`, {row['structure']}, {at}", f"under {row['bar']:g} MB", size(row["peak"]), _met(met)]
+            )
+    for bar in results["speed_against_laplace_torch"]["bars"]:
+        rows.append(
+            [
+                f"{bar['work']}, P={bar['features']}",
+                f"at least {bar['bar']:g} times as fast as laplace-torch ({bar['against']})",
+                f"{bar['ratio']:.1f}",
+                _met(bar["ratio"] >= bar["bar"]),
+            ]
+        )
+    precision = results["precision"]
+    worst = max(row["largest"] for row in precision["rows"])
+    rows.append(
+        [
+            "float32 against float64",
+            f"at most {precision['bar']:g} in probabilities",
+            f"{worst:.1e}",
+            _met(worst <= precision["bar"]),
+        ]
+    )
+    growth = results["growth"]["rows"]
+    rows.append(
+        [
+            "growth with N, P, C, K",
+            f"{len(growth)} exponents, each at most what the arithmetic says",
+            f"{sum(row['exponent'] <= row['bar'] for row in growth)} of {len(growth)}",
+            _met(all(row["exponent"] <= row["bar"] for row in growth)),
+        ]
+    )
+    many = results["many_classes"]
+    rows.append(
+        [
+            "`kron-diag`, very many classes",
+            f"{len(many['bars'])} bars, see below",
+            f"{len(many['missed'])} missed",
+            _met(not many["missed"]),
+        ]
+    )
+    return table(["work", "bar", "measured", ""], rows, 2)
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "**missed**"
+
+
+def overhead(results: Results) -> str:
+    """What mola adds, for every setting."""
+    rows = []
+    for row in results["fit_overhead"]["rows"]:
+        tune = row["tune"]
+        rows.append(
+            [
+                row["setting"],
+                row["structure"],
+                str(row["networks"]),
+                str(row["batch"]),
+                f"{row['fit']['whole']:.3f}",
+                seconds(row["fit"]["once_seconds"]),
+                f"{row['predict']['whole']:.3f}",
+                f"{row['predict']['over_ensemble']:.3f}",
+                "" if tune is None else f"{tune['whole']:.3f}",
+                "" if tune is None else seconds(tune["search_seconds"]),
+            ]
+        )
+    names = ["network", "structure", "K", "batch", "fit", "once", "predict", "over DE", "tune", "search"]
+    return table(names, rows, 2)
+
+
+def peer(results: Results) -> str:
+    """Side by side with laplace-torch."""
+    rows = [
+        [
+            row["work"],
+            f"P={row['features']}, C={row['classes']}",
+            row["peer"],
+            seconds(row["seconds"]),
+            seconds(row["peer_seconds"]),
+            f"{row['ratio']:.1f} [{row['quartile_1']:.1f}, {row['quartile_3']:.1f}]",
+        ]
+        for row in results["speed_against_laplace_torch"]["rows"]
+    ]
+    return table(["work", "size", "laplace-torch's backend", "mola", "laplace-torch", "times [quartiles]"], rows, 3)
+
+
+def memory(results: Results) -> str:
+    """Peaks beside the sums themselves."""
+    rows = [
+        [
+            row["structure"],
+            *(str(row[name]) for name in ("features", "classes", "data", "networks")),
+            size(row["peak"]),
+            size(row["sums"]),
+        ]
+        for row in results["fit_memory"]["rows"]
+    ]
+    return table(["structure", "P", "C", "N", "K", "peak", "the sums themselves"], rows)
+
+
+def growth(results: Results) -> str:
+    """Exponents."""
+    rows = []
+    for row in results["growth"]["rows"]:
+        form = size if row["work"].startswith("memory") else seconds
+        ends = f"{form(row['medians'][0])} at {row['sizes'][0]}, {form(row['medians'][-1])} at {row['sizes'][-1]}"
+        rows.append(
+            [
+                row["work"],
+                row["axis"],
+                f"{row['exponent']:.2f} [{row['quartile_1']:.2f}, {row['quartile_3']:.2f}]",
+                f"{row['end']:.2f}",
+                f"{row['bar']:g}",
+                ends,
+            ]
+        )
+    return table(["work", "with", "exponent [quartiles]", "last doubling", "at most", "from, to"], rows, 2)
+
+
+def many_costs(results: Results) -> str:
+    """Costs where C x C cannot be."""
+    rows = [
+        [
+            f"{row['classes']:,}",
+            f"{row['fit_ratio']:.2f}",
+            f"{row['predict_ratio']:.2f}",
+            *(size(row[f"{work}_peak"]) for work in ("fit", "tune", "predict")),
+            size(row["head_bytes"]),
+            size(row["class_factor_of_kron_bytes"]),
+        ]
+        for row in results["many_classes"]["rows"]
+    ]
+    names = [
+        "C",
+        "fit / bare",
+        "predict / bare",
+        "memory: fit",
+        "tune",
+        "predict",
+        "last layer itself",
+        "class factor of `kron`",
+    ]
+    return table(names, rows)
+
+
+def many_distances(results: Results) -> str:
+    """How far kron-diag is from kron."""
+    rows = []
+    for row in results["many_classes"]["distances"]:
+        apart = max(row["at_one_prior"], key=lambda one: one["mean_total_variation"])
+        whole, diagonal = row["tuned"]["kron"], row["tuned"]["kron-diag"]
+        rows.append(
+            [
+                row["scene"],
+                f"{row['second_eigenvalue']:.2f}, {row['largest_eigenvalue']:.2f}",
+                f"{min(one['variance_least'] for one in row['at_one_prior']):.2f} to "
+                f"{max(one['variance_most'] for one in row['at_one_prior']):.2f}",
+                f"{apart['mean_total_variation']:.4f} (λ = {apart['prior_precision']:g})",
+                f"{whole['nll']:.4f}, {diagonal['nll']:.4f}",
+                f"{100 * whole['ece']:.1f}, {100 * diagonal['ece']:.1f}",
+            ]
+        )
+    names = [
+        "data",
+        "ν₂, νₘₐₓ",
+        "variance of kron / kron-diag",
+        "largest mean distance",
+        "log loss, each tuned",
+        "ECE %",
+    ]
+    return table(names, rows)
+
+
+def precision(results: Results) -> str:
+    """Largest differences by structure and kind of features."""
+    rows = results["precision"]["rows"]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    lines: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in rows:
+        lines.setdefault((row["structure"], row["features"], row["classes"]), {})[row["kind"]] = row["largest"]
+    return table(
+        ["structure", "P", "C", *kinds],
+        ([name, str(p), str(c), *(f"{found[kind]:.0e}" for kind in kinds)] for (name, p, c), found in lines.items()),
+    )
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "bars": bars,
+    "overhead": overhead,
+    "laplace-torch": peer,
+    "memory": memory,
+    "growth": growth,
+    "many classes, costs": many_costs,
+    "many classes, distance": many_distances,
+    "precision": precision,
+}
+
+
+def fill(page: str, folder: Path) -> str:
+    """The page with its tables as the measurements have them.
+
+    Args:
+        page: Markdown.
+        folder: that the benchmarks wrote to.
+
+    Returns:
+        The page.
+    """
+    results = Results(folder)
+
+    def place(match: re.Match[str]) -> str:
+        start, name, end = match.groups()
+        if name not in TABLES:
+            message = f"there is no table {name!r}; there are {', '.join(TABLES)}."
+            raise KeyError(message)
+        return f"{start}\n{TABLES[name](results)}\n\n{end}"
+
+    return PLACE.sub(place, page)
+
+
+def main() -> None:
+    """Fill the page in place."""
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
