@@ -164,6 +164,11 @@ class Tuning:
     notes: tuple[str, ...] = ()
     """What the user should know: a grid that grew, a threshold that nothing met."""
 
+    def __str__(self) -> str:
+        """What was chosen and by which rule, with the notes; the curve is for programs and figures."""
+        chosen = ", ".join(f"{value:.3g}" for value in dict.fromkeys(self.prior_precision))
+        return "\n".join([f"prior precision {chosen}, by {self.rule}", *self.notes])
+
     def as_json(self) -> dict[str, Any]:
         """All but the prior precisions, as JSON."""
         return {
