@@ -270,3 +270,15 @@ def test_rules_that_need_data_say_so(trained):
 def test_unknown_score_is_refused():
     with pytest.raises(mola.OptionError, match="'nll', 'brier' or 'ece'"):
         mola.ValidationScore("auc")
+
+
+def test_a_choice_is_told_in_words_and_not_in_pages_of_numbers():
+    members, inputs, labels = trained_once()
+    posterior = mola.fit(members, [(inputs[:200], labels[:200])], [(inputs[200:], labels[200:])], progress=False)
+    told = str(posterior.tuning)
+    first, *notes = told.splitlines()
+    assert first == f"prior precision {posterior.prior_precision[0]:.3g}, by {posterior.tuning.rule}"
+    assert notes == list(posterior.tuning.notes)
+    assert "curve" not in repr(posterior.tuning)
+    apart = posterior.tune(rule=mola.Evidence(shared=False)).tuning
+    assert str(apart).count(",") == len(members), "one prior precision for each component"

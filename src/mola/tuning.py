@@ -159,7 +159,7 @@ class Tuning:
     rule: str
     prior_precision: tuple[float, ...]
     """One for each component."""
-    curve: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    curve: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
     """What each candidate scored: "prior_precision", and figures on the held-out data."""
     notes: tuple[str, ...] = ()
     """What the user should know: a grid that grew, a threshold that nothing met."""
