@@ -90,7 +90,7 @@ def cost(classes: int, count: int) -> dict[str, float]:
     posterior = measured("fit", lambda: mola.fit(network, batches, structure="kron-diag", progress=False))
     posterior.eval()
     rule = mola.ConfidenceThreshold(confidence=middle(posterior, batches[0][0]))
-    posterior = measured("tune", lambda: posterior.tune(batches[:2], rule, progress=False))
+    posterior = measured("tune", lambda: posterior.tune(batches[:1], rule, progress=False))
     found["candidates"] = len(posterior.tuning.curve["prior_precision"])
     posterior(batches[0][0])
     measured("predict", lambda: [posterior(inputs) for inputs, _ in batches])

@@ -21,6 +21,9 @@ from mola.metrics import bin_confidences, calibration_gap
 
 __all__ = ["HeldOut", "Problem", "Tuning", "read_held_out"]
 
+LOGITS_AT_ONCE = 2**18
+"""Probabilities of one candidate that are made together: more leave the processor's cache, and take several times as long."""
+
 PROJECTED_AT_ONCE = 2**24
 """Projected numbers of all components held at once when candidates are compared; the data are taken in portions."""
 
@@ -233,13 +236,14 @@ class Problem:
     def _by_portion(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[int, slice, Tensor]]:
         """Probabilities of every candidate, where variances are enough: data are projected once, for all candidates."""
         mixing = [self.weights_at(precision) for precision in precisions]
-        portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra))
+        projected = PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra)
+        portion = max(1, min(projected, LOGITS_AT_ONCE // self.spectra[0].outputs))
         for part, features, means in data.portions(portion):
-            projected = [spectrum.project(values) for spectrum, values in zip(self.spectra, features, strict=True)]
+            projections = [spectrum.project(values) for spectrum, values in zip(self.spectra, features, strict=True)]
             for index, precision in enumerate(precisions):
                 tried = [
                     Candidate(spectrum, precision, values)
-                    for spectrum, values in zip(self.spectra, projected, strict=True)
+                    for spectrum, values in zip(self.spectra, projections, strict=True)
                 ]
                 yield index, part, self._mixed(mixing[index], means, features, tried)
 
@@ -285,5 +289,5 @@ def _sums(probs: Tensor, labels: Tensor | None) -> Tensor:
     if labels is None:
         return torch.stack([confidence, uniform, uniform.new_zeros(()), uniform.new_zeros(())])
     nll = -log_probs.gather(1, labels[:, None]).sum()
-    brier = (probs - torch.nn.functional.one_hot(labels, probs.shape[1])).square().sum()
+    brier = probs.square().sum() - 2 * probs.gather(1, labels[:, None]).sum() + len(labels)
     return torch.stack([confidence, uniform, nll, brier])

@@ -26,6 +26,9 @@ from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature, laplacian
 
 __all__ = ["Kron", "KronFactors", "KronPosterior", "KronSpectrum", "RunningKronFactors"]
 
+KEPT = 512
+"""Diagonals of U, of C numbers each, that are kept for prior precisions that were asked for."""
+
 
 @dataclass(frozen=True)
 class KronFactors(Factors):
@@ -184,6 +187,7 @@ class KronSpectrum(Spectrum):
         self.class_values = torch.cat([values, values.new_zeros(unseen.shape[1])])
         self.class_vectors = torch.cat([seen @ vectors, unseen], dim=1)
         self.feature_values, self.feature_vectors = eigensystem(gram / self.count)
+        self._class_variances: dict[tuple[float, bool], Tensor] = {}
 
     def project(self, features: Tensor) -> Tensor:
         """Squared coordinates (n, P) of the features in B's eigenbasis."""
@@ -210,8 +214,14 @@ class DampedSpectrum(Damped, KronSpectrum):
 
     def class_variance(self, precision: float, *, contrast: bool = False) -> Tensor:
         """Diagonal (C,) of U, or of its visible part."""
-        seen = self.visible if contrast else self.outputs
-        return self.class_vectors[:, :seen].square() @ self.class_inverse(precision)[:seen]
+        # Kept: C^2 numbers are read for it, and every portion of the validation data asks for that of every candidate.
+        if (precision, contrast) not in self._class_variances:
+            if len(self._class_variances) >= KEPT:
+                self._class_variances.clear()
+            seen = self.visible if contrast else self.outputs
+            found = self.class_vectors[:, :seen].square() @ self.class_inverse(precision)[:seen]
+            self._class_variances[precision, contrast] = found
+        return self._class_variances[precision, contrast]
 
     def class_log_determinant(self, precision: Tensor) -> Tensor:
         """`sum log(sqrt(N) a + sqrt(lambda))`."""
