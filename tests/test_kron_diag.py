@@ -9,7 +9,8 @@ from torch import nn
 import mola
 from mola.bounds import class_bounds
 from mola.laplace import STRUCTURES as KNOWN
-from mola.laplace.kron_diag import graph_of_degrees
+from mola.laplace.kron_diag import KronDiagFactors, graph_of_degrees
+from mola.laplace.symmetric import pack
 from mola.likelihood import CATEGORICAL, OutputCurvature, laplacian
 from tests.conftest import make_problem
 from tests.reference import dense
@@ -161,6 +162,21 @@ def test_a_network_that_is_certain_of_everything():
     found = mola.fit(problem.network, problem.loader, structure="kron-diag", prior_precision=1e-4)
     assert bool(found(problem.inputs).isfinite().all())
     assert bool(found.log_evidence().isfinite().all())
+
+
+@pytest.mark.parametrize("degree", [0.1, 1e-16, 1e-25, 1e-300, 5e-324])
+@pytest.mark.parametrize("prior", [1e-30, 1e-6, 1.0, 1e6, 1e30])
+def test_degrees_of_any_size_beside_any_prior(degree, prior):
+    """Where degrees are equal, A is theirs times a centring, and U's variances can be written down."""
+    classes, count = 7, 3
+    factors = KronDiagFactors(count, None, torch.full((classes,), count * degree), pack(count * torch.eye(2)))
+    spectrum = KNOWN["kron-diag"]().spectrum(factors)
+    curvature = count**0.5 * degree * classes / (classes - 1)
+    expected = (1 - 1 / classes) / (curvature + prior**0.5)
+    assert relative(spectrum.class_variance(prior, contrast=True), torch.full((classes,), expected)) < 1e-12
+    assert relative(spectrum.class_matrix(prior).diagonal(), torch.full((classes,), expected)) < 1e-12
+    with_hidden = torch.full((classes,), expected + 1 / (classes * prior**0.5))
+    assert relative(spectrum.class_variance(prior), with_hidden) < 1e-12
 
 
 class TestVeryManyClasses:

@@ -26,7 +26,8 @@ The inverse is known, too: with :math:`\gamma_c = 1 / (\sqrt N T q_c + \sqrt\lam
 .. math:: U = (\sqrt N A_d + \sqrt\lambda I)^{-1} = \Pi\, (\mathrm{diag}(\gamma) + \kappa\, \gamma \gamma^\top)\, \Pi
    + \tfrac{1}{\sqrt\lambda}\, \tfrac{1 1^\top}{C}.
 
-All terms are positive, nothing cancels. Likelihoods whose outputs have curvature s of their own add s to the diagonal, see
+All terms are positive. Only the mean of :math:`\gamma` is taken away, and where the prior outweighs the data, so that all of
+:math:`\gamma` is near :math:`1 / \sqrt\lambda`, it is taken from :math:`1 - \sqrt\lambda \gamma` instead. Likelihoods whose outputs have curvature s of their own add s to the diagonal, see
 nothing hidden, and have :math:`U = \mathrm{diag}(\gamma) + \sqrt N T h h^\top / \sum_c h_c (\sqrt N s_c + \sqrt\lambda)` with
 :math:`\gamma_c = 1 / (\sqrt N (s_c + T q_c) + \sqrt\lambda)` and :math:`h = q \gamma`.
 """
@@ -156,7 +157,8 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        # The sum grows with the part, except where the largest takes its larger root: that falls, and more than the rest grows.
+        # With smaller roots alone the sum grows with the part. With the larger one it is 1 at 0, grows, and then falls for good:
+        # it is above 1 up to the part that is looked for, and below it from there on.
         if (float(roots(middle, other=other).sum()) < 1) != other:
             low = middle
         else:
@@ -192,12 +194,17 @@ class KronDiagSpectrum(Damped):
     def shared(self, precision: float) -> Tensor:
         """The vector k (C,) of the rank-one part: `U = diag(gamma) + k k'`, between two centrings where a shift is hidden."""
         gamma, rest = self.own(precision)
-        if self.total == 0:
+        edge, prior = self.count**0.5 * self.total, precision**0.5
+        if not self.hidden:
+            return (edge / (self.nodes * gamma * rest).sum()).sqrt() * self.nodes * gamma
+        learned = edge * self.nodes * gamma  # 1 - sqrt(lambda) gamma
+        total = learned.sum()
+        if total == 0:  # nothing is confused, or less than float64 can hold
             return torch.zeros_like(gamma)
-        edge = self.count**0.5 * self.total
-        if self.hidden:
-            return (precision**0.5 / (edge * self.nodes * gamma).sum()).sqrt() * (gamma - gamma.mean())
-        return (edge / (self.nodes * gamma * rest).sum()).sqrt() * self.nodes * gamma
+        # Whichever of the two is smaller loses less where its mean is taken away: their differences are the same.
+        if learned.max() < prior * gamma.max():
+            return (learned.mean() - learned) / (prior**0.5 * total.sqrt())
+        return (prior / total).sqrt() * (gamma - gamma.mean())
 
     def class_variance(self, precision: float, *, contrast: bool = False) -> Tensor:
         """Diagonal (C,) of U, or of its visible part."""
