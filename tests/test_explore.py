@@ -687,7 +687,7 @@ def test_what_a_page_would_not_send_is_refused_in_words(data):
     from mola.explore.page import sent, told_or
 
     event = gr.EventData(None, data)
-    with pytest.raises(DataError, match="the page sent data = .*load it again"):
+    with pytest.raises(DataError, match=r"the page sent data = .*load it again"):
         sent(event, "data", str)
     picture, told = told_or(lambda: sent(event, "data", str))
     assert "load it again" in told
