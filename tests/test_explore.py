@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import math
@@ -29,6 +30,7 @@ from mola.explore.opinions import METHODS, STEPS, Explorer, Member, Opinions, af
 from mola.explore.pictures import LARGEST_FILE, LARGEST_PIXELS, decode, from_data_url
 from mola.explore.plots import score_card, turned_card
 from mola.explore.reference import Reference
+from mola.explore.server import LARGEST_REQUEST, Guarded
 from mola.explore.sight import Sight, as_png
 from mola.explore.strangers import strangers
 from mola.explore.subject import Example, Subject
@@ -194,7 +196,7 @@ def test_a_photograph_is_turned_upright():
 def test_odd_pictures_are_taken_with_a_word_on_what_was_done():
     frames = [Image.fromarray(noise((1, 6, 6), seed)[0].numpy()) for seed in range(3)]
     animated = decode(saved(frames[0], "GIF", save_all=True, append_images=frames[1:]))
-    assert animated.notes == ("the first of its 3 frames",)
+    assert animated.notes == ("the first of its frames",)
     assert np.array_equal(np.asarray(animated.image.convert("L")), np.asarray(frames[0]))
 
     deep = decode(saved(Image.fromarray(np.array([[0, 256, 65535]], dtype=np.uint16))))
@@ -245,6 +247,27 @@ def test_what_cannot_be_used_is_refused_in_words(name):
         decode(data, "holiday.png")
     assert str(refusal.value).startswith("holiday.png ")
     assert "\n" not in str(refusal.value)
+
+
+def chained(count):
+    """A TIFF of one small picture, followed by so many frames that hold next to nothing."""
+    data = bytearray(saved(Image.new("L", (8, 8)), "TIFF"))
+    data += bytes(len(data) % 2)
+    start = int.from_bytes(data[4:8], "little")
+    after = start + 2 + 12 * int.from_bytes(data[start : start + 2], "little")
+    size = b"".join(tag.to_bytes(2, "little") + bytes([4, 0, 1, 0, 0, 0, 8, 0, 0, 0]) for tag in (256, 257, 273))
+    places = [len(data) + 42 * place for place in range(count)]
+    data[after : after + 4] = places[0].to_bytes(4, "little")
+    for following in (*places[1:], 0):
+        data += bytes([3, 0]) + size + following.to_bytes(4, "little")
+    return bytes(data)
+
+
+def test_frames_are_not_counted():
+    """Pillow reads each, and looks for it among all before it: 15 s for these 1.7 MB, minutes for a file as large as may be."""
+    began = time.process_time()
+    assert decode(chained(40_000)).notes == ("the first of its frames",)
+    assert time.process_time() - began < 1
 
 
 def test_a_picture_of_the_largest_size_is_not_refused():
@@ -648,6 +671,52 @@ def test_answers_refuse_what_is_too_large_or_does_not_come():
         answers.dropped("folder", 4096, None)
     with pytest.raises(OptionError, match="rotation must be"):
         answers.look(as_png(noise((1, 8, 8))), 999.0, 1.0, 0.0, 0.0, 0.0, 1.0, False, 0)
+
+
+def test_examples_are_chosen_by_their_place():
+    answers = Answers(Explorer(make_subject((1, 8, 8))))
+    assert answers.chosen(0) == (as_png(noise((1, 8, 8))), "one")
+    for wrong in (-1, 1):
+        with pytest.raises(DataError, match=f"no example {wrong}, only 1 of them"):
+            answers.chosen(wrong)
+
+
+@pytest.mark.parametrize("data", [None, {}, {"data": 5}, {"data": None}])
+def test_what_a_page_would_not_send_is_refused_in_words(data):
+    gr = pytest.importorskip("gradio")
+    from mola.explore.page import sent, told_or
+
+    event = gr.EventData(None, data)
+    with pytest.raises(DataError, match=r"the page sent data = .*load it again"):
+        sent(event, "data", str)
+    picture, told = told_or(lambda: sent(event, "data", str))
+    assert "load it again" in told
+    assert picture == gr.skip()
+
+
+def asked(path, **headers):
+    """Status of the guarded application's answer; 200 if the request passed through to what is guarded."""
+    statuses = []
+
+    async def inner(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200})
+
+    async def note(told):
+        statuses.append(told.get("status"))
+
+    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(Guarded(inner)({"type": "http", "path": path, "headers": given}, None, note))
+    return statuses[0]
+
+
+def test_requests_that_write_files_or_do_not_say_how_large_they_are_go_nowhere():
+    assert asked("/gradio_api/queue/join", content_length="5") == 200
+    for ending in ("upload", "upload/", "deep_link", "process_recording"):
+        assert asked(f"/gradio_api/{ending}") == 404
+    for coding in ("chunked", "Chunked", "gzip, CHUNKED"):
+        assert asked("/gradio_api/queue/join", transfer_encoding=coding) == 413
+    for length in (str(LARGEST_REQUEST + 1), "-1", "many"):
+        assert asked("/gradio_api/queue/join", content_length=length) == 413
 
 
 def test_strangers_have_the_networks_size(shape):

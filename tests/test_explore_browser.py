@@ -430,6 +430,7 @@ def test_both_themes_can_be_read(page, dark):
     page.open(dark=dark)
     for now in (dark, not dark):
         page.wait(lambda now=now: page.run("return document.body.classList.contains('dark')") == now)
+        page.wait(lambda: not page.run("return document.getAnimations().some(a => a instanceof CSSTransition)"))
         found = page.run(CONTRAST)
         assert len(found) > 50
         assert found[0][0] >= 4.5, found[:3]  # WCAG's AA

@@ -90,6 +90,24 @@ class Answers:
         notes = [*picture.notes, *([done] if done else [])]
         return as_png(pixels), f"{name}: {'; '.join(notes)}." if notes else f"{name}, as it is."
 
+    def chosen(self, index: int) -> tuple[str, str]:
+        """An example and its name.
+
+        Args:
+            index: its place among the examples.
+
+        Returns:
+            The picture and a note.
+
+        Raises:
+            DataError: if there is none.
+        """
+        if not 0 <= index < len(self.subject.examples):
+            words = f"there is no example {index}, only {len(self.subject.examples)} of them: load the page again."
+            raise DataError(words)
+        example = self.subject.examples[index]
+        return as_png(example.pixels), example.name
+
     def _verdict(self, opinions: Opinions, seen: str) -> str:
         # A number and its unit stay on one line.
         first, *others = (escape(one).replace(" %", "\N{NO-BREAK SPACE}%") for one in verdict(opinions, self.subject))

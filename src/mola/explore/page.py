@@ -10,7 +10,7 @@ import os
 from importlib import resources
 from typing import Any
 
-from mola.errors import MissingExtraError, MolaError
+from mola.errors import DataError, MissingExtraError, MolaError
 from mola.explore.answers import SLIDERS, Answers, heading, message, thumbnails
 from mola.explore.changes import NEUTRAL, RANGES
 from mola.explore.opinions import Explorer
@@ -94,15 +94,17 @@ def build_page(explorer: Explorer) -> gr.Blocks:
         quietly: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
         def on_drawn(event: gr.EventData) -> Any:
-            return told_or(lambda: (answers.drawn(event._data["data"]), ""))
+            return told_or(lambda: (answers.drawn(sent(event, "data", str)), ""))
 
         def on_dropped(event: gr.EventData) -> Any:
-            data = event._data
-            return told_or(lambda: answers.dropped(str(data["name"]), int(data["size"]), data.get("data")))
+            return told_or(
+                lambda: answers.dropped(
+                    sent(event, "name", str), sent(event, "size", int), sent(event, "data", str | None)
+                )
+            )
 
         def on_chosen(event: gr.EventData) -> Any:
-            example = subject.examples[int(event._data["index"]) % len(subject.examples)]
-            return as_png(example.pixels), message(example.name)
+            return told_or(lambda: answers.chosen(sent(event, "index", int)))
 
         pad.input(on_drawn, None, [picture, note], trigger_mode="always_last", **quietly)
         pad.clear(lambda: ("", ""), None, [picture, note], **quietly)
@@ -124,6 +126,19 @@ def build_page(explorer: Explorer) -> gr.Blocks:
         )
         gr.on(changed, in_words(answers.turn), asked, curve, trigger_mode="always_last", **quietly)
     return page
+
+
+def sent(event: gr.EventData, name: str, kind: Any) -> Any:
+    """What the page sent with an event.
+
+    Raises:
+        DataError: if it is not of this kind, since a page can send anything.
+    """
+    value = (event._data or {}).get(name)
+    if not isinstance(value, kind):
+        words = f"the page sent {name} = {value!r:.40}, and something else was expected: load it again."
+        raise DataError(words)
+    return value
 
 
 def told_or(make: Any) -> Any:

@@ -117,10 +117,10 @@ def decode(data: bytes, name: str = "the picture") -> Picture:
 
 def _settled(opened: Image.Image) -> Picture:
     notes = []
-    frames = getattr(opened, "n_frames", 1)
-    if frames > 1:
+    # Not how many: counting a TIFF's takes time with their square, and a small file can hold a million.
+    if getattr(opened, "is_animated", False):
         opened.seek(0)
-        notes.append(f"the first of its {frames} frames")
+        notes.append("the first of its frames")
     if "16" in opened.mode or opened.mode == "I":
         notes.append("16 bits a pixel brought to 8")
     image = in_bytes(opened)

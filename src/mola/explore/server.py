@@ -23,6 +23,9 @@ POLICY = (
 )
 """What a browser may load: from here alone. Gradio's own page needs inline and evaluated scripts."""
 
+UNNEEDED = ("/upload", "/deep_link", "/process_recording")
+"""Endings of gradio's addresses that write files, which no part of the page asks for."""
+
 PARTING = 1
 """Seconds that open pages are given when the server is stopped."""
 
@@ -100,14 +103,14 @@ class Guarded:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if scope["path"].endswith("/upload"):
-            await refuse(send, 404, b"pictures come with the question, not as files")
+        if scope["path"].rstrip("/").endswith(UNNEEDED):
+            await refuse(send, 404, b"pictures come with the question, and nothing is kept")
             return
         length = headers.get(b"content-length", b"0")
         if (
             not length.isdigit()
             or int(length) > LARGEST_REQUEST
-            or b"chunked" in headers.get(b"transfer-encoding", b"")
+            or b"chunked" in headers.get(b"transfer-encoding", b"").lower()
         ):
             await refuse(send, 413, b"too large")
             return

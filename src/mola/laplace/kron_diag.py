@@ -26,9 +26,11 @@ The inverse is known, too: with :math:`\gamma_c = 1 / (\sqrt N T q_c + \sqrt\lam
 .. math:: U = (\sqrt N A_d + \sqrt\lambda I)^{-1} = \Pi\, (\mathrm{diag}(\gamma) + \kappa\, \gamma \gamma^\top)\, \Pi
    + \tfrac{1}{\sqrt\lambda}\, \tfrac{1 1^\top}{C}.
 
-All terms are positive. Only the mean of :math:`\gamma` is taken away, and where the prior outweighs the data, so that all of
-:math:`\gamma` is near :math:`1 / \sqrt\lambda`, it is taken from :math:`1 - \sqrt\lambda \gamma` instead. Likelihoods whose outputs have curvature s of their own add s to the diagonal, see
-nothing hidden, and have :math:`U = \mathrm{diag}(\gamma) + \sqrt N T h h^\top / \sum_c h_c (\sqrt N s_c + \sqrt\lambda)` with
+All terms are positive. Only the mean of :math:`\gamma` is taken away; where the prior outweighs the data and all of
+:math:`\gamma` is near :math:`1 / \sqrt\lambda`, that of :math:`1 - \sqrt\lambda \gamma` is taken instead, so that nothing is lost.
+
+Likelihoods whose outputs have curvature s of their own add s to the diagonal, see nothing hidden, and have
+:math:`U = \mathrm{diag}(\gamma) + \sqrt N T h h^\top / \sum_c h_c (\sqrt N s_c + \sqrt\lambda)` with
 :math:`\gamma_c = 1 / (\sqrt N (s_c + T q_c) + \sqrt\lambda)` and :math:`h = q \gamma`.
 """
 
