@@ -47,8 +47,15 @@ def test_a_bar_that_is_missed_is_said(measured, tmp_path):
     assert re.search(rf"memory of `fit`, {row['structure']}.*{row['bar'] * 2:.1f} MB \| \*\*missed\*\*", text)
 
 
+def place(name):
+    return f"<!-- measured: {name} -->\n<!-- end -->"
+
+
 def test_what_is_missing_is_named(measured, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"growth\.json is missing: run benchmarks/growth\.py"):
-        measured.fill("<!-- measured: growth -->\n<!-- end -->", tmp_path)
+    for name in measured.TABLES:
+        assert re.search(r"[Nn]ot measured yet: `python benchmarks/\w+\.py`", measured.fill(place(name), tmp_path)), (
+            name
+        )
+    assert measured.bars(measured.Results(tmp_path)).count("**open**") == 6
     with pytest.raises(KeyError, match="there is no table 'nothing'"):
-        measured.fill("<!-- measured: nothing -->\n<!-- end -->", RESULTS)
+        measured.fill(place("nothing"), RESULTS)

@@ -34,9 +34,10 @@ __all__ = [
     "mahalanobis_weights",
 ]
 
-GATHERED = (128, 4096, 2**18)
+GATHERED = (128, 4096, 2**18 + 2**12)
 """Rows that are summed together: least, most, and how many features they may have. Many, because each sum costs something
-besides its products; not too many, because they wait in memory."""
+besides its products; not too many, because they wait in memory. A little more than a power of two: the constant 1 joins the
+features, and batches whose sizes are powers of two are to fit all the same."""
 
 LOGITS_AT_ONCE = 2**19
 """Logits of the rows that are summed together: 4 MB in float64. More took longer (new memory for every batch), and so did less."""
