@@ -75,8 +75,11 @@ def _step(value: Any, step: str) -> Any:
     if step.isdigit():
         return value[int(step)]
     wanted = [part.strip().partition("=")[::2] for part in step.split("&")]
-    (found,) = [one for one in value if all(str(one[key]) == text for key, text in wanted)]
-    return found
+    found = [one for one in value if all(str(one[key]) == text for key, text in wanted)]
+    if len(found) != 1:
+        message = f"{len(found)} of {len(value)} entries have {step}, expected one: was the record made by a whole run?"
+        raise KeyError(message)
+    return found[0]
 
 
 def _value(place: str) -> str:
@@ -119,7 +122,14 @@ def fill(page: str) -> str:
 
     Returns:
         The page.
+
+    Raises:
+        ValueError: if a place is not closed.
     """
+    for pattern, opening in ((CUT, "<!-- cut: "), (VALUE, "<!-- = ")):
+        if len(pattern.findall(page)) != page.count(opening):
+            message = f"a place that begins with {opening!r} is not closed, and would take the text up to the next one with it."
+            raise ValueError(message)
     page = CUT.sub(lambda match: f"{match.group(1)}\n{_cut(match.group(2))}\n\n{match.group(3)}", page)
     return VALUE.sub(lambda match: f"{match.group(1)}{_value(match.group(2))}{match.group(4)}", page)
 

@@ -96,3 +96,17 @@ def test_what_is_no_score_is_refused():
         mola.alarm_threshold(torch.zeros(50, 2), 0.05)
     with pytest.raises(DataError, match="at least 19 scores"):
         mola.alarm_threshold(torch.zeros(0), 0.05)
+    for rate in ("5 %", None, [0.1, 0.2]):
+        with pytest.raises(OptionError, match="between 0 and 1"):
+            mola.alarm_threshold(torch.zeros(50), rate)
+    for scores in (["high", "low"], [[1.0, 2.0], [3.0]], {"scores": 1.0}):
+        with pytest.raises(DataError, match="one number for each validation datum, got a"):
+            mola.alarm_threshold(scores, 0.5)
+
+
+@pytest.mark.parametrize("kind", ["reversed", "foreign", "read-only", "tensors"])
+def test_scores_of_any_kind_are_read(kind):
+    scores = np.arange(20.0)
+    given = {"reversed": scores[::-1], "foreign": scores.astype(">f4"), "tensors": list(torch.arange(20.0))}
+    scores.setflags(write=False)
+    assert mola.alarm_threshold(given.get(kind, scores), 0.1) == 18.0

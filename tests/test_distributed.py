@@ -8,18 +8,21 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 from typer.testing import CliRunner
 
 import mola
 from mola.cli import app
+from mola.distributed.control import PIECE, Control
 from mola.errors import StorageError
 from mola.jobs.evaluate import run_evaluate
 from mola.jobs.folder import open_folder
@@ -262,6 +265,29 @@ def check_evaluation(root, command, environment):
         figures = [name for name, value in expected.items() if isinstance(value, float)]
         assert [found[name] for name in figures] == pytest.approx([expected[name] for name in figures], rel=1e-4)
         assert figures
+
+
+@pytest.mark.parametrize("size", [1, PIECE - 4, PIECE - 2, PIECE, 5 * PIECE])
+def test_documents_may_be_of_any_length(size):
+    """Rows with the probabilities of many classes are: the store takes 8 MB at once and hangs up on more."""
+    first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [first, dist.TCPStore("127.0.0.1", first.port, is_master=False)]
+    controls = [Control(store, rank, 2, 10.0) for rank, store in enumerate(stores)]
+    documents = ["a" * size, {"b": ["\N{SNOWMAN}" * (size // 6)]}]
+
+    def talk(rank):
+        controls[rank].begin("talking")
+        return controls[rank].collect(documents[rank]), controls[rank].share(documents[0] if rank == 0 else None)
+
+    with ThreadPoolExecutor(2) as pool:
+        (collected, shared), (nothing, told) = pool.map(talk, range(2))
+    kept = [f"1/document/1/{rank}{piece}" for rank in range(2) for piece in ("", "/0", "/1")]
+    assert not any(first.check([key]) for key in kept)
+    for control in controls:
+        control.close()
+    assert collected == documents
+    assert nothing is None
+    assert shared == told == documents[0]
 
 
 class TestAlone:

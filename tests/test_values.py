@@ -108,6 +108,14 @@ def test_a_forged_number_is_noticed():
         assert VALUES.fill(forged) == page
 
 
+@pytest.mark.parametrize("ending", ["<!-- /= -->", "<!-- end -->"])
+def test_a_place_that_is_not_closed_takes_no_text_with_it(ending):
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    for place in (page.index(ending), page.rindex(ending)):
+        with pytest.raises(ValueError, match="is not closed"):
+            VALUES.fill(page[:place] + page[place + len(ending) :])
+
+
 def test_the_page_of_choices_has_a_table_for_each_option():
     page = (DOCS / "choosing.md").read_text(encoding="utf-8")
     for name in ("structures", "variants", "rules", "weights", "components"):
@@ -121,6 +129,10 @@ def test_the_page_of_choices_has_a_table_for_each_option():
         ("<!-- = cifar10 in-distribution; MOLA; NLL -->?<!-- /= -->", "no .'MOLA'.. Rows: MAP"),
         ("<!-- cut: cifar10 in-distribution; MoLA; nil -->\n<!-- end -->", "no .'nil'.. Rows: .* Columns: accuracy"),
         ("<!-- = benchmarks/results/modes.json; weigths; d -->?<!-- /= -->", "weigths"),
+        (
+            "<!-- = benchmarks/results/fit_overhead.json; rows; structure=krom; fit; whole; .2f -->?<!-- /= -->",
+            "0 of [0-9]+ entries have structure=krom, expected one",
+        ),
     ],
 )
 def test_a_place_for_what_there_is_not_is_an_error(place, message):

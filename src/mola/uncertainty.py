@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -191,26 +192,46 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
         OptionError: if the rate is not between 0 and 1.
         DataError: if the scores are not one number for each datum, or too few for the rate.
     """
-    if isinstance(false_alarm_rate, bool) or not 0 < false_alarm_rate < 1:
+    try:
+        asked = math.nan if isinstance(false_alarm_rate, bool) else float(false_alarm_rate)
+    except (TypeError, ValueError):
+        asked = math.nan
+    if not 0 < asked < 1:
         message = f"false_alarm_rate must lie between 0 and 1, got {false_alarm_rate!r}. 5 % is 0.05."
         raise OptionError(message)
-    values = torch.as_tensor(scores).detach().double().cpu()
+    values = _numbers(scores)
     if values.ndim != 1 or bool(values.isnan().any()):
         message = (
             f"scores must hold one number for each validation datum and none nan; got shape {tuple(values.shape)} with "
             f"{int(values.isnan().sum())} nan."
         )
         raise DataError(message)
-    rate = float(false_alarm_rate) * (1 + ROUNDING)
+    rate = asked * (1 + ROUNDING)
     alarms = math.floor((len(values) + 1) * rate)
     if alarms < 1:
         message = (
-            f"{len(values)} validation scores are too few for a false-alarm rate of {false_alarm_rate:g}: their largest is "
+            f"{len(values)} validation scores are too few for a false-alarm rate of {asked:g}: their largest is "
             f"passed by one datum in {len(values) + 1}. Give at least {math.ceil(1 / rate) - 1} scores, or allow a rate of at "
             f"least 1/{len(values) + 1}."
         )
         raise DataError(message)
     return float(values.sort().values[-alarms])
+
+
+def _numbers(scores: Any) -> Tensor:
+    """Scores of any kind in float64, in main memory.
+
+    Raises:
+        DataError: if they are no numbers.
+    """
+    if isinstance(scores, Tensor):
+        return scores.detach().cpu().double()
+    try:
+        # A copy: torch takes no arrays that are reversed, read-only or of foreign byte order.
+        return torch.from_numpy(np.array(scores, dtype=np.float64, order="C"))
+    except (TypeError, ValueError) as error:
+        message = f"scores must hold one number for each validation datum, got a {type(scores).__name__} ({error})."
+        raise DataError(message) from error
 
 
 def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], seed: int) -> Tensor:

@@ -27,6 +27,8 @@ LOOK = 0.2
 SLEEP = (0.001, 0.05)
 """Seconds between two looks while waiting: at first, and after a while."""
 
+PIECE = 2**22
+"""Letters that are kept under one key: torch's store ends the connection of a process that sends more than 8 MB."""
 
 KINDS: dict[str, type[MolaError]] = {
     name: kind
@@ -227,19 +229,36 @@ class Control:
     def collect(self, document: Any) -> list[Any] | None:
         """The JSON documents of all ranks in their order, on rank 0; None on the others."""
         key = self._key(f"document/{self._step + 1}")
-        self._ask(lambda: self._store.set(f"{key}/{self.rank}", json.dumps(document)))
+        self._put(f"{key}/{self.rank}", document)
         self.meet()
         if self.rank != 0:
             return None
-        everyone = [self._ask(lambda n=n: self._store.get(f"{key}/{n}")) for n in range(self.size)]  # type: ignore[misc]
-        for rank in range(self.size):  # read by nobody else: many rounds of large documents must not pile up
-            self._ask(lambda rank=rank: self._store.delete_key(f"{key}/{rank}"))  # type: ignore[misc]
-        return [json.loads(one) for one in everyone]
+        # Read by nobody else, and forgotten: many rounds of large documents must not pile up.
+        return [self._get(f"{key}/{rank}", forget=True) for rank in range(self.size)]
 
     def share(self, document: Any) -> Any:
         """Rank 0's JSON document, on every rank."""
         key = self._key(f"shared/{self._step + 1}")
         if self.rank == 0:
-            self._ask(lambda: self._store.set(key, json.dumps(document)))
+            self._put(key, document)
         self.meet()
-        return json.loads(self._ask(lambda: self._store.get(key)))
+        return self._get(key)
+
+    # --- documents --------------------------------------------------------------------------------------------------
+
+    def _put(self, key: str, document: Any) -> None:
+        """Keep a document of any length in the store; what follows its first piece comes first."""
+        text = json.dumps(document)  # never empty, and all of it ASCII
+        first, *others = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+        for number, piece in enumerate(others):
+            self._ask(lambda number=number, piece=piece: self._store.set(f"{key}/{number}", piece))  # type: ignore[misc]
+        self._ask(lambda: self._store.set(key, f"{len(others)} {first}"))
+
+    def _get(self, key: str, *, forget: bool = False) -> Any:
+        """A document that was kept; with `forget`, the store has it no longer."""
+        count, _, first = self._ask(lambda: self._store.get(key)).decode("ascii").partition(" ")
+        keys = [f"{key}/{number}" for number in range(int(count))]
+        pieces = [self._ask(lambda one=one: self._store.get(one)).decode("ascii") for one in keys]  # type: ignore[misc]
+        for one in (key, *keys) if forget else ():
+            self._ask(lambda one=one: self._store.delete_key(one))  # type: ignore[misc]
+        return json.loads("".join([first, *pieces]))
