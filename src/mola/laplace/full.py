@@ -230,12 +230,7 @@ class FullPosterior(Posterior):
     def _set(self, device: torch.device, dtype: torch.dtype) -> None:
         # The covariance has entries of size 1 / lambda that cancel where the data do know: float32 would leave noise.
         super()._set(device, torch.float64)
-        self.precision_of_results = dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Precision of what goes in and comes out; in between it is float64."""
-        return self.precision_of_results
+        self._place = (self._place[0], dtype)  # of what goes in and comes out; in between it is float64
 
     def _prior_variance(self, features: Tensor) -> Tensor:
         return features.square().sum(1) / self.precision
