@@ -134,14 +134,7 @@ def thinned(source: UserSet, count: int) -> UserSet:
     if isinstance(source, InMemory):
         return replace(source, values=source.values[places], labels=None)
     if isinstance(source, Pictures):
-        kept = places.tolist()
-        return replace(
-            source,
-            paths=tuple(source.paths[place] for place in kept),
-            names=tuple(source.names[place] for place in kept),
-            labels=None,
-            problems={new: source.problems[old] for new, old in enumerate(kept) if old in source.problems},
-        )
+        return source.at(places.tolist())
     return source
 
 
