@@ -67,17 +67,6 @@ class Pictures:
         """The same files, prepared otherwise."""
         return replace(self, intake=intake)
 
-    def at(self, places: Sequence[int]) -> Pictures:
-        """Some of the files, in this order."""
-        now = {place: index for index, place in enumerate(places)}
-        return replace(
-            self,
-            paths=tuple(self.paths[place] for place in places),
-            names=tuple(self.names[place] for place in places),
-            labels=None if self.labels is None else self.labels[list(places)],
-            problems={now[place]: words for place, words in self.problems.items() if place in now},
-        )
-
     def __iter__(self) -> Iterator[Rows]:
         """Decode batch by batch, one batch ahead of the reader.
 
