@@ -65,6 +65,7 @@ LAPLACE = (
     "base",
     "basis",
     "symmetric",
+    "memory",
     "moments",
     "damped",
     "kron",

@@ -220,6 +220,18 @@ class TestVeryManyClasses:
         assert torch.allclose(prediction.probs.sum(1), torch.ones(8, dtype=torch.float32))
         assert 0 < largest < self.CLASSES**2 // 20
 
+    @pytest.mark.parametrize("structure", ["kron", "kron-exact"])
+    def test_kron_says_what_to_take_instead(self, structure, monkeypatch, wide):
+        """Before the pass, and not by running out of memory in it."""
+        network, inputs, _ = wide
+        monkeypatch.setattr("mola.laplace.kron.free_memory", lambda: 7 * 10**9)
+        with pytest.raises(mola.StructureTooLargeError, match=r"20000 x 20000 .* takes 8\.0 GB .* 'kron-diag'"):
+            mola.fit(network, [inputs], structure=structure, progress=False)
+        monkeypatch.setattr("mola.laplace.kron.free_memory", lambda: 9 * 10**9)
+        KNOWN[structure]().check_size([17], self.CLASSES)
+        with pytest.raises(mola.StructureTooLargeError, match=r"2 networks.*'diag'"):
+            KNOWN[structure]().check_size([40_000, 16], 10)
+
     def test_mean_field_says_why_it_cannot(self, wide):
         network, inputs, _ = wide
         posterior = mola.fit(network, [inputs], structure="kron-diag", link="mean-field", progress=False)

@@ -23,7 +23,7 @@ from mola.bench.layout import fast_network
 from mola.bench.suite import Batches, Source
 from mola.errors import OptionError, StorageError
 from mola.features import find_heads, peek, stream
-from mola.laplace.full import free_memory
+from mola.laplace.memory import free_memory
 from mola.models.checkpoints import load_weights
 from mola.networks import undisturbed
 from mola.storage import write_atomically

@@ -21,6 +21,7 @@ from mola.jobs.folder import open_folder
 from mola.jobs.material import Progress
 from mola.jobs.pictures import Pictures
 from mola.jobs.preparation import Intake
+from mola.jobs.shards import some_of
 from mola.posterior import MoLA
 
 __all__ = ["open_subject"]
@@ -134,14 +135,7 @@ def thinned(source: UserSet, count: int) -> UserSet:
     if isinstance(source, InMemory):
         return replace(source, values=source.values[places], labels=None)
     if isinstance(source, Pictures):
-        kept = places.tolist()
-        return replace(
-            source,
-            paths=tuple(source.paths[place] for place in kept),
-            names=tuple(source.names[place] for place in kept),
-            labels=None,
-            problems={new: source.problems[old] for new, old in enumerate(kept) if old in source.problems},
-        )
+        return some_of(source, places.tolist())
     return source
 
 

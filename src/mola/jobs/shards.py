@@ -10,7 +10,7 @@ from mola.distributed import Team
 from mola.jobs.pictures import Pictures
 from mola.jobs.rows import Rows, Set
 
-__all__ = ["Dealt", "divided", "in_turns"]
+__all__ = ["Dealt", "divided", "in_turns", "some_of"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def divided(source: Set, team: Team) -> Set:
         return source
     if not isinstance(source, Pictures):
         return Dealt(source, team.rank, team.size)
-    return _taken(source, team.shard(range(source.count)))
+    return some_of(source, team.shard(range(source.count)))
 
 
 def in_turns(source: Set, team: Team) -> Set:
@@ -59,11 +59,11 @@ def in_turns(source: Set, team: Team) -> Set:
         return Dealt(source, team.rank, team.size)
     size = source.intake.batch_size
     starts = range(team.rank * size, source.count, team.size * size)
-    return _taken(source, [place for start in starts for place in range(start, min(start + size, source.count))])
+    return some_of(source, [place for start in starts for place in range(start, min(start + size, source.count))])
 
 
-def _taken(source: Pictures, places: Sequence[int]) -> Pictures:
-    """Some of the pictures, in order."""
+def some_of(source: Pictures, places: Sequence[int]) -> Pictures:
+    """Some of the pictures, in this order."""
     now = {place: index for index, place in enumerate(places)}
     return replace(
         source,

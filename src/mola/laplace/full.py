@@ -13,7 +13,6 @@ the posterior is the prior: :math:`\Sigma = (F \otimes I)(H_F + \lambda I)^{-1}(
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from mola.errors import StructureTooLargeError
 from mola.laplace.base import Posterior, Spectrum, Structure, mahalanobis_weights
 from mola.laplace.basis import eigensystem, seen_basis
 from mola.laplace.full_factors import FullFactors, add_coupling, add_weighted, factors_of
+from mola.laplace.memory import free_memory
 from mola.laplace.symmetric import add_gram, packed_size
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
@@ -120,19 +120,6 @@ class Full(Structure):
     def spectrum(self, factors: FullFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
         """Eigendecompose the Hessian in the visible directions."""
         return FullSpectrum(factors, likelihood)
-
-
-def free_memory() -> int:
-    """Bytes of main memory that are free now."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    # Not Linux: all that the machine has, which errs on the side of trying.
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class FullSpectrum(Spectrum):

@@ -11,16 +11,18 @@ fixed matrix, :math:`(\phi^\top V \phi)\, U`. `KronExact` adds the prior exactly
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mola.errors import OptionError
+from mola.errors import OptionError, StructureTooLargeError
 from mola.laplace.base import Factors, Posterior, Spectrum, Structure
 from mola.laplace.basis import eigensystem, seen_basis
 from mola.laplace.damped import Damped, DampedFeatures
+from mola.laplace.memory import free_memory
 from mola.laplace.symmetric import add_gram, pack, packed_size, unpack
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature, laplacian
 
@@ -97,6 +99,29 @@ class Kron(Structure):
         if self.running_average is not None and not 0 < self.running_average < 1:
             message = f"running_average must lie between 0 and 1, or be None; got {self.running_average!r}."
             raise OptionError(message)
+
+    def check_size(self, features: Sequence[int], outputs: int) -> None:
+        """Refuse factors that would not fit: those of a vocabulary.
+
+        Args:
+            features: P of each network.
+            outputs: C.
+
+        Raises:
+            StructureTooLargeError: saying how large they would be, and what to use instead.
+        """
+        largest = max(outputs, *features)
+        # Half of each matrix is summed; the largest is then unpacked and decomposed.
+        needed = 8 * (sum((outputs**2 + width**2) // 2 for width in features) + 2 * largest**2)
+        free = free_memory()
+        if needed > free:
+            together = f" for each of {len(features)} networks" if len(features) > 1 else ""
+            message = (
+                f"structure {self.name!r} keeps a {outputs} x {outputs} and a {max(features)} x {max(features)} matrix{together}, "
+                f"which takes {needed / 1e9:.1f} GB to fit, and {free / 1e9:.1f} GB are free. Use structure "
+                f"{'kron-diag' if outputs >= max(features) else 'diag'!r}."
+            )
+            raise StructureTooLargeError(message)
 
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> KronFactors:
         """Factors of one batch.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import StructureTooLargeError
-from mola.laplace.full import free_memory
+from mola.laplace.memory import free_memory
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.networks import Inputs
 from mola.whole.jacobians import Piece, Product, jacobian_rows
