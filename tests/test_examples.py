@@ -236,7 +236,9 @@ def test_the_commands_for_hugging_face_folders_run(at_desk):
 def test_the_page_on_own_images_leads_from_nothing_to_a_posterior(at_desk):
     """Its first snippet draws the images, its script trains the networks, its commands do the rest."""
     ran = at_desk(HOWTO / "own-images.md")
-    assert ran == ["pip install", "python shapes.py", "mola fit", "mola evaluate", "mola predict"]
+    install = ["make setup", "source .venv/bin/activate"]
+    assert ran == [*install, "python shapes.py", "mola fit", "mola evaluate", "mola predict", "python same.py"]
+    assert Path("posterior-in-python").is_dir()
     methods = json.loads(Path("report/numbers.json").read_text())["methods"]
     one, mixture = (methods[name] for name in ("MAP", "MoLA"))
     assert mixture["scores"]["accuracy"] > 0.85

@@ -8,6 +8,8 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
+LONG = 60
+"""Characters of LaTeX from which a formula within a line may be wider than a phone."""
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
@@ -24,7 +26,9 @@ def as_mathml(latex: str, *, block: bool) -> str:
     element = convert(latex, display="block" if block else "inline")
     label = html.escape(" ".join(latex.split()), quote=True)
     element = element.replace("<math ", f'<math aria-label="{label}" ', 1)
-    return f'<div class="formula">{element}</div>' if block else element
+    if block:
+        return f'<div class="formula">{element}</div>'
+    return f'<span class="long-formula">{element}</span>' if len(latex) > LONG else element
 
 
 def on_page_content(content: str, **_: Any) -> str:
