@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -82,6 +83,18 @@ def test_fit_says_what_it_did(desk, tmp_path, mola_command):
     assert "Fitted 3 networks with 3 classes on 36 inputs" in out
     assert "posterior" in out
     assert "fitting" in err
+    told = " ".join(out.split())
+    assert "target confidence" in told
+    assert "the single networks' mean accuracy" in told
+    assert "Note: few validation data" in told
+    assert "brier=None" not in told
+    assert re.search(r"^ *ensemble ", out, re.MULTILINE), "the row is the mean of the networks' probabilities"
+    one = [*arguments(desk, tmp_path / "alone", "--threshold", "0.9")]
+    for path in desk.weights()[1:]:
+        one.remove(path)
+    alone = mola_command(*one)
+    assert re.search(r"^ *network ", alone[1], re.MULTILINE)
+    assert "target confidence 90 %, as given" in " ".join(alone[1].split())
 
 
 def test_a_job_file_makes_the_same_posterior_again_and_flags_win(desk, posterior, tmp_path, mola_command):

@@ -217,7 +217,8 @@ def fit(
         with showing_progress(quiet=quiet) as progress:
             result = run_fit(job, output, progress, bundle=bundle, team=team, checkpoint=checkpoint)
     if not quiet and not as_json:
-        _show(output, result.document["result"], job.structure, len(result.document["result"]["prior_precision"]))
+        found = result.document["result"]
+        _show(output, found, job.structure, len(found["prior_precision"]), result.notes)
     summary = {
         "folder": str(output),
         "result": result.document["result"],
@@ -229,7 +230,9 @@ def fit(
         finish(result.account, summary, as_json=as_json, quiet=quiet)
 
 
-def _show(output: Path, found: dict[str, Any], structure: str, networks: int) -> None:
+def _show(output: Path, found: dict[str, Any], structure: str, networks: int, notes: tuple[str, ...]) -> None:
+    from mola.prior import FEW_DATA
+
     console = Console(highlight=False)
     count = "1 network" if networks == 1 else f"{networks} networks"
     precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in found["prior_precision"]))
@@ -240,6 +243,7 @@ def _show(output: Path, found: dict[str, Any], structure: str, networks: int) ->
     )
     measured = found["validation"]
     if measured:
+        plain = "network" if networks == 1 else "ensemble"  # of the same networks, without covariances
         columns = [
             Column("accuracy %", digits=2),
             Column("NLL", digits=4),
@@ -248,7 +252,7 @@ def _show(output: Path, found: dict[str, Any], structure: str, networks: int) ->
         ]
         values = {
             name: [100 * one["accuracy"], one["nll"], 100 * one["ece"], 100 * one["confidence"]]
-            for name, one in (("networks", measured["networks"]), ("posterior", measured["posterior"]))
+            for name, one in ((plain, measured["networks"]), ("posterior", measured["posterior"]))
         }
         caption = f"{measured['count']:,} inputs, which were tuned on: `mola evaluate` measures on others."
         console.print(for_terminal(make_table("On the validation data", caption, columns, values)))
@@ -259,6 +263,9 @@ def _show(output: Path, found: dict[str, Any], structure: str, networks: int) ->
                 f"these data. --rule nll tunes for the log loss instead.",
                 style="dim",
             )
+    for note in notes:
+        if note.startswith(FEW_DATA):  # the others were warnings
+            console.print(f"Note: {escape(note)}", style="dim")
     place = escape(str(output))
     console.print(
         f"Wrote [bold]{place}[/bold]. Next: mola predict {place} DATA --output predictions.csv", soft_wrap=True
