@@ -97,6 +97,31 @@ def test_fit_says_what_it_did(desk, tmp_path, mola_command):
     assert "target confidence 90 %, as given" in " ".join(alone[1].split())
 
 
+def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_path, mola_command):
+    place = tmp_path / "posterior"
+    assert "replaced" not in mola_command(*arguments(desk, place))[1]
+    assert "and replaced the posterior that was there" in " ".join(mola_command(*arguments(desk, place))[1].split())
+    assert json.loads(mola_command(*arguments(desk, place, "--json"))[1])["replaced"] is True
+    (place / "posterior.json").unlink()
+    assert mola_command(*arguments(desk, place, "--quiet"))[0] == 0, "what an interrupted fit leaves is no obstacle"
+    document = json.loads((place / "posterior.json").read_text())
+    strangers = {
+        "saved swag": {"posterior.json": json.dumps(document | {"kind": "swag"})},
+        "not written by mola": {"posterior.json": "{}"},
+        "holds no posterior but notes.txt": {"notes.txt": "mine"},
+    }
+    for index, (words, files) in enumerate(strangers.items()):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        code, out, err = mola_command(*arguments(desk, folder))
+        assert (code, out) == (1, "")
+        assert words in err
+        assert "another --output" in err
+        assert {path.name: path.read_text() for path in folder.iterdir()} == files
+
+
 def test_a_job_file_makes_the_same_posterior_again_and_flags_win(desk, posterior, tmp_path, mola_command):
     again = tmp_path / "again"
     assert mola_command("fit", "--config", posterior / "job.toml", "--output", again, "--quiet")[0] == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.markup import escape
 from mola.cli.progress import showing_progress
 from mola.cli.shared_options import RUN, Json, Quiet, finish, numbers, set_threads, sides, texts
 from mola.report.tables import Column, for_terminal, make_table
+
+if TYPE_CHECKING:
+    from mola.jobs.fit import FitResult
 
 __all__ = ["fit"]
 
@@ -218,11 +221,12 @@ def fit(
             result = run_fit(job, output, progress, bundle=bundle, team=team, checkpoint=checkpoint)
     if not quiet and not as_json:
         found = result.document["result"]
-        _show(output, found, job.structure, len(found["prior_precision"]), result.notes)
+        _show(output, found, job.structure, len(found["prior_precision"]), result)
     summary = {
         "folder": str(output),
         "result": result.document["result"],
         "notes": list(result.notes),
+        "replaced": result.replaced,
         **result.account.plain(),
     }
     # torchrun knows only success and failure: what was left out is said, but does not end the job.
@@ -230,7 +234,7 @@ def fit(
         finish(result.account, summary, as_json=as_json, quiet=quiet)
 
 
-def _show(output: Path, found: dict[str, Any], structure: str, networks: int, notes: tuple[str, ...]) -> None:
+def _show(output: Path, found: dict[str, Any], structure: str, networks: int, result: FitResult) -> None:
     from mola.prior import FEW_DATA
 
     console = Console(highlight=False)
@@ -263,10 +267,11 @@ def _show(output: Path, found: dict[str, Any], structure: str, networks: int, no
                 f"these data. --rule nll tunes for the log loss instead.",
                 style="dim",
             )
-    for note in notes:
+    for note in result.notes:
         if note.startswith(FEW_DATA):  # the others were warnings
             console.print(f"Note: {escape(note)}", style="dim")
     place = escape(str(output))
+    instead = ", and replaced the posterior that was there" if result.replaced else ""
     console.print(
-        f"Wrote [bold]{place}[/bold]. Next: mola predict {place} DATA --output predictions.csv", soft_wrap=True
+        f"Wrote [bold]{place}[/bold]{instead}. Next: mola predict {place} DATA --output predictions.csv", soft_wrap=True
     )
