@@ -302,7 +302,7 @@ def test_other_data_networks_or_settings_are_another_experiment(plan, copied):
     assert other_networks["MAP", 0].labelled["test"].metrics != first["MAP", 0].labelled["test"].metrics
     strict = replace(plan, suite=replace(SUITE, threshold=0.5))
     other_threshold = {(record.method, record.run): record for record in run(strict, tmp_path, fresh=True)}
-    assert "0.5" in other_threshold["MoLA", 0].chosen["rule"]
+    assert "target confidence 50 %, as given" in other_threshold["MoLA", 0].chosen["rule"]
 
 
 def test_a_record_that_cannot_be_read_is_made_again(plan, copied):

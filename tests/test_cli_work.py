@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -82,6 +83,43 @@ def test_fit_says_what_it_did(desk, tmp_path, mola_command):
     assert "Fitted 3 networks with 3 classes on 36 inputs" in out
     assert "posterior" in out
     assert "fitting" in err
+    told = " ".join(out.split())
+    assert "target confidence" in told
+    assert "the single networks' mean accuracy" in told
+    assert "Note: few validation data" in told
+    assert "brier=None" not in told
+    assert re.search(r"^ *ensemble ", out, re.MULTILINE), "the row is the mean of the networks' probabilities"
+    one = [*arguments(desk, tmp_path / "alone", "--threshold", "0.9")]
+    for path in desk.weights()[1:]:
+        one.remove(path)
+    alone = mola_command(*one)
+    assert re.search(r"^ *network ", alone[1], re.MULTILINE)
+    assert "target confidence 90 %, as given" in " ".join(alone[1].split())
+
+
+def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_path, mola_command):
+    place = tmp_path / "posterior"
+    assert "replaced" not in mola_command(*arguments(desk, place))[1]
+    assert "and replaced the posterior that was there" in " ".join(mola_command(*arguments(desk, place))[1].split())
+    assert json.loads(mola_command(*arguments(desk, place, "--json"))[1])["replaced"] is True
+    (place / "posterior.json").unlink()
+    assert mola_command(*arguments(desk, place, "--quiet"))[0] == 0, "what an interrupted fit leaves is no obstacle"
+    document = json.loads((place / "posterior.json").read_text())
+    strangers = {
+        "saved swag": {"posterior.json": json.dumps(document | {"kind": "swag"})},
+        "not written by mola": {"posterior.json": "{}"},
+        "holds no posterior but notes.txt": {"notes.txt": "mine"},
+    }
+    for index, (words, files) in enumerate(strangers.items()):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        code, out, err = mola_command(*arguments(desk, folder))
+        assert (code, out) == (1, "")
+        assert words in err
+        assert "another --output" in err
+        assert {path.name: path.read_text() for path in folder.iterdir()} == files
 
 
 def test_a_job_file_makes_the_same_posterior_again_and_flags_win(desk, posterior, tmp_path, mola_command):

@@ -538,12 +538,60 @@ def test_the_verdict_says_who_says_what_and_why():
     assert strange[1].startswith(
         "This is unlike what the networks know, however sure the single network is: it is more"
     )
-    assert strange[2].startswith("Most of MoLA's doubt (90 %) is epistemic")
+    assert strange[2].startswith("Most of MoLA's doubt is epistemic (90 %), the other 10 % aleatoric: weights that fit")
+    assert "more than one class" not in " ".join(strange), "the single network is sure"
     other = verdict(opinions_of([sure, sure, torn[::-1]], 0.9, 0.1, score=1.5), subject)
     assert other[0].startswith("They disagree: the single network says ape with 98.0 %")
     assert other[1].startswith("It is unusual: more outlying than 97.0 %")
-    assert other[2].startswith("Little of MoLA's doubt (10 %) is epistemic: the picture itself")
+    assert other[2] == "Little of MoLA's doubt is epistemic (10 %), the other 90 % aleatoric."
+    assert other[3].startswith(
+        "Each network by itself is sure (98.0 % on average). The probit link also lowers confidence"
+    )
+    centred = replace(subject, posterior=subject.posterior.with_link("probit-centered"))
+    assert len(verdict(opinions_of([sure, sure, torn[::-1]], 0.9, 0.1, score=1.5), centred)) == 3
     assert len(verdict(opinions_of([sure, sure, sure]), replace(subject, reference=None))) == 1
+
+
+@pytest.mark.parametrize(
+    ("epistemic", "alone", "much", "ambiguous"),
+    [
+        (0.30, (0.997, 0.998, 0.940), "Part", False),
+        (0.14, (0.997, 0.998, 0.940), "Little", False),
+        (0.14, (0.55, 0.60, 0.50), "Little", True),
+        (0.30, (0.55, 0.60, 0.50), "Part", True),
+        (0.70, (0.55, 0.60, 0.50), "Most", True),
+    ],
+)
+def test_the_reason_for_doubt_is_held_against_the_networks_themselves(epistemic, alone, much, ambiguous):
+    def row(top):
+        return (top, 1 - top, 0.0, 0.0)
+
+    mean = sum(alone) / len(alone)
+    opinions = Opinions(
+        dict(zip(METHODS, (row(alone[0]), row(mean), row(0.849 if mean > 0.9 else 0.5)), strict=True)),
+        1 - epistemic,
+        epistemic,
+        0.0,
+        tuple(Member(1 / 3, row(one), row(0.8)) for one in alone),
+    )
+    _, why, *more = verdict(opinions, make_subject((1, 8, 8), reference=None))
+    assert why.startswith(
+        f"{much} of MoLA's doubt is epistemic ({100 * epistemic:.0f} %), the other {100 - 100 * epistemic:.0f} %"
+    )
+    assert ("looks like more than one class" in why) == ambiguous
+    assert ("which is neither" in " ".join(more)) == (not ambiguous)
+
+
+def test_the_line_of_the_alarm_stands_where_95_percent_of_the_validation_data_end():
+    scores = torch.arange(1001) / 1000
+    reference = Reference.of(scores, "val")
+    figure = score_card(opinions_of([(0.7, 0.1, 0.1, 0.1)] * 3, score=0.5), reference)
+    assert float(re.search(r'data-alarm="([\d.]+)"', figure)[1]) == pytest.approx(0.95)
+    (place,) = re.findall(r'class="alarm"[^>]* x1="([\d.]+)"', figure)
+    (now,) = re.findall(r'circle class="marker" cx="([\d.]+)"', figure)
+    axis = [float(one) for one in re.search(r'class="axis" x1="([\d.]+)" x2="([\d.]+)"', figure).groups()]
+    per_unit = (axis[1] - axis[0]) / 1.08  # the axis has a margin of 4 % on both sides
+    assert float(place) - float(now) == pytest.approx(0.45 * per_unit, abs=0.11)
 
 
 class Balanced(HTMLParser):

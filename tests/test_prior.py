@@ -282,3 +282,32 @@ def test_a_choice_is_told_in_words_and_not_in_pages_of_numbers():
     assert "curve" not in repr(posterior.tuning)
     apart = posterior.tune(rule=mola.Evidence(shared=False)).tuning
     assert str(apart).count(",") == len(members), "one prior precision for each component"
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_the_target_confidence_is_told_with_where_it_comes_from(trained):
+    members, train, validation = trained
+    inputs, labels = (torch.cat(parts) for parts in zip(*validation, strict=True))
+    accuracy = sum(float((member(inputs).argmax(1) == labels).double().mean()) for member in members) / len(members)
+    rule = mola.fit(members, train).tune(validation).tuning.rule
+    assert (
+        f"target confidence {100 * accuracy - 1:.4g} %, the single networks' mean accuracy {100 * accuracy:.4g} % less 1 point"
+        in rule
+    )
+    given = mola.fit(members, train).tune(validation, mola.ConfidenceThreshold(0.7, brier=0.9)).tuning.rule
+    assert given == "ConfidenceThreshold: target confidence 70 %, as given; Brier score at most 0.9"
+    wider = mola.ConfidenceThreshold(margin=0.025).words(0.9)
+    assert wider.endswith("target confidence 87.5 %, the single networks' mean accuracy 90 % less 2.5 points")
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_few_validation_data_are_named_where_chance_is_larger_than_the_margin(trained):
+    members, train, validation = trained
+    inputs, labels = (torch.cat(parts) for parts in zip(*validation, strict=True))
+    right = torch.stack([member(inputs).argmax(1) == labels for member in members]).double().mean(0)
+    error = float(right.std(correction=0)) / math.sqrt(len(right))
+    for margin, said in ((0.99 * error, True), (1.01 * error, False)):
+        notes = mola.fit(members, train).tune(validation, mola.ConfidenceThreshold(margin=margin)).tuning.notes
+        assert any(note.startswith("few validation data") for note in notes) == said
+    given = mola.fit(members, train).tune(validation, mola.ConfidenceThreshold(0.7)).tuning.notes
+    assert not any(note.startswith("few validation data") for note in given), "it was not read off the data"

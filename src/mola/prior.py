@@ -66,6 +66,14 @@ def choose_together(rule: Rule | None, problem: Problem, val_loader: Iterable[An
         return tuning if team.size == 1 else Tuning.from_json(document, tuple(precisions))
 
 
+FEW_DATA = "few validation data"
+"""How a note begins that says that the target of the threshold rule is known no better than its margin."""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"
+
+
 def _require(val_loader: Iterable[Any] | None, rule: object) -> Iterable[Any]:
     if val_loader is None:
         message = f"{type(rule).__name__} needs validation data: posterior.tune(val_loader, rule=...)."
@@ -103,11 +111,38 @@ class ConfidenceThreshold:
             message = f"brier must lie between 0 and 2, got {self.brier!r}."
             raise OptionError(message)
 
+    def words(self, accuracy: float | None = None) -> str:
+        """What the rule aims at.
+
+        Args:
+            accuracy: the single networks' mean accuracy, where the target follows from it.
+
+        Returns:
+            The rule's name, the target and where it comes from.
+        """
+        if accuracy is None:
+            target = f"{_percent(float(self.confidence or 0))}, as given"
+        else:
+            points = f"{100 * self.margin:.4g} point" + ("" if self.margin == 0.01 else "s")
+            target = f"{_percent(accuracy - self.margin)}, the single networks' mean accuracy {_percent(accuracy)} less {points}"
+        also = "" if self.brier is None else f"; Brier score at most {self.brier:.4g}"
+        return f"ConfidenceThreshold: target confidence {target}{also}"
+
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read the validation data once, and choose."""
         needs_labels = self.confidence is None or self.brier is not None
         data = problem.read(_require(val_loader, self), "validation loader", needs_labels)
-        threshold = data.mean_accuracy() - self.margin if self.confidence is None else self.confidence
+        notes: tuple[str, ...] = ()
+        if self.confidence is None:
+            accuracy, error = data.mean_accuracy()
+            threshold, words = accuracy - self.margin, self.words(accuracy)
+            if error > self.margin:
+                notes = (
+                    f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {_percent(error)} (its standard error), and the "
+                    f"target confidence no better. More of them make it surer, or pass a target confidence of your own.",
+                )
+        else:
+            threshold, words = self.confidence, self.words()
 
         def passing(curve: dict[str, Tensor]) -> Tensor:
             meets = curve["confidence"] >= threshold
@@ -120,9 +155,8 @@ class ConfidenceThreshold:
             if not search.grow(down=False):
                 break
         meets = passing(search.curve)
-        notes: tuple[str, ...] = ()
         if bool(meets.any()):
-            notes = search.notes()
+            notes = (*notes, *search.notes())
             chosen = search.grid[int(meets.nonzero()[0])]
         else:
             chosen = search.grid[-1]
@@ -138,8 +172,7 @@ class ConfidenceThreshold:
             )
             warn(note)
             notes = (*notes, note)
-        rule = f"ConfidenceThreshold(confidence={threshold:.6g}, brier={self.brier})"
-        return Tuning(rule, (chosen,) * len(problem.spectra), search.table(), notes)
+        return Tuning(words, (chosen,) * len(problem.spectra), search.table(), notes)
 
 
 def _smallest(problem: Problem, search: Search, score: str, rule: str) -> Tuning:

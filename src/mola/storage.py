@@ -31,6 +31,7 @@ __all__ = [
     "VERSION",
     "fingerprint",
     "how_to_load",
+    "kind_of",
     "read",
     "same_signature",
     "signature",
@@ -165,6 +166,19 @@ def read(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if again == document:
             raise
         return again, _read_tensors(folder, again)
+
+
+def kind_of(directory: str | Path) -> str | None:
+    """What kind of thing a folder holds, such as "posterior" or "swag"; None if it holds no document.
+
+    Args:
+        directory: a folder, or a place where there is none.
+
+    Returns:
+        The kind. `StorageError` if the document is damaged, foreign, or of another version.
+    """
+    folder = Path(directory)
+    return str(_read_document(folder).get("kind", "posterior")) if (folder / DOCUMENT).exists() else None
 
 
 def _read_document(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -48,11 +49,11 @@ class HeldOut:
             part = slice(start, start + rows)
             yield part, [some[part].double() for some in self.features], [some[part].double() for some in self.logits]
 
-    def mean_accuracy(self) -> float:
+    def mean_accuracy(self) -> tuple[float, float]:
         """Accuracy of the trained networks by themselves, averaged over them.
 
         Returns:
-            Between 0 and 1.
+            Between 0 and 1, and its standard error over the data, which the networks share.
 
         Raises:
             DataError: if there are no labels.
@@ -60,10 +61,13 @@ class HeldOut:
         if self.labels is None:
             message = "the threshold rule needs labels: yield (inputs, labels), or pass a confidence."
             raise DataError(message)
-        right = [float((logits.argmax(1) == self.labels).sum()) for logits in self.logits]
-        (sums,) = self.team.sum([torch.tensor([len(self), *right], dtype=torch.float64, device="cpu")])
-        count, *right = sums.tolist()
-        return sum(one / count for one in right) / len(right)
+        right = torch.stack([logits.argmax(1) == self.labels for logits in self.logits]).double()
+        of_each = right.mean(0)  # datum, the share of the networks that are right
+        shared = torch.tensor([len(self), of_each.square().sum()], dtype=torch.float64, device="cpu")
+        (sums,) = self.team.sum([torch.cat([shared, right.sum(1)])])
+        count, squares, *by_network = sums.tolist()
+        accuracy = sum(one / count for one in by_network) / len(by_network)
+        return accuracy, math.sqrt(max(0.0, squares / count - accuracy**2) / count)
 
 
 def read_held_out(

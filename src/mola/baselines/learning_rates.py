@@ -116,9 +116,11 @@ def choose_learning_rate(
     _check(rates, val_loader, rule)
     assert val_loader is not None
     labelled = rule.confidence is None or rule.brier is not None
-    threshold = rule.confidence
-    if threshold is None:
-        threshold = sum(score(one, val_loader, labelled=True)["accuracy"] for one in plain) / len(plain) - rule.margin
+    accuracy = None
+    if rule.confidence is None:
+        accuracy = sum(score(one, val_loader, labelled=True)["accuracy"] for one in plain) / len(plain)
+    threshold = rule.confidence if accuracy is None else accuracy - rule.margin
+    assert threshold is not None
     record: list[tuple[float, dict[str, float]]] = []
     notes: list[str] = []
     best: tuple[float, float, Made] | None = None
@@ -147,8 +149,7 @@ def choose_learning_rate(
         warn(note)
     curve = {"learning_rate": tuple(rate for rate, _ in record)}
     curve |= {name: tuple(scores[name] for _, scores in record) for name in record[0][1]}
-    name = f"ConfidenceThreshold(confidence={threshold:.6g}, brier={rule.brier})"
-    return Chosen(best[2], LearningRateTuning(name, best[1], curve, tuple(notes)))
+    return Chosen(best[2], LearningRateTuning(rule.words(accuracy), best[1], curve, tuple(notes)))
 
 
 def _check(rates: Sequence[float], val_loader: Iterable[Any] | None, rule: ConfidenceThreshold) -> None:

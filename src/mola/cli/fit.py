@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.markup import escape
 from mola.cli.progress import showing_progress
 from mola.cli.shared_options import RUN, Json, Quiet, finish, numbers, set_threads, sides, texts
 from mola.report.tables import Column, for_terminal, make_table
+
+if TYPE_CHECKING:
+    from mola.jobs.fit import FitResult
 
 __all__ = ["fit"]
 
@@ -217,11 +220,13 @@ def fit(
         with showing_progress(quiet=quiet) as progress:
             result = run_fit(job, output, progress, bundle=bundle, team=team, checkpoint=checkpoint)
     if not quiet and not as_json:
-        _show(output, result.document["result"], job.structure, len(result.document["result"]["prior_precision"]))
+        found = result.document["result"]
+        _show(output, found, job.structure, len(found["prior_precision"]), result)
     summary = {
         "folder": str(output),
         "result": result.document["result"],
         "notes": list(result.notes),
+        "replaced": result.replaced,
         **result.account.plain(),
     }
     # torchrun knows only success and failure: what was left out is said, but does not end the job.
@@ -229,7 +234,9 @@ def fit(
         finish(result.account, summary, as_json=as_json, quiet=quiet)
 
 
-def _show(output: Path, found: dict[str, Any], structure: str, networks: int) -> None:
+def _show(output: Path, found: dict[str, Any], structure: str, networks: int, result: FitResult) -> None:
+    from mola.prior import FEW_DATA
+
     console = Console(highlight=False)
     count = "1 network" if networks == 1 else f"{networks} networks"
     precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in found["prior_precision"]))
@@ -240,6 +247,7 @@ def _show(output: Path, found: dict[str, Any], structure: str, networks: int) ->
     )
     measured = found["validation"]
     if measured:
+        plain = "network" if networks == 1 else "ensemble"  # of the same networks, without covariances
         columns = [
             Column("accuracy %", digits=2),
             Column("NLL", digits=4),
@@ -248,7 +256,7 @@ def _show(output: Path, found: dict[str, Any], structure: str, networks: int) ->
         ]
         values = {
             name: [100 * one["accuracy"], one["nll"], 100 * one["ece"], 100 * one["confidence"]]
-            for name, one in (("networks", measured["networks"]), ("posterior", measured["posterior"]))
+            for name, one in ((plain, measured["networks"]), ("posterior", measured["posterior"]))
         }
         caption = f"{measured['count']:,} inputs, which were tuned on: `mola evaluate` measures on others."
         console.print(for_terminal(make_table("On the validation data", caption, columns, values)))
@@ -259,7 +267,11 @@ def _show(output: Path, found: dict[str, Any], structure: str, networks: int) ->
                 f"these data. --rule nll tunes for the log loss instead.",
                 style="dim",
             )
+    for note in result.notes:
+        if note.startswith(FEW_DATA):  # the others were warnings
+            console.print(f"Note: {escape(note)}", style="dim")
     place = escape(str(output))
+    instead = ", and replaced the posterior that was there" if result.replaced else ""
     console.print(
-        f"Wrote [bold]{place}[/bold]. Next: mola predict {place} DATA --output predictions.csv", soft_wrap=True
+        f"Wrote [bold]{place}[/bold]{instead}. Next: mola predict {place} DATA --output predictions.csv", soft_wrap=True
     )

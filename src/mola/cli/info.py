@@ -73,7 +73,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             (
                 "validation",
                 f"accuracy {after['accuracy']:.2%}, NLL {before['nll']:.4f} to {after['nll']:.4f}, ECE {before['ece']:.2%} to "
-                f"{after['ece']:.2%} (networks to posterior); outlying above {found['validation']['outlier_threshold']:.4g}",
+                f"{after['ece']:.2%} (ensemble to posterior); outlying above {found['validation']['outlier_threshold']:.4g}",
             )
         )
     made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())

@@ -115,7 +115,7 @@ def split_card(opinions: Opinions) -> str:
         f'<div class="total"><b>{total:.3f}</b> nats of doubt, of at most {most:.2f}</div>'
         f'<div class="track tall">{stacked}</div><div class="parts">{named}</div>'
     )
-    hint = "Aleatoric: the picture is ambiguous. Epistemic: the weights are uncertain, which more data would mend."
+    hint = "Epistemic: the weights are uncertain, which more data would mend. Aleatoric: the rest, such as an ambiguous picture."
     return card("split", "Where MoLA's doubt comes from", body, hint)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from mola.explore.bars import card, legend
 from mola.explore.opinions import METHODS, Opinions, Turned
 from mola.explore.reference import Reference
-from mola.explore.words import percent
+from mola.explore.words import ODD, percent
 
 __all__ = ["score_card", "turned_card"]
 
@@ -46,15 +46,23 @@ def score_card(opinions: Opinions, reference: Reference | None) -> str:
         f'<circle class="marker" cx="{at:.1f}" cy="{TOP}" r="4"/>'
         f'<text class="now" x="{at + nudge:.1f}" y="{TOP + 4}" text-anchor="{side}">this picture</text>'
     )
+    limit = reference.score_at(ODD)
+    alarm = (
+        f'<line class="alarm" data-alarm="{limit:.6g}" x1="{across(limit):.1f}" x2="{across(limit):.1f}" '
+        f'y1="{2 * TOP}" y2="{base}"/>'
+    )
     axis = (
         f'<line class="axis" x1="{LEFT / 2}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>'
         f'<text x="{LEFT / 2}" y="{HEIGHT - 8}">more typical</text>'
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">more outlying</text>'
     )
     words = reference.words(opinions.score)
-    figure = _svg(bars + axis + marker, f"Outlier score {opinions.score:.3f}: {words}")
+    figure = _svg(bars + axis + alarm + marker, f"Outlier score {opinions.score:.3f}: {words}")
     body = f'{figure}<p class="words" data-compared>{words.capitalize()}</p>'
-    hint = f"Bars: outlier scores of {reference.count:,} validation images. This picture's: <b data-score>{opinions.score:.3f}</b>."
+    hint = (
+        f"Bars: outlier scores of {reference.count:,} validation images. This picture's: <b data-score>{opinions.score:.3f}</b>. "
+        f"Red: the line of the alarm, {limit:.3f}, which {100 * ODD:.0f} % of them stay below."
+    )
     return card("score", title, body, hint)
 
 

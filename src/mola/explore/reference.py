@@ -86,6 +86,10 @@ class Reference:
         """Share of the data whose score is lower."""
         return float(np.interp(score, self.scores, self.levels))
 
+    def score_at(self, level: float) -> float:
+        """Score that this share of the data stays below."""
+        return float(np.interp(level, self.levels, self.scores))
+
     def histogram(self, edges: Sequence[float]) -> list[float]:
         """Shares of the data between one edge and the next; edges rise."""
         return np.diff([self.share_below(edge) for edge in edges]).tolist()

@@ -7,13 +7,15 @@ import math
 from mola.explore.opinions import METHODS, Opinions
 from mola.explore.subject import Subject
 
-__all__ = ["percent", "verdict"]
+__all__ = ["ODD", "percent", "verdict"]
 
 FULL_NAMES = {"MAP": "the single network", "DE": "the ensemble", "MoLA": "MoLA"}
 RARE, ODD = 0.99, 0.95
 """Shares of the validation data that a picture must exceed to be called unlike them, or unusual."""
 
-SURE, DOUBTFUL = 0.9, 0.6
+SURE = 0.9
+MOST, LITTLE = 0.6, 0.15
+"""Shares of the doubt that are called most of it, or little."""
 
 
 def percent(value: float) -> str:
@@ -26,7 +28,7 @@ def percent(value: float) -> str:
 
 
 def verdict(opinions: Opinions, subject: Subject) -> list[str]:
-    """Two or three sentences on what the methods say and why.
+    """A few sentences on what the methods say and why.
 
     Args:
         opinions: of one picture.
@@ -35,7 +37,11 @@ def verdict(opinions: Opinions, subject: Subject) -> list[str]:
     Returns:
         Sentences, the first the most important.
     """
-    return [_chosen(opinions, subject.classes), *_strange(opinions, subject), *_why(opinions)]
+    return [
+        _chosen(opinions, subject.classes),
+        *_strange(opinions, subject),
+        *_why(opinions, subject.posterior.link.name),
+    ]
 
 
 def _chosen(opinions: Opinions, classes: tuple[str, ...]) -> str:
@@ -65,15 +71,28 @@ def _strange(opinions: Opinions, subject: Subject) -> list[str]:
     return [f"As pictures go, it is not unusual: {compared}."]
 
 
-def _why(opinions: Opinions) -> list[str]:
+def _why(opinions: Opinions, link: str) -> list[str]:
     total = opinions.aleatoric + opinions.epistemic
     if opinions.confidence("MoLA") >= SURE or total < 0.05 * math.log(len(opinions.probs["MoLA"])):
         return []
     share = opinions.epistemic / total
-    much = "Most" if share >= DOUBTFUL else "Some" if share >= 1 - DOUBTFUL else "Little"
-    return [
-        f"{much} of MoLA's doubt ({100 * share:.0f} %) is epistemic: weights that fit the training data equally well disagree here, "
-        f"and more data like this would settle it."
-        if much != "Little"
-        else f"{much} of MoLA's doubt ({100 * share:.0f} %) is epistemic: the picture itself looks like more than one class."
-    ]
+    much = "Most" if share >= MOST else "Little" if share < LITTLE else "Part"
+    alone = sum(max(member.network) for member in opinions.members) / len(opinions.members)
+    reasons = []
+    if share >= LITTLE:
+        reasons.append(
+            "weights that fit the training data equally well disagree here, and more data like this would settle it"
+        )
+    if alone < SURE:
+        reasons.append(
+            f"{'also, ' if reasons else ''}each network by itself is unsure ({percent(alone)} on average): the picture looks like "
+            f"more than one class"
+        )
+    why = f"{much} of MoLA's doubt is epistemic ({100 * share:.0f} %), the other {100 * (1 - share):.0f} % aleatoric"
+    said = [f"{why}: {'; '.join(reasons)}." if reasons else f"{why}."]
+    if alone >= SURE and link == "probit":
+        said.append(
+            f"Each network by itself is sure ({percent(alone)} on average). The probit link also lowers confidence by the variance "
+            f"that the logits of all classes share, which is neither of the two; the link probit-centered leaves it out."
+        )
+    return said

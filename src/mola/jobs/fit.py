@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mola import __version__
+from mola import __version__, storage
 from mola.choices import one_of
 from mola.distributed import Team
-from mola.errors import OptionError, warn
+from mola.errors import OptionError, StorageError, warn
 from mola.fitting import fit
 from mola.jobs.folder import move
 from mola.jobs.job import NAME, Job, relative
@@ -29,7 +29,6 @@ from mola.laplace import STRUCTURES
 from mola.links import LINKS
 from mola.posterior import MoLA
 from mola.prior import ConfidenceThreshold, Evidence, OutlierExposure, Rule, ValidationScore
-from mola.storage import write_atomically
 
 __all__ = ["RULES", "FitResult", "make_rule", "quantiles", "run_fit"]
 
@@ -56,12 +55,14 @@ class FitResult:
         document: what was written to `job.toml`.
         account: what was left out.
         notes: what tuning had to say.
+        replaced: whether there was a posterior in the folder before.
     """
 
     folder: Path
     document: dict[str, Any]
     account: Account
     notes: tuple[str, ...]
+    replaced: bool = False
 
 
 def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
@@ -152,9 +153,7 @@ def run_fit(
     if bundle and (not job.weights or any(map(is_whole, job.network))):
         message = "--bundle copies files of --weights into the folder: networks that bring their own cannot be bundled."
         raise OptionError(message)
-    if output.exists() and not output.is_dir():
-        message = f"{output} is a file; expected a folder to write the posterior to."
-        raise OptionError(message)
+    replaced = _holds_posterior(output, checkpoint)
     if job.val is not None and job.val == job.train:
         warn("the validation data are the training data: networks look surer and better on these than they are.")
     torch.manual_seed(job.seed)
@@ -203,9 +202,43 @@ def run_fit(
         document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
         if together.first:
             posterior.save(output)
-            write_atomically(output / NAME, to_toml(document).encode())
+            storage.write_atomically(output / NAME, to_toml(document).encode())
     progress("done", 1.0)
-    return FitResult(output, document, account, posterior.tuning.notes if posterior.tuning is not None else ())
+    notes = posterior.tuning.notes if posterior.tuning is not None else ()
+    return FitResult(output, document, account, notes, replaced)
+
+
+def _holds_posterior(output: Path, checkpoint: Path | None) -> bool:
+    """Whether a posterior of ours is in the folder, which a new one may replace; anything else must not be written into.
+
+    Raises:
+        OptionError: if the path is a file, or a folder that holds something else.
+    """
+    if not output.exists():
+        return False
+    if not output.is_dir():
+        message = f"{output} is a file; expected a folder to write the posterior to."
+        raise OptionError(message)
+    try:
+        kind = storage.kind_of(output)
+    except StorageError as error:
+        message = f"{error} It is not replaced: choose another --output, or remove it."
+        raise OptionError(message) from error
+    if kind not in (None, "posterior"):
+        message = f"{output} holds a saved {kind}, which is not replaced by a posterior: choose another --output."
+        raise OptionError(message)
+    # What an interrupted fit leaves is no stranger's; nor is a job to be done there, nor what a system hides.
+    known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
+    strange = sorted(
+        path.name for path in output.iterdir() if path.name not in known and not path.name.startswith((".", "factors-"))
+    )
+    if kind is None and strange:
+        message = (
+            f"{output} holds no posterior but {', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}: choose another "
+            f"--output, a new folder or that of an older posterior."
+        )
+        raise OptionError(message)
+    return kind is not None
 
 
 def _move(built: Built, device: str) -> None:
