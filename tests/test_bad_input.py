@@ -463,7 +463,7 @@ def test_a_posterior_on_another_network(scene):
     refuse(scene, lambda s: mola.load(s.folder, [other, s.networks[1]]), StorageError, words)
     words = r"models\[0\].*\(3, 7, True\).*\(3, 5, True\)"
     refuse(scene, lambda s: mola.load(s.folder, [s.networks[1], s.networks[0]]), StorageError, words)
-    words = r"2 components, got 1 models"
+    words = r"2 components, got 1 models: pass the 2 networks that it was fitted on, in the same order"
     refuse(scene, lambda s: mola.load(s.folder, s.networks[0]), StorageError, words)
 
 

@@ -432,3 +432,31 @@ def test_files_that_are_no_run_of_the_command(content, says, tmp_path, mola_comm
     assert code == 1
     assert says in told
     assert "Traceback" not in told
+
+
+def test_images_of_another_size_than_the_network_takes_name_the_option(desk, tmp_path, mola_command):
+    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", "--resize", "9x7"))
+    assert code == 1
+    assert "does not take the images as they are, 9x7 with 3 channels" in err
+    assert "--resize HEIGHTxWIDTH" in err
+
+
+def test_a_folder_too_many_is_to_be_removed(desk, tmp_path, mola_command):
+    shutil.copytree("train", tmp_path / "train")
+    shutil.copytree(tmp_path / "train" / CLASSES[0], tmp_path / "train" / "zebra")
+    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train=str(tmp_path / "train")))
+    assert code == 1
+    assert "4 classes" in err
+    assert "remove what is no class" in err
+    assert "or use networks with 4 outputs" in err
+    assert "--classes" not in err
+
+
+def test_a_misspelt_folder_is_answered_with_the_nearest(desk, tmp_path, mola_command):
+    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train="trian"))
+    assert code == 1
+    assert "no such file or folder. Did you mean train?" in err
+    (tmp_path / "images" / "train").mkdir(parents=True)
+    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train=f"{tmp_path}/imges/trian"))
+    assert f"Did you mean {tmp_path}/images/train?" in err
+    assert "Did you mean" not in mola_command(*arguments(desk, tmp_path / "posterior", train="qqqqqqqq"))[2]

@@ -122,9 +122,12 @@ def test_the_grid_grows_past_an_end_that_wins_and_says_so(trained):
     assert tuned.prior_precision[0] < 1.0
     assert math.isclose(tuned.prior_precision[0], wide.prior_precision[0], rel_tol=0.2)
     assert "went on to" in tuned.tuning.notes[0]
+    assert f"Took {tuned.prior_precision[0]:.3g}: the prior says next to nothing" in tuned.tuning.notes[0]
+    assert "set the prior precision yourself" in tuned.tuning.notes[0]
     with pytest.warns(mola.MolaWarning, match="went on to"):
         upward = posterior.tune(validation, mola.ConfidenceThreshold(0.6, grid=log_grid(1e-12, 1e-11, 5)))
     assert upward.prior_precision[0] > 1e-11
+    assert "close to the plain ensemble's" in upward.tuning.notes[0]
 
 
 def test_a_threshold_nothing_meets_is_a_clear_warning(trained):
@@ -311,3 +314,27 @@ def test_few_validation_data_are_named_where_chance_is_larger_than_the_margin(tr
         assert any(note.startswith("few validation data") for note in notes) == said
     given = mola.fit(members, train).tune(validation, mola.ConfidenceThreshold(0.7)).tuning.notes
     assert not any(note.startswith("few validation data") for note in given), "it was not read off the data"
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("threshold", mola.ConfidenceThreshold()),
+        ("nll", mola.ValidationScore("nll")),
+        ("brier", mola.ValidationScore("brier")),
+        ("ece", mola.ValidationScore("ece")),
+        ("evidence", mola.Evidence()),
+    ],
+)
+def test_a_rule_may_be_named(trained, name, rule):
+    members, train, validation = trained
+    data = None if name == "evidence" else validation
+    posterior = mola.fit(members, train)
+    assert posterior.tune(data, rule=name).tuning == posterior.tune(data, rule=rule).tuning
+
+
+def test_an_unknown_name_of_a_rule_is_refused_with_the_nearest(trained):
+    members, train, validation = trained
+    with pytest.raises(mola.OptionError, match=r"rule must be one of threshold, nll, .*'nil'.*mean 'nll'"):
+        mola.fit(members, train).tune(validation, rule="nil")

@@ -123,7 +123,10 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
     check(document, SCHEMA, "")
     parts = document["components"]
     if len(parts) != len(networks):
-        message = f"the saved posterior has {len(parts)} components, got {len(networks)} models."
+        message = (
+            f"the saved posterior has {len(parts)} components, got {len(networks)} models: pass the {len(parts)} networks that it was "
+            f"fitted on, in the same order."
+        )
         raise StorageError(message)
     if document["likelihood"] != CATEGORICAL.name:
         message = (

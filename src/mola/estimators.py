@@ -20,7 +20,7 @@ from mola.errors import DataError, MissingExtraError, MolaWarning, OptionError
 from mola.fitting import fit
 from mola.posterior import MoLA
 from mola.prediction import Prediction
-from mola.prior import ConfidenceThreshold, Evidence, Rule, ValidationScore
+from mola.prior import RULES, Evidence, Rule
 from mola.training import Recipe, train_mlps
 
 try:
@@ -34,15 +34,6 @@ except ImportError as error:
 __all__ = ["MolaClassifier"]
 
 Array = np.ndarray[Any, Any]
-
-RULES: dict[str, Rule] = {
-    "nll": ValidationScore("nll"),
-    "brier": ValidationScore("brier"),
-    "ece": ValidationScore("ece"),
-    "threshold": ConfidenceThreshold(),
-    "evidence": Evidence(),
-}
-"""Rules for the prior precision that have a name here."""
 
 STEPS, SMALLEST, LARGEST = 16, 32, 1024
 """A batch size that is not given makes about so many steps of an epoch, between these sizes."""

@@ -171,7 +171,7 @@ class MoLA(Mixture):
     def tune(
         self,
         val_loader: Iterable[Any] | None = None,
-        rule: Rule | None = None,
+        rule: Rule | str | None = None,
         *,
         progress: bool = True,
         team: Team | None = None,
@@ -180,8 +180,8 @@ class MoLA(Mixture):
 
         Args:
             val_loader: validation data, read once; not for `mola.Evidence`.
-            rule: how to choose; None is the paper's, `mola.ConfidenceThreshold()`. All rules but
-                `mola.Evidence(shared=False)` choose one number for all components.
+            rule: "threshold" (the paper's, as None), "nll", "brier", "ece" or "evidence", or an object such as
+                `mola.ConfidenceThreshold(0.9)`. All but `mola.Evidence(shared=False)` choose one number for all components.
             progress: whether to show a progress bar on stderr, if that is a terminal.
             team: the processes that tune together, each with its own shard; None tunes alone.
 

@@ -14,17 +14,20 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from mola.choices import one_of
 from mola.distributed import Team
 from mola.errors import OptionError, warn
 from mola.search import Search, maximise
 from mola.tuning import Problem, Tuning
 
 __all__ = [
+    "RULES",
     "ConfidenceThreshold",
     "Evidence",
     "OutlierExposure",
     "Rule",
     "ValidationScore",
+    "as_rule",
     "choose_together",
 ]
 
@@ -36,28 +39,19 @@ class Rule(Protocol):
         """Read the data once, and choose."""
 
 
-def choose_together(rule: Rule | None, problem: Problem, val_loader: Iterable[Any] | None, team: Team) -> Tuning:
+def choose_together(rule: Rule | str | None, problem: Problem, val_loader: Iterable[Any] | None, team: Team) -> Tuning:
     """What a rule chooses; of several processes, each of which reads its own shard, what rank 0 chooses.
 
     Args:
-        rule: None is the paper's.
+        rule: as for `as_rule`.
         problem: the mixture; what it reads must belong to the same team.
         val_loader: this process's shard of the validation data, or None.
         team: the processes.
 
     Returns:
         The choice, to the same bits on every rank.
-
-    Raises:
-        OptionError: if the rule is none.
     """
-    if hasattr(val_loader, "choose") or not (rule is None or (hasattr(rule, "choose") and not isinstance(rule, type))):
-        message = (
-            f"tune(val_loader, rule=...): the rule must be an object such as mola.ValidationScore('nll') or mola.Evidence(), "
-            f"passed as rule=...; got val_loader {type(val_loader).__name__}, rule {rule!r}."
-        )
-        raise OptionError(message)
-    chosen = rule or ConfidenceThreshold()
+    chosen = as_rule(rule, val_loader)
     with team.work("tune"):
         team.agree({"rule": type(chosen).__name__, "components": len(problem.spectra), "link": problem.link.name})
         tuning = chosen.choose(problem, val_loader)
@@ -112,14 +106,7 @@ class ConfidenceThreshold:
             raise OptionError(message)
 
     def words(self, accuracy: float | None = None) -> str:
-        """What the rule aims at.
-
-        Args:
-            accuracy: the single networks' mean accuracy, where the target follows from it.
-
-        Returns:
-            The rule's name, the target and where it comes from.
-        """
+        """The rule's name, its target, and where that comes from: the single networks' mean accuracy, or the user."""
         if accuracy is None:
             target = f"{_percent(float(self.confidence or 0))}, as given"
         else:
@@ -156,8 +143,8 @@ class ConfidenceThreshold:
                 break
         meets = passing(search.curve)
         if bool(meets.any()):
-            notes = (*notes, *search.notes())
             chosen = search.grid[int(meets.nonzero()[0])]
+            notes = (*notes, *search.notes(chosen))
         else:
             chosen = search.grid[-1]
             aims = f"mean confidence of at least {threshold:.4f}" + (
@@ -189,7 +176,7 @@ def _smallest(problem: Problem, search: Search, score: str, rule: str) -> Tuning
         if value - float(search.curve[score].min()) <= 1e-9 * abs(value):
             break
     index = best()
-    notes = search.notes()
+    notes = search.notes(search.grid[index])
     if index in (0, len(search.grid) - 1):
         what = "no prior at all" if index == 0 else "no covariance at all: the plain ensemble"
         note = f"{rule}: no interior optimum; the best is {what} (prior precision {search.grid[index]:.3g})."
@@ -303,3 +290,30 @@ class Evidence:
             return Tuning("Evidence(shared=True)", (best,) * len(problem.spectra))
         chosen = tuple(maximise(lambda precision, k=k: problem.log_evidence(k, precision)) for k in components)  # type: ignore[misc]
         return Tuning("Evidence(shared=False)", chosen)
+
+
+RULES: dict[str, Rule] = {
+    "threshold": ConfidenceThreshold(),
+    "nll": ValidationScore("nll"),
+    "brier": ValidationScore("brier"),
+    "ece": ValidationScore("ece"),
+    "evidence": Evidence(),
+}
+"""Rules that have a name: those that need no settings."""
+
+
+def as_rule(rule: Rule | str | None, val_loader: object = None) -> Rule:
+    """The rule of that name, or the rule itself; None is the paper's.
+
+    Raises:
+        OptionError: if it is neither, or stands in the place of the data.
+    """
+    if isinstance(rule, str):
+        return RULES[one_of(rule, RULES, "rule")]
+    if hasattr(val_loader, "choose") or not (rule is None or (hasattr(rule, "choose") and not isinstance(rule, type))):
+        message = (
+            f"tune(val_loader, rule=...): the rule must be one of {', '.join(RULES)} or an object such as mola.Evidence(), "
+            f"passed as rule=...; got val_loader {type(val_loader).__name__}, rule {rule!r}."
+        )
+        raise OptionError(message)
+    return RULES["threshold"] if rule is None else rule

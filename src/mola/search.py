@@ -64,15 +64,27 @@ class Search:
         values = self.curve[score][:STEPS] if down else self.curve[score][-STEPS:]
         return len(values) > 1 and float(values.max() - values.min()) <= 1e-9 * float(values.abs().max())
 
-    def notes(self) -> tuple[str, ...]:
-        """Say whether the grid grew."""
+    def notes(self, chosen: float) -> tuple[str, ...]:
+        """Say whether the grid grew, what that means for the value that was chosen, and what can be done."""
         if (self.grid[0], self.grid[-1]) == self.first_grid:
             return ()
         low, high = self.first_grid
         note = (
             f"the search for the prior precision reached the end of its grid [{low:.3g}, {high:.3g}] and went on to "
-            f"[{self.grid[0]:.3g}, {self.grid[-1]:.3g}]."
+            f"[{self.grid[0]:.3g}, {self.grid[-1]:.3g}]. Took {chosen:.3g}"
         )
+        if chosen < low:
+            note += (
+                ": the prior says next to nothing, and the training data alone set the covariance. If confidence outside the data "
+                "is then too low, use another rule, such as 'nll', or set the prior precision yourself."
+            )
+        elif chosen > high:
+            note += (
+                ": little covariance is left, and predictions are close to the plain ensemble's. For more caution, use another rule "
+                "or set the prior precision yourself."
+            )
+        else:
+            note += ", inside the first grid: nothing needs to be done."
         warn(note)
         return (note,)
 

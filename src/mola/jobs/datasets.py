@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,8 +79,27 @@ def open_set(
         raise DataError(message)
     if ":" in name:
         return open_own(name, outputs, intake, labelled=labelled)
+    near = _nearest(path)
+    hint = "" if near is None else f" Did you mean {near}?"
     message = (
-        f"no data {name!r}: no such file or folder, and none of the built-in sets ({', '.join(BUILT_IN)}); a function of your own is "
+        f"no data {name!r}: no such file or folder.{hint} It is none of the built-in sets ({', '.join(BUILT_IN)}); a function of your own is "
         f"named package.module:function."
     )
     raise OptionError(message)
+
+
+def _nearest(path: Path) -> Path | None:
+    """The existing path that is spelt most alike, part by part; None if a part is like nothing there."""
+    found = Path(path.anchor)
+    for part in path.parts[1 if path.anchor else 0 :]:
+        if not (found / part).exists():
+            try:
+                there = sorted(one.name for one in found.iterdir())
+            except OSError:
+                return None
+            near = difflib.get_close_matches(part, there, 1)
+            if not near:
+                return None
+            part = near[0]
+        found /= part
+    return found

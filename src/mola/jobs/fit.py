@@ -28,11 +28,12 @@ from mola.jobs.toml import to_toml
 from mola.laplace import STRUCTURES
 from mola.links import LINKS
 from mola.posterior import MoLA
-from mola.prior import ConfidenceThreshold, Evidence, OutlierExposure, Rule, ValidationScore
+from mola.prior import RULES as NAMED_RULES
+from mola.prior import ConfidenceThreshold, OutlierExposure, Rule
 
 __all__ = ["RULES", "FitResult", "make_rule", "quantiles", "run_fit"]
 
-RULES = ("threshold", "nll", "brier", "ece", "evidence", "outliers", "none")
+RULES = (*NAMED_RULES, "outliers", "none")
 """How the prior precision is chosen; none keeps what is given."""
 
 MIXING = ("uniform", "evidence", "stacking")
@@ -89,11 +90,9 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
         return None
     if job.rule == "threshold":
         return ConfidenceThreshold(confidence=job.threshold)
-    if job.rule == "evidence":
-        return Evidence()
     if job.rule == "outliers":
         return OutlierExposure([] if outliers is None else outliers)
-    return ValidationScore(job.rule)  # type: ignore[arg-type]
+    return NAMED_RULES[job.rule]
 
 
 def check_job(job: Job) -> None:

@@ -64,17 +64,41 @@ class Material:
         self.train, first = self._open_train(str(job.train))
         self.classes = self.classes or self.train.classes
         self.inputs = describe_inputs(first)
-        self.outputs = call(built.networks[0].eval(), first).shape[1]
+        self.outputs = self._outputs(built, first)
         if self.classes is not None and len(self.classes) != self.outputs:
+            many = len(self.classes)
+            advice = (
+                f"remove what is no class from {job.train}, or use networks with {many} outputs"
+                if self.classes == self.train.classes and many > self.outputs
+                else "name all of them, in the order of the outputs, with --classes"
+            )
             message = (
-                f"{len(self.classes)} classes ({', '.join(self.classes[:5])}{', ...' if len(self.classes) > 5 else ''}) for a network "
-                f"with {self.outputs} outputs: name all of them, in the order of the outputs, with --classes."
+                f"{many} classes ({', '.join(self.classes[:5])}{', ...' if many > 5 else ''}) for a network with {self.outputs} outputs: "
+                f"{advice}."
             )
             raise DataError(message)
         # Again, now that it is known which labels there can be.
         self.train = self._open(str(job.train), labelled=True)
         self.val = None if job.val is None else self._open(job.val, labelled=True)
         self.outliers = None if job.outliers is None else self._open(job.outliers, labelled=False)
+
+    def _outputs(self, built: Built, first: Any) -> int:
+        """How many classes the networks have.
+
+        Raises:
+            DataError: if they cannot take the inputs.
+        """
+        try:
+            return call(built.networks[0].eval(), first).shape[1]
+        except DataError as error:
+            if not isinstance(self.train, Pictures) or self.intake.shape is None:
+                raise
+            channels, height, width = self.intake.shape
+            message = (
+                f"the network does not take the images as they are, {height}x{width} with {channels} channels: bring them to the size "
+                f"that it was trained on with --resize HEIGHTxWIDTH (and --crop), to its channels with --mode RGB or L. {error}"
+            )
+            raise DataError(message) from error
 
     def _open_train(self, name: str) -> tuple[UserSet, Any]:
         """The training data and their first inputs, which show what nobody has said.

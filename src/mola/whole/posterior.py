@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from mola.component import per_component
-from mola.errors import DataError, OptionError, located
+from mola.errors import DataError, located
 from mola.laplace import LogitMoments
 from mola.links import Link, Probit
 from mola.mixture import Mixture
 from mola.networks import Inputs, undisturbed, without_autocast
 from mola.prediction import Prediction
-from mola.prior import ConfidenceThreshold, Rule
+from mola.prior import Rule, as_rule
 from mola.tuning import Tuning
 from mola.uncertainty import entropy, epistemic_share, max_probability_score, mutual_information
 from mola.weights import check_weighting, evidence_weights
@@ -162,7 +162,7 @@ class WholeMoLA(Mixture):
         return self._with(link=as_whole_link(link, samples, seed))
 
     def tune(
-        self, val_loader: Iterable[Any] | None = None, rule: Rule | None = None, *, progress: bool = True
+        self, val_loader: Iterable[Any] | None = None, rule: Rule | str | None = None, *, progress: bool = True
     ) -> WholeMoLA:
         """Choose the prior precision.
 
@@ -172,22 +172,13 @@ class WholeMoLA(Mixture):
 
         Args:
             val_loader: validation data, read once and kept in memory meanwhile; not for `mola.Evidence`.
-            rule: how to choose; None is the paper's, `mola.ConfidenceThreshold()`.
+            rule: "threshold" (the paper's, as None), "nll", "brier", "ece" or "evidence", or a rule object.
             progress: whether to show a progress bar on stderr, if that is a terminal.
 
         Returns:
-            A new posterior; `.tuning` says how it was chosen.
-
-        Raises:
-            OptionError: if the rule is none.
+            A new posterior; `.tuning` says how it was chosen. `OptionError` if the rule is none.
         """
-        chosen: Rule = ConfidenceThreshold() if rule is None else rule
-        if hasattr(val_loader, "choose") or not hasattr(chosen, "choose") or isinstance(chosen, type):
-            message = (
-                f"tune(val_loader, rule=...): the rule must be an object such as mola.ValidationScore('nll') or "
-                f"mola.Evidence(), passed as rule=...; got val_loader {type(val_loader).__name__}, rule {rule!r}."
-            )
-            raise OptionError(message)
+        chosen = as_rule(rule, val_loader)
         for component in self.components:
             component.check_network()
 
