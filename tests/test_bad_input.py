@@ -497,10 +497,10 @@ def test_a_batch_of_a_loader_is_a_batch():
     assert torch.equal(posterior.predict((X, Y)).probs, posterior.predict(X).probs)
 
 
-@pytest.mark.parametrize("arguments", [(LOADER, "nll"), (LOADER, mola.Evidence), (mola.Evidence(),)], ids=str)
+@pytest.mark.parametrize("arguments", [(LOADER, 0.9), (LOADER, mola.Evidence), (mola.Evidence(),)], ids=str)
 def test_what_is_no_rule_is_refused(arguments):
     posterior = mola.fit(make_network(), LOADER)
-    with pytest.raises(mola.OptionError, match=r"mola\.ValidationScore\('nll'\)"):
+    with pytest.raises(mola.OptionError, match=r"one of threshold, nll, .* such as mola\.Evidence\(\)"):
         posterior.tune(*arguments)
 
 

@@ -82,8 +82,8 @@ def open_set(
     near = _nearest(path)
     hint = "" if near is None else f" Did you mean {near}?"
     message = (
-        f"no data {name!r}: no such file or folder.{hint} It is none of the built-in sets ({', '.join(BUILT_IN)}); a function of your own is "
-        f"named package.module:function."
+        f"no data {name!r}: no such file or folder.{hint} It is none of the built-in sets ({', '.join(BUILT_IN)}); a function of your "
+        f"own is named package.module:function."
     )
     raise OptionError(message)
 

@@ -73,8 +73,8 @@ class Material:
                 else "name all of them, in the order of the outputs, with --classes"
             )
             message = (
-                f"{many} classes ({', '.join(self.classes[:5])}{', ...' if many > 5 else ''}) for a network with {self.outputs} outputs: "
-                f"{advice}."
+                f"{many} classes ({', '.join(self.classes[:5])}{', ...' if many > 5 else ''}) for a network with {self.outputs} "
+                f"outputs: {advice}."
             )
             raise DataError(message)
         # Again, now that it is known which labels there can be.
