@@ -164,7 +164,7 @@ def scenes(
         inputs, labels = groups(classes, train + held + test)
         cuts = (slice(0, train), slice(train, train + held), slice(train + held, None))
         parts = [(inputs[part], labels[part]) for part in cuts]
-        yield f"groups of 5, {classes} classes", trained(*parts[0], classes, 15 if quick else 40), *parts
+        yield f"groups of 5, {classes} classes", trained(*parts[0], classes, 40 if classes < 1000 else 15), *parts
     if data is not None and networks is not None:
         from cifar10 import load  # its own needs
 

@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Versions of Python and of the packages, and what kind of machine this is."""
+    """Versions of Python and of the packages, what kind of machine this is, and how busy it is now."""
     versions = {}
     for package in ("torch", "numpy", *packages):
         try:
@@ -24,6 +24,7 @@ def environment(*packages: str) -> dict[str, Any]:
         "system": platform.system(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
 
 

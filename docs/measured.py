@@ -307,6 +307,33 @@ def precision(results: Results) -> str:
     )
 
 
+MEASURED = ("fit_overhead", "fit_memory", "speed_against_laplace_torch", "precision", "growth", "many_classes")
+
+
+def surroundings(results: Results) -> str:
+    """On what each was measured, and how busy that was: ratios of a busy machine are not the last word."""
+    rows = []
+    for name in MEASURED:
+        try:
+            found = results[name]["environment"]
+        except MissingError as missing:
+            rows.append([f"`{name}`", str(missing), "", ""])
+            continue
+        load, cores = found.get("load"), found["cores"]
+        busy = "not known" if load is None else f"{load:.1f} on {cores} cores"
+        idle = load is not None and load <= cores / 2
+        torch = found["packages"]["torch"]
+        rows.append(
+            [
+                f"`{name}`",
+                f"{found['system']}, {found['machine']}, torch {torch}",
+                busy,
+                "" if idle else "**again, idle**",
+            ]
+        )
+    return table(["benchmark", "machine", "load when it began", ""], rows, 2)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "bars": bars,
     "overhead": overhead,
@@ -316,6 +343,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "many classes, costs": many_costs,
     "many classes, distance": many_distances,
     "precision": precision,
+    "surroundings": surroundings,
 }
 
 
