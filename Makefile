@@ -35,12 +35,14 @@ check: $(READY)  ## format, lint, type-check, check the architecture (with CI=tr
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 # Every script fails where a bar is missed; all are run, and the target fails if one did. `make bench QUICK=--quick` takes a few
-# minutes, writes no file and leaves laplace-torch out, whose turns take longer than all the rest. docs/speed.md says more.
+# minutes, writes no file and leaves laplace-torch out, whose turns take longer than all the rest. DATA and NETWORKS are the folders
+# of CIFAR-10 and its ResNet-20s (benchmarks/cifar10.py), for the one row of many_classes that needs them. docs/speed.md says more.
 QUICK ?=
 BENCHMARKS := fit_memory precision growth many_classes scale_out fit_overhead $(if $(QUICK),,speed_against_laplace_torch)
 bench: $(READY)  ## speed and memory against the bare forward passes, the deep ensemble and laplace-torch; then docs/speed.md
 	@failed=; for name in $(BENCHMARKS); do echo "== $$name"; \
-		$(BIN)/python benchmarks/$$name.py $(QUICK) || failed="$$failed $$name"; done; \
+		case $$name in many_classes) more="$(if $(DATA),--data $(DATA) --networks $(NETWORKS))";; *) more=;; esac; \
+		$(BIN)/python benchmarks/$$name.py $(QUICK) $$more || failed="$$failed $$name"; done; \
 	$(if $(QUICK),,$(BIN)/python docs/measured.py;) \
 	if [ -n "$$failed" ]; then echo "bars missed, or not measured:$$failed"; exit 1; fi
 
