@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mola
-from mola.likelihood import CATEGORICAL, FEW
+from mola.likelihood import CATEGORICAL
 from tests.conftest import STRUCTURES
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -54,7 +54,7 @@ def test_a_singular_factor_is_singular(benchmark):
     assert int((values > 1e-10 * values.max()).sum()) == 9  # eight, and the constant
 
 
-@pytest.mark.parametrize("classes", [2, FEW, FEW + 1, 1000])
+@pytest.mark.parametrize("classes", [2, 10, 33, 1000])
 @pytest.mark.parametrize("scale", [0.1, 10.0, 1000.0])
 def test_scores_and_curvature_at_once_are_those_apart(classes, scale):
     outputs, labels = scale * torch.randn(50, classes), torch.randint(classes, (50,))

@@ -9,6 +9,7 @@ import torch
 
 import mola
 from mola import metrics
+from mola.links import Probit
 from mola.search import log_grid, maximise
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.test_laws import data, loader, networks
@@ -150,6 +151,45 @@ def test_data_taken_in_portions_give_the_same_curve(trained, structure, monkeypa
     parts = posterior.tune(validation, rule).tuning.curve
     for name, values in whole.items():
         assert torch.allclose(torch.tensor(values), torch.tensor(parts[name]), rtol=1e-12), name
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+@pytest.mark.parametrize("link", ["probit", "probit-centered"])
+@pytest.mark.parametrize("at_once", [1, 5000])
+def test_candidates_taken_together_give_the_curve_of_each(trained, structure, link, at_once, monkeypatch):
+    members, train, validation = trained
+    posterior = mola.fit(members, train, structure=structure, link=link)
+    rule = mola.ConfidenceThreshold(0.9, grid=log_grid(1e-9, 1e9, 30))
+    whole = posterior.tune(validation, rule).tuning.curve
+    monkeypatch.setattr("mola.tuning.LOGITS_AT_ONCE", at_once)
+    parts = posterior.tune(validation, rule).tuning.curve
+    for name, values in whole.items():
+        assert torch.allclose(torch.tensor(values), torch.tensor(parts[name]), rtol=1e-12), name
+
+
+@pytest.mark.parametrize("contrast", [False, True])
+def test_variances_at_several_precisions_are_those_at_each(trained, structure, contrast):
+    members, train, _ = trained
+    spectrum = mola.fit(members[0], train, structure=structure).components[0].curvature.spectrum
+    projected = spectrum.project(torch.randn(7, spectrum.features, dtype=torch.float64))
+    precisions = [1e-6, 0.3, 50.0]
+    found = spectrum.variances(projected, precisions, contrast=contrast)
+    for one, precision in zip(found, precisions, strict=True):
+        torch.testing.assert_close(one.T, spectrum.variance(projected, precision, contrast=contrast))
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_a_link_of_ones_own_that_needs_variances_alone_is_tuned_too(trained):
+    class Mine(Probit):
+        cooled_by = None
+
+    members, train, validation = trained
+    posterior = mola.fit(members, train)
+    rule = mola.ValidationScore("nll", grid=log_grid(1e-4, 1e3, 20))
+    mine, plain = posterior.with_link(Mine()).tune(validation, rule), posterior.tune(validation, rule)
+    assert mine.prior_precision == plain.prior_precision
+    for name, values in plain.tuning.curve.items():
+        assert mine.tuning.curve[name] == pytest.approx(values, rel=1e-12), name
 
 
 @pytest.mark.filterwarnings("ignore::mola.MolaWarning")

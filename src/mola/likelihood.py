@@ -29,10 +29,6 @@ from mola.errors import DataError, OptionError
 __all__ = ["CATEGORICAL", "Categorical", "Likelihood", "OutputCurvature", "laplacian"]
 
 
-FEW = 32
-"""Classes up to which a softmax step by step takes less than torch's own, which goes row by row: a third for 10 of them."""
-
-
 @dataclass(frozen=True)
 class OutputCurvature:
     """Curvature of n data with respect to their C outputs: `diag(separate) + L(coupling coupling')` for each."""
@@ -156,15 +152,10 @@ class Categorical:
 
     def curvature(self, outputs: Tensor) -> OutputCurvature:
         """`diag(p) - p p'`, as the Laplacian of `p p'`."""
-        if outputs.shape[-1] > FEW:
-            return OutputCurvature(separate=None, coupling=torch.softmax(outputs, dim=-1))
-        weights = (outputs - outputs.amax(dim=-1, keepdim=True)).exp()
-        return OutputCurvature(separate=None, coupling=weights / weights.sum(dim=-1, keepdim=True))
+        return self._scored(outputs, None)[1]
 
     def scored_curvature(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, OutputCurvature]:
         """Log-probability (n,) of each label and the curvature, with one exponential for each output.
-
-        The normaliser is read off the most probable class, whose probability is at least 1 / C: its logarithm is exact.
 
         Args:
             outputs: (n, C).
@@ -173,11 +164,17 @@ class Categorical:
         Returns:
             Log-probabilities, and the curvature.
         """
-        curvature = self.curvature(outputs)
-        assert curvature.coupling is not None  # the probabilities
-        highest, place = curvature.coupling.max(dim=1, keepdim=True)
-        normaliser = outputs.gather(1, place) - highest.log()
-        return (outputs.gather(1, labels[:, None]) - normaliser).squeeze(1), curvature
+        return self._scored(outputs, labels)
+
+    @staticmethod
+    def _scored(outputs: Tensor, labels: Tensor | None) -> tuple[Tensor, OutputCurvature]:
+        # Step by step: torch's softmax takes twice as long for 10 classes, and gives no normaliser.
+        shifted = outputs - outputs.amax(dim=1, keepdim=True)
+        chosen = None if labels is None else shifted.gather(1, labels[:, None])
+        weights = shifted.exp_()
+        total = weights.sum(dim=1, keepdim=True)
+        scores = total.log().neg_() if chosen is None else chosen - total.log()
+        return scores.squeeze(1), OutputCurvature(separate=None, coupling=weights / total)
 
     def visible(self, outputs: int) -> Tensor:
         """Contrasts: an orthonormal basis (C, C-1) of the vectors that sum to zero (Helmert's)."""

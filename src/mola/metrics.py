@@ -69,14 +69,25 @@ def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
     Bins are closed on the right; every prediction is counted, those with confidence 1 in the last bin.
     """
     confidence, predicted = probs.double().max(1)
-    index = (torch.ceil(confidence * bins).long() - 1).clamp(0, bins - 1)
-    values = torch.stack([torch.ones_like(confidence), confidence, (predicted == labels).double()], dim=1)
-    return values.new_zeros(bins, 3).index_add_(0, index, values)
+    return bin_sums(confidence, predicted == labels, bins)
+
+
+def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
+    """The same from confidences (..., n) in float64 and whether they were right: (..., bins, 3)."""
+    index = (torch.ceil(confidence * bins).long() - 1).clamp_(0, bins - 1)
+    values = torch.stack([torch.ones_like(confidence), confidence, correct.double()], dim=-1)
+    sums = values.new_zeros(*confidence.shape[:-1], bins, 3)
+    return sums.scatter_add_(-2, index[..., None].expand_as(values), values)
 
 
 def calibration_gap(binned: Tensor) -> float:
     """Mean over predictions of |confidence - accuracy| within each bin, from `bin_confidences` sums."""
-    return float((binned[:, 1] - binned[:, 2]).abs().sum() / binned[:, 0].sum())
+    return float(calibration_gaps(binned))
+
+
+def calibration_gaps(binned: Tensor) -> Tensor:
+    """The same of several: (...) from sums (..., bins, 3)."""
+    return (binned[..., 1] - binned[..., 2]).abs().sum(-1) / binned[..., 0].sum(-1)
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:

@@ -17,13 +17,13 @@ from mola.errors import DataError
 from mola.features import batch_count, batches_of, stream
 from mola.heads import Head
 from mola.laplace import Candidate, LogitMoments, Posterior, Spectrum
-from mola.links import Link
-from mola.metrics import bin_confidences, calibration_gap
+from mola.links import Link, cooled_softmax
+from mola.metrics import bin_sums, calibration_gaps
 
 __all__ = ["HeldOut", "Problem", "Tuning", "read_held_out"]
 
 LOGITS_AT_ONCE = 2**18
-"""Probabilities of one candidate that are made together: more leave the processor's cache, and take several times as long."""
+"""Probabilities, of one or several candidates, made together: more leave the processor's cache, and take several times as long."""
 
 PROJECTED_AT_ONCE = 2**24
 """Projected numbers of all components held at once when candidates are compared; the data are taken in portions."""
@@ -214,51 +214,68 @@ class Problem:
             precisions: the candidates.
 
         Returns:
-            One value for each candidate of "confidence" and "uniform" (cross-entropy to the uniform distribution) and,
-            with labels, "nll", "brier" and "ece".
+            One value for each candidate of "confidence" and, with labels, "nll", "brier" and "ece"; without, "uniform", the
+            cross-entropy to the uniform distribution.
         """
-        scores = [_Scores() for _ in precisions]
-        for index, part, probs in self._tried(data, precisions):
-            scores[index].add(probs, None if data.labels is None else data.labels[part])
+        scores = _Scores(len(precisions))
+        for which, part, probs in self._tried(data, precisions):
+            scores.add(which, probs, None if data.labels is None else data.labels[part])
         count = torch.tensor(float(len(data)), dtype=torch.float64, device="cpu")
-        sums, bins = torch.stack([one.sums for one in scores]), torch.stack([one.bins for one in scores])
-        sums, bins, count = data.team.sum([sums, bins, count])
+        sums, bins, count = data.team.sum([scores.sums, scores.bins, count])
         means = sums / count
-        curve = {"confidence": means[:, 0], "uniform": means[:, 1]}
-        if data.labels is not None:
-            curve |= {"nll": means[:, 2], "brier": means[:, 3]}
-            gaps = [calibration_gap(one) for one in bins]
-            curve["ece"] = torch.tensor(gaps, dtype=torch.float64, device="cpu")
-        return curve
+        if data.labels is None:
+            return {"confidence": means[:, 0], "uniform": means[:, 1]}
+        scored = {"confidence": means[:, 0], "nll": means[:, 1], "brier": means[:, 2]}
+        return scored | {"ece": calibration_gaps(bins)}
 
-    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[int, slice, Tensor]]:
-        """Probabilities of some of the data under some candidate, until all are through."""
+    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Probabilities (L, C, n) of some of the data under some candidates, until all are through."""
         if self.link.needs_covariance:
             return self._by_candidate(data, precisions)
         return self._by_portion(data, precisions)
 
-    def _by_portion(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[int, slice, Tensor]]:
+    def _by_portion(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
         """Probabilities of every candidate, where variances are enough: data are projected once, for all candidates."""
-        mixing = [self.weights_at(precision) for precision in precisions]
+        mixing = torch.stack([self.weights_at(precision) for precision in precisions])
         projected = PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra)
-        portion = max(1, min(projected, LOGITS_AT_ONCE // self.spectra[0].outputs))
+        outputs = self.spectra[0].outputs
+        portion = max(1, min(projected, LOGITS_AT_ONCE // outputs))
         for part, features, means in data.portions(portion):
             projections = [spectrum.project(values) for spectrum, values in zip(self.spectra, features, strict=True)]
-            for index, precision in enumerate(precisions):
-                tried = [
-                    Candidate(spectrum, precision, values)
-                    for spectrum, values in zip(self.spectra, projections, strict=True)
-                ]
-                yield index, part, self._mixed(mixing[index], means, features, tried)
+            if self.link.cooled_by is None:
+                for index, precision in enumerate(precisions):
+                    tried = [
+                        Candidate(spectrum, precision, values)
+                        for spectrum, values in zip(self.spectra, projections, strict=True)
+                    ]
+                    yield slice(index, index + 1), part, self._mixed(mixing[index], means, features, tried)
+                continue
+            together = max(1, LOGITS_AT_ONCE // (len(means[0]) * outputs))
+            for start in range(0, len(precisions), together):
+                which = slice(start, start + together)
+                yield which, part, self._cooled(mixing[which], means, projections, precisions[which])
 
-    def _by_candidate(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[int, slice, Tensor]]:
+    def _cooled(
+        self, mixing: Tensor, means: Sequence[Tensor], projections: Sequence[Tensor], precisions: Sequence[float]
+    ) -> Tensor:
+        """The mixture's probabilities (L, C, n) under several candidates, where the link cools logits by their variances."""
+        contrast, total = self.link.cooled_by == "contrast_variance", None
+        for weights, mean, projected, spectrum in zip(mixing.T, means, projections, self.spectra, strict=True):
+            probs = cooled_softmax(self.link, mean.T, spectrum.variances(projected, precisions, contrast=contrast))
+            if len(means) > 1:
+                probs.mul_(weights[:, None, None])
+            total = probs if total is None else total.add_(probs)
+        assert total is not None  # a mixture has a component
+        return total
+
+    def _by_candidate(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
         """The same where a link needs covariances: each candidate's posteriors are built once, for all data."""
         portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.features for spectrum in self.spectra))
         bar = tqdm(precisions, desc="candidates", disable=None if self.progress else True, leave=False)
         for index, precision in enumerate(bar):
             mixing, tried = self.weights_at(precision), [spectrum.posterior(precision) for spectrum in self.spectra]
             for part, features, means in data.portions(portion):
-                yield index, part, self._mixed(mixing, means, features, tried)
+                yield slice(index, index + 1), part, self._mixed(mixing, means, features, tried)
 
     def _mixed(
         self,
@@ -270,28 +287,28 @@ class Problem:
         probs = torch.zeros_like(means[0])
         for weight, mean, values, posterior in zip(mixing, means, features, tried, strict=True):
             probs += weight * self.link(LogitMoments(mean, values, posterior))
-        return probs
+        return probs.T[None]
 
 
 class _Scores:
-    """Sums over the data of what one candidate scores."""
+    """Sums over the data of what candidates score."""
 
-    def __init__(self) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64, device="cpu")
-        self.bins = torch.zeros(15, 3, dtype=torch.float64, device="cpu")
+    def __init__(self, count: int) -> None:
+        self.sums = torch.zeros(count, 3, dtype=torch.float64, device="cpu")
+        self.bins = torch.zeros(count, 15, 3, dtype=torch.float64, device="cpu")
 
-    def add(self, probs: Tensor, labels: Tensor | None) -> None:
-        """Take more data."""
-        self.sums += _sums(probs, labels)
-        if labels is not None:
-            self.bins += bin_confidences(probs, labels)
+    def add(self, which: slice, probs: Tensor, labels: Tensor | None) -> None:
+        """Take more data: probabilities (L, C, n) under some candidates."""
+        confidence, predicted = probs.max(1)
+        if labels is None:
+            uniform = -_log(probs).mean(1)
+            self.sums[which] += torch.stack([confidence.sum(1), uniform.sum(1), torch.zeros_like(uniform[:, 0])], dim=1)
+            return
+        own = probs.gather(1, labels.expand(len(probs), 1, -1)).squeeze(1)
+        brier = torch.linalg.vector_norm(probs, dim=(1, 2)).square() - 2 * own.sum(1) + len(labels)
+        self.sums[which] += torch.stack([confidence.sum(1), -_log(own).sum(1), brier], dim=1)
+        self.bins[which] += bin_sums(confidence, predicted == labels)
 
 
-def _sums(probs: Tensor, labels: Tensor | None) -> Tensor:
-    log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
-    confidence, uniform = probs.max(1).values.sum(), -log_probs.mean(1).sum()
-    if labels is None:
-        return torch.stack([confidence, uniform, uniform.new_zeros(()), uniform.new_zeros(())])
-    nll = -log_probs.gather(1, labels[:, None]).sum()
-    brier = probs.square().sum() - 2 * probs.gather(1, labels[:, None]).sum() + len(labels)
-    return torch.stack([confidence, uniform, nll, brier])
+def _log(probs: Tensor) -> Tensor:
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()

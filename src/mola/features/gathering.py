@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from mola.errors import DataError, located
+from mola.features.room import Room
 from mola.features.watching import Features
+from mola.heads import Head
 from mola.likelihood import Likelihood
 
 __all__ = ["Gathered", "check_finite"]
@@ -36,12 +38,14 @@ class Gathered:
 
     Args:
         rows: how many to gather. A batch of so many, or more, is taken as it is.
+        heads: the networks' last layers; without one, nothing is gathered.
         likelihood: what the outputs mean; reads the labels.
     """
 
-    def __init__(self, rows: int, likelihood: Likelihood) -> None:
+    def __init__(self, rows: int, heads: Sequence[Head | None], likelihood: Likelihood) -> None:
         """Wait for the first batch."""
-        self.rows, self.likelihood = rows, likelihood
+        self._rooms = [Room(head, rows) for head in heads if head is not None]
+        self.rows, self.likelihood = rows if len(self._rooms) == len(heads) else 1, likelihood
         self.count = 0
         self._waiting: list[Waiting] = []
 
@@ -70,17 +74,18 @@ class Gathered:
         """
         count = len(seen[0].logits)
         if count < self.rows:
-            # A network or a loader may use this memory again for the next batch, or features be a part of something large.
-            seen = [Features(one.features.clone(), one.logits.clone()) for one in seen]
+            # A network or a loader may use its memory again for the next batch, or features be a part of something large.
+            seen = [Features(*room.put(*one, self.count)) for room, one in zip(self._rooms, seen, strict=True)]
             labels = None if labels is None else labels.clone()
         self._waiting.append(Waiting(place, seen, labels))
         self.count += count
 
     @torch.no_grad()
     def take(self) -> tuple[list[Features], Tensor | None]:
-        """All that was gathered, checked; afterwards there is room again."""
-        waiting, self._waiting, self.count = self._waiting, [], 0
-        joined = [_joined(parts) for parts in zip(*(batch.seen for batch in waiting), strict=True)]
+        """All that was gathered, checked; the next batch that is added overwrites it."""
+        waiting, count = self._waiting, self.count
+        self._waiting, self.count = [], 0
+        joined = list(waiting[0].seen) if len(waiting) == 1 else [Features(*room.first(count)) for room in self._rooms]
         if not all(all_finite(one.logits) for one in joined):  # what is wrong with the features shows in the logits
             self._check_each(waiting)
         return joined, self._labels(waiting, joined[0].logits)
@@ -108,12 +113,6 @@ class Gathered:
             if labels is not None:
                 read.append(self.likelihood.check_labels(labels, seen[0].logits, place))
         return read
-
-
-def _joined(parts: Sequence[Features]) -> Features:
-    if len(parts) == 1:
-        return parts[0]
-    return Features(torch.cat([one.features for one in parts]), torch.cat([one.logits for one in parts]))
 
 
 def all_finite(values: Tensor) -> bool:

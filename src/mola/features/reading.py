@@ -104,8 +104,9 @@ def stream(
         total: number of batches, for the progress bar.
         labelled: whether every batch must carry labels.
         likelihood: what the outputs mean; reads the labels.
-        rows: batches smaller than this are gathered and come together, as long as they stay below it; larger ones are
-            not divided. What is done with them, checks included, is then paid more rarely.
+        rows: batches smaller than this are gathered and come together, as long as they stay below it, in float64 and with the
+            constant 1, until the next are asked for; larger ones come as they are. What is done with them, checks included,
+            is then paid more rarely.
         first: what the networks make of the first batch, where that is known: they are not run on it again.
         start: number of batches of the loader that were read before.
         told: told how many batches there are in what is about to be yielded.
@@ -119,7 +120,7 @@ def stream(
     """
     _, batches = peek(loader, f"the {where}")
     had_labels: bool | None = None
-    gathered = Gathered(rows, likelihood)
+    gathered = Gathered(rows, heads, likelihood)
 
     def take() -> tuple[list[Features], Tensor | None]:
         told(gathered.batches)

@@ -31,6 +31,7 @@ __all__ = [
     "Spectrum",
     "Structure",
     "check_precision",
+    "column",
     "mahalanobis_weights",
 ]
 
@@ -200,6 +201,10 @@ class Spectrum(ABC):
     def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
         """Variance (n, C) of each logit, from projected features; of the centred logits with `contrast`."""
 
+    def variances(self, projected: Tensor, precisions: Sequence[float], *, contrast: bool = False) -> Tensor:
+        """Variances at L prior precisions at once, the data last: (L, C, n), in memory of its own."""
+        return torch.stack([self.variance(projected, one, contrast=contrast).T for one in precisions])
+
     @abstractmethod
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Log determinant of the posterior precision matrix; differentiable in the prior precision."""
@@ -284,6 +289,11 @@ class Posterior(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         """Precision of the computation: float64, or float32 for everything below."""
         return self._place[1]
+
+
+def column(precisions: Sequence[float]) -> Tensor:
+    """Prior precisions as (L, 1, 1), to go with tables (C, P)."""
+    return torch.tensor(precisions, dtype=torch.float64, device="cpu")[:, None, None]
 
 
 def mahalanobis_weights(values: Tensor) -> Tensor:

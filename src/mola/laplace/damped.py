@@ -8,7 +8,9 @@ The posterior covariance is :math:`U \otimes V` with :math:`V = (\sqrt N B + \sq
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from mola.laplace.base import Posterior, Spectrum, mahalanobis_weights
@@ -51,6 +53,12 @@ class Damped(Spectrum):
         return (projected @ self.feature_inverse(precision))[:, None] * self.class_variance(
             precision, contrast=contrast
         )
+
+    def variances(self, projected: Tensor, precisions: Sequence[float], *, contrast: bool = False) -> Tensor:
+        """The same at several precisions, with one product."""
+        features = torch.stack([self.feature_inverse(one) for one in precisions]) @ projected.T
+        classes = torch.stack([self.class_variance(one, contrast=contrast) for one in precisions])
+        return features[:, None, :] * classes[:, :, None]
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """`P log det U^-1 + C sum log(sqrt(N) b + sqrt(lambda))`."""

@@ -2,17 +2,22 @@ r"""Diagonal curvature: :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`, al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
+from mola.laplace.base import Factors, Posterior, Spectrum, Structure, column, mahalanobis_weights
 from mola.laplace.basis import centred_diagonal, centred_variance
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = ["Diag", "DiagFactors"]
+
+
+SQUARED = 128
+"""Rows whose squares are held at once: few enough to stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +36,16 @@ class Diag(Structure):
 
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> DiagFactors:
         """Factors of one batch."""
-        squares = features.square()
-        return DiagFactors(len(features), log_likelihood, curvature.diagonal().T @ squares, squares.sum(0))
+        diagonal, width = curvature.diagonal(), features.shape[1]
+        sums = features.new_zeros(diagonal.shape[1], width), features.new_zeros(width)
+        _add(*sums, features, diagonal)
+        return DiagFactors(len(features), log_likelihood, *sums)
 
     def absorb(self, total: Any, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Any:
         """Add the batch to the sums in place."""
         if total is None:
-            return super().absorb(total, features, curvature, log_likelihood)
-        squares = features.square()
-        total.diagonal.addmm_(curvature.diagonal().T, squares)
-        total.squares.add_(squares.sum(0))
+            return self.sums(features, curvature, log_likelihood)
+        _add(total.diagonal, total.squares, features, curvature.diagonal())
         return total.grown(len(features), log_likelihood)
 
     def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
@@ -54,6 +59,18 @@ class Diag(Structure):
     def spectrum(self, factors: DiagFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
         """A diagonal matrix is its own spectrum."""
         return DiagSpectrum(factors, likelihood)
+
+
+def _add(weighted: Tensor, plain: Tensor, features: Tensor, weights: Tensor) -> None:
+    """Add the squares of `features` (n, P) to sums, in place: `weights` (n, C) times them (C, P), and as they are (P,)."""
+    width, outputs = features.shape[1], weights.shape[1]
+    both = torch.cat([weights, weights.new_ones(len(weights), 1)], dim=1).T  # one product makes both sums
+    sums, scratch = features.new_zeros(outputs + 1, width), features.new_empty(min(SQUARED, len(features)), width)
+    for start in range(0, len(features), SQUARED):
+        part = features[start : start + SQUARED]
+        sums.addmm_(both[:, start : start + SQUARED], torch.mul(part, part, out=scratch[: len(part)]))
+    weighted.add_(sums[:outputs])
+    plain.add_(sums[outputs])
 
 
 class DiagSpectrum(Spectrum):
@@ -74,6 +91,14 @@ class DiagSpectrum(Spectrum):
         """`sum_p phi_p^2 / (H_cp + lambda)`."""
         variance = projected @ (1 / (self.diagonal + precision)).T
         return centred_variance(variance) if contrast and self.hidden else variance
+
+    def variances(self, projected: Tensor, precisions: Sequence[float], *, contrast: bool = False) -> Tensor:
+        """The same at several precisions, with one product."""
+        tables = 1 / (self.diagonal + column(precisions))
+        variance = (tables.flatten(0, 1) @ projected.T).view(*tables.shape[:2], -1)
+        if not (contrast and self.hidden):
+            return variance
+        return centred_variance(variance.movedim(1, -1)).movedim(-1, 1)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """`sum_cp log(H_cp + lambda)`."""

@@ -7,12 +7,13 @@ covariance is diagonal in A's eigenbasis, with entries that depend on the datum:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mola.laplace.base import Posterior, Spectrum, mahalanobis_weights
+from mola.laplace.base import Posterior, Spectrum, column, mahalanobis_weights
 from mola.laplace.kron import Kron, KronFactors, KronPosterior, KronSpectrum
 from mola.likelihood import CATEGORICAL, Likelihood
 
@@ -34,7 +35,7 @@ class ExactSpectrum(KronSpectrum):
     """The prior added exactly: precision eigenvalues `N a b + lambda`."""
 
     def inverse(self, precision: float | Tensor) -> Tensor:
-        """Eigenvalues (C, P) of the posterior covariance."""
+        """Eigenvalues (C, P) of the posterior covariance; (L, C, P) for precisions (L, 1, 1)."""
         return 1 / (self.count * self.class_values[:, None] * self.feature_values + precision)
 
     def class_table(self, precision: float, *, contrast: bool = False) -> Tensor:
@@ -45,6 +46,12 @@ class ExactSpectrum(KronSpectrum):
     def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
         """`sum_ij Q_A[c, i]^2 (Q_B' phi)_j^2 / (N a_i b_j + lambda)`."""
         return projected @ self.class_table(precision, contrast=contrast).T
+
+    def variances(self, projected: Tensor, precisions: Sequence[float], *, contrast: bool = False) -> Tensor:
+        """The same at several precisions, with one product."""
+        seen = self.visible if contrast else self.outputs
+        tables = self.class_vectors[:, :seen].square() @ self.inverse(column(precisions))[:, :seen]
+        return (tables.flatten(0, 1) @ projected.T).view(*tables.shape[:2], -1)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """`sum_ij log(N a_i b_j + lambda)`."""

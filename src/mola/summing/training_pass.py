@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, StorageError
-from mola.features import Features, batch_count, batches_of, first_passes, stream
+from mola.features import Features, Room, batch_count, batches_of, first_passes, stream
 from mola.heads import Head
 from mola.laplace import Factors, Structure
 from mola.likelihood import Likelihood
@@ -208,6 +208,7 @@ def _stream(
         # A checkpoint comes back in main memory; sums go on where the features are.
         totals = [moved(total, _device(one)) for total, one in zip(kept.totals, first, strict=True)]
     rows = structure.rows(max(head.width for head in heads), heads[0].classes)
+    rooms = [Room(head, rows or 1) for head in heads]
     trails = [kept.trail]
     done = saved = kept.batches
     coming = 0
@@ -238,8 +239,8 @@ def _stream(
         start=kept.batches,
         told=told,
     ):
-        for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
-            totals[index] = _absorbed(work, totals[index], _portions(head, one, labels, rows))
+        for index, (room, one) in enumerate(zip(rooms, seen, strict=True)):
+            totals[index] = _absorbed(work, totals[index], _portions(room, one, labels, rows))
         del seen, labels, one  # not kept while the next is made
         done += coming
         if keeper.active:
@@ -271,14 +272,17 @@ def _device(seen: Features) -> torch.device:
 
 
 def _portions(
-    head: Head, seen: Features, labels: Tensor | None, rows: int | None
+    room: Room, seen: Features, labels: Tensor | None, rows: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Features with the constant 1, logits and labels, in float64 and at most `rows` at a time: a batch may be large."""
-    device = _device(seen)
-    for start in range(0, len(seen.logits), rows or len(seen.logits)):
+    count = len(seen.logits)
+    ready = seen.features.dtype == torch.float64 and seen.features.shape[1] == room.head.width
+    for start in range(0, count, rows or count):
         part = slice(start, None if rows is None else start + rows)
-        features, logits = seen.features[part].to(device), seen.logits[part].to(device)
-        yield head.lift(features, torch.float64), logits.double(), None if labels is None else labels[part].to(device)
+        features, logits = seen.features[part], seen.logits[part]
+        if not ready:
+            features, logits = room.put(features, logits)
+        yield features, logits.double(), None if labels is None else labels[part].to(logits.device)
 
 
 def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, labelled: bool | None) -> list[Factors]:

@@ -84,7 +84,7 @@ class WholeProblem(Problem):
     components: Sequence[WholeComponent] = ()
     sampling: WeightDraws | None = None
 
-    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[int, slice, Tensor]]:
+    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
         assert isinstance(data, HeldInputs)
         mixing, start = torch.stack([self.weights_at(precision) for precision in precisions]), 0
         bar = tqdm(data.batches, desc="candidates", disable=None if self.progress else True, leave=False)
@@ -95,7 +95,7 @@ class WholeProblem(Problem):
             for index, probs in enumerate(zip(*members, strict=True)):
                 mixed = sum(weight * one for weight, one in zip(mixing[index], probs, strict=True))
                 assert isinstance(mixed, Tensor)
-                yield index, slice(start, start + len(mixed)), mixed
+                yield slice(index, index + 1), slice(start, start + len(mixed)), mixed.T[None]
             start += len(mixed)
 
     def _members(self, component: WholeComponent, inputs: Inputs, precisions: Sequence[float]) -> list[Tensor]:
