@@ -36,8 +36,11 @@ def network(features: int, classes: int) -> nn.Module:
 class Batches:
     """Batches that are ready, with the data set that laplace-torch asks for: no time goes into putting rows together."""
 
-    def __init__(self, count: int, classes: int, size: int = 256) -> None:
+    def __init__(self, count: int, classes: int, size: int = 256, judge: nn.Module | None = None) -> None:
         inputs, labels = torch.randn(count, INPUTS), torch.randint(classes, (count,))
+        if judge is not None:  # labels as a network has them that is too sure of itself: the best prior lies inside the grid
+            with torch.no_grad():
+                labels = torch.distributions.Categorical(logits=0.3 * judge(inputs)).sample()
         self.dataset, self.batch_size = TensorDataset(inputs, labels), size
         self.batches = list(zip(inputs.split(size), labels.split(size), strict=True))
 
@@ -126,7 +129,7 @@ def fitting(features: int, classes: int, count: int, structures: tuple[str, ...]
 def using(features: int, classes: int, count: int, repeats: int) -> list[dict[str, Any]]:
     """Prior tuning on a grid and by evidence, probit and Monte Carlo prediction."""
     model = network(features, classes)
-    train, held_out = Batches(count, classes), Batches(count, classes)
+    train, held_out = Batches(count, classes), Batches(count, classes, judge=model)
     inputs = next(iter(held_out))[0]
     ours = mola.fit(model, train, structure="kron-exact", progress=False)
     theirs = peer(model, "kron", CurvlinopsGGN)
@@ -146,6 +149,10 @@ def using(features: int, classes: int, count: int, repeats: int) -> list[dict[st
         )
 
     rule = mola.ValidationScore("nll")
+    tried = len(ours.tune(held_out, rule, progress=False).tuning.curve["nll"])
+    if tried != GRID:
+        message = f"mola tried {tried} prior precisions, laplace-torch {GRID}: not the same work"
+        raise RuntimeError(message)
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
         f"tune, {len(grid)} values, whole call": (
             lambda: ours.tune(held_out, rule, progress=False),

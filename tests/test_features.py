@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import mola
 from mola import DataError, HeadError
-from mola.features import batch_count, capture, find_heads, peek, stream
+from mola.features import Features, Lifted, Room, batch_count, capture, find_heads, peek, stream
+from mola.heads import Head
+from mola.laplace import as_structure
 from mola.networks import undisturbed
 from tests.witness import unchanged
 
@@ -57,15 +59,122 @@ def test_every_network_sees_every_batch_in_order(networks):
 
 @pytest.mark.parametrize("rows", [2, 7, 12, 1000])
 def test_gathered_batches_are_the_same_data_in_the_same_order(rows, networks):
-    plain, gathered = list(read(networks, LOADER)), list(read(networks, LOADER, rows=rows))
-    sizes = [len(labels) for _, labels in gathered]
+    plain = list(read(networks, LOADER))
+    kept = [  # copied at once: the next batches take their place
+        ([Features(*(part.clone() for part in one)) for one in seen], labels, [isinstance(one, Lifted) for one in seen])
+        for seen, labels in read(networks, LOADER, rows=rows)
+    ]
+    sizes = [len(labels) for _, labels, _ in kept]
     assert len(sizes) < len(SIZES) or rows == 2
     assert all(size <= rows or size in SIZES for size in sizes)
-    assert torch.equal(torch.cat([labels for _, labels in gathered]), Y)
-    for index in range(len(networks)):
-        for name in ("features", "logits"):
-            first, second = (torch.cat([getattr(seen[index], name) for seen, _ in some]) for some in (plain, gathered))
+    assert torch.equal(torch.cat([labels for _, labels, _ in kept]), Y)
+    for index, network in enumerate(networks):
+        width = network[-1].in_features
+        for seen, _, lifted in kept:
+            assert seen[index].features.shape[1] == width + lifted[index]
+            assert not lifted[index] or bool((seen[index].features[:, width] == 1).all())
+        for name, end in (("features", width), ("logits", None)):
+            first = torch.cat([getattr(seen[index], name) for seen, _ in plain])
+            second = torch.cat([getattr(seen[index], name)[:, :end] for seen, _, _ in kept])
             assert torch.equal(first, second)
+
+
+def test_rows_go_to_the_device_before_they_go_to_float64(networks, monkeypatch):
+    """A device without float64 cannot convert while it copies to another, and may say nothing."""
+    plain = torch.Tensor.copy_
+
+    def careful(self, other, *rest):
+        assert self.device == other.device or self.dtype == other.dtype
+        return plain(self, other, *rest)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", careful)
+    list(read(networks, LOADER, rows=100))
+    room, head = Room(Head("", nn.Linear(4, 3)), 10), torch.randn(5, 4)
+    assert room.put(Features(head, torch.randn(5, 3))).features.shape == (5, 5)
+
+
+def test_networks_that_give_different_numbers_of_rows_are_refused(networks):
+    class Half(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, inputs):
+            return self.inner(inputs[::2])
+
+    with pytest.raises(DataError, match=r"batch 0 of the training loader: the networks gave \[8, 4\] rows"):
+        mola.fit([networks[0], Half(networks[1])], [X[:8], X[8:16]])
+
+
+class Masked(nn.Module):
+    """Gives a row for each input that is not masked: whose first number is not above 100."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, inputs):
+        return self.head(torch.relu(self.body(inputs))[inputs[:, 0] < 100])
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_a_batch_of_which_nothing_is_left_adds_nothing(structure):
+    torch.manual_seed(0)
+    network, nothing = Masked(), X[:3] + 1000
+    plain, masked = [X[:8], X[8:]], [nothing, X[:8], nothing, X[8:], nothing]
+    one, two = (
+        mola.fit(network, some, structure=structure).components[0].curvature.factors for some in (plain, masked)
+    )
+    for name, tensor in one.tensors().items():
+        torch.testing.assert_close(tensor, two.tensors()[name], rtol=1e-12, atol=1e-15)
+    assert one.count == two.count
+    with pytest.raises(DataError, match="no row for any batch"):
+        mola.fit(network, [X[:8], nothing][1:] * 2, structure=structure)
+
+
+def test_a_structure_of_ones_own_may_write_into_what_it_is_given():
+    class Careless(type(as_structure("diag"))):
+        def sums(self, features, curvature, log_likelihood):
+            found = super().sums(features, curvature, log_likelihood)
+            features.mul_(0.5)
+            return found
+
+        def absorb(self, total, features, curvature, log_likelihood):
+            return self.merge(total, self.sums(features, curvature, log_likelihood))
+
+        def rows(self, features, outputs):
+            return 10
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
+    batches = list(zip(X.split(4), Y.split(4), strict=True))
+    found = mola.fit(network, batches, structure=Careless()).components[0].curvature.factors
+    expected = mola.fit(network, batches, structure="diag").components[0].curvature.factors
+    torch.testing.assert_close(found.diagonal, expected.diagonal, rtol=1e-12, atol=0)
+    assert float(found.squares[-1]) == pytest.approx(len(X))
+
+
+def test_a_layer_that_was_cut_by_hand_is_as_wide_as_what_it_sees():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
+    expected = mola.fit(network, LOADER).components[0].curvature.factors.gram
+    network[2].in_features = 9
+    torch.testing.assert_close(mola.fit(network, LOADER).components[0].curvature.factors.gram, expected)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_a_network_that_turns_gradients_on_is_fitted_all_the_same(structure):
+    class Proud(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(5, 4).double(), nn.Linear(4, 3, bias=False).double()
+
+        @torch.enable_grad()
+        def forward(self, inputs):
+            return self.head(torch.relu(self.body(inputs)))
+
+    factors = mola.fit(Proud(), [(X, Y)], structure=structure).components[0].curvature.factors
+    assert not any(tensor.requires_grad for tensor in factors.tensors().values())
 
 
 class Recycles(nn.Module):

@@ -9,6 +9,7 @@ import torch
 
 import mola
 from mola import metrics
+from mola.likelihood import CATEGORICAL
 from mola.links import Probit
 from mola.search import log_grid, maximise
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
@@ -180,16 +181,24 @@ def test_variances_at_several_precisions_are_those_at_each(trained, structure, c
 
 @pytest.mark.filterwarnings("ignore::mola.MolaWarning")
 def test_a_link_of_ones_own_that_needs_variances_alone_is_tuned_too(trained):
-    class Mine(Probit):
-        cooled_by = None
+    class Halved(Probit):
+        def __call__(self, moments, seed=None):
+            return CATEGORICAL.probabilities(moments.mean / (2 * (1 + moments.variance)))
 
     members, train, validation = trained
-    posterior = mola.fit(members, train)
-    rule = mola.ValidationScore("nll", grid=log_grid(1e-4, 1e3, 20))
-    mine, plain = posterior.with_link(Mine()).tune(validation, rule), posterior.tune(validation, rule)
-    assert mine.prior_precision == plain.prior_precision
-    for name, values in plain.tuning.curve.items():
-        assert mine.tuning.curve[name] == pytest.approx(values, rel=1e-12), name
+    posterior = mola.fit(members, train).with_link(Halved())
+    grid = log_grid(1e-4, 1e3, 20)
+    curve = posterior.tune(validation, mola.ValidationScore("nll", grid=grid)).tuning.curve
+    inputs, labels = (torch.cat(parts) for parts in zip(*validation, strict=True))
+    tried = {value: posterior.with_prior_precision(value)(inputs).double() for value in (grid[3], grid[15])}
+    for value, probs in tried.items():
+        expected = -probs.gather(1, labels[:, None]).log().mean()
+        assert curve["nll"][curve["prior_precision"].index(value)] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_short_cut_that_there_is_not_is_refused():
+    with pytest.raises(mola.OptionError, match="got 'temperature'"):
+        type("Odd", (Probit,), {"cooled_by": "temperature"})
 
 
 @pytest.mark.filterwarnings("ignore::mola.MolaWarning")

@@ -41,6 +41,19 @@ class Link(ABC):
     cooled_by: Literal["variance", "contrast_variance"] | None = None
     """The variance by which it divides each logit before a softmax, where that is all it does (`cooled_softmax`)."""
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Where a class has its own rule, a short cut to that of a class above is not its own.
+
+        Raises:
+            OptionError: if `cooled_by` is none of the variances.
+        """
+        super().__init_subclass__(**keywords)
+        if "__call__" in vars(cls) and "cooled_by" not in vars(cls):
+            cls.cooled_by = None
+        if cls.cooled_by not in (None, "variance", "contrast_variance"):
+            message = f"cooled_by must be 'variance', 'contrast_variance' or None, got {cls.cooled_by!r}."
+            raise OptionError(message)
+
     @abstractmethod
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
         """Probabilities (n, C)."""

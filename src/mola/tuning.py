@@ -25,6 +25,9 @@ __all__ = ["HeldOut", "Problem", "Tuning", "read_held_out"]
 LOGITS_AT_ONCE = 2**18
 """Probabilities, of one or several candidates, made together: more leave the processor's cache, and take several times as long."""
 
+WEIGHTS_AT_ONCE = 2**21
+"""Of the last layer, for candidates that are tried together: there may be few data, and very many weights."""
+
 PROJECTED_AT_ONCE = 2**24
 """Projected numbers of all components held at once when candidates are compared; the data are taken in portions."""
 
@@ -250,7 +253,8 @@ class Problem:
                     ]
                     yield slice(index, index + 1), part, self._mixed(mixing[index], means, features, tried)
                 continue
-            together = max(1, LOGITS_AT_ONCE // (len(means[0]) * outputs))
+            widest = max(spectrum.features for spectrum in self.spectra)
+            together = max(1, min(LOGITS_AT_ONCE // (len(means[0]) * outputs), WEIGHTS_AT_ONCE // (outputs * widest)))
             for start in range(0, len(precisions), together):
                 which = slice(start, start + together)
                 yield which, part, self._cooled(mixing[which], means, projections, precisions[which])

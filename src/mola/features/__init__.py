@@ -2,11 +2,12 @@
 
 from mola.features.gathering import check_finite
 from mola.features.reading import batch_count, batches_of, peek, stream
-from mola.features.room import Room
+from mola.features.room import Lifted, Room
 from mola.features.watching import Features, Watched, capture, find_heads, first_passes
 
 __all__ = [
     "Features",
+    "Lifted",
     "Room",
     "Watched",
     "batch_count",

@@ -48,6 +48,7 @@ class Gathered:
         self.rows, self.likelihood = rows if len(self._rooms) == len(heads) else 1, likelihood
         self.count = 0
         self._waiting: list[Waiting] = []
+        self._without_rows = 0
 
     @property
     def full(self) -> bool:
@@ -56,8 +57,8 @@ class Gathered:
 
     @property
     def batches(self) -> int:
-        """How many batches wait."""
-        return len(self._waiting)
+        """How many batches wait, those of which nothing was left included."""
+        return len(self._waiting) + self._without_rows
 
     def fits(self, count: int) -> bool:
         """Whether a batch of so many rows may join."""
@@ -71,21 +72,33 @@ class Gathered:
             place: words for the error message.
             seen: what each network makes of it.
             labels: as the loader yielded them.
+
+        Raises:
+            DataError: if the networks gave different numbers of rows.
         """
-        count = len(seen[0].logits)
-        if count < self.rows:
+        counts = [len(one.logits) for one in seen]
+        if len(set(counts)) > 1:
+            message = f"{place}: the networks gave {counts} rows; a mixture needs the same data from each."
+            raise DataError(message)
+        if counts[0] == 0:  # such as a text of which every position is masked
+            self._without_rows += 1
+            return
+        if counts[0] < self.rows:
             # A network or a loader may use its memory again for the next batch, or features be a part of something large.
-            seen = [Features(*room.put(*one, self.count)) for room, one in zip(self._rooms, seen, strict=True)]
+            with located(place):
+                seen = [room.put(one, self.count) for room, one in zip(self._rooms, seen, strict=True)]
             labels = None if labels is None else labels.clone()
         self._waiting.append(Waiting(place, seen, labels))
-        self.count += count
+        self.count += counts[0]
 
     @torch.no_grad()
     def take(self) -> tuple[list[Features], Tensor | None]:
         """All that was gathered, checked; the next batch that is added overwrites it."""
         waiting, count = self._waiting, self.count
-        self._waiting, self.count = [], 0
-        joined = list(waiting[0].seen) if len(waiting) == 1 else [Features(*room.first(count)) for room in self._rooms]
+        self._waiting, self.count, self._without_rows = [], 0, 0
+        joined: list[Features] = list(waiting[0].seen)
+        if len(waiting) > 1:
+            joined = [room.first(count) for room in self._rooms]
         if not all(all_finite(one.logits) for one in joined):  # what is wrong with the features shows in the logits
             self._check_each(waiting)
         return joined, self._labels(waiting, joined[0].logits)

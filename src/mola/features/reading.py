@@ -120,9 +120,11 @@ def stream(
     """
     _, batches = peek(loader, f"the {where}")
     had_labels: bool | None = None
-    gathered = Gathered(rows, heads, likelihood)
+    gathered, any_rows = Gathered(rows, heads, likelihood), start > 0
 
     def take() -> tuple[list[Features], Tensor | None]:
+        nonlocal any_rows
+        any_rows = True
         told(gathered.batches)
         return gathered.take()
 
@@ -159,3 +161,6 @@ def stream(
                 yield take()
     if gathered.count:
         yield take()
+    if not any_rows:
+        message = f"the {where}: the networks gave no row for any batch. Is every position masked?"
+        raise DataError(message)

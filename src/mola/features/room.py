@@ -3,68 +3,87 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from mola.errors import DataError
+from mola.features.watching import Features
 from mola.heads import Head
 
-__all__ = ["Room"]
+__all__ = ["Lifted", "Room"]
 
 ALIGNED = 8
 """Rows begin at multiples of 64 bytes: products of rows of 257 numbers took a third longer."""
 
+ROWS = 4096
+"""For which there is room from the start; room for more is made as they come."""
+
+
+class Lifted(Features):
+    """Features with the constant 1 (n, P) and logits (n, C), in float64, until the next are put in their place."""
+
+    __slots__ = ()
+
 
 class Room:
-    """What one network made of some data: features with the constant 1, and logits.
+    """What one network made of some data.
 
     Args:
         head: which sees the features.
-        rows: how many there is room for; more is made where more come at once.
+        rows: how many there is to be room for.
     """
 
     def __init__(self, head: Head, rows: int) -> None:
-        """Wait for the first rows, which say where they are to be kept."""
+        """Wait for the first rows, which say how wide they are and where they are to be kept."""
         self.head, self.rows = head, rows
-        self._features: Tensor | None = None
-        self._logits: Tensor | None = None
+        self._kept: Lifted | None = None
 
-    def put(self, features: Tensor, logits: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def put(self, seen: Features, start: int = 0) -> Lifted:
         """Copy rows there.
 
         Args:
-            features: input (n, P) of the head, or (n, P - 1) where a column of ones joins it.
-            logits: (n, C)
+            seen: input and output of the head, on any device and in any precision.
             start: row to begin at; those before it stay.
 
         Returns:
-            Views of the copies, features (n, P) and logits (n, C) in float64, until they are overwritten.
+            The copies, as views.
         """
-        end = start + len(logits)
-        lifted, outputs = self._memory(end, logits.device)
-        lifted[start:end, : features.shape[1]].copy_(features)
-        outputs[start:end].copy_(logits)
-        return lifted[start:end, : self.head.width], outputs[start:end]
+        end, width = start + len(seen.logits), seen.features.shape[1]
+        kept = self._room_for(seen, start, end)
+        # First to the device, then to float64: a device that has none cannot convert on the way.
+        kept.features[start:end, :width].copy_(seen.features.to(kept.features.device))
+        kept.logits[start:end].copy_(seen.logits.to(kept.logits.device))
+        if self.head.has_bias:  # again and again: whoever had these rows before may have written into them
+            kept.features[start:end, width] = 1
+        return Lifted(kept.features[start:end], kept.logits[start:end])
 
-    def first(self, count: int) -> tuple[Tensor, Tensor]:
-        """Features (n, P) and logits (n, C) of the first rows that were put there.
+    def first(self, count: int) -> Lifted:
+        """The first rows that were put there.
 
         Raises:
-            IndexError: if nothing was.
+            IndexError: if there are fewer.
         """
-        if self._features is None or self._logits is None:
-            message = "nothing was put here yet"
+        if self._kept is None or len(self._kept.logits) < count:
+            message = f"{count} rows were not put here"
             raise IndexError(message)
-        return self._features[:count, : self.head.width], self._logits[:count]
+        return Lifted(self._kept.features[:count], self._kept.logits[:count])
 
-    def _memory(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _room_for(self, seen: Features, start: int, end: int) -> Lifted:
+        device = seen.logits.device
         device = torch.device("cpu") if device.type == "mps" else device  # which has no float64
-        had, had_logits = self._features, self._logits
-        if had is None or had_logits is None or len(had) < rows or had.device != device:
-            rows, width = max(self.rows, rows), -(-self.head.width // ALIGNED) * ALIGNED
-            # The column of ones, and what only fills a row up, are never written again.
-            features = torch.ones(rows, width, dtype=torch.float64, device=device)
-            logits = torch.empty(rows, self.head.classes, dtype=torch.float64, device=device)
-            if had is not None and had_logits is not None:
-                features[: len(had)].copy_(had)
-                logits[: len(had)].copy_(had_logits)
-            self._features, self._logits = had, had_logits = features, logits
-        return had, had_logits
+        width, outputs = seen.features.shape[1] + self.head.has_bias, seen.logits.shape[1]
+        had = self._kept
+        if had is not None and (had.features.shape[1], had.logits.shape[1]) != (width, outputs):
+            message = (
+                f"head {self.head.name!r} saw {width - self.head.has_bias} features and gave {outputs} outputs, after "
+                f"{had.features.shape[1] - self.head.has_bias} and {had.logits.shape[1]} in the batches before."
+            )
+            raise DataError(message)
+        if had is None or len(had.logits) < end or had.logits.device != device:
+            rows = max(end, min(self.rows, max(ROWS, 2 * end)))
+            features = torch.empty(rows, -(-width // ALIGNED) * ALIGNED, dtype=torch.float64, device=device)
+            logits = torch.empty(rows, outputs, dtype=torch.float64, device=device)
+            self._kept = Lifted(features[:, :width], logits)
+            if had is not None:
+                self._kept.features[:start].copy_(had.features[:start])
+                self._kept.logits[:start].copy_(had.logits[:start])
+            had = self._kept
+        return had

@@ -18,7 +18,7 @@ class Features(NamedTuple):
     """What one network makes of one batch: the head's input and output, in the network's precision."""
 
     features: Tensor
-    """(n, P): input of the head, without the constant 1."""
+    """(n, P): input of the head; of `Lifted` rows, with the constant 1."""
     logits: Tensor
     """(n, C): output of the network."""
 

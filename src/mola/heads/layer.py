@@ -52,12 +52,12 @@ class Head:
                 return weight.clone()
             return torch.cat([weight, self.layer.bias.detach().cpu()[:, None]], dim=1)
 
-    def lift(self, features: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Features (n, P) of the bias trick, in another precision if asked for: a column of ones joins the layer's input."""
+    def lift(self, features: Tensor) -> Tensor:
+        """Features (n, P) of the bias trick: a column of ones joins the layer's input."""
         if not self.has_bias:
-            return features.to(dtype or features.dtype)
-        # Not functional.pad: it took ten times as long. torch.cat converts in passing.
-        return torch.cat([features, features.new_ones(features.shape[0], 1, dtype=dtype or features.dtype)], dim=1)
+            return features
+        # Not functional.pad: it took ten times as long.
+        return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,19 @@ class NamedCall(LayerCall):
         """Weight times input plus bias, in float32 or better: the network may mix precisions."""
         dtype = torch.promote_types(self.layer.weight.dtype, torch.float32)
         bias = None if self.layer.bias is None else self.layer.bias.detach().to(dtype)
-        return functional.linear(self.features.to(dtype), self.layer.weight.detach().to(dtype), bias)
+        return functional.linear(self.features.detach().to(dtype), self.layer.weight.detach().to(dtype), bias)
 
     def is_linear(self) -> bool:
-        """Whether the output is what the layer makes of its input; numbers that are not finite do not tell."""
-        recomputed = self.recomputed().to(self.output.dtype)
-        if not bool(torch.isfinite(self.output).all()) or not bool(torch.isfinite(recomputed).all()):
+        """Whether the output is what the layer makes of its input; no numbers, or such as are not finite, do not tell."""
+        if self.output.numel() == 0:
+            return True
+        recomputed, output = self.recomputed().to(self.output.dtype), self.output.detach()
+        if not bool(torch.isfinite(output).all()) or not bool(torch.isfinite(recomputed).all()):
             return True  # not a question of structure: the pass over the data names the batch
         # Loose: only a network that overwrites its logits in place, or a layer that is more than W x + b, is this far off.
-        tolerance = 1e-3 if self.output.dtype in (torch.float32, torch.float64) else 5e-2
+        tolerance = 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2
         scale = float(recomputed.abs().max()) or 1.0
-        return float((recomputed - self.output).abs().max()) <= tolerance * scale
+        return float((recomputed - output).abs().max()) <= tolerance * scale
 
 
 def same_tensor(first: Tensor, second: Tensor) -> bool:

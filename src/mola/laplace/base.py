@@ -30,8 +30,8 @@ __all__ = [
     "Posterior",
     "Spectrum",
     "Structure",
+    "beside_tables",
     "check_precision",
-    "column",
     "mahalanobis_weights",
 ]
 
@@ -142,7 +142,10 @@ class Structure(ABC):
 
     @abstractmethod
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Factors:
-        """Factors of one batch: features (n, P) with the constant 1, and their output curvature, in float64."""
+        """Factors of one batch: features (n, P) with the constant 1, and their output curvature, in float64.
+
+        Both belong to the caller, who uses their memory again for the next batch: keep no view of them.
+        """
 
     @abstractmethod
     def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
@@ -187,6 +190,12 @@ class Spectrum(ABC):
 
     outputs: int
     features: int
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Where a class has its own `variance`, a faster way to many of a class above is not its own."""
+        super().__init_subclass__(**keywords)
+        if "variance" in vars(cls) and "variances" not in vars(cls):
+            cls.variances = Spectrum.variances  # type: ignore[method-assign]
 
     @property
     def projection_size(self) -> int:
@@ -291,7 +300,7 @@ class Posterior(nn.Module, ABC):
         return self._place[1]
 
 
-def column(precisions: Sequence[float]) -> Tensor:
+def beside_tables(precisions: Sequence[float]) -> Tensor:
     """Prior precisions as (L, 1, 1), to go with tables (C, P)."""
     return torch.tensor(precisions, dtype=torch.float64, device="cpu")[:, None, None]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mola.laplace.base import Factors, Posterior, Spectrum, Structure, column, mahalanobis_weights
+from mola.laplace.base import Factors, Posterior, Spectrum, Structure, beside_tables, mahalanobis_weights
 from mola.laplace.basis import centred_diagonal, centred_variance
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
@@ -63,14 +63,12 @@ class Diag(Structure):
 
 def _add(weighted: Tensor, plain: Tensor, features: Tensor, weights: Tensor) -> None:
     """Add the squares of `features` (n, P) to sums, in place: `weights` (n, C) times them (C, P), and as they are (P,)."""
-    width, outputs = features.shape[1], weights.shape[1]
-    both = torch.cat([weights, weights.new_ones(len(weights), 1)], dim=1).T  # one product makes both sums
-    sums, scratch = features.new_zeros(outputs + 1, width), features.new_empty(min(SQUARED, len(features)), width)
-    for start in range(0, len(features), SQUARED):
-        part = features[start : start + SQUARED]
-        sums.addmm_(both[:, start : start + SQUARED], torch.mul(part, part, out=scratch[: len(part)]))
-    weighted.add_(sums[:outputs])
-    plain.add_(sums[outputs])
+    parts = max(1, round(len(features) / SQUARED)) if features.device.type == "cpu" else 1
+    scratch = features.new_empty(-(-len(features) // parts), features.shape[1])
+    for some, own in zip(features.tensor_split(parts), weights.tensor_split(parts), strict=True):
+        squares = torch.mul(some, some, out=scratch[: len(some)])
+        weighted.addmm_(own.T, squares)
+        plain.add_(squares.sum(0))
 
 
 class DiagSpectrum(Spectrum):
@@ -94,7 +92,7 @@ class DiagSpectrum(Spectrum):
 
     def variances(self, projected: Tensor, precisions: Sequence[float], *, contrast: bool = False) -> Tensor:
         """The same at several precisions, with one product."""
-        tables = 1 / (self.diagonal + column(precisions))
+        tables = 1 / (self.diagonal + beside_tables(precisions))
         variance = (tables.flatten(0, 1) @ projected.T).view(*tables.shape[:2], -1)
         if not (contrast and self.hidden):
             return variance

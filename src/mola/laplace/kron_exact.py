@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mola.laplace.base import Posterior, Spectrum, column, mahalanobis_weights
+from mola.laplace.base import Posterior, Spectrum, beside_tables, mahalanobis_weights
 from mola.laplace.kron import Kron, KronFactors, KronPosterior, KronSpectrum
 from mola.likelihood import CATEGORICAL, Likelihood
 
@@ -50,7 +50,7 @@ class ExactSpectrum(KronSpectrum):
     def variances(self, projected: Tensor, precisions: Sequence[float], *, contrast: bool = False) -> Tensor:
         """The same at several precisions, with one product."""
         seen = self.visible if contrast else self.outputs
-        tables = self.class_vectors[:, :seen].square() @ self.inverse(column(precisions))[:, :seen]
+        tables = self.class_vectors[:, :seen].square() @ self.inverse(beside_tables(precisions))[:, :seen]
         return (tables.flatten(0, 1) @ projected.T).view(*tables.shape[:2], -1)
 
     def log_determinant(self, precision: Tensor) -> Tensor:

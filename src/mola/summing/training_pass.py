@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, StorageError
-from mola.features import Features, Room, batch_count, batches_of, first_passes, stream
+from mola.features import Features, Lifted, Room, batch_count, batches_of, first_passes, stream
 from mola.heads import Head
 from mola.laplace import Factors, Structure
 from mola.likelihood import Likelihood
@@ -254,6 +254,7 @@ def _stream(
     return totals
 
 
+@torch.no_grad()  # a loader may need gradients of its own: not around the whole pass
 def _absorbed(work: Work, total: Any, portions: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> Any:
     """The total with portions of a batch in it."""
     for features, logits, labels in portions:
@@ -276,13 +277,12 @@ def _portions(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Features with the constant 1, logits and labels, in float64 and at most `rows` at a time: a batch may be large."""
     count = len(seen.logits)
-    ready = seen.features.dtype == torch.float64 and seen.features.shape[1] == room.head.width
     for start in range(0, count, rows or count):
         part = slice(start, None if rows is None else start + rows)
         features, logits = seen.features[part], seen.logits[part]
-        if not ready:
-            features, logits = room.put(features, logits)
-        yield features, logits.double(), None if labels is None else labels[part].to(logits.device)
+        if not isinstance(seen, Lifted):
+            features, logits = room.put(Features(features, logits))
+        yield features, logits, None if labels is None else labels[part].to(logits.device)
 
 
 def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, labelled: bool | None) -> list[Factors]:
