@@ -1,6 +1,7 @@
 """Time mola and laplace-torch at the same work and print the ratios as JSON. See `speed_against_laplace_torch.py`.
 
-A tiny network before a last layer of P features and C outputs; one thread; turns of one after the other, CPU time, medians.
+A tiny network before a last layer of P features and C outputs; one thread; turns of one after the other, of a tenth of a
+second or of one call where that takes longer; CPU time, medians.
 laplace-torch's backends: its default (curvlinops), BackPACK, and ASDL where it works. "Fastest" is the least of those that run.
 """
 
@@ -27,6 +28,7 @@ BACKENDS = {"curvlinops (default)": CurvlinopsGGN, "BackPACK": BackPackGGN, "ASD
 PEER_NAME = {"kron": "kron", "full": "full", "diag": "diag"}
 INPUTS = 784
 GRID = 100
+TURN_SECONDS = 0.1
 
 
 def network(features: int, classes: int) -> nn.Module:
@@ -38,7 +40,9 @@ class Batches:
 
     def __init__(self, count: int, classes: int, size: int = 256, judge: nn.Module | None = None) -> None:
         inputs, labels = torch.randn(count, INPUTS), torch.randint(classes, (count,))
-        if judge is not None:  # labels as a network has them that is too sure of itself: the best prior lies inside the grid
+        if (
+            judge is not None
+        ):  # labels as a network has them that is too sure of itself: the best prior lies inside the grid
             with torch.no_grad():
                 labels = torch.distributions.Categorical(logits=0.3 * judge(inputs)).sample()
         self.dataset, self.batch_size = TensorDataset(inputs, labels), size
@@ -58,12 +62,18 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
 
 
 def interleaved(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """CPU seconds of each, in turns. Short work is done over and over within its turn: what ran before it left the cache to itself."""
     times: dict[str, list[float]] = {name: [] for name in works}
+    calls: dict[str, int] = {}
     for name, work in works.items():
-        print(f"  {name}: {cpu_seconds(work):.2f} s the first time", file=sys.stderr, flush=True)
+        first = cpu_seconds(work)
+        calls[name] = max(1, round(TURN_SECONDS / max(first, 1e-4)))
+        print(f"  {name}: {first:.2f} s the first time", file=sys.stderr, flush=True)
     for _ in range(repeats):
         for name, work in works.items():
-            times[name].append(cpu_seconds(work))
+            times[name].append(
+                cpu_seconds(lambda work=work, name=name: [work() for _ in range(calls[name])]) / calls[name]
+            )
     return times
 
 
