@@ -48,14 +48,17 @@ WHOLE = {"MoLA (all layers)", "MoLA (subnetwork)"}
 
 @pytest.mark.parametrize(
     ("suite", "runs", "others"),
-    [("mnist", 5, dict.fromkeys(TRAINED, 5) | dict.fromkeys(WHOLE, 1)), ("cifar10", 4, dict.fromkeys(TRAINED, 1))],
+    [
+        ("mnist", 5, dict.fromkeys(TRAINED, 5) | dict.fromkeys(WHOLE, 1)),
+        ("cifar10", 4, dict.fromkeys(("SWAG", "MultiSWAG"), 1)),
+    ],
 )
 def test_every_run_of_the_main_methods_is_there_and_comparable(suite, runs, others):
     records = [record for record in Store(RESULTS).records(suite) if record.group == "main"]
     methods = {record.method for record in records}
-    assert methods >= {"MAP", "MAP-T", "DE", "DE-T", "LLLA", "MoLA"}
-    assert {(record.method, record.run) for record in records if record.method not in others} == {
-        (name, run) for name in methods - set(others) for run in range(runs)
+    assert methods >= {"MAP", "MAP-T", "DE", "DE-T", "LLLA", "MoLA", *others}
+    assert {(record.method, record.run) for record in records} == {
+        (name, run) for name in methods for run in range(others.get(name, runs))
     }
     assert len({tuple(sorted(record.data.items())) for record in records}) == 1
     assert len({name for record in records if record.method == "DE" for name in record.networks}) == 5 * runs
