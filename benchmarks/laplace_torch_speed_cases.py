@@ -40,9 +40,8 @@ class Batches:
 
     def __init__(self, count: int, classes: int, size: int = 256, judge: nn.Module | None = None) -> None:
         inputs, labels = torch.randn(count, INPUTS), torch.randint(classes, (count,))
-        if (
-            judge is not None
-        ):  # labels as a network has them that is too sure of itself: the best prior lies inside the grid
+        if judge is not None:
+            # As a network has them that is too sure of itself: the best prior precision then lies inside the grid.
             with torch.no_grad():
                 labels = torch.distributions.Categorical(logits=0.3 * judge(inputs)).sample()
         self.dataset, self.batch_size = TensorDataset(inputs, labels), size
@@ -62,7 +61,7 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
 
 
 def interleaved(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of each, in turns. Short work is done over and over within its turn: what ran before it left the cache to itself."""
+    """CPU seconds of each, in turns. Short work is repeated within its turn: whatever ran before has filled the cache."""
     times: dict[str, list[float]] = {name: [] for name in works}
     calls: dict[str, int] = {}
     for name, work in works.items():

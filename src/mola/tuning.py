@@ -305,8 +305,7 @@ class _Scores:
         """Take more data: probabilities (L, C, n) under some candidates."""
         confidence, predicted = probs.max(1)
         if labels is None:
-            uniform = -_log(probs).mean(1)
-            self.sums[which] += torch.stack([confidence.sum(1), uniform.sum(1), torch.zeros_like(uniform[:, 0])], dim=1)
+            self.sums[which, :2] += torch.stack([confidence.sum(1), -_log(probs).mean(1).sum(1)], dim=1)
             return
         own = probs.gather(1, labels.expand(len(probs), 1, -1)).squeeze(1)
         brier = torch.linalg.vector_norm(probs, dim=(1, 2)).square() - 2 * own.sum(1) + len(labels)

@@ -2,7 +2,7 @@
 
 from mola.features.gathering import check_finite
 from mola.features.reading import batch_count, batches_of, peek, stream
-from mola.features.room import Lifted, Room
+from mola.features.room import Lifted, Room, device_of_sums
 from mola.features.watching import Features, Watched, capture, find_heads, first_passes
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "batches_of",
     "capture",
     "check_finite",
+    "device_of_sums",
     "find_heads",
     "first_passes",
     "peek",

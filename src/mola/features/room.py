@@ -8,7 +8,7 @@ from mola.errors import DataError
 from mola.features.watching import Features
 from mola.heads import Head
 
-__all__ = ["Lifted", "Room"]
+__all__ = ["Lifted", "Room", "device_of_sums"]
 
 ALIGNED = 8
 """Rows begin at multiples of 64 bytes: products of rows of 257 numbers took a third longer."""
@@ -21,6 +21,11 @@ class Lifted(Features):
     """Features with the constant 1 (n, P) and logits (n, C), in float64, until the next are put in their place."""
 
     __slots__ = ()
+
+
+def device_of_sums(seen: Features) -> torch.device:
+    """Where float64 sums over these rows are made: on the CPU where the network's device has no float64."""
+    return torch.device("cpu") if seen.logits.device.type == "mps" else seen.logits.device
 
 
 class Room:
@@ -67,8 +72,7 @@ class Room:
         return Lifted(self._kept.features[:count], self._kept.logits[:count])
 
     def _room_for(self, seen: Features, start: int, end: int) -> Lifted:
-        device = seen.logits.device
-        device = torch.device("cpu") if device.type == "mps" else device  # which has no float64
+        device = device_of_sums(seen)
         width, outputs = seen.features.shape[1] + self.head.has_bias, seen.logits.shape[1]
         had = self._kept
         if had is not None and (had.features.shape[1], had.logits.shape[1]) != (width, outputs):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, StorageError
-from mola.features import Features, Lifted, Room, batch_count, batches_of, first_passes, stream
+from mola.features import Features, Lifted, Room, batch_count, batches_of, device_of_sums, first_passes, stream
 from mola.heads import Head
 from mola.laplace import Factors, Structure
 from mola.likelihood import Likelihood
@@ -206,7 +206,7 @@ def _stream(
     totals: list[Any] = [None] * len(heads)
     if kept.totals is not None:
         # A checkpoint comes back in main memory; sums go on where the features are.
-        totals = [moved(total, _device(one)) for total, one in zip(kept.totals, first, strict=True)]
+        totals = [moved(total, device_of_sums(one)) for total, one in zip(kept.totals, first, strict=True)]
     rows = structure.rows(max(head.width for head in heads), heads[0].classes)
     rooms = [Room(head, rows or 1) for head in heads]
     trails = [kept.trail]
@@ -265,11 +265,6 @@ def _absorbed(work: Work, total: Any, portions: Iterable[tuple[Tensor, Tensor, T
             score = float(scores.sum())
         total = work.structure.absorb(total, features, curvature, score)
     return total
-
-
-def _device(seen: Features) -> torch.device:
-    """Where sums are made: on the CPU where the network's device has no float64."""
-    return torch.device("cpu") if seen.logits.device.type == "mps" else seen.logits.device
 
 
 def _portions(
