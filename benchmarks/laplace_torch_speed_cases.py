@@ -27,19 +27,23 @@ import mola
 BACKENDS = {"curvlinops (default)": CurvlinopsGGN, "BackPACK": BackPackGGN, "ASDL": AsdlGGN}
 PEER_NAME = {"kron": "kron", "full": "full", "diag": "diag"}
 INPUTS = 784
+FEW_INPUTS = 16
+"""Of a network whose own pass is next to nothing: what is left is the method."""
 GRID = 100
 TURN_SECONDS = 0.1
 
 
-def network(features: int, classes: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(INPUTS, features), nn.ReLU(), nn.Linear(features, classes)).eval()
+def network(features: int, classes: int, inputs: int = INPUTS) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, features), nn.ReLU(), nn.Linear(features, classes)).eval()
 
 
 class Batches:
     """Batches that are ready, with the data set that laplace-torch asks for: no time goes into putting rows together."""
 
-    def __init__(self, count: int, classes: int, size: int = 256, judge: nn.Module | None = None) -> None:
-        inputs, labels = torch.randn(count, INPUTS), torch.randint(classes, (count,))
+    def __init__(
+        self, count: int, classes: int, size: int = 256, judge: nn.Module | None = None, width: int = INPUTS
+    ) -> None:
+        inputs, labels = torch.randn(count, width), torch.randint(classes, (count,))
         if judge is not None:
             # As a network has them that is too sure of itself: the best prior precision then lies inside the grid.
             with torch.no_grad():
@@ -173,30 +177,56 @@ def using(features: int, classes: int, count: int, repeats: int) -> list[dict[st
             lambda: theirs.optimize_prior_precision(method="marglik", n_steps=100),
             repeats,
         ),
-        "predict, probit": (lambda: ours(inputs), lambda: theirs(inputs, link_approx="probit"), repeats),
+        f"predict, probit, {len(inputs)} inputs of {INPUTS} numbers": (
+            lambda: ours(inputs),
+            lambda: theirs(inputs, link_approx="probit"),
+            repeats,
+        ),
         "predict, 100 samples": (
             lambda: ours.with_link(mola.MonteCarlo(samples=100))(inputs),
             lambda: theirs(inputs, link_approx="mc", n_samples=100),
             repeats,
         ),
     }
-    rows = []
-    for work, (mine, other, count_of) in pairs.items():
-        print(work, file=sys.stderr)
-        times = interleaved({"mola": mine, "peer": other}, count_of)
-        rows.append(
-            {
-                "work": work,
-                "features": features,
-                "classes": classes,
-                "data": len(inputs) if work.startswith("predict") else count,
-                "peer": "curvlinops (default)",
-                "seconds": float(np.median(times["mola"])),
-                "peer_seconds": float(np.median(times["peer"])),
-                **against(times["mola"], times["peer"]),
-            }
-        )
-    return rows
+    return [
+        compared(work, mine, other, turns, features, classes, len(inputs) if work.startswith("predict") else count)
+        for work, (mine, other, turns) in pairs.items()
+    ]
+
+
+def predicting(features: int, classes: int, count: int, width: int, repeats: int) -> dict[str, Any]:
+    """Probit prediction for a large batch, behind a network of few inputs or many."""
+    model, loader = network(features, classes, width), Batches(count, classes, count, width=width)
+    inputs = next(iter(loader))[0]
+    ours = mola.fit(model, loader, structure="kron-exact", progress=False)
+    theirs = peer(model, "kron", CurvlinopsGGN)
+    theirs.fit(loader)
+    work = f"predict, probit, {count} inputs of {width} numbers"
+    pair = lambda: ours(inputs), lambda: theirs(inputs, link_approx="probit")
+    return compared(work, *pair, repeats, features, classes, count)
+
+
+def compared(
+    work: str,
+    mine: Callable[[], Any],
+    other: Callable[[], Any],
+    repeats: int,
+    features: int,
+    classes: int,
+    count: int,
+) -> dict[str, Any]:
+    print(work, file=sys.stderr)
+    times = interleaved({"mola": mine, "peer": other}, repeats)
+    return {
+        "work": work,
+        "features": features,
+        "classes": classes,
+        "data": count,
+        "peer": "curvlinops (default)",
+        "seconds": float(np.median(times["mola"])),
+        "peer_seconds": float(np.median(times["peer"])),
+        **against(times["mola"], times["peer"]),
+    }
 
 
 def main() -> None:
@@ -207,6 +237,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = fitting(256, 10, 2048, ("kron", "diag", "full"), repeats)
     rows += using(256, 10, 2048, repeats)
+    rows += [predicting(256, 10, 1024, width, repeats) for width in (INPUTS, FEW_INPUTS)]
     rows += fitting(2048, 1000, 512, ("kron",), max(2, repeats // 4))
     json.dump({"rows": rows, "environment": record.environment("mola-torch", "laplace-torch")}, sys.stdout)
 

@@ -19,7 +19,8 @@ BARS: tuple[tuple[str, int, str, float], ...] = (
     ("fit kron", 256, "curvlinops (default)", 12),
     ("fit full", 256, "curvlinops (default)", 8),
     ("tune, 100 values, whole call", 256, "curvlinops (default)", 1000),
-    ("predict, probit", 256, "curvlinops (default)", 100),
+    ("predict, probit, 256 inputs of 784 numbers", 256, "curvlinops (default)", 100),
+    ("predict, probit, 1024 inputs of 784 numbers", 256, "curvlinops (default)", 100),
     ("fit kron", 2048, "fastest", 25),
 )
 """Work, features, against which backend, and how many times faster mola must be."""

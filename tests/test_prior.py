@@ -71,6 +71,21 @@ def test_threshold_together_equals_by_hand(trained, structure, link):
 
 
 @pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_in_a_tie_one_class_is_predicted_and_not_whichever_is_right(trained):
+    members, train, validation = trained
+    for member in members:
+        member[-1].weight.data.zero_()
+        member[-1].bias.data.zero_()
+    tuned = mola.fit(members, train, progress=False).tune(
+        validation, mola.ValidationScore("ece", grid=GRID), progress=False
+    )
+    labels = torch.cat([some for _, some in validation])
+    share = float((labels == 0).double().mean())
+    assert 0.1 < share < 0.4
+    assert tuned.tuning.curve["ece"] == pytest.approx([abs(1 / 4 - share)] * len(tuned.tuning.curve["ece"]))
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
 @pytest.mark.parametrize("score", ["nll", "brier", "ece"])
 def test_validation_score_together_equals_by_hand(trained, structure, score):
     members, train, validation = trained

@@ -85,7 +85,8 @@ def cooled_softmax(link: Link, mean: Tensor, variance: Tensor) -> Tensor:
     """
     if link.cooled_by == "contrast_variance":
         mean = _centre(mean, dim=0)
-    logits = variance.mul_(math.pi / 8).add_(1).rsqrt_().mul_(mean)
+    one = variance.new_ones(())
+    logits = torch.add(one, variance, alpha=math.pi / 8, out=variance).rsqrt_().mul_(mean)
     weights = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
     return weights.div_(weights.sum(dim=1, keepdim=True))
 

@@ -75,9 +75,10 @@ def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
 def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
     """The same from confidences (..., n) in float64 and whether they were right: (..., bins, 3)."""
     index = (torch.ceil(confidence * bins).long() - 1).clamp_(0, bins - 1)
-    values = torch.stack([torch.ones_like(confidence), confidence, correct.double()], dim=-1)
-    sums = values.new_zeros(*confidence.shape[:-1], bins, 3)
-    return sums.scatter_add_(-2, index[..., None].expand_as(values), values)
+    sums = confidence.new_zeros(3, *confidence.shape[:-1], bins)
+    for total, values in zip(sums, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
+        total.scatter_add_(-1, index, values)
+    return sums.movedim(0, -1)
 
 
 def calibration_gap(binned: Tensor) -> float:

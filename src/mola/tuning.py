@@ -303,14 +303,16 @@ class _Scores:
 
     def add(self, which: slice, probs: Tensor, labels: Tensor | None) -> None:
         """Take more data: probabilities (L, C, n) under some candidates."""
-        confidence, predicted = probs.max(1)
+        confidence = probs.amax(1)
         if labels is None:
             self.sums[which, :2] += torch.stack([confidence.sum(1), -_log(probs).mean(1).sum(1)], dim=1)
             return
         own = probs.gather(1, labels.expand(len(probs), 1, -1)).squeeze(1)
         brier = torch.linalg.vector_norm(probs, dim=(1, 2)).square() - 2 * own.sum(1) + len(labels)
         self.sums[which] += torch.stack([confidence.sum(1), -_log(own).sum(1), brier], dim=1)
-        self.bins[which] += bin_sums(confidence, predicted == labels)
+        # Which class is largest takes several times as long to find as how large it is, and matters in a tie alone.
+        tied = int(torch.count_nonzero(probs == confidence[:, None])) != confidence.numel()
+        self.bins[which] += bin_sums(confidence, probs.argmax(1) == labels if tied else own == confidence)
 
 
 def _log(probs: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Damped(Spectrum):
 
     def project(self, features: Tensor) -> Tensor:
         """Squared coordinates (n, P) of the features in B's eigenbasis."""
-        return (features @ self.feature_vectors).square()
+        return (features @ self.feature_vectors).square_()
 
     def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
         """`(phi' V phi) U_cc`."""

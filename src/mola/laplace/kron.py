@@ -216,7 +216,7 @@ class KronSpectrum(Spectrum):
 
     def project(self, features: Tensor) -> Tensor:
         """Squared coordinates (n, P) of the features in B's eigenbasis."""
-        return (features @ self.feature_vectors).square()
+        return (features @ self.feature_vectors).square_()
 
 
 class KronPosterior(Posterior):
