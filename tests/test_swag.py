@@ -311,6 +311,7 @@ def test_a_learning_rate_that_diverges_is_named_with_its_epoch():
     problem = make_problem()
     problem.inputs = 1e3 * problem.inputs
     network = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    network[0].weight.data.mul_(1e-3)
     with pytest.raises(mola.DataError, match=r"diverged in epoch \d of 6 at learning rate 1e\+06"):
         fit(problem, network, learning_rate=1e6)
     with (
@@ -322,6 +323,16 @@ def test_a_learning_rate_that_diverges_is_named_with_its_epoch():
             problem, network, learning_rate=[1e6, 1e-9], val_loader=problem.loader, rule=mola.ConfidenceThreshold(0.1)
         )
     assert swag.tuning.learning_rate == 1e-9
+
+
+def test_a_path_that_is_lost_but_finite_has_diverged_too():
+    """Sure and wrong: by its confidence alone the threshold would take it, as the largest learning rate."""
+    problem = make_problem()
+    with pytest.raises(mola.DataError, match=r"diverged in epoch 1 of 6 at learning rate 1e\+06: the mean loss is \d"):
+        fit(problem, learning_rate=1e6)
+    with pytest.warns(mola.MolaWarning, match="diverged in epoch 1"):
+        swag = fit(problem, learning_rate=[1e6, 1e-3], val_loader=problem.loader, rule=mola.ConfidenceThreshold(0.1))
+    assert swag.tuning.learning_rate == 1e-3
 
 
 def sure(confidence):

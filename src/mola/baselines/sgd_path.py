@@ -28,6 +28,9 @@ __all__ = ["SgdPath", "trainable", "walk_epoch"]
 TRAINING = 0
 """Purpose of the seeds of the epochs."""
 
+LOST = 10
+"""Times the loss of guessing. A network with so much is sure and wrong: its confidence would meet any threshold."""
+
 
 @dataclass(frozen=True)
 class SgdPath:
@@ -88,7 +91,8 @@ class SgdPath:
             The moments of the parameters that require gradients.
 
         Raises:
-            DivergedError: naming the epoch, if the loss or the weights are no longer finite.
+            DivergedError: naming the epoch, if the loss or the weights are no longer finite, or the loss is many times that
+                of guessing.
         """
         weights = trainable(network)
         optimiser = torch.optim.SGD(
@@ -112,12 +116,14 @@ class SgdPath:
         )
         for epoch in bar:
             with seeded(network, seeds[epoch]):
-                loss = walk_epoch(network, loader, optimiser)
+                loss, chance = walk_epoch(network, loader, optimiser)
             snapshot = {name: tensor.detach() for name, tensor in weights.items()}
-            if not (math.isfinite(loss) and all(bool(torch.isfinite(tensor).all()) for tensor in snapshot.values())):
+            finite = math.isfinite(loss) and all(bool(torch.isfinite(tensor).all()) for tensor in snapshot.values())
+            if not (finite and loss <= LOST * chance):
                 message = (
                     f"SWAG diverged in epoch {epoch + 1} of {epochs} at learning rate {self.learning_rate:g}: the mean "
-                    f"loss is {loss:.4g}. Lower the learning rate."
+                    f"loss is {loss:.4g}, and {chance:.4g} where nothing is known. Lower the learning rate; if none is low enough, "
+                    f"the network did not fit these data to begin with."
                 )
                 raise DivergedError(message)
             moments = moments.add(snapshot, self.rank)
@@ -151,15 +157,15 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def walk_epoch(network: nn.Module, loader: Iterable[Any], optimiser: torch.optim.Optimizer) -> float:
-    """One epoch; the mean loss of its batches.
+def walk_epoch(network: nn.Module, loader: Iterable[Any], optimiser: torch.optim.Optimizer) -> tuple[float, float]:
+    """One epoch; the mean loss of its batches, and that of guessing.
 
     Raises:
         DataError: if a batch has no labels.
     """
     network.train()
     differentiable = Differentiable(network)
-    total, batches = 0.0, 0
+    total, batches, chance = 0.0, 0, math.inf
     for index, raw in enumerate(peek(loader, "the training loader")[1]):
         place = f"batch {index} of the training loader"
         batch = as_batch(raw, place)
@@ -174,7 +180,7 @@ def walk_epoch(network: nn.Module, loader: Iterable[Any], optimiser: torch.optim
             loss = -CATEGORICAL.log_likelihood(logits, labels).mean()
             loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-        total, batches = total + float(loss.detach()), batches + 1
+        total, batches, chance = total + float(loss.detach()), batches + 1, math.log(logits.shape[1])
         if not math.isfinite(total):
             break
-    return total / batches
+    return total / batches, chance
