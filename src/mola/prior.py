@@ -125,8 +125,8 @@ class ConfidenceThreshold:
             threshold, words = accuracy - self.margin, self.words(accuracy)
             if error > self.margin:
                 notes = (
-                    f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {_percent(error)} (its standard error), and the "
-                    f"target confidence no better. More of them make it surer, or pass a target confidence of your own.",
+                    f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {100 * error:.2g} points (its standard "
+                    f"error), and the target confidence no better. More of them make it surer, or pass a confidence of your own.",
                 )
         else:
             threshold, words = self.confidence, self.words()
