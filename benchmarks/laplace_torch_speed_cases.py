@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -86,6 +86,13 @@ def against(ours: list[float], theirs: list[float]) -> dict[str, float]:
     return {"ratio": float(middle), "quartile_1": float(low), "quartile_3": float(high)}
 
 
+def bare(model: nn.Module, batches: Iterable[Tensor]) -> None:
+    """The network's own passes: whoever runs it cannot be faster."""
+    with torch.inference_mode():
+        for inputs in batches:
+            model(inputs)
+
+
 def peer(model: nn.Module, structure: str, backend: Any) -> Any:
     return Laplace(
         deepcopy(model),
@@ -115,6 +122,7 @@ def fitting(features: int, classes: int, count: int, structures: tuple[str, ...]
         loader = Batches(count, classes)
         works: dict[str, Callable[[], Any]] = {
             "mola": partial(mola.fit, model, loader, structure=structure, progress=False),
+            "bare": partial(bare, model, [inputs for inputs, _ in loader]),
         }
         for name, backend in working(model, structure, classes).items():
             works[name] = lambda backend=backend, model=model, structure=structure, loader=loader: peer(
@@ -131,10 +139,11 @@ def fitting(features: int, classes: int, count: int, structures: tuple[str, ...]
                 "peer": name,
                 "seconds": float(np.median(times["mola"])),
                 "peer_seconds": float(np.median(found)),
+                "bare_seconds": float(np.median(times["bare"])),
                 **against(times["mola"], found),
             }
             for name, found in times.items()
-            if name != "mola"
+            if name not in ("mola", "bare")
         ]
     return rows
 
@@ -166,31 +175,37 @@ def using(features: int, classes: int, count: int, repeats: int) -> list[dict[st
     if tried != GRID:
         message = f"mola tried {tried} prior precisions, laplace-torch {GRID}: not the same work"
         raise RuntimeError(message)
-    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
+    all_held_out = [some for some, _ in held_out]
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[Tensor], int]] = {
         f"tune, {len(grid)} values, whole call": (
             lambda: ours.tune(held_out, rule, progress=False),
             their_grid,
+            all_held_out,
             max(2, repeats // 4),
         ),
         "tune, evidence": (
             lambda: ours.tune(rule=mola.Evidence(), progress=False),
             lambda: theirs.optimize_prior_precision(method="marglik", n_steps=100),
+            [],
             repeats,
         ),
         f"predict, probit, {len(inputs)} inputs of {INPUTS} numbers": (
             lambda: ours(inputs),
             lambda: theirs(inputs, link_approx="probit"),
+            [inputs],
             repeats,
         ),
         "predict, 100 samples": (
             lambda: ours.with_link(mola.MonteCarlo(samples=100))(inputs),
             lambda: theirs(inputs, link_approx="mc", n_samples=100),
+            [inputs],
             repeats,
         ),
     }
+    size = {"features": features, "classes": classes}
     return [
-        compared(work, mine, other, turns, features, classes, len(inputs) if work.startswith("predict") else count)
-        for work, (mine, other, turns) in pairs.items()
+        size | {"data": sum(map(len, read))} | compared(work, mine, other, partial(bare, model, read), turns)
+        for work, (mine, other, read, turns) in pairs.items()
     ]
 
 
@@ -202,29 +217,22 @@ def predicting(features: int, classes: int, count: int, width: int, repeats: int
     theirs = peer(model, "kron", CurvlinopsGGN)
     theirs.fit(loader)
     work = f"predict, probit, {count} inputs of {width} numbers"
-    pair = lambda: ours(inputs), lambda: theirs(inputs, link_approx="probit")
-    return compared(work, *pair, repeats, features, classes, count)
+    mine, other = lambda: ours(inputs), lambda: theirs(inputs, link_approx="probit")
+    size = {"features": features, "classes": classes, "data": count}
+    return size | compared(work, mine, other, partial(bare, model, [inputs]), repeats)
 
 
 def compared(
-    work: str,
-    mine: Callable[[], Any],
-    other: Callable[[], Any],
-    repeats: int,
-    features: int,
-    classes: int,
-    count: int,
+    work: str, mine: Callable[[], Any], other: Callable[[], Any], passes: Callable[[], Any], repeats: int
 ) -> dict[str, Any]:
     print(work, file=sys.stderr)
-    times = interleaved({"mola": mine, "peer": other}, repeats)
+    times = interleaved({"mola": mine, "peer": other, "bare": passes}, repeats)
     return {
         "work": work,
-        "features": features,
-        "classes": classes,
-        "data": count,
         "peer": "curvlinops (default)",
         "seconds": float(np.median(times["mola"])),
         "peer_seconds": float(np.median(times["peer"])),
+        "bare_seconds": float(np.median(times["bare"])),
         **against(times["mola"], times["peer"]),
     }
 

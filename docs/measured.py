@@ -198,13 +198,18 @@ def peer(results: Results) -> str:
             row["work"],
             f"P={row['features']}, C={row['classes']}",
             row["peer"],
+            seconds(row["bare_seconds"]),
             seconds(row["seconds"]),
             seconds(row["peer_seconds"]),
             f"{row['ratio']:.1f} [{row['quartile_1']:.1f}, {row['quartile_3']:.1f}]",
         ]
         for row in results["speed_against_laplace_torch"]["rows"]
     ]
-    return table(["work", "size", "laplace-torch's backend", "mola", "laplace-torch", "times [quartiles]"], rows, 3)
+    return table(
+        ["work", "size", "laplace-torch's backend", "bare passes", "mola", "laplace-torch", "times [quartiles]"],
+        rows,
+        3,
+    )
 
 
 def memory(results: Results) -> str:
