@@ -203,15 +203,34 @@ def test_the_seed_gives_the_same_bits_interrupted_or_not(tmp_path):
         mola.Mimo(conv_net(seed=1), 3, example=inputs[:2]).fit(Batches(inputs, labels), **options)
 
 
-def test_adam_resumes_too(tmp_path):
+RATES = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    ("made", "schedule"),
+    [
+        (torch.optim.Adam, None),
+        (optimiser, lambda of, steps: RATES.MultiStepLR(of, [steps // 2, 3 * steps // 4])),
+        (optimiser, lambda of, steps: RATES.OneCycleLR(of, 0.1, total_steps=steps)),  # cycles the momentum, too
+        (torch.optim.Adam, lambda of, steps: RATES.OneCycleLR(of, 0.01, total_steps=steps)),
+        (
+            optimiser,
+            lambda of, steps: RATES.SequentialLR(
+                of, [RATES.LinearLR(of, 0.1, 1, 4), RATES.MultiStepLR(of, [steps // 2])], [4]
+            ),
+        ),
+    ],
+    ids=["adam", "steps", "one cycle", "one cycle with adam", "one after the other"],
+)
+def test_every_optimiser_and_schedule_resumes_to_the_same_bits(tmp_path, made, schedule):
     inputs, labels = images()
-    options = {"epochs": 3, "optimiser": torch.optim.Adam, "progress": False}
+    options = {"epochs": 5, "optimiser": made, "schedule": schedule, "progress": False}
     loader = Batches(inputs, labels)
     whole = mola.Mimo(conv_net(), 2, example=inputs[:2]).fit(loader, **options)
 
     def broken(epoch=[0]):  # noqa: B006
         epoch[0] += 1
-        if epoch[0] == 2:
+        if epoch[0] == 3:
             raise KeyboardInterrupt
         yield from loader
 

@@ -588,6 +588,52 @@ def test_float32_networks_predict_in_float32():
     torch.testing.assert_close(rough.double(), exact, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_in_the_networks_precision_is_no_information(seed):
+    """Adding the same to all logits changes nothing: of that direction data say nothing, and rounding must not say something."""
+    torch.manual_seed(seed)
+    inputs = torch.randn(300, 5)
+    labels = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 1).long()
+    network = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)).float()
+    inputs, new = inputs.bfloat16(), (2 * torch.randn(100, 5)).bfloat16()
+    optimiser = torch.optim.Adam(network.parameters(), 1e-2)
+    for _ in range(100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(network(inputs.float()), labels).backward()
+        optimiser.step()
+    half = copy.deepcopy(network).bfloat16()
+    single, exact = copy.deepcopy(half).float(), copy.deepcopy(half).double()
+
+    def variance(one, precision, **options):
+        kind = one[0].weight.dtype
+        posterior = fit(one, [(inputs.to(kind), labels)], prior_precision=precision, **options)
+        return posterior.predict(new.to(kind)).logit_variance.double()
+
+    def far(found, expected):
+        return float((found / expected).log().abs().median())
+
+    expected = variance(exact, 1e-3, structure="kron")
+    assert far(variance(half, 1e-3, structure="kron"), expected) < 0.02
+    with torch.autocast("cpu", torch.bfloat16):
+        posterior = fit(single, [(inputs.float(), labels)], prior_precision=1e-3, structure="kron")
+    assert far(posterior.predict(new.float()).logit_variance.double(), expected) < 0.02
+    for structure in ("kron", "full"):
+        found = variance(single, 1e-6, structure=structure)
+        assert far(found, variance(exact, 1e-6, structure=structure)) < 0.02, structure
+
+
+@pytest.mark.parametrize("options", STRUCTURES, ids=str)
+def test_candidates_taken_by_few_give_the_same_curve(options, monkeypatch):
+    networks, (inputs, labels) = [convolutional(seed) for seed in (0, 1)], data()
+    posterior = fit(networks, [(inputs, labels)], **options)
+    curves = []
+    for at_once in (2**23, 1):
+        monkeypatch.setattr("mola.whole.spectra.NUMBERS_AT_ONCE", at_once)
+        tuned = posterior.tune([(inputs, labels)], MostConfident([0.01, 3.0, 500.0]), **QUIET)
+        curves.append(tuned.tuning.curve["nll"])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-12)
+
+
 def test_bad_input_is_explained(monkeypatch):
     network, (inputs, labels) = convolutional(), data()
     loader = [(inputs, labels)]

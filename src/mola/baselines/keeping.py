@@ -17,7 +17,7 @@ from mola import folders
 from mola.errors import DataError, OptionError, StorageError
 from mola.storage import DOCUMENT
 
-__all__ = ["DivergedError", "Keeper", "all_tensors", "below", "restore_optimiser"]
+__all__ = ["DivergedError", "Keeper", "all_tensors", "below", "group_settings", "restore_optimiser"]
 
 
 class DivergedError(DataError):
@@ -66,7 +66,7 @@ class Keeper:
             tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in known.items()}
         tensors |= {f"more.{name}": tensor for name, tensor in (more or {}).items()}
         try:
-            rates = json.loads(json.dumps(None if schedule is None else schedule.state_dict()))
+            rates = None if schedule is None else _as_json(schedule.state_dict())
         except TypeError as error:
             message = (
                 f"schedule: the state of {type(schedule).__name__} cannot be written to a checkpoint ({error}). Use one "
@@ -77,7 +77,7 @@ class Keeper:
             "epochs": epochs,
             "identity": self.identity,
             "schedule": rates,
-            "rates": [float(group["lr"]) for group in optimiser.param_groups],
+            "groups": group_settings(optimiser),
         }
         folders.save(self.folder, self.kind, document, tensors)
 
@@ -100,9 +100,9 @@ class Keeper:
         """
         if not (self.folder / DOCUMENT).exists():
             return 0, {}
-        schema = {"epochs": int, "identity": {}, "rates": [float]}
+        schema = {"epochs": int, "identity": {}, "groups": [{}]}
         document, tensors = folders.load(self.folder, self.kind, schema)
-        if document["identity"] != json.loads(json.dumps(self.identity)):
+        if document["identity"] != _as_json(self.identity):
             message = (
                 f"{self.folder} is the checkpoint of another training or another network: expected {self.identity}, got "
                 f"{document['identity']}. Delete it, or use another folder."
@@ -121,9 +121,9 @@ class Keeper:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(kept[name])
-        restore_optimiser(optimiser, below(tensors, "optimiser."), document["rates"])
+        restore_optimiser(optimiser, below(tensors, "optimiser."), document["groups"])
         if schedule is not None:
-            schedule.load_state_dict(document["schedule"])
+            schedule.load_state_dict(_taken_up(schedule.state_dict(), document["schedule"]))
         return document["epochs"], below(tensors, "more.")
 
 
@@ -132,12 +132,47 @@ def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], rates: list[float]) -> None:
-    """Put back an optimiser's state, kept as tensors by "parameter.name", and its learning rates."""
+def group_settings(optimiser: Optimizer) -> list[dict[str, Any]]:
+    """What an optimiser does to each group of parameters: a schedule may change not the learning rate alone."""
+    return [
+        {
+            name: float(value) if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if isinstance(value, (bool, int, float, tuple)) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        for group in optimiser.param_groups
+    ]
+
+
+def restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
+    """Put back an optimiser's state, kept as tensors by "parameter.name", and the settings of its groups."""
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = tensor
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-    for group, rate in zip(optimiser.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, settings in zip(optimiser.param_groups, groups, strict=True):
+        group |= {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def _as_json(value: Any) -> Any:
+    """As it comes back from a file: tuples as lists, keys as words."""
+    return json.loads(json.dumps(value))
+
+
+def _taken_up(fresh: Any, kept: Any) -> Any:
+    """The kept state of a schedule. What did not change is the fresh one's own: types do not survive in a file.
+
+    Raises:
+        StorageError: if something changed that does not.
+    """
+    if _as_json(fresh) == kept:
+        return fresh
+    if isinstance(fresh, dict) and isinstance(kept, dict):
+        if not all(isinstance(key, str) for key in fresh):
+            message = "the schedule in the checkpoint keeps things by number, which cannot be taken up. Train anew, in another folder."
+            raise StorageError(message)
+        return {key: _taken_up(fresh.get(key), value) for key, value in kept.items()}
+    if isinstance(fresh, list) and isinstance(kept, list) and len(fresh) == len(kept):
+        return [_taken_up(one, other) for one, other in zip(fresh, kept, strict=True)]
+    return tuple(kept) if isinstance(fresh, tuple) else kept

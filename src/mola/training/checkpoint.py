@@ -91,7 +91,8 @@ class Checkpoint:
             )
             raise StorageError(message)
         network.load_state_dict(below(tensors, "network."))
-        restore_optimiser(optimiser, below(tensors, "optimiser."), json.loads(metadata["rates"]))
+        rates = [{"lr": rate} for rate in json.loads(metadata["rates"])]
+        restore_optimiser(optimiser, below(tensors, "optimiser."), rates)
         schedule.last_epoch = int(metadata["steps"])
         _set_random_states(network, below(tensors, "random."))
         return int(metadata["epoch"])

@@ -11,6 +11,7 @@ K-FAC "expand" of Eschenhagen et al. (2023). For one datum and T = 1 it is the e
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -18,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from mola.errors import MissingExtraError
-from mola.networks import Inputs, call
+from mola.networks import Inputs, call, without_autocast
 from mola.networks.passes import Differentiable
 from mola.whole.jacobians import size_of, usable
 from mola.whole.layout import Layer
@@ -75,6 +77,10 @@ class KroneckerFactors:
 
     def __init__(self, network: nn.Module, layers: tuple[Layer, ...]) -> None:
         """Start from nothing."""
+        # The library sums in the network's precision, and rounding in half precision outweighs most eigenvalues.
+        self.lifted = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in network.parameters())
+        if self.lifted:
+            network = copy.deepcopy(network).float()
         self.network, self.layers = _Logits(network), layers
         own = dict(network.named_parameters())
         self.parameters = [own[name] for layer in layers for name in layer.parameters]
@@ -88,8 +94,8 @@ class KroneckerFactors:
         size = size_of(inputs)
         hooks = [dict(module._forward_hooks) | dict(module._forward_pre_hooks) for module in self._modules()]
         try:
-            with torch.inference_mode(False), torch.enable_grad():
-                inputs = usable(inputs)
+            with torch.inference_mode(False), torch.enable_grad(), without_autocast(self.parameters[0].device):
+                inputs = usable(tree_map(_lifted, inputs) if self.lifted else inputs)
                 operator = curvlinops.KFACLinearOperator(
                     self.network,
                     nn.CrossEntropyLoss(reduction="sum"),
@@ -133,10 +139,17 @@ class KroneckerFactors:
         name = ".".join(filter(None, ("network", layer.name)))
         # Without a weight there is the constant 1 alone, whose mean square is 1.
         given = self.inputs[name] / self.count if layer.weight else torch.ones(1, 1, dtype=torch.float64)
-        (above, left), (across, right) = _eigensystem(self.gradients[name]), _eigensystem(given)
+        resolution = torch.finfo(self.parameters[0].dtype).eps
+        (above, left), (across, right) = (_eigensystem(factor, resolution) for factor in (self.gradients[name], given))
         return LayerSpectrum(torch.outer(above, across), left, right)
 
 
-def _eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _lifted(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _eigensystem(matrix: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
-    return values.clamp_min(0), vectors.contiguous()  # rows in order, as they come back from a file
+    # Below, all is rounding: a direction that the data say nothing of, such as adding the same to all logits, is to have none.
+    values = torch.where(values > resolution * values.max(), values, 0)
+    return values, vectors.contiguous()  # rows in order, as they come back from a file

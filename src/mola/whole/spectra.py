@@ -12,6 +12,7 @@ never has its rows multiplied out: :math:`\sum_{ij} (g_i a_j)^2 w_{ij} = \sum_i 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, Self
@@ -19,7 +20,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from mola.whole.jacobians import Piece, Product, Rows
+from mola.whole.jacobians import NUMBERS_AT_ONCE, Piece, Product, Rows
 from mola.whole.layout import Layout
 
 __all__ = ["Blocks", "Dense", "LayerSpectrum", "Spectrum"]
@@ -98,12 +99,22 @@ class LayerSpectrum:
 
     def variances(self, piece: Piece | Product, precisions: Tensor) -> Tensor:
         """Variances (L, n, R)."""
-        scales = 1 / (self.values + precisions[:, None, None])
-        if isinstance(piece, Piece) and piece.single:
-            given, gradients = self._factors(piece)
-            weighted = given.square() @ scales.mT  # (L, n, O)
-            return torch.einsum("nro,lno->lnr", gradients.square(), weighted)
-        return _summed(self._products(piece), scales.flatten(1))
+        if not (isinstance(piece, Piece) and piece.single):
+            squares = self._products(piece).square()
+            return self._by_few(precisions, lambda scales: torch.einsum("nrd,ld->lnr", squares, scales.flatten(1)))
+        given, gradients = (factor.square() for factor in self._factors(piece))
+
+        def weighted(scales: Tensor) -> Tensor:
+            return torch.einsum("nro,lno->lnr", gradients, given @ scales.mT)
+
+        return self._by_few(precisions, weighted)
+
+    def _by_few(self, precisions: Tensor, weighted: Callable[[Tensor], Tensor]) -> Tensor:
+        """What follows from the scales (L, O, I) of all candidates, of which there is never more than a few layers' worth."""
+        together = max(1, NUMBERS_AT_ONCE // self.values.numel())
+        starts = range(0, len(precisions), together)
+        few = (precisions[start : start + together, None, None] for start in starts)
+        return torch.cat([weighted(1 / (self.values + some)) for some in few])
 
     def deviation(self, noise: Tensor, precision: float) -> Tensor:
         """A draw (O I,)."""

@@ -147,7 +147,9 @@ class DenseSum:
         rows = jacobian_rows(self.network, self.layout, inputs, roots)
         chosen = None if self.chosen is None else self.chosen.to(rows.logits.device)
         flat = dense_rows(rows, self.layout, chosen).flatten(0, 1)
-        self.total += (flat.T @ flat).cpu().double()
+        # Before the product: in float32 its rounding outweighs a small prior precision. Some devices have no float64.
+        flat = flat.to("cpu" if flat.device.type == "mps" else flat.device).double()
+        self.total += (flat.T @ flat).cpu()
         return rows.logits
 
     def spectrum(self) -> Dense:
