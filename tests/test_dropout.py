@@ -95,6 +95,26 @@ def test_the_network_is_untouched_and_batchnorm_stays_in_eval_mode():
     torch.testing.assert_close(predictor(inputs[:1]), predictor(inputs)[:1])
 
 
+def test_transformers_with_padding_drop_too():
+    """Their fast path packs padded sequences into another kind of tensor; it is as before afterwards."""
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True)
+            self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+        def forward(self, words, padding):
+            return self.head(self.encoder(words, src_key_padding_mask=padding)[:, 0])
+
+    torch.manual_seed(0)
+    model, words, padding = Reader().eval(), torch.randn(5, 7, 8), torch.zeros(5, 7, dtype=torch.bool)
+    padding[:, 5:] = True
+    said = mola.McDropout(model, 20).predict({"words": words, "padding": padding})
+    assert float(said.mutual_information.min()) > 1e-3
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_files(tmp_path):
     inputs, model = make_problem().inputs, network()
     predictor = mola.McDropout(model, 5, seed=2)
@@ -102,6 +122,9 @@ def test_files(tmp_path):
     assert torch.equal(mola.McDropout.load(tmp_path, model)(inputs), predictor(inputs))
     with pytest.raises(mola.StorageError, match="not the network that was saved"):
         mola.McDropout.load(tmp_path, network(width=4))
+    model[0].weight.data = model[0].weight.data.flip(0)
+    with pytest.raises(mola.StorageError, match="not the network that was saved"):
+        mola.McDropout.load(tmp_path, model)  # the same numbers in another order
 
 
 def test_bad_input_is_refused():

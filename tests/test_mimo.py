@@ -332,6 +332,15 @@ def test_one_pass_of_the_trunk_serves_all_heads():
     assert mimo.trunk._memory is None
 
 
+def test_what_one_head_saw_under_autocast_is_not_for_the_next_one_outside():
+    mimo, inputs = trained().float().eval(), images()[0].float()
+    first, second, _ = mimo.networks
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert first(inputs).dtype == torch.bfloat16
+        torch.testing.assert_close(second(inputs), by_hand(mimo, [inputs] * 3)[1])
+
+
 def test_the_trunk_never_answers_from_a_stale_memory():
     mimo, (inputs, _) = trained(), images()
     first, second, third = mimo.eval().networks

@@ -587,6 +587,8 @@ def test_a_document_without_any_one_of_its_entries_is_refused(saved):
         del at(document, path[:-1])[path[-1]]
         if path[-1] in ("float16", "bfloat16", "float32"):
             continue  # fingerprints in other precisions than the networks'
+        if path[-1] == "order":
+            continue  # files of older versions lack it
         (folder / "posterior.json").write_text(json.dumps(document))
         try:
             refuse(folder, networks, ".")

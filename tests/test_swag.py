@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -94,6 +95,17 @@ def test_float32_moments_do_not_cancel():
     torch.testing.assert_close(moments.variance("w").double(), exact, rtol=0.02, atol=0.0)
     naive = (snapshots.square().mean(0) - snapshots.mean(0).square()).double()
     assert float(((naive - exact) / exact).abs().max()) > 1
+
+
+def test_moments_of_weights_in_half_precision_are_those_in_float32():
+    steps = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) * 1e-2
+    snapshots = (1 + steps).bfloat16()
+    half, single = (Moments.start({"w": one[0]}) for one in (snapshots, snapshots.float()))
+    for snapshot in snapshots:
+        half, single = half.add({"w": snapshot}, 4), single.add({"w": snapshot.float()}, 4)
+    for name, tensor in single.tensors().items():
+        assert torch.equal(half.tensors()[name], tensor), name
+    assert torch.equal(half.draw(3, 0.5)["w"], single.draw(3, 0.5)["w"])
 
 
 @pytest.mark.parametrize(("rank", "scale"), [(4, 0.5), (4, 0.2), (0, 1.0)])
@@ -483,7 +495,12 @@ def test_memory_is_that_of_the_formula():
         ({"epochs": 1}, "epochs must be"),
         ({"samples": 0}, "samples must be"),
         ({"scale": -1.0}, "scale must be"),
+        ({"scale": "a"}, "scale must be"),
         ({"momentum": 1.0}, "momentum must lie"),
+        ({"momentum": None}, "momentum must lie"),
+        ({"learning_rate": "0.01"}, "learning_rate must be"),
+        ({"learning_rate": True}, "learning_rate must be"),
+        ({"learning_rate": [0.1, None]}, "learning_rate must be"),
         ({"seed": -1}, "seed must be"),
         ({"rule": mola.ConfidenceThreshold()}, "pass several"),
     ],
@@ -493,8 +510,24 @@ def test_bad_options_are_refused(options, words):
         fit(make_problem(), **options)
 
 
+def test_numbers_of_numpy_and_torch_are_numbers():
+    problem = make_problem()
+    plain = fit(problem, learning_rate=0.25, epochs=3, samples=2)(problem.inputs)
+    for rate in (np.float32(0.25), np.array(0.25), torch.tensor(0.25)):
+        found = fit(problem, learning_rate=rate, epochs=np.int64(3), samples=np.int64(2))
+        assert torch.equal(found(problem.inputs), plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mola.MolaWarning)  # the threshold may not be met
+        chosen = fit(problem, learning_rate=torch.tensor([0.25]), val_loader=problem.loader, epochs=3, samples=2)
+    assert torch.equal(chosen(problem.inputs), plain)
+
+
 def test_bad_data_are_refused():
     problem = make_problem()
+    spoilt = problem.inputs.clone()
+    spoilt[-1, 0] = torch.nan
+    with pytest.raises(mola.DataError, match="batch 0 of the training loader: the inputs hold NaN"):
+        mola.Swag.fit(problem.network, [(spoilt, problem.labels)], epochs=2, progress=False)
     with pytest.raises(mola.DataError, match="batch 0 of the training loader has no labels"):
         mola.Swag.fit(problem.network, [problem.inputs], epochs=2, progress=False)
     with pytest.raises(mola.DataError, match="the training loader is empty"):

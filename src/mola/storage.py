@@ -56,8 +56,16 @@ def fingerprint(weights: Tensor) -> dict[str, str]:
     }
 
 
+GOLDEN = (5**0.5 - 1) / 2
+PLACES = 65537
+"""How many places have a weight of their own: a prime, so that no layer's rows are that far apart."""
+
+
 def signature(network: nn.Module) -> dict[str, Any]:
-    """What tells one trained network from another, and survives a change of precision: sums over all its numbers."""
+    """What tells one trained network from another, and survives a change of precision: sums over all its numbers.
+
+    One of them, "order", weighs each number by its place: the same numbers in another order are another network.
+    """
     tensors = [
         tensor.detach() for tensor in chain(network.parameters(), network.buffers()) if tensor.is_floating_point()
     ]
@@ -66,8 +74,17 @@ def signature(network: nn.Module) -> dict[str, Any]:
         "numbers": sum(tensor.numel() for tensor in exact),
         "sum": float(sum(tensor.sum().item() for tensor in exact)),
         "magnitude": float(sum(tensor.abs().sum().item() for tensor in exact)),
+        "order": sum(_weighed(tensor.flatten()) for tensor in exact),
         "half": any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors),
     }
+
+
+def _weighed(numbers: Tensor) -> float:
+    """The sum of numbers, each times the weight of its place: weights between 0 and 1 that look random."""
+    weights = (GOLDEN * torch.arange(1, PLACES + 1, dtype=torch.float64, device=numbers.device)) % 1
+    rounds, rest = divmod(len(numbers), PLACES)
+    total = numbers[: rounds * PLACES].view(rounds, PLACES).sum(0) @ weights
+    return float(total + numbers[rounds * PLACES :] @ weights[:rest])
 
 
 def same_signature(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -75,9 +92,10 @@ def same_signature(first: dict[str, Any], second: dict[str, Any]) -> bool:
     # Rounding to half precision moves each number by up to 0.4 %, and their sum by far less.
     tolerance = 1e-3 if first["half"] or second["half"] else 1e-9
     scale = tolerance * max(first["magnitude"], second["magnitude"])
-    return first["numbers"] == second["numbers"] and all(
-        abs(first[name] - second[name]) <= scale for name in ("sum", "magnitude")
-    )
+    known = [
+        name for name in ("sum", "magnitude", "order") if name in first and name in second
+    ]  # older ones lack the last
+    return first["numbers"] == second["numbers"] and all(abs(first[name] - second[name]) <= scale for name in known)
 
 
 LOADERS = {

@@ -1,7 +1,8 @@
 r"""Monte Carlo dropout (Gal and Ghahramani, 2016): the average prediction of a network whose dropout stays on.
 
-Each draw is one network: its masks are shared by all data, so that a prediction does not depend on its batch. For one
-input that is the same average as with a mask for each datum.
+Each draw is one network: its masks are shared by all data, so that a prediction does not depend on the other data of its batch
+(though on the length that sequences are padded to: a longer one has more to mask). For one input that is the same average as
+with a mask for each datum.
 """
 
 from __future__ import annotations
@@ -144,9 +145,13 @@ def _masked(network: nn.Module, seed: int) -> Iterator[None]:
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     handles = [module.register_forward_hook(_dropping(generator)) for module in _active(network)]
+    # Transformers have a faster way in eval mode, which packs padded sequences, and leaves layers out.
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for handle in handles:
             handle.remove()
 

@@ -12,16 +12,38 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from mola import folders
 from mola.errors import DataError, OptionError, StorageError
+from mola.networks import Inputs
 from mola.storage import DOCUMENT
 
-__all__ = ["DivergedError", "Keeper", "all_tensors", "below", "group_settings", "restore_optimiser"]
+__all__ = ["DivergedError", "Keeper", "all_tensors", "below", "blame_inputs", "group_settings", "restore_optimiser"]
 
 
 class DivergedError(DataError):
     """The loss is no longer finite: the learning rate is too high."""
+
+
+def blame_inputs(inputs: Inputs, place: str) -> None:
+    """Say so, where a loss that is not finite comes from the data and not from the learning rate.
+
+    Args:
+        inputs: of the batch.
+        place: words for the error message.
+
+    Raises:
+        DataError: if numbers among them are NaN or infinite.
+    """
+    wrong: list[Tensor] = []
+    tree_map(
+        lambda one: wrong.append(one) if isinstance(one, Tensor) and not bool(torch.isfinite(one).all()) else None,
+        inputs,
+    )
+    if wrong:
+        message = f"{place}: the inputs hold NaN or infinite numbers. Clean or leave out those data."
+        raise DataError(message)
 
 
 def all_tensors(network: nn.Module) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from mola.baselines.keeping import DivergedError
+from mola.baselines.sgd_path import is_real
 from mola.errors import DataError, OptionError, warn
 from mola.features import peek
 from mola.likelihood import CATEGORICAL
@@ -17,7 +18,7 @@ from mola.mixture import Mixture
 from mola.networks import as_batch
 from mola.prior import ConfidenceThreshold
 
-__all__ = ["LearningRateTuning", "choose_learning_rate"]
+__all__ = ["LearningRateTuning", "as_rates", "choose_learning_rate"]
 
 Made = TypeVar("Made", bound=Mixture)
 
@@ -51,6 +52,28 @@ class Chosen(Generic[Made]):
 
     predictor: Made
     tuning: LearningRateTuning
+
+
+def as_rates(given: Any) -> tuple[list[float], bool]:
+    """Learning rates as the user gave them.
+
+    Args:
+        given: one number, or several.
+
+    Returns:
+        All of them, and whether there were several to choose from.
+
+    Raises:
+        OptionError: if it is neither.
+    """
+    if getattr(given, "ndim", None) == 0:  # of numpy or torch
+        given = given.item()
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    values = [one.item() if getattr(one, "ndim", None) == 0 else one for one in (given if several else [given])]
+    if not all(map(is_real, values)):
+        message = f"learning_rate must be a finite number above 0, or several to choose from; got {given!r}."
+        raise OptionError(message)
+    return [*map(float, values)], several
 
 
 def score(predictor: Mixture, loader: Iterable[Any], *, labelled: bool) -> dict[str, float]:

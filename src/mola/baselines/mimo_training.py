@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from tqdm.auto import tqdm
 
 from mola import folders
-from mola.baselines.keeping import DivergedError, Keeper
+from mola.baselines.keeping import DivergedError, Keeper, blame_inputs
 from mola.baselines.seeds import check_seed, derived_seeds, seeded
 from mola.errors import DataError, OptionError
 from mola.features import batch_count, peek
@@ -126,6 +126,7 @@ def train_members(
                 rates.step()
                 total, count = total + float(loss.detach()), count + 1
                 if not math.isfinite(total):
+                    blame_inputs(inputs, place)
                     break
         if not math.isfinite(total):
             rate = chosen.param_groups[0]["lr"]

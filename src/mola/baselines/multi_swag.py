@@ -10,7 +10,7 @@ from torch import nn
 
 from mola import folders
 from mola.baselines import swag_files
-from mola.baselines.learning_rates import LearningRateTuning, choose_learning_rate
+from mola.baselines.learning_rates import LearningRateTuning, as_rates, choose_learning_rate
 from mola.baselines.seeds import derived_seeds
 from mola.baselines.swag import ONE_RATE, Swag
 from mola.errors import OptionError, StorageError
@@ -121,11 +121,12 @@ def multi_swag(
             members.append(swag)
         return MultiSwag(members)
 
-    if isinstance(learning_rate, (int, float)):
+    rates, several = as_rates(learning_rate)
+    if not several:
         if val_loader is not None or rule is not None:
             raise OptionError(ONE_RATE)
-        return make(learning_rate)
+        return make(rates[0])
     plain = [ensemble(network) for network in networks]
-    chosen = choose_learning_rate(list(learning_rate), make, plain, val_loader, rule)
+    chosen = choose_learning_rate(rates, make, plain, val_loader, rule)
     chosen.predictor.tuning = chosen.tuning
     return chosen.predictor

@@ -40,7 +40,14 @@ def seeded(network: nn.Module, seed: int) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    devices = sorted({tensor.device.index or 0 for tensor in network.parameters() if tensor.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    devices = {tensor.device for tensor in network.parameters()}
+    cards = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    with torch.random.fork_rng(devices=cards):
+        # One by one: torch.manual_seed would seed every device of the machine, also those whose state is not put back.
+        torch.default_generator.manual_seed(seed)
+        for card in cards:
+            with torch.cuda.device(card):
+                torch.cuda.manual_seed(seed)
+        if any(device.type == "mps" for device in devices):
+            torch.mps.manual_seed(seed)
         yield

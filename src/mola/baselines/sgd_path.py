@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,28 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from mola import folders
-from mola.baselines.keeping import DivergedError, Keeper
+from mola.baselines.keeping import DivergedError, Keeper, blame_inputs
 from mola.baselines.seeds import derived_seeds, seeded
 from mola.baselines.snapshots import Moments
 from mola.errors import DataError, OptionError
-from mola.features import peek
+from mola.features import batch_count, peek
 from mola.heads import check_logits
 from mola.likelihood import CATEGORICAL
 from mola.networks import as_batch, call
 from mola.networks.passes import Differentiable
 
-__all__ = ["SgdPath", "trainable", "walk_epoch"]
+__all__ = ["SgdPath", "is_real", "trainable", "walk_epoch"]
 
 TRAINING = 0
 """Purpose of the seeds of the epochs."""
 
 LOST = 10
 """Times the loss of guessing. A network with so much is sure and wrong: its confidence would meet any threshold."""
+
+
+def is_real(value: object) -> bool:
+    """Whether it is a number, numpy's included, and no truth value."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ class SgdPath:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0 or self.rank == 1:
             message = f"rank must be 0 (the diagonal form) or a whole number of at least 2, got {self.rank!r}."
             raise OptionError(message)
-        if not 0 <= self.momentum < 1 or not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+        usable = is_real(self.momentum) and is_real(self.weight_decay)
+        if not (usable and 0 <= self.momentum < 1 and math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             message = (
                 f"momentum must lie in [0, 1) and weight_decay must be finite and not negative, got {self.momentum!r} "
                 f"and {self.weight_decay!r}."
@@ -98,7 +105,9 @@ class SgdPath:
         optimiser = torch.optim.SGD(
             weights.values(), lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
         )
-        identity = {"path": asdict(self), "network": folders.signature_of(network)}
+        # Other data of as many batches are not noticed: their order may differ from one reading to the next.
+        known = {"batches": batch_count(loader), "network": folders.signature_of(network)}
+        identity = {"path": asdict(self), **known}
         keeper = None if checkpoint is None else Keeper(checkpoint, "swag-checkpoint", identity)
         moments = Moments.start({name: tensor.detach() for name, tensor in weights.items()})
         if keeper is not None:
@@ -182,5 +191,6 @@ def walk_epoch(network: nn.Module, loader: Iterable[Any], optimiser: torch.optim
         optimiser.step()
         total, batches, chance = total + float(loss.detach()), batches + 1, math.log(logits.shape[1])
         if not math.isfinite(total):
+            blame_inputs(batch.inputs, place)
             break
     return total / batches, chance

@@ -7,7 +7,8 @@ of the snapshots up to its own, so that the first is 0. A draw is
 .. math:: \theta = \bar\theta + \sqrt{s}\, \bigl(\sigma \odot z_1 + D z_2 / \sqrt{K - 1}\bigr),
 
 with standard normal :math:`z_1, z_2`. The variance is kept as Welford's sum of products rather than as a mean of
-squares: the same number, but nothing cancels in float32. That is (2 + K) numbers for each weight, and no more.
+squares: the same number, but nothing cancels in float32. That is (2 + K) numbers for each weight, besides
+the network's own.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ class Moments:
 
     @staticmethod
     def start(weights: Mapping[str, Tensor]) -> Moments:
-        """Of no snapshot yet."""
+        """Of no snapshot yet. In float32 for weights in half precision, where small steps would be lost in the mean."""
+        kinds = {name: torch.promote_types(tensor.dtype, torch.float32) for name, tensor in weights.items()}
         return Moments(
             0,
-            {name: torch.zeros_like(tensor) for name, tensor in weights.items()},
-            {name: torch.zeros_like(tensor) for name, tensor in weights.items()},
-            {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in weights.items()},
+            {name: torch.zeros_like(tensor, dtype=kinds[name]) for name, tensor in weights.items()},
+            {name: torch.zeros_like(tensor, dtype=kinds[name]) for name, tensor in weights.items()},
+            {name: tensor.new_zeros((0, *tensor.shape), dtype=kinds[name]) for name, tensor in weights.items()},
         )
 
     def add(self, weights: Mapping[str, Tensor], rank: int) -> Moments:
@@ -90,14 +92,12 @@ class Moments:
         drawn = {}
         for name in sorted(self.mean):  # files do not keep the order
             mean = self.mean[name]
-            # The variance of a weight in half precision would underflow: float32 or better.
-            dtype = torch.promote_types(mean.dtype, torch.float32)
-            noise = torch.randn(mean.shape, generator=generator, dtype=dtype, device="cpu").to(mean.device)
-            step = self.variance(name).to(dtype).sqrt() * noise
+            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device="cpu").to(mean.device)
+            step = self.variance(name).sqrt() * noise
             if self.rank:
-                along = shared.to(mean.device, dtype) / (self.rank - 1) ** 0.5
-                step = step + torch.tensordot(along, self.columns[name].to(dtype), dims=1)
-            drawn[name] = mean + (scale**0.5 * step).to(mean.dtype)
+                along = shared.to(mean) / (self.rank - 1) ** 0.5
+                step = step + torch.tensordot(along, self.columns[name], dims=1)
+            drawn[name] = mean + scale**0.5 * step
         return {name: drawn[name] for name in self.mean}
 
     def to(self, device: torch.device) -> Moments:

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from mola.baselines import swag_files
 from mola.baselines.draws import draw, statistics_of_draws
 from mola.baselines.keeping import all_tensors
-from mola.baselines.learning_rates import LearningRateTuning, choose_learning_rate
+from mola.baselines.learning_rates import LearningRateTuning, as_rates, choose_learning_rate
 from mola.baselines.seeds import check_seed
-from mola.baselines.sgd_path import SgdPath, trainable
+from mola.baselines.sgd_path import SgdPath, is_real, trainable
 from mola.baselines.snapshots import Moments
 from mola.errors import OptionError, located
 from mola.features import check_finite
@@ -119,13 +120,12 @@ class Swag(Mixture):
         Raises:
             OptionError: if an option cannot be used; `DataError` if the data cannot, or the path diverges.
         """
-        several = not isinstance(learning_rate, (int, float))
+        rates, several = as_rates(learning_rate)
         if not several and (val_loader is not None or rule is not None):
             raise OptionError(ONE_RATE)
-        rates = [float(learning_rate)] if isinstance(learning_rate, (int, float)) else [*map(float, learning_rate)]
         paths = {rate: SgdPath(rate, rank, momentum, weight_decay, check_seed(seed)) for rate in rates}
         trainable(model)
-        _check_counts(epochs, samples)
+        epochs, samples = _counts(epochs, samples)
         own_scale = _checked_scale(scale, rank)
 
         def make(rate: float) -> Swag:
@@ -165,7 +165,7 @@ class Swag(Mixture):
             A new predictor, which shares the moments.
         """
         samples = self.samples if samples is None else samples
-        _check_counts(self.moments.count, samples)
+        _, samples = _counts(self.moments.count, samples)
         scale = self.scale if scale is None else _checked_scale(scale, self.moments.rank)
         chosen = check_seed(self.seed if seed is None else seed)
         network = _own_copy(self.network)
@@ -283,22 +283,23 @@ def _drawn(
     return Swag(network, moments, statistics, samples, scale, seed)
 
 
-def _check_counts(epochs: int, samples: int) -> None:
-    """Refuse numbers that make no Gaussian, or no average.
+def _counts(epochs: int, samples: int) -> tuple[int, int]:
+    """Numbers of snapshots and draws.
 
     Raises:
-        OptionError: saying which.
+        OptionError: if they make no Gaussian, or no average.
     """
     for name, value, least in (("epochs", epochs, 2), ("samples", samples, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             message = f"{name} must be a whole number of at least {least}, got {value!r}."
             raise OptionError(message)
+    return int(epochs), int(samples)
 
 
 def _checked_scale(scale: float | None, rank: int) -> float:
     if scale is None:
         return 0.5 if rank else 1.0
-    if not (math.isfinite(scale) and scale >= 0):
+    if not (is_real(scale) and math.isfinite(scale) and scale >= 0):
         message = f"scale must be a finite number, not negative; got {scale!r}."
         raise OptionError(message)
     return float(scale)

@@ -24,7 +24,7 @@ __all__ = ["HeadNetwork", "Trunk"]
 class _Memory(NamedTuple):
     inputs: Tensor
     """A copy: a loader may fill the same tensor again."""
-    weights: tuple[tuple[int, int], ...]
+    weights: tuple[object, ...]
     """Where each parameter and buffer lay, and how often it had been written."""
     features: Tensor
     left: int
@@ -62,7 +62,7 @@ class Trunk(nn.Module):
             raise DataError(message)
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._run(inputs)
-        weights, last = self._weights(), self._memory
+        weights, last = self._weights(inputs.device), self._memory
         if last is not None and last.weights == weights and _same(last.inputs, inputs):
             self._memory = last._replace(left=last.left - 1) if last.left > 1 else None
             return last.features
@@ -74,9 +74,12 @@ class Trunk(nn.Module):
         network = Differentiable(self.network) if torch.is_grad_enabled() else self.network
         return call(network, stack_inputs([inputs] * self.members))
 
-    def _weights(self) -> tuple[tuple[int, int], ...]:
+    def _weights(self, device: torch.device) -> tuple[object, ...]:
+        """What the features depend on besides the inputs. A change through `.data` leaves no trace, and is not seen."""
         tensors = chain(self.network.parameters(), self.network.buffers())
-        return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+        versions = ((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+        rounded = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        return (rounded, *versions)
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
