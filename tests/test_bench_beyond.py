@@ -9,7 +9,7 @@ import mola
 from mola.bench.activations import Activations, open_networks
 from mola.bench.beyond import drawn_networks
 from mola.bench.budget import Budget, MimoBudget, SwagBudget, changed
-from mola.bench.cost import measure_cost
+from mola.bench.cost import _Work, measure_cost
 from mola.bench.networks import Training, find_networks, train_networks
 from mola.bench.plan import Plan
 from mola.bench.run import Order
@@ -201,6 +201,16 @@ def test_cost_of_all_methods_is_measured_in_one_run(plan):
     assert all(row["predict_seconds"] > 0 for row in rows.values())
     assert {name for name, row in rows.items() if row["fit_seconds"] is None} == {"MAP", "DE", "MIMO"}
     assert found["settings"]["SWAG_draws"] == 4
+    assert float(torch.tensor(1e-40) * 1) > 0, "tiny numbers are numbers again"
+
+
+def test_a_fit_is_extended_along_the_line_through_medians():
+    some = [(torch.zeros(10, 1), torch.zeros(10)) for _ in range(4)]
+    on_some, on_half = 3 + 0.1 * 40, 3 + 0.1 * 20  # 3 once, and a tenth for each datum; others were disturbed
+    work = _Work(len, some, times=3, on_some=[on_some, on_some, 99.0], on_half=[on_half, 0.0, on_half])
+    assert work.seconds(1000) == pytest.approx(3 * (3 + 0.1 * 1000))
+    noise = _Work(len, some, on_some=[2.0], on_half=[2.5])
+    assert noise.seconds(1000) == 2.0, "more data never take less"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,6 +41,35 @@ class _Kept(Protocol):
 
 
 @dataclass(frozen=True)
+class _Work:
+    """Something that is done over all training data, measured on some of them and on half of these."""
+
+    do: Callable[[Loader], object]
+    some: Loader
+    times: int = 1
+    """How often it is done."""
+    on_some: list[float] = field(default_factory=list)
+    on_half: list[float] = field(default_factory=list)
+
+    @property
+    def half(self) -> Loader:
+        return self.some[: max(1, len(self.some) // 2)]
+
+    def measure(self) -> None:
+        self.on_some.append(_seconds(partial(self.do, self.some)))
+        self.on_half.append(_seconds(partial(self.do, self.half)))
+
+    def seconds(self, count: int) -> float:
+        """On `count` data, along the line through both medians: what is paid once is not multiplied."""
+        whole, part = statistics.median(self.on_some), statistics.median(self.on_half)
+        more, fewer = _count(self.some), _count(self.half)
+        if more == fewer:
+            return self.times * whole * count / more
+        # Medians before the line: noise of one measurement is multiplied by count / more.
+        return self.times * (whole + max(0.0, whole - part) / (more - fewer) * (count - more))
+
+
+@dataclass(frozen=True)
 class _Entry:
     """One method: what it takes to fit it, what predicts, and what must be kept for that."""
 
@@ -48,8 +77,7 @@ class _Entry:
     predict: _Kept
     networks: Sequence[nn.Module]
     """What is kept besides what `save` writes."""
-    fit: Callable[[], float] | None = None
-    """Seconds to fit on all training data, measured anew at every call."""
+    fit: Sequence[_Work] = ()
     test: Loader = ()
 
 
@@ -65,13 +93,16 @@ def measure_cost(
 ) -> dict[str, Any]:
     """Time and memory of all methods on real networks, the whole forward passes included.
 
-    Repeats are interleaved, so that all methods see the same neighbours on a busy machine; medians are reported. Tuning is
-    not included, and neither is the training of the networks. SWAG is measured with the suite's own budget, the paper's.
+    Repeats are interleaved, so that all methods see the same neighbours on a busy machine; medians are reported, of CPU time
+    where one thread works. Tuning is not included, and neither is the training of the networks. SWAG takes the suite's
+    number of snapshots and draws, the paper's, each a pass over all training images in batches of the networks' own size.
+
+    Numbers too small for a float's full precision are taken for zero while this runs: a processor takes many times as long for
+    them, and weight decay leaves thousands in some networks, but none in SWAG's draws from these.
 
     Args:
         networks: K trained networks.
-        train: training data; fitted on the first `images` and on half of them, and extended to all along a straight line,
-            so that what is paid once is not multiplied.
+        train: training data; fitted on the first `images` and on half of them, and extended to all along a straight line.
         test: data to predict; the first `images`.
         budget: how long SWAG walks, how often it draws, how many heads MIMO has.
         progress: told what is being done, and which share is done.
@@ -81,22 +112,39 @@ def measure_cost(
     Returns:
         The document for `cost.json`.
     """
+    flushed = torch.set_flush_denormal(True)
+    try:
+        measured = _measured(networks, train, test, budget, progress, images, repeats)
+    finally:
+        torch.set_flush_denormal(False)
+    measured["settings"]["tiny_numbers"] = "zero" if flushed else "as they are"
+    return measured
+
+
+def _measured(
+    networks: Sequence[Network],
+    train: Source,
+    test: Source,
+    budget: Budget,
+    progress: Progress,
+    images: int,
+    repeats: int,
+) -> dict[str, Any]:
     fitting, testing = _first(train, images), _first(test, images)
     short = _first(test, max(1, images // FEWER))
-    entries = _entries([network.load() for network in networks], fitting, testing, short, budget, train.count)
-    fits: dict[str, list[float]] = {entry.name: [] for entry in entries}
+    entries = _entries([network.load() for network in networks], fitting, testing, short, budget)
     predictions: dict[str, list[float]] = {entry.name: [] for entry in entries}
     for repeat in range(repeats):
         for index, entry in enumerate(entries):
             progress(f"cost of {entry.name}", (repeat + index / len(entries)) / repeats)
-            if entry.fit is not None:
-                fits[entry.name].append(entry.fit())
+            for work in entry.fit:
+                work.measure()
             seconds = _seconds(partial(_predict, entry.predict, entry.test))
             predictions[entry.name].append(seconds * _count(testing) / _count(entry.test))
     rows = [
         {
             "method": entry.name,
-            "fit_seconds": statistics.median(fits[entry.name]) if entry.fit is not None else None,
+            "fit_seconds": sum(work.seconds(train.count) for work in entry.fit) if entry.fit else None,
             "predict_seconds": statistics.median(predictions[entry.name]),
             "bytes": _bytes(entry),
         }
@@ -116,9 +164,7 @@ def measure_cost(
     return {"settings": settings, "rows": rows, "environment": environment()}
 
 
-def _entries(
-    models: list[nn.Module], fitting: Loader, testing: Loader, short: Loader, budget: Budget, train_count: int
-) -> list[_Entry]:
+def _entries(models: list[nn.Module], fitting: Loader, testing: Loader, short: Loader, budget: Budget) -> list[_Entry]:
     swags = [_swag(model, fitting[:1], budget.swag) for model in models]
     mimo = mola.Mimo(models[0], budget.mimo.members, example=fitting[0][0])
 
@@ -126,12 +172,13 @@ def _entries(
         def fit(batches: Loader) -> mola.MoLA:
             return mola.fit(given, batches, progress=False, **options)
 
-        return _Entry(name, fit(fitting), given, partial(_time_for_all, fit, fitting, train_count), testing)
+        return _Entry(name, fit(fitting), given, [_Work(fit, fitting)], testing)
 
     def walked(name: str, predictor: _Kept, given: Sequence[nn.Module]) -> _Entry:
         part = fitting[: max(2, len(fitting) // 4)]  # training costs three times as much as predicting
-        seconds = partial(_time_to_walk, given, part, budget.swag, train_count)
-        return _Entry(name, predictor, (), seconds, short)
+        return _Entry(
+            name, predictor, (), [work for model in given for work in _walks(model, part, budget.swag)], short
+        )
 
     heads = {"LLLA": models[:1], "MoLA": models}
     return [
@@ -159,27 +206,14 @@ def _swag(model: nn.Module, batch: Loader, budget: SwagBudget) -> mola.Swag:
     )
 
 
-def _time_for_all(work: Callable[[Loader], object], batches: Loader, count: int) -> float:
-    """Seconds that work would take on `count` data, along the line through a measurement on all and one on half of these."""
-    half = batches[: max(1, len(batches) // 2)]
-    whole, part = (_seconds(partial(work, data)) for data in (batches, half))
-    fewer, more = _count(half), _count(batches)
-    if more == fewer:
-        return whole * count / more
-    return whole + (whole - part) / (more - fewer) * (count - more)
-
-
-def _time_to_walk(models: Sequence[nn.Module], batches: Loader, budget: SwagBudget, count: int) -> float:
-    """Seconds of SWAG for every network: an epoch for every snapshot, and a pass for the BatchNorm statistics of every draw."""
-    total = 0.0
-    for model in models:
-        network = copy.deepcopy(model).requires_grad_(True)
-        optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
-        walk = partial(walk_epoch, network, optimiser=optimiser)
-        total += budget.snapshots * _time_for_all(walk, batches, count)
-        if has_statistics(network):
-            total += budget.samples * _time_for_all(partial(recompute_statistics, network), batches, count)
-    return total
+def _walks(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[_Work]:
+    """SWAG of one network: an epoch for every snapshot, and a pass for the BatchNorm statistics of every draw."""
+    network = copy.deepcopy(model).requires_grad_(True)
+    optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
+    walks = [_Work(partial(walk_epoch, network, optimiser=optimiser), batches, budget.snapshots)]
+    if has_statistics(network):
+        walks.append(_Work(partial(recompute_statistics, network), batches, budget.samples))
+    return walks
 
 
 def _first(source: Source, images: int) -> list[tuple[Tensor, Tensor]]:
@@ -197,9 +231,11 @@ def _count(batches: Loader) -> int:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    # Of one thread, CPU time is what it would take alone: neighbours on a busy machine do not count.
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _predict(predictor: _Kept, batches: Loader) -> None:
