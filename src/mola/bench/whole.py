@@ -1,4 +1,4 @@
-"""Contestants with a Laplace approximation of whole networks: all layers, or the weights that matter most."""
+"""Contestants with a Laplace approximation of whole networks: all layers, or the weights of largest variance."""
 
 from __future__ import annotations
 
