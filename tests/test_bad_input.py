@@ -526,3 +526,73 @@ def test_small_batches_are_gathered_for_the_full_hessian(count, monkeypatch):
     found = mola.fit(networks, small, structure="full")
     assert len(calls) == count
     torch.testing.assert_close(found(X), mola.fit(networks, [(X, Y)], structure="full")(X))
+
+
+def ends_in_softmax(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(dropout), nn.Linear(8, 4), nn.Softmax(1)).eval()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loader: mola.ensemble(ends_in_softmax())(loader[0][0]),
+        lambda loader: mola.Swag.fit(ends_in_softmax(), loader, epochs=2, progress=False),
+        lambda loader: mola.multi_swag([ends_in_softmax()], loader, epochs=2, progress=False),
+        lambda loader: mola.fit_whole(ends_in_softmax(), loader, structure="diag", progress=False),
+        lambda loader: mola.McDropout(ends_in_softmax(0.3))(loader[0][0]),
+        lambda loader: mola.temperature_scaled(ends_in_softmax(), loader),
+    ],
+    ids=["ensemble", "swag", "multi-swag", "whole", "dropout", "temperature"],
+)
+def test_probabilities_are_not_taken_for_logits(use):
+    inputs, labels = torch.randn(20, 3), torch.randint(4, (20,))
+    with pytest.raises(mola.HeadError, match="probabilities already"):
+        use([(inputs, labels)])
+
+
+def test_logits_of_a_single_input_may_sum_to_1():
+    network = nn.Linear(2, 2, bias=False)
+    network.weight.data = torch.eye(2)
+    inputs = torch.tensor([[0.25, 0.75]])
+    torch.testing.assert_close(mola.ensemble(network)(inputs), inputs.softmax(1))
+
+
+@pytest.mark.parametrize("kind", ["ensemble", "last layer", "whole", "mimo"])
+def test_a_single_input_without_its_batch_is_refused(kind):
+    torch.manual_seed(0)
+    network, inputs, labels = (
+        nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4)),
+        torch.randn(9, 3),
+        torch.arange(9) % 4,
+    )
+    loader = [(inputs, labels)]
+    predictor = {
+        "ensemble": lambda: mola.ensemble(network),
+        "last layer": lambda: mola.fit(network, loader, progress=False),
+        "whole": lambda: mola.fit_whole(network, loader, structure="diag", progress=False),
+        "mimo": lambda: mola.Mimo(network, 2, example=inputs[:2]),
+    }[kind]()
+    for use in (predictor, predictor.predict):
+        with pytest.raises((mola.HeadError, mola.DataError), match=r"inputs\[None\]"):
+            use(inputs[0])
+
+
+def test_what_cannot_be_validation_data_is_refused_before_the_pass():
+    class Unread:
+        def __iter__(self):
+            raise AssertionError
+
+    with pytest.raises(mola.DataError, match="the validation loader: expected an iterable of batches, got int"):
+        mola.fit(nn.Linear(3, 4), Unread(), 5, progress=False)
+
+
+def test_a_batch_of_nan_leaves_a_mimo_as_it_was():
+    inputs, labels = torch.randn(9, 3), torch.arange(9) % 4
+    mimo = mola.Mimo(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4)), 2, example=inputs[:2])
+    before = [parameter.clone() for parameter in mimo.parameters()]
+    with pytest.raises(mola.DataError, match="the inputs hold NaN"):
+        mimo.fit([(inputs * torch.nan, labels)], epochs=1, progress=False)
+    assert all(torch.equal(*pair) for pair in zip(before, mimo.parameters(), strict=True))
+    with pytest.raises(mola.OptionError, match=r"model: expected one nn\.Module"):
+        mola.Mimo([nn.Linear(3, 4)], 2, example=inputs[:2])

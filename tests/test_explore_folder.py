@@ -285,7 +285,8 @@ def test_a_missing_extra_is_named_with_its_remedy():
     )
     assert outcome.returncode == 1
     assert outcome.stderr == (
-        "mola: the explorer needs gradio, which is not installed. Install it with: pip install 'mola-torch[explore]'\n"
+        "mola: the explorer needs gradio, which is not installed. Install it with: pip install 'mola-torch[explore]' "
+        "(in a clone of the repository: pip install '.[explore]')\n"
     )
 
 

@@ -376,6 +376,9 @@ def test_few_validation_data_are_named_where_chance_is_larger_than_the_margin(tr
     for margin, said in ((0.99 * error, True), (1.01 * error, False)):
         notes = mola.fit(members, train).tune(validation, mola.ConfidenceThreshold(margin=margin)).tuning.notes
         assert any(note.startswith("few validation data") for note in notes) == said
+    few = inputs[:3], members[0](inputs[:3]).argmax(1)
+    notes = mola.fit(members[0], train).tune([few]).tuning.notes
+    assert any(note.startswith("few validation data: the mean accuracy 100 % is known to 20 points") for note in notes)
     given = mola.fit(members, train).tune(validation, mola.ConfidenceThreshold(0.7)).tuning.notes
     assert not any(note.startswith("few validation data") for note in given), "it was not read off the data"
 

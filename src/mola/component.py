@@ -103,7 +103,6 @@ class Component(nn.Module):
         posterior = self.prepare()
         seen = capture(self.network, self.head, inputs)
         if posterior is None or self.head is None:
-            _refuse_probabilities(seen.logits)
             dtype = torch.promote_types(seen.logits.dtype, torch.float32)
             return LogitMoments(seen.logits.to(dtype), seen.features.to(dtype), None)
         if self.curvature is not None:
@@ -149,19 +148,6 @@ class Component(nn.Module):
         weights = curvature.weights
         prior = weights.numel() * precision.log() - precision * weights.square().sum()
         return curvature.factors.log_likelihood + (prior - curvature.spectrum.log_determinant(precision)) / 2
-
-
-def _refuse_probabilities(outputs: Tensor) -> None:
-    """Refuse a network that ends in a softmax, whose outputs would go through another one.
-
-    Raises:
-        HeadError: if the outputs are probabilities already.
-    """
-    if torch.compiler.is_compiling() or not bool((outputs >= 0).all()):
-        return
-    if bool(((outputs.float().sum(1) - 1).abs() < 1e-3).all()):
-        message = "the network's outputs are probabilities already: they sum to 1. Pass a network that returns logits."
-        raise HeadError(message)
 
 
 def per_component(value: Any, count: int, name: str) -> list[Any]:

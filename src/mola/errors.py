@@ -70,7 +70,8 @@ class MissingExtraError(MolaError, ImportError):
     def __init__(self, feature: str, package: str, extra: str) -> None:
         """Name the `feature` that needs `package`, and the `extra` that installs it."""
         super().__init__(
-            f"{feature} needs {package}, which is not installed. Install it with: pip install 'mola-torch[{extra}]'"
+            f"{feature} needs {package}, which is not installed. Install it with: pip install 'mola-torch[{extra}]' "
+            f"(in a clone of the repository: pip install '.[{extra}]')"
         )
 
 

@@ -13,6 +13,7 @@ from mola import archive, storage
 from mola.component import Component, Curvature, per_component
 from mola.distributed import Team, check_sampler
 from mola.errors import OptionError
+from mola.features import check_loader
 from mola.laplace import Structure, as_structure, check_precision
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
@@ -83,6 +84,8 @@ def fit(
         if together.size > 1:
             check_sampler(train_loader)
         networks = _as_networks(models)
+        if val_loader is not None:
+            check_loader(val_loader, "the validation loader")  # now, and not after the pass over the training data
         count = len(networks)
         chosen_structure, chosen_link = as_structure(structure), as_link(link)
         weighting = check_weighting(weights, count)

@@ -239,8 +239,8 @@ class MonteCarlo(Link):
         Raises:
             OptionError: if one is out of range.
         """
-        if self.samples < 1:
-            message = f"samples must be at least 1, got {self.samples!r}."
+        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
+            message = f"samples must be a whole number of at least 1, got {self.samples!r}."
             raise OptionError(message)
         if self.over not in ("logits", "weights"):
             message = f"over must be 'logits' or 'weights', got {self.over!r}."

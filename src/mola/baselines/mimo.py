@@ -57,6 +57,9 @@ class Mimo(Mixture):
         Raises:
             OptionError: if it cannot be.
         """
+        if not isinstance(model, nn.Module):
+            message = f"model: expected one nn.Module, whose architecture is widened; got {type(model).__name__}."
+            raise OptionError(message)
         if isinstance(members, bool) or not isinstance(members, int) or members < 1:
             message = f"members must be a whole number of at least 1, got {members!r}."
             raise OptionError(message)
@@ -148,11 +151,17 @@ class Mimo(Mixture):
             Logits.
 
         Raises:
-            DataError: if there are not K batches.
+            DataError: if there are not K batches, or they are none.
         """
         batches = [inputs] * self.members if isinstance(inputs, Tensor) else list(inputs)
         if len(batches) != self.members:
             message = f"expected one batch, or {self.members} (one for each head); got {len(batches)}."
+            raise DataError(message)
+        if any(batch.dim() < 2 for batch in batches):
+            shape = tuple(batches[0].shape)
+            message = (
+                f"expected inputs (n, channels, ...), got shape {shape}. A single input needs a batch: inputs[None]."
+            )
             raise DataError(message)
         with undisturbed(self), torch.no_grad():
             features = call(self.trunk.network, stack_inputs(batches))

@@ -121,13 +121,13 @@ def train_members(
                 loss = _loss(
                     logits([inputs[own.to(inputs.device)] for own in rows]), labels[rows.to(labels.device)], place
                 )
+                total, count = total + float(loss.detach()), count + 1
+                if not math.isfinite(total):  # before the step: the weights stay such that one can go on from them
+                    blame_inputs(inputs, place)
+                    break
                 loss.backward()  # type: ignore[no-untyped-call]
                 chosen.step()
                 rates.step()
-                total, count = total + float(loss.detach()), count + 1
-                if not math.isfinite(total):
-                    blame_inputs(inputs, place)
-                    break
         if not math.isfinite(total):
             rate = chosen.param_groups[0]["lr"]
             message = (

@@ -149,7 +149,7 @@ def check_finite(values: Tensor, name: str = "logits") -> None:
     if not bool(finite.all()):
         rows = int((~finite).any(1).sum())
         message = (
-            f"{name} are NaN or infinite for {rows} of {len(values)} inputs. Check the inputs for NaN; "
+            f"{name} are NaN or infinite for {rows} of {len(values)} inputs. Check the inputs, and the network's weights, for NaN; "
             f"a network in float16 may overflow where bfloat16 or float32 does not."
         )
         raise DataError(message)

@@ -16,18 +16,15 @@ from mola.heads import Head
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.networks import as_batch
 
-__all__ = ["batch_count", "batches_of", "peek", "stream"]
+__all__ = ["batch_count", "batches_of", "check_loader", "peek", "stream"]
 
 
-def batches_of(loader: Iterable[Any], where: str) -> Iterator[Any]:
-    """An iterator over the batches of a loader, of which there may be none.
+def check_loader(loader: Iterable[Any], where: str) -> None:
+    """Refuse what cannot be a loader, without reading from it.
 
     Args:
         loader: any iterable of batches, also one that can be read only once.
         where: words for the error message.
-
-    Returns:
-        The iterator.
 
     Raises:
         DataError: if this is not an iterable of batches.
@@ -39,6 +36,19 @@ def batches_of(loader: Iterable[Any], where: str) -> Iterator[Any]:
             f"Pass a DataLoader, or a single batch in a list: [(x, y)]."
         )
         raise DataError(message)
+
+
+def batches_of(loader: Iterable[Any], where: str) -> Iterator[Any]:
+    """An iterator over the batches of a loader, of which there may be none.
+
+    Args:
+        loader: any iterable of batches, also one that can be read only once.
+        where: words for the error message.
+
+    Returns:
+        The iterator; `DataError` if this is not an iterable of batches.
+    """
+    check_loader(loader, where)
     return iter(loader)
 
 

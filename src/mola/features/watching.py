@@ -83,7 +83,7 @@ class Watched:
             logits = call(self.network, inputs, self.device)
         finally:
             self._calls = None
-        if self.head is None:
+        if self.head is None or logits.dim() != 2:
             check_logits(logits)
             return Features(logits[:, :0], logits)
         for seen in reversed(calls):

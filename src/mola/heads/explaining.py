@@ -13,6 +13,10 @@ from mola.heads.layer import NamedCall
 __all__ = ["check_logits", "explain"]
 
 
+ENOUGH = 4
+"""Rows that tell probabilities from logits."""
+
+
 def check_logits(logits: Tensor, ran: Sequence[tuple[str, torch.Size]] = ()) -> None:
     """Refuse outputs that are not the logits of a classifier.
 
@@ -21,8 +25,14 @@ def check_logits(logits: Tensor, ran: Sequence[tuple[str, torch.Size]] = ()) -> 
         ran: names and output shapes of the linear layers that ran, to name the last.
 
     Raises:
-        HeadError: unless they are (batch, classes) with at least two classes.
+        HeadError: unless they are (batch, classes) with at least two classes, and no probabilities.
     """
+    if logits.dim() == 1 and not ran:
+        message = (
+            f"expected logits of shape (batch, classes), got shape {tuple(logits.shape)}. A single input needs a batch around "
+            f"it: inputs[None]."
+        )
+        raise HeadError(message)
     if logits.dim() != 2:
         near = f" Its last linear layer, {ran[-1][0]!r}, gives shape {tuple(ran[-1][1])}." if ran else ""
         message = (
@@ -36,6 +46,19 @@ def check_logits(logits: Tensor, ran: Sequence[tuple[str, torch.Size]] = ()) -> 
             f"logit z becomes a two-class one with logits (0, z)."
         )
         raise HeadError(message)
+    if not ran and _are_probabilities(logits):  # where layers were watched, `explain` says which comes after the last
+        message = "the network's outputs are probabilities already: they sum to 1. Pass a network that returns logits."
+        raise HeadError(message)
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    """Whether a network seems to end in a softmax. Of a few rows that cannot be told: logits may sum to 1 by chance."""
+    if torch.compiler.is_compiling() or len(outputs) < ENOUGH or not bool((outputs >= 0).all()):
+        return False
+    rounding = 4 * torch.finfo(outputs.dtype).eps * outputs.shape[1] ** 0.5
+    return bool(
+        ((outputs.double() if outputs.device.type != "mps" else outputs).sum(1) - 1).abs().max() < max(1e-5, rounding)
+    )
 
 
 def explain(

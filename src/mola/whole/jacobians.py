@@ -20,6 +20,7 @@ from torch.func import jacrev, vmap
 from torch.utils._pytree import tree_map
 
 from mola.errors import DataError, OptionError
+from mola.heads import check_logits
 from mola.networks import Inputs, call, device_of, to_device
 from mola.networks.passes import Differentiable, WithTensors
 from mola.whole.layout import Layer, Layout
@@ -200,6 +201,7 @@ def jacobian_rows(network: nn.Module, layout: Layout, inputs: Inputs, directions
                 f"layer {wrong[0]!r} was called {len(seen[wrong[0]])} times in one pass, and once when this was fitted."
             )
             raise OptionError(message)
+        check_logits(logits)
         wanted = directions(logits.detach())
         layers = layer_rows(network, layout.layers, seen, logits, wanted)
     with torch.inference_mode(False), torch.no_grad():
