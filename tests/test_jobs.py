@@ -233,6 +233,8 @@ def test_an_output_that_is_a_file_is_refused(desk, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(OptionError, match="taken is a file"):
         run_fit(job_for(desk), tmp_path / "taken")
+    with pytest.raises(OptionError, match=r"cannot be made: .*taken is no folder that can be written to"):
+        run_fit(job_for(desk), tmp_path / "taken" / "below" / "posterior")
 
 
 # --- opening again ------------------------------------------------------------------------------------------------------

@@ -70,9 +70,8 @@ class HeldOut:
         (sums,) = self.team.sum([torch.cat([shared, right.sum(1)])])
         count, squares, *by_network = sums.tolist()
         accuracy = sum(one / count for one in by_network) / len(by_network)
-        error = math.sqrt(max(0.0, squares / count - accuracy**2) / count)
-        # Where all are right, or all wrong, the spread is 0, and a few data are still a few.
-        return accuracy, max(error, 1 / (count + 2))
+        # At least 1 / (count + 2): where all are right, or all wrong, the spread is 0, and a few data are still a few.
+        return accuracy, max(math.sqrt(max(0.0, squares / count - accuracy**2) / count), 1 / (count + 2))
 
 
 def read_held_out(

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from mola import __version__, storage
 from mola.choices import one_of
 from mola.distributed import Team
-from mola.errors import OptionError, StorageError, warn
+from mola.errors import OptionError, warn
 from mola.fitting import fit
 from mola.jobs.folder import move
 from mola.jobs.job import NAME, Job, relative
 from mola.jobs.material import Material, Progress
 from mola.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
 from mola.jobs.order import check_order, said, warn_of_guessing
+from mola.jobs.output import BUNDLED, holds_posterior
 from mola.jobs.rows import Account, Loader
 from mola.jobs.tally import Tally
 from mola.jobs.toml import to_toml
@@ -42,9 +43,6 @@ USUAL = 0.95
 
 LEVELS = (*(percent / 100 for percent in range(100)), *((990 + tenth) / 1000 for tenth in range(1, 11)))
 """Shares of the validation data whose outlier scores are kept: each percent, and in the last, where outliers lie, each tenth."""
-
-BUNDLED = "weights"
-"""Folder for copies of the weights, inside a posterior's folder."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def run_fit(
     if bundle and (not job.weights or any(map(is_whole, job.network))):
         message = "--bundle copies files of --weights into the folder: networks that bring their own cannot be bundled."
         raise OptionError(message)
-    replaced = _holds_posterior(output, checkpoint)
+    replaced = holds_posterior(output, checkpoint)
     if job.val is not None and job.val == job.train:
         warn("the validation data are the training data: networks look surer and better on these than they are.")
     torch.manual_seed(job.seed)
@@ -205,39 +203,6 @@ def run_fit(
     progress("done", 1.0)
     notes = posterior.tuning.notes if posterior.tuning is not None else ()
     return FitResult(output, document, account, notes, replaced)
-
-
-def _holds_posterior(output: Path, checkpoint: Path | None) -> bool:
-    """Whether a posterior of ours is in the folder, which a new one may replace; anything else must not be written into.
-
-    Raises:
-        OptionError: if the path is a file, or a folder that holds something else.
-    """
-    if not output.exists():
-        return False
-    if not output.is_dir():
-        message = f"{output} is a file; expected a folder to write the posterior to."
-        raise OptionError(message)
-    try:
-        kind = storage.kind_of(output)
-    except StorageError as error:
-        message = f"{error} It is not replaced: choose another --output, or remove it."
-        raise OptionError(message) from error
-    if kind not in (None, "posterior"):
-        message = f"{output} holds a saved {kind}, which is not replaced by a posterior: choose another --output."
-        raise OptionError(message)
-    # What an interrupted fit leaves is no stranger's; nor is a job to be done there, nor what a system hides.
-    known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
-    strange = sorted(
-        path.name for path in output.iterdir() if path.name not in known and not path.name.startswith((".", "factors-"))
-    )
-    if kind is None and strange:
-        message = (
-            f"{output} holds no posterior but {', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}: choose another "
-            f"--output, a new folder or that of an older posterior."
-        )
-        raise OptionError(message)
-    return kind is not None
 
 
 def _move(built: Built, device: str) -> None:
