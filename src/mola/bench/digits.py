@@ -16,7 +16,7 @@ from mola.data.digits import CLASSES, SIDE, Digits
 from mola.data.labelled import Labelled
 from mola.data.outliers import natural_patches, uniform_noise
 from mola.data.rotation import rotate
-from mola.models.mlp import mlp
+from mola.models.mlp import digits_mlp
 from mola.posterior import MoLA
 
 __all__ = ["ANGLES", "FAR", "build_network", "compare_on_digits", "outlier_sets"]
@@ -33,8 +33,8 @@ EXAMPLES = 8
 
 
 def build_network() -> nn.Sequential:
-    """Two hidden layers of 256, and no bias anywhere, so that the far-field theory holds to the letter."""
-    return mlp(SIDE * SIDE, (256, 256), CLASSES, bias=False)
+    """The network of the demo."""
+    return digits_mlp(CLASSES)
 
 
 @dataclass(frozen=True)

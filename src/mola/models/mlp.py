@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-__all__ = ["mlp"]
+__all__ = ["digits_mlp", "mlp"]
 
 
 def mlp(inputs: int, hidden: Sequence[int], classes: int, *, bias: bool = True) -> nn.Sequential:
@@ -27,3 +27,8 @@ def mlp(inputs: int, hidden: Sequence[int], classes: int, *, bias: bool = True) 
         layers += [nn.Linear(width, size, bias=bias), nn.ReLU()]
         width = size
     return nn.Sequential(*layers, nn.Linear(width, classes, bias=bias))
+
+
+def digits_mlp(classes: int = 10) -> nn.Sequential:
+    """For the embedded digits: two hidden layers of 256, and no bias anywhere, so that the far-field theory holds to the letter."""
+    return mlp(64, (256, 256), classes, bias=False)

@@ -13,6 +13,7 @@ from torch import nn
 from mola.choices import one_of
 from mola.errors import MissingExtraError, OptionError
 from mola.models.lenet import lenet
+from mola.models.mlp import digits_mlp
 from mola.models.resnet import CifarResNet
 from mola.models.wide_resnet import wrn16_4
 
@@ -56,6 +57,7 @@ GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 
 MODELS: Mapping[str, ModelSpec] = MappingProxyType(
     {
+        "mlp": ModelSpec(digits_mlp, (1, 8, 8), homogeneous=True),
         "lenet": ModelSpec(lenet, GREY),
         "lenet-homogeneous": ModelSpec(partial(lenet, bias=False), GREY, homogeneous=True),
         **{f"resnet-{depth}": ModelSpec(partial(CifarResNet, depth), COLOUR) for depth in (20, 32, 44, 56, 110)},
