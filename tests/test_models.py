@@ -114,7 +114,7 @@ def test_wide_resnet_starts_and_drops_as_the_paper_says():
 @pytest.mark.parametrize(
     ("name", "build"),
     [(name, spec.build) for name, spec in MODELS.items() if spec.homogeneous]
-    + [("mlp", lambda classes: mlp(784, [20, 20], classes, bias=False))]
+    + [("mlp-of-its-own", lambda classes: mlp(784, [20, 20], classes, bias=False))]
     + [("resnet-56", lambda classes: CifarResNet(56, classes, homogeneous=True))],
 )
 @pytest.mark.parametrize("factor", [1e-3, 40.0])
@@ -154,7 +154,7 @@ def test_networks_by_name(name):
 
 
 def test_unknown_networks_and_impossible_sizes():
-    with pytest.raises(OptionError, match=r"network must be one of lenet.*wrn-50-2; got 'resnet20'.*'resnet-20'"):
+    with pytest.raises(OptionError, match=r"network must be one of mlp.*wrn-50-2; got 'resnet20'.*'resnet-20'"):
         build_network("resnet20")
     with pytest.raises(OptionError, match="classes must be 1 or more"):
         build_network("lenet", 0)
