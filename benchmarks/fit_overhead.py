@@ -255,23 +255,36 @@ def line(row: dict[str, Any]) -> str:
     return text if tune is None else f"{text} {tune['whole']:6.3f} {1e3 * tune['search_seconds']:5.0f} ms"
 
 
+def merged(kept: list[dict[str, Any]], measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that were there, with those in their places that were measured again: each is a ratio by itself."""
+
+    def name(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[key] for key in ("setting", "networks", "batch", "structure"))
+
+    new = {name(row): row for row in measured}
+    return [new.pop(name(row), row) for row in kept] + list(new.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one network, one batch size, few pairs; writes no file")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default 1: steadier ratios)")
     parser.add_argument("--seconds", type=float, default=10, help="time for each figure (default 10)")
-    parser.add_argument("--only", default="", help="settings whose name holds this; writes no file")
+    parser.add_argument(
+        "--only", default="", help="settings whose name holds this; the rows of others stay as they were"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     print(HEADER, flush=True)
     document = {"threads": options.threads, "environment": record.environment("mola-torch")}
-    measured = []
+    measured: list[dict[str, Any]] = []
+    kept = record.read("fit_overhead")["rows"] if options.only else []
     for row in rows(options.quick, 2 if options.quick else options.seconds, options.only):
         measured.append(row)
         print(line(row), flush=True)
-        if not options.quick and not options.only:
-            record.write("fit_overhead", document | {"rows": measured})
+        if not options.quick:
+            record.write("fit_overhead", document | {"rows": merged(kept, measured)})
     for row in measured:
         for words in row["missed"]:
             print(f"above: {row['setting']}, K={row['networks']}, batch {row['batch']}, {row['structure']}: {words}")

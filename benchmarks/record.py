@@ -28,6 +28,11 @@ def environment(*packages: str) -> dict[str, Any]:
     }
 
 
+def read(name: str) -> dict[str, Any]:
+    """What was measured last."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def write(name: str, document: dict[str, Any]) -> None:
     """Write results/NAME.json in one step, each row of a table on a line of its own."""
     RESULTS.mkdir(exist_ok=True)

@@ -64,7 +64,6 @@ class Gathered:
         """Whether a batch of so many rows may join."""
         return self.count == 0 or self.count + count <= self.rows
 
-    @torch.no_grad()
     def add(self, place: str, seen: Sequence[Features], labels: Tensor | None) -> None:
         """Take one more batch.
 
@@ -76,7 +75,7 @@ class Gathered:
         Raises:
             DataError: if the networks gave different numbers of rows.
         """
-        counts = [len(one.logits) for one in seen]
+        counts = [one.logits.shape[0] for one in seen]
         if len(set(counts)) > 1:
             message = f"{place}: the networks gave {counts} rows; a mixture needs the same data from each."
             raise DataError(message)
@@ -85,8 +84,11 @@ class Gathered:
             return
         if counts[0] < self.rows:
             # A network or a loader may use its memory again for the next batch, or features be a part of something large.
-            with located(place):
+            try:
                 seen = [room.put(one, self.count) for room, one in zip(self._rooms, seen, strict=True)]
+            except DataError:
+                with located(place):
+                    raise
             labels = None if labels is None else labels.clone()
         self._waiting.append(Waiting(place, seen, labels))
         self.count += counts[0]

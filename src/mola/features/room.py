@@ -38,8 +38,9 @@ class Room:
 
     def __init__(self, head: Head, rows: int) -> None:
         """Wait for the first rows, which say how wide they are and where they are to be kept."""
-        self.head, self.rows = head, rows
+        self.head, self.rows, self._bias = head, rows, head.has_bias
         self._kept: Lifted | None = None
+        self._form: tuple[object, ...] = ()
 
     def put(self, seen: Features, start: int = 0) -> Lifted:
         """Copy rows there.
@@ -51,14 +52,19 @@ class Room:
         Returns:
             The copies, as views.
         """
-        end, width = start + len(seen.logits), seen.features.shape[1]
-        kept = self._room_for(seen, start, end)
+        given, outputs, kept = seen.features.detach(), seen.logits.detach(), self._kept
+        count, width = given.shape
+        # This is paid at every batch, and all the Python in it takes longer than the copies of a small one.
+        form = (width, outputs.shape[1], given.device, outputs.device)
+        if kept is None or form != self._form or start + count > kept.logits.shape[0]:
+            kept, self._form = self._room_for(seen, start, start + count), form
+        features, logits = kept.features.narrow(0, start, count), kept.logits.narrow(0, start, count)
         # First to the device, then to float64: a device that has none cannot convert on the way.
-        kept.features[start:end, :width].copy_(seen.features.to(kept.features.device))
-        kept.logits[start:end].copy_(seen.logits.to(kept.logits.device))
-        if self.head.has_bias:  # again and again: whoever had these rows before may have written into them
-            kept.features[start:end, width] = 1
-        return Lifted(kept.features[start:end], kept.logits[start:end])
+        features.narrow(1, 0, width).copy_(given.to(features.device))
+        logits.copy_(outputs.to(logits.device))
+        if self._bias:  # again and again: whoever had these rows before may have written into them
+            features.select(1, width).fill_(1)
+        return Lifted(features, logits)
 
     def first(self, count: int) -> Lifted:
         """The first rows that were put there.
