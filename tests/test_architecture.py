@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = (
     "errors",
     "choices",
+    "exactness",
     "distributed",
     "likelihood",
     "networks",

@@ -1,14 +1,15 @@
-"""Options that are a name or an object: names are read once, here, and everything after works with objects."""
+"""Options as users give them. Names and numbers are read once, here, and everything after works with what they mean."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
+from numbers import Integral, Real
 from typing import TypeVar
 
 from mola.errors import OptionError
 
-__all__ = ["one_of", "resolve"]
+__all__ = ["is_real", "one_of", "resolve", "whole_number"]
 
 Kind = TypeVar("Kind")
 
@@ -56,3 +57,28 @@ def one_of(name: str, known: Collection[str], argument: str) -> str:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     message = f"{argument} must be one of {', '.join(known)}; got {name!r}.{hint}"
     raise OptionError(message)
+
+
+def is_real(value: object) -> bool:
+    """Whether it is a number, numpy's included, and no truth value."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def whole_number(value: object, argument: str, least: int = 1) -> int:
+    """A count.
+
+    Args:
+        value: what the user gave, also a number of numpy's.
+        argument: name of the argument, for the message.
+        least: that will do.
+
+    Returns:
+        The number.
+
+    Raises:
+        OptionError: if it is no whole number, or less.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        message = f"{argument} must be a whole number of at least {least}, got {value!r}."
+        raise OptionError(message)
+    return int(value)

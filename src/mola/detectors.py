@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mola.errors import DataError, OptionError
+from mola.exactness import exact
 
 __all__ = ["Detector", "DetectorEnsemble", "Mahalanobis", "NearestNeighbours"]
 
@@ -52,10 +53,6 @@ def _checked(features: Tensor, labels: Tensor | None = None, width: int | None =
         )
         raise DataError(message)
     return features.detach()
-
-
-def _exact(features: Tensor) -> Tensor:
-    return features.to("cpu" if features.device.type == "mps" else features.device).double()
 
 
 def _scores(values: Tensor, like: Tensor) -> Tensor:
@@ -117,21 +114,21 @@ class Mahalanobis:
         """
         width = _checked(features, labels).shape[1]
         parts = _rows(features.detach(), width)
-        centre = _exact(features[:1]).new_zeros(width)
+        centre = exact(features[:1]).new_zeros(width)
         for part in parts:
-            centre += _exact(part).sum(0) / len(features)
+            centre += exact(part).sum(0) / len(features)
         _, index = torch.unique(labels.to(centre.device), return_inverse=True)
         counts = torch.bincount(index)
         owners = torch.split(index, len(parts[0]))
         means, total = centre.new_zeros(len(counts), width), centre.new_zeros(width, width)
         for part, owner in zip(parts, owners, strict=True):
-            values = _exact(part) - centre
+            values = exact(part) - centre
             means.index_add_(0, owner, values / counts[owner, None])
             total += values.T @ values / len(features)
         within = torch.zeros_like(total)
         for part, owner in zip(parts, owners, strict=True):
             # Not total minus between: where classes lie far apart, the difference would be rounding.
-            values = _exact(part) - centre - means[owner]
+            values = exact(part) - centre - means[owner]
             within += values.T @ values / len(features)
         whitening = _whitening(within)
         return cls(centre, whitening, means @ whitening, _whitening(total) if relative else None)
@@ -139,7 +136,7 @@ class Mahalanobis:
     def __call__(self, features: Tensor) -> Tensor:
         """Scores (n,) of features (n, d), higher for what is more outlying."""
         parts = _rows(_checked(features, width=len(self.centre)), max(len(self.means), len(self.centre)))
-        return _scores(torch.cat([self._distances(_exact(part)) for part in parts]), features)
+        return _scores(torch.cat([self._distances(exact(part)) for part in parts]), features)
 
     def _distances(self, features: Tensor) -> Tensor:
         centred = features.to(self.centre.device) - self.centre
@@ -259,4 +256,4 @@ def _member_scores(members: Sequence[Detector], features: Sequence[Tensor]) -> T
             f"{len(features)} tensors with {[len(values) for values in features]} rows."
         )
         raise DataError(message)
-    return torch.stack([_exact(member(values)) for member, values in zip(members, features, strict=True)])
+    return torch.stack([exact(member(values)) for member, values in zip(members, features, strict=True)])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.choices import one_of
+from mola.choices import one_of, whole_number
 from mola.data.labelled import Labelled
 from mola.errors import DataError, MissingExtraError, MolaWarning, OptionError
 from mola.fitting import fit
@@ -177,9 +177,7 @@ class MolaClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if not widths or not all(isinstance(width, Integral) and int(width) > 0 for width in widths):
             message = f"hidden must be one or more widths above 0, such as (64,), got {self.hidden!r}."
             raise OptionError(message)
-        if not isinstance(self.members, Integral) or self.members < 1:
-            message = f"members must be a whole number of at least 1, got {self.members!r}."
-            raise OptionError(message)
+        whole_number(self.members, "members")
         return [int(width) for width in widths]
 
     def _recipe(self, count: int) -> Recipe:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mola.choices import resolve
+from mola.choices import resolve, whole_number
 from mola.errors import OptionError
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL
@@ -239,9 +239,7 @@ class MonteCarlo(Link):
         Raises:
             OptionError: if one is out of range.
         """
-        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
-            message = f"samples must be a whole number of at least 1, got {self.samples!r}."
-            raise OptionError(message)
+        object.__setattr__(self, "samples", whole_number(self.samples, "samples"))  # plain, for files
         if self.over not in ("logits", "weights"):
             message = f"over must be 'logits' or 'weights', got {self.over!r}."
             raise OptionError(message)

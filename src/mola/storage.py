@@ -23,6 +23,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from mola.errors import StorageError
+from mola.exactness import exact
 from mola.schema import check
 
 __all__ = [
@@ -69,12 +70,12 @@ def signature(network: nn.Module) -> dict[str, Any]:
     tensors = [
         tensor.detach() for tensor in chain(network.parameters(), network.buffers()) if tensor.is_floating_point()
     ]
-    exact = [tensor.to("cpu" if tensor.device.type == "mps" else tensor.device).double() for tensor in tensors]
+    numbers = [exact(tensor) for tensor in tensors]
     return {
-        "numbers": sum(tensor.numel() for tensor in exact),
-        "sum": float(sum(tensor.sum().item() for tensor in exact)),
-        "magnitude": float(sum(tensor.abs().sum().item() for tensor in exact)),
-        "order": sum(_weighed(tensor.flatten()) for tensor in exact),
+        "numbers": sum(tensor.numel() for tensor in numbers),
+        "sum": float(sum(tensor.sum().item() for tensor in numbers)),
+        "magnitude": float(sum(tensor.abs().sum().item() for tensor in numbers)),
+        "order": sum(_weighed(tensor.flatten()) for tensor in numbers),
         "half": any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors),
     }
 
@@ -92,9 +93,8 @@ def same_signature(first: dict[str, Any], second: dict[str, Any]) -> bool:
     # Rounding to half precision moves each number by up to 0.4 %, and their sum by far less.
     tolerance = 1e-3 if first["half"] or second["half"] else 1e-9
     scale = tolerance * max(first["magnitude"], second["magnitude"])
-    known = [
-        name for name in ("sum", "magnitude", "order") if name in first and name in second
-    ]  # older ones lack the last
+    names = ("sum", "magnitude", "order")
+    known = [name for name in names if name in first and name in second]  # older ones lack the last
     return first["numbers"] == second["numbers"] and all(abs(first[name] - second[name]) <= scale for name in known)
 
 

@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from mola import folders
 from mola.baselines.seeds import check_seed, derived_seeds
+from mola.choices import whole_number
 from mola.errors import OptionError, located
 from mola.features import check_finite
 from mola.heads import check_logits
@@ -62,9 +63,7 @@ class McDropout(Mixture):
         Raises:
             OptionError: if it has no dropout.
         """
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-            message = f"samples must be a whole number of at least 1, got {samples!r}."
-            raise OptionError(message)
+        samples = whole_number(samples, "samples")
         if not _active(model):
             message = (
                 f"{type(model).__name__} has no dropout layer with a probability above 0, so that every draw would be the "

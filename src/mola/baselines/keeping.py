@@ -19,7 +19,7 @@ from mola.errors import DataError, OptionError, StorageError
 from mola.networks import Inputs
 from mola.storage import DOCUMENT
 
-__all__ = ["DivergedError", "Keeper", "all_tensors", "below", "blame_inputs", "group_settings", "restore_optimiser"]
+__all__ = ["DivergedError", "Keeper", "all_tensors", "below", "blame_inputs", "restore_optimiser"]
 
 
 class DivergedError(DataError):
@@ -99,7 +99,7 @@ class Keeper:
             "epochs": epochs,
             "identity": self.identity,
             "schedule": rates,
-            "groups": group_settings(optimiser),
+            "groups": _settings_of_groups(optimiser),
         }
         folders.save(self.folder, self.kind, document, tensors)
 
@@ -154,7 +154,7 @@ def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def group_settings(optimiser: Optimizer) -> list[dict[str, Any]]:
+def _settings_of_groups(optimiser: Optimizer) -> list[dict[str, Any]]:
     """What an optimiser does to each group of parameters: a schedule may change not the learning rate alone."""
     return [
         {

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from mola.baselines.keeping import DivergedError
-from mola.baselines.sgd_path import is_real
+from mola.choices import is_real
 from mola.errors import DataError, OptionError, warn
 from mola.features import peek
 from mola.likelihood import CATEGORICAL

@@ -22,6 +22,7 @@ from mola.baselines.mimo_training import MakeOptimiser, MakeSchedule, train_memb
 from mola.baselines.seeds import check_seed
 from mola.baselines.trunk import HeadNetwork, Trunk
 from mola.baselines.widening import stack_inputs, widen
+from mola.choices import whole_number
 from mola.errors import DataError, OptionError, StorageError
 from mola.features import check_finite
 from mola.fitting import fit
@@ -60,9 +61,7 @@ class Mimo(Mixture):
         if not isinstance(model, nn.Module):
             message = f"model: expected one nn.Module, whose architecture is widened; got {type(model).__name__}."
             raise OptionError(message)
-        if isinstance(members, bool) or not isinstance(members, int) or members < 1:
-            message = f"members must be a whole number of at least 1, got {members!r}."
-            raise OptionError(message)
+        members = whole_number(members, "members")
         if not isinstance(example, Tensor) or example.dim() < 2 or len(example) == 0:
             message = (
                 "example: MIMO stacks inputs along dimension 1; expected one tensor (n, channels, ...) with n > 0."
@@ -151,17 +150,11 @@ class Mimo(Mixture):
             Logits.
 
         Raises:
-            DataError: if there are not K batches, or they are none.
+            DataError: if there are not K batches.
         """
         batches = [inputs] * self.members if isinstance(inputs, Tensor) else list(inputs)
         if len(batches) != self.members:
             message = f"expected one batch, or {self.members} (one for each head); got {len(batches)}."
-            raise DataError(message)
-        if any(batch.dim() < 2 for batch in batches):
-            shape = tuple(batches[0].shape)
-            message = (
-                f"expected inputs (n, channels, ...), got shape {shape}. A single input needs a batch: inputs[None]."
-            )
             raise DataError(message)
         with undisturbed(self), torch.no_grad():
             features = call(self.trunk.network, stack_inputs(batches))

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from mola import folders
 from mola.baselines.keeping import DivergedError, Keeper, blame_inputs
 from mola.baselines.seeds import check_seed, derived_seeds, seeded
+from mola.choices import whole_number
 from mola.errors import DataError, OptionError
 from mola.features import batch_count, peek
 from mola.likelihood import CATEGORICAL
@@ -180,10 +181,8 @@ def _described(optimiser: Optimizer, schedule: LRScheduler) -> dict[str, Any]:
 
 
 def _check(epochs: int, batch_repetition: int, input_repetition: float, seed: int) -> None:
-    for name, value in (("epochs", epochs), ("batch_repetition", batch_repetition)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            message = f"{name} must be a whole number of at least 1, got {value!r}."
-            raise OptionError(message)
+    whole_number(epochs, "epochs")
+    whole_number(batch_repetition, "batch_repetition")
     if not 0 <= input_repetition <= 1:
         message = (
             f"input_repetition must lie between 0 (independent) and 1 (the same for all), got {input_repetition!r}."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from mola import folders
 from mola.baselines.keeping import DivergedError, Keeper, blame_inputs
 from mola.baselines.seeds import derived_seeds, seeded
 from mola.baselines.snapshots import Moments
+from mola.choices import is_real
 from mola.errors import DataError, OptionError
 from mola.features import batch_count, peek
 from mola.heads import check_logits
@@ -24,18 +24,13 @@ from mola.likelihood import CATEGORICAL
 from mola.networks import as_batch, call
 from mola.networks.passes import Differentiable
 
-__all__ = ["SgdPath", "is_real", "trainable", "walk_epoch"]
+__all__ = ["SgdPath", "trainable", "walk_epoch"]
 
 TRAINING = 0
 """Purpose of the seeds of the epochs."""
 
 LOST = 10
 """Times the loss of guessing. A network with so much is sure and wrong: its confidence would meet any threshold."""
-
-
-def is_real(value: object) -> bool:
-    """Whether it is a number, numpy's included, and no truth value."""
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,8 +21,9 @@ from mola.baselines.draws import draw, statistics_of_draws
 from mola.baselines.keeping import all_tensors
 from mola.baselines.learning_rates import LearningRateTuning, as_rates, choose_learning_rate
 from mola.baselines.seeds import check_seed
-from mola.baselines.sgd_path import SgdPath, is_real, trainable
+from mola.baselines.sgd_path import SgdPath, trainable
 from mola.baselines.snapshots import Moments
+from mola.choices import is_real, whole_number
 from mola.errors import OptionError, located
 from mola.features import check_finite
 from mola.fitting import ensemble
@@ -125,7 +125,7 @@ class Swag(Mixture):
             raise OptionError(ONE_RATE)
         paths = {rate: SgdPath(rate, rank, momentum, weight_decay, check_seed(seed)) for rate in rates}
         trainable(model)
-        epochs, samples = _counts(epochs, samples)
+        epochs, samples = whole_number(epochs, "epochs", 2), whole_number(samples, "samples")
         own_scale = _checked_scale(scale, rank)
 
         def make(rate: float) -> Swag:
@@ -164,8 +164,7 @@ class Swag(Mixture):
         Returns:
             A new predictor, which shares the moments.
         """
-        samples = self.samples if samples is None else samples
-        _, samples = _counts(self.moments.count, samples)
+        samples = self.samples if samples is None else whole_number(samples, "samples")
         scale = self.scale if scale is None else _checked_scale(scale, self.moments.rank)
         chosen = check_seed(self.seed if seed is None else seed)
         network = _own_copy(self.network)
@@ -281,19 +280,6 @@ def _drawn(
 ) -> Swag:
     statistics = statistics_of_draws(network, moments, loader, samples, scale, seed, checkpoint, progress=progress)
     return Swag(network, moments, statistics, samples, scale, seed)
-
-
-def _counts(epochs: int, samples: int) -> tuple[int, int]:
-    """Numbers of snapshots and draws.
-
-    Raises:
-        OptionError: if they make no Gaussian, or no average.
-    """
-    for name, value, least in (("epochs", epochs, 2), ("samples", samples, 1)):
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-            message = f"{name} must be a whole number of at least {least}, got {value!r}."
-            raise OptionError(message)
-    return int(epochs), int(samples)
 
 
 def _checked_scale(scale: float | None, rank: int) -> float:

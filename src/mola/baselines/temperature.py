@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mola.errors import DataError, warn
+from mola.exactness import exact
 from mola.features import check_finite
 from mola.likelihood import CATEGORICAL
 from mola.weights import check_weights, uniform_weights
@@ -119,10 +120,10 @@ def _checked(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             f"{logits.dtype} of shape {tuple(logits.shape)}."
         )
         raise DataError(message)
-    exact = logits.detach().to("cpu" if logits.device.type == "mps" else logits.device, torch.float64)
-    for member in exact:
+    lifted = exact(logits.detach())
+    for member in lifted:
         check_finite(member)
-    return exact, CATEGORICAL.check_labels(labels, exact[0], "labels")
+    return lifted, CATEGORICAL.check_labels(labels, lifted[0], "labels")
 
 
 def _loss(members: Tensor, labels: Tensor, weights: Tensor, log_temperature: float) -> tuple[float, float]:

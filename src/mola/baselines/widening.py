@@ -32,7 +32,15 @@ class Widened(NamedTuple):
 
 
 def stack_inputs(inputs: list[Tensor]) -> Tensor:
-    """K batches as one, side by side along the channels."""
+    """K batches as one, side by side along the channels.
+
+    Raises:
+        DataError: if they have none.
+    """
+    if any(batch.dim() < 2 for batch in inputs):
+        shape = tuple(inputs[0].shape)
+        message = f"expected inputs (n, channels, ...), got shape {shape}. A single input needs a batch: inputs[None]."
+        raise DataError(message)
     return torch.cat(inputs, dim=1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mola.errors import DataError
+from mola.exactness import exact_device
 from mola.features.watching import Features
 from mola.heads import Head
 
@@ -25,7 +26,7 @@ class Lifted(Features):
 
 def device_of_sums(seen: Features) -> torch.device:
     """Where float64 sums over these rows are made: on the CPU where the network's device has no float64."""
-    return torch.device("cpu") if seen.logits.device.type == "mps" else seen.logits.device
+    return exact_device(seen.logits.device)
 
 
 class Room:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mola.choices import whole_number
 from mola.errors import OptionError
 from mola.links import LINKS, Link, MonteCarlo, as_link
 from mola.randomness import check_seed
@@ -29,14 +30,8 @@ class WeightDraws:
     name = "samples"
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            OptionError: if one is out of range.
-        """
-        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
-            message = f"samples must be a whole number of at least 1, got {self.samples!r}."
-            raise OptionError(message)
+        """Check the options."""
+        object.__setattr__(self, "samples", whole_number(self.samples, "samples"))  # plain, for files
         check_seed(self.seed)
 
     def settings(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import StructureTooLargeError
+from mola.exactness import exact
 from mola.laplace.memory import free_memory
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.networks import Inputs
@@ -147,8 +148,7 @@ class DenseSum:
         rows = jacobian_rows(self.network, self.layout, inputs, roots)
         chosen = None if self.chosen is None else self.chosen.to(rows.logits.device)
         flat = dense_rows(rows, self.layout, chosen).flatten(0, 1)
-        # Before the product: in float32 its rounding outweighs a small prior precision. Some devices have no float64.
-        flat = flat.to("cpu" if flat.device.type == "mps" else flat.device).double()
+        flat = exact(flat)  # before the product: in float32 its rounding outweighs a small prior precision
         self.total += (flat.T @ flat).cpu()
         return rows.logits
 
