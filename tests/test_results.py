@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -89,3 +90,23 @@ def test_mola_leads_on_outliers_in_every_run(suite, sets):
                 # There LLLA is in one run a little less sure of SVHN, and MIMO, after few epochs, of everything.
                 if suite != "cifar10" or other not in ("LLLA", "MIMO", "MIMO-MoLA"):
                     assert best.confidence < rival.confidence, (name, run, other)
+
+
+def test_the_ratios_of_cost_in_words_are_those_of_the_records():
+    def ratio(suite, key, method, over):
+        rows = {row["method"]: row for row in json.loads((RESULTS / suite / "cost.json").read_text())["rows"]}
+        return rows[method][key] / rows[over][key]
+
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    cifar10, mnist = (ratio(suite, "fit_seconds", "MultiSWAG", "MoLA") for suite in ("cifar10", "mnist"))
+    assert (
+        f"MultiSWAG takes {cifar10:.0f} times as long to fit as MoLA on CIFAR-10 and {mnist:.0f} times on MNIST" in text
+    )
+    predict, memory = (
+        sorted(ratio(suite, key, "MultiSWAG", "MoLA") for suite in ("cifar10", "mnist"))
+        for key in ("predict_seconds", "bytes")
+    )
+    assert f"It takes {predict[0]:.0f} to {predict[1]:.0f} times as long to predict" in text
+    assert f"and {memory[0]:.0f} to {memory[1]:.0f} times the memory" in text
+    cifar10, mnist = (ratio(suite, "predict_seconds", "MoLA", "DE") for suite in ("cifar10", "mnist"))
+    assert f"({cifar10:.2f} and {mnist:.2f} of it; 1.06 in the paper)" in text
