@@ -4,9 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo explore test check bench docs clean
+.PHONY: help setup demo explore test test-wheel check bench docs clean
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
 setup: $(READY)  ## make the virtual environment
 
@@ -27,6 +27,9 @@ explore: $(READY)  ## a local page: change a picture, watch the confidence; trai
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-wheel: $(READY)  ## what users get: the wheel, installed into an empty environment and used from an empty folder
+	$(BIN)/python tests/installed.py
 
 check: $(READY)  ## format, lint, type-check, check the architecture (with CI=true, formatting is only checked)
 	$(BIN)/ruff format $(if $(CI),--check) .

@@ -202,7 +202,10 @@ def _small_print(suite: SuiteResults) -> str:
     if measured:
         remarks.append(f"Cost measured with: {measured}.")
     seconds = sum(sum(record.seconds.values()) for record in records)
-    remarks.append(f"{len(records)} records; {seconds:.0f} seconds to fit, tune and predict, without the forward passes of the networks that were given.")
+    remarks.append(
+        f"{len(records)} records; {seconds:.0f} seconds to fit, tune and predict, "
+        "without the forward passes of the networks that were given."
+    )
     listed = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
     return f'<h3>Small print</h3><ul class="small">{listed}</ul>'
 

@@ -1,0 +1,195 @@
+"""What users get: the wheel is built, compared with the sources, installed into an empty environment, and used from an empty folder.
+
+    make test-wheel
+
+Nothing of the clone is on the path then. First without any extra: it imports, fits, and says which extra a command needs. Then
+with `cli` and `bench`: README's snippets and every command that needs no data folder. Needs the package index; about two minutes.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = "cli,bench"
+BARE = {"torch", "numpy", "safetensors", "tqdm"}
+"""What the package needs without extras, as README says."""
+
+SNIPPET = re.compile(r"<!-- setup[^\n]*\n(.*?)-->|^```python\n(.*?)^```", re.M | re.S)
+IS_WHOLE = """
+import importlib.metadata, pathlib, sys
+
+import mola
+
+assert pathlib.Path(mola.__file__).is_relative_to(sys.prefix), mola.__file__
+assert mola.__version__ == importlib.metadata.version("mola-torch")
+for name in dir(mola):
+    try:
+        getattr(mola, name)
+    except mola.MissingExtraError as error:
+        assert "pip install" in str(error), name
+"""
+"""It is the installed package, and every public name is there or says which extra it needs."""
+
+
+def say(words: str) -> None:
+    print(f"{time.perf_counter() - STARTED:6.1f} s  {words}", flush=True)
+
+
+def run(*command: str | Path, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a command that must end with this code, without what an environment of ours would add to it."""
+    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV", "MOLA_DATA"}}
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=kept, capture_output=True, text=True, check=False
+    )
+    if done.returncode != code:
+        shown = " ".join(str(word) for word in command)
+        sys.exit(f"{shown}\nended with {done.returncode}, expected {code}:\n{done.stdout}{done.stderr}")
+    return done
+
+
+def check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        sys.exit(otherwise)
+
+
+def tracked() -> dict[str, bytes]:
+    """Every file of the package as git has it: what the wheel must hold, and all it may hold."""
+    listed = run("git", "ls-files", "-z", "--", "src/mola", cwd=ROOT).stdout.split("\0")
+    paths = [Path(line) for line in listed if line]
+    return {path.relative_to("src").as_posix(): (ROOT / path).read_bytes() for path in paths if (ROOT / path).exists()}
+
+
+def packed(wheel: Path) -> dict[str, bytes]:
+    """Every file of the package in the wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if name.startswith("mola/")}
+
+
+def build(folder: Path) -> Path:
+    """Build a wheel from the sources and one from the source distribution; both must hold the package, and nothing else."""
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder / "direct", ROOT, cwd=folder)
+    run(sys.executable, "-m", "build", "--outdir", folder / "by-sdist", ROOT, cwd=folder)
+    expected = tracked()
+    for source in ("direct", "by-sdist"):
+        (wheel,) = (folder / source).glob("*.whl")
+        found = packed(wheel)
+        missing, strange = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+        changed = sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])
+        check(
+            not missing and not strange and not changed,
+            f"the wheel ({source}) and the files that git tracks under src/mola differ.\n"
+            f"Missing from the wheel: {missing}\nIn the wheel alone: {strange}\nOf other contents: {changed}",
+        )
+        say(f"built ({source}): {len(found)} files, as in the sources")
+    return next((folder / "direct").glob("*.whl"))
+
+
+class Environment:
+    """An environment that holds what pip installs and nothing else, and an empty folder to use it from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin = folder / "environment" / ("Scripts" if os.name == "nt" else "bin")
+        self.desk = folder / "desk"
+        self.desk.mkdir()
+        run(sys.executable, "-m", "venv", folder / "environment", cwd=folder)
+
+    def install(self, what: str) -> None:
+        pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
+        run(self.bin / "python", *pip, "--constraint", ROOT / "constraints.txt", what, cwd=self.desk)
+
+    def python(self, code: str) -> str:
+        return run(self.bin / "python", "-W", "error", "-c", code, cwd=self.desk).stdout
+
+    def mola(self, *words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+        started = time.perf_counter()
+        done = run(self.bin / "mola", *words, cwd=self.desk, code=code)
+        say(f"mola {' '.join(map(str, words))}   ({time.perf_counter() - started:.1f} s)")
+        return done
+
+
+def readme_snippets() -> str:
+    """The snippets of README's section on use, with what they are given; but for those that need a further extra."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Use it\n")[1].split("\n## ")[0]
+    snippets = [setup or code for setup, code in SNIPPET.findall(section)]
+    chosen = [code for code in snippets if "extra " not in code]
+    check(len(chosen) >= 3, f"README's section on use has {len(chosen)} snippets to run; a setup and two were there.")
+    return "\n".join(["import torch", *chosen])
+
+
+def try_bare(environment: Environment) -> None:
+    """Without extras: no more is needed than README says, its snippets run, and a command names the extra that it needs."""
+    wanted = (
+        "import importlib.metadata as m, re; "
+        "print(*sorted(re.match(r'[\\w-]+', r)[0] for r in m.requires('mola-torch') if 'extra ==' not in r))"
+    )
+    needed = set(environment.python(wanted).split())
+    check(needed == BARE, f"the package without extras needs {sorted(needed)}; README promises {sorted(BARE)}.")
+    environment.python(IS_WHOLE)
+    environment.python(readme_snippets())
+    told = environment.mola("info", "posterior", code=1).stderr
+    check("mola-torch[cli]" in told and "Traceback" not in told, f"a command without its extra says: {told}")
+
+
+def try_commands(environment: Environment) -> None:
+    """With the extras: README's snippets, and each command from an empty folder to what it leaves."""
+    environment.python(IS_WHOLE + readme_snippets())
+    mola, desk = environment.mola, environment.desk
+    mola("demo", "--quiet")
+    check("MoLA" in (desk / "demo-results" / "index.html").read_text(encoding="utf-8"), "the demo's page lacks MoLA")
+    mola("bench", "digits", "--train", "--quiet")
+    mola("report", "--quiet")
+    check("digits" in (desk / "report" / "index.html").read_text(encoding="utf-8"), "the report's page lacks digits")
+
+    networks = [path.relative_to(desk) for path in sorted((desk / "networks" / "digits").glob("*.safetensors"))]
+    check(len(networks) > 1, f"`mola bench digits --train` left {len(networks)} networks")
+    fitted = mola(
+        "fit", *networks, "--network", "mlp", "--train", "digits:train", "--val", "digits:val", "--json"
+    ).stdout
+    check(isinstance(json.loads(fitted), dict), f"`mola fit --json` printed {fitted}")
+    environment.python(
+        "import numpy as n; n.savez('noise.npz', x=n.random.default_rng(0).random((200, 1, 8, 8), 'float32'))"
+    )
+    mola("evaluate", "posterior", "--test", "digits:test", "--ood", "noise.npz", "--output", "evaluation")
+    scores = json.loads((desk / "evaluation" / "numbers.json").read_text(encoding="utf-8"))["methods"]["MoLA"]["scores"]
+    check(scores["accuracy"] > 0.9, f"MoLA's accuracy on digits is {scores['accuracy']}")
+    page = (desk / "evaluation" / "index.html").read_text(encoding="utf-8")
+    check("noise" in page and "<style>" in page, "the evaluation's page lacks the outliers or its style")
+    mola("predict", "posterior", "digits:test", "--output", "predictions.csv")
+    with (desk / "predictions.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    right = {row["name"] for row in rows if not row["error"] and 0 < float(row["confidence"]) <= 1}
+    check(len(rows) > 100 and len(right) == len(rows), f"of {len(rows)} rows, {len(right)} hold a prediction")
+    check("kron" in mola("info", "posterior").stdout, "`mola info` does not name the structure")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="mola-wheel-") as name:
+        folder = Path(name)
+        wheel = build(folder)
+        environment = Environment(folder)
+        environment.install(str(wheel))
+        say("installed without extras")
+        try_bare(environment)
+        say("without extras: imports, fits, predicts, saves")
+        # The bare environment has done its work, and torch takes longest to install: the extras come on top of it.
+        for left in environment.desk.iterdir():
+            left.rename(folder / f"bare-{left.name}")
+        environment.install(f"{wheel}[{EXTRAS}]")
+        say(f"installed with [{EXTRAS}]")
+        try_commands(environment)
+        say("done: the wheel holds what its users need")
+
+
+STARTED = time.perf_counter()
+if __name__ == "__main__":
+    main()
