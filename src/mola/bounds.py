@@ -23,7 +23,7 @@ from torch import Tensor
 from mola.component import Component
 from mola.errors import BoundError
 from mola.laplace import LogitMoments
-from mola.links import Link, Probit
+from mola.links import Link
 
 __all__ = ["class_bounds", "component_bounds", "far_field_logits", "largest_logits", "require_probit"]
 
@@ -95,9 +95,9 @@ def require_probit(link: Link) -> None:
     """Refuse any other link.
 
     Raises:
-        BoundError: unless the link is the probit, for which bounds and limit are proven.
+        BoundError: unless the link cools logits as the probit does, for which bounds and limit are proven.
     """
-    if not isinstance(link, Probit):
+    if link.cooled_by != "variance":  # a subclass of the probit may have a rule of its own
         message = (
             f"bounds and limit are proven for link 'probit', this posterior has {link.name!r}: use with_link('probit')."
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from mola.laplace import LogitMoments, Posterior
 from mola.likelihood import CATEGORICAL
 
-__all__ = ["contrasts", "logit_moments", "plain", "seen_and_shift", "variance_moments"]
+__all__ = ["JointSpread", "contrasts", "logit_moments", "plain", "seen_and_shift"]
 
 JITTER = 1e-6
 """Added to the contrast covariance's diagonal before its root is taken, relative to its mean: at least so much, and more
@@ -102,18 +102,3 @@ class JointSpread:
         jitter = max(JITTER, 4 * self.noise_size * torch.finfo(seen.dtype).eps)
         root = torch.linalg.cholesky(seen / scale[:, None, None] + jitter * unit) * scale.sqrt()[:, None, None]
         return (noise @ root.mT) @ columns.T
-
-
-class VarianceSpread:
-    """For links that ask for variances alone: they take the features' place."""
-
-    def variance(self, features: Tensor) -> Tensor:
-        """Variance (n, C) of each logit, if these were given."""
-        return features
-
-    contrast_variance = variance
-
-
-def variance_moments(mean: Tensor, variance: Tensor) -> LogitMoments:
-    """What a link sees that asks for variances alone: of the logits or of the centred ones, whichever it asks for."""
-    return LogitMoments(mean, variance, cast("Posterior", VarianceSpread()))

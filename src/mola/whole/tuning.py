@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from mola.errors import DataError, located
+from mola.exactness import exact
 from mola.features import batch_count, peek
+from mola.laplace import LogitMoments, Posterior
 from mola.likelihood import CATEGORICAL
-from mola.links import Probit
+from mola.links import Link
 from mola.networks import Inputs, as_batch, call, undisturbed
 from mola.tuning import HeldOut, Problem
 from mola.whole.component import WholeComponent
+from mola.whole.jacobians import Directions
 from mola.whole.links import WeightDraws
-from mola.whole.spread import contrasts, logit_moments, plain, seen_and_shift, variance_moments
+from mola.whole.spread import JointSpread, contrasts, plain, seen_and_shift
 
 __all__ = ["HeldInputs", "WholeProblem", "read_inputs"]
 
@@ -106,17 +110,91 @@ class WholeProblem(Problem):
                 for precision in precisions
             ]
             return [probs.cpu().double() for probs in drawn]
-        grid = torch.tensor(precisions, dtype=torch.float64, device="cpu")
-        if self.link.needs_covariance:
-            portions = [
-                (logits, [spectrum.covariance(rows, precision) for precision in precisions])
-                for logits, rows, spectrum in component.rows(inputs, seen_and_shift)
-            ]
-            mean = torch.cat([logits for logits, _ in portions])
-            joints = [torch.cat(parts) for parts in zip(*(found for _, found in portions), strict=True)]
-            return [self.link(logit_moments(mean, joint)).cpu().double() for joint in joints]
-        # The plain probit alone asks for the variance of the logits; the others see what the softmax sees.
-        directions = plain if isinstance(self.link, Probit) else contrasts
-        mean, variances = component.variances(inputs, grid, directions)
-        mean, variances = mean.cpu().double(), variances.cpu().double()
-        return [self.link(variance_moments(mean, variance)) for variance in variances]
+        tried = _Tried(component, inputs, precisions)
+        mean = tried.mean(self.link)
+        rows = torch.arange(len(mean), device="cpu")  # in the features' place: which data a link asks about
+        return [self.link(LogitMoments(mean, rows, tried.at(index))) for index in range(len(precisions))]
+
+
+class _Tried:
+    """One component at one batch under every candidate. What a link asks for is made then, for all candidates at once.
+
+    In float64 on the CPU.
+    """
+
+    def __init__(self, component: WholeComponent, inputs: Inputs, precisions: Sequence[float]) -> None:
+        self.component, self.inputs, self.precisions = component, inputs, precisions
+
+    def mean(self, link: Link) -> Tensor:
+        """Logits (n, C), from the pass that makes what the link will ask for, as far as it says."""
+        if link.needs_covariance:
+            return self.joints[0]
+        return (self.variances if link.cooled_by == "variance" else self.contrast_variances)[0]
+
+    def at(self, index: int) -> Posterior:
+        """What a link sees of the posterior at one candidate."""
+        return cast("Posterior", _AtCandidate(self, index))  # a link asks no more of a posterior than this has
+
+    @cached_property
+    def variances(self) -> tuple[Tensor, Tensor]:
+        """Logits (n, C), and variances (L, n, C) of the logits."""
+        return self._along(plain)
+
+    @cached_property
+    def contrast_variances(self) -> tuple[Tensor, Tensor]:
+        """Logits (n, C), and variances (L, n, C) of the centred logits."""
+        return self._along(contrasts)
+
+    def _along(self, directions: Directions) -> tuple[Tensor, Tensor]:
+        grid = torch.tensor(self.precisions, dtype=torch.float64, device="cpu")
+        mean, variances = self.component.variances(self.inputs, grid, directions)
+        return exact(mean).cpu(), exact(variances).cpu()
+
+    @cached_property
+    def joints(self) -> tuple[Tensor, list[Tensor]]:
+        """Logits (n, C), and for each candidate their covariance (n, C, C) along `seen_and_shift`."""
+        portions = [
+            (exact(logits).cpu(), [exact(spectrum.covariance(rows, one)).cpu() for one in self.precisions])
+            for logits, rows, spectrum in self.component.rows(self.inputs, seen_and_shift)
+        ]
+        mean = torch.cat([logits for logits, _ in portions])
+        return mean, [torch.cat(parts) for parts in zip(*(found for _, found in portions), strict=True)]
+
+
+class _AtCandidate:
+    """One candidate's moments of some rows, read off `_Tried`."""
+
+    def __init__(self, tried: _Tried, index: int) -> None:
+        self.tried, self.index = tried, index
+
+    def variance(self, rows: Tensor) -> Tensor:
+        """Variance (n, C) of each logit."""
+        return self.tried.variances[1][self.index, rows]
+
+    def contrast_variance(self, rows: Tensor) -> Tensor:
+        """Variance (n, C) of each centred logit."""
+        return self.tried.contrast_variances[1][self.index, rows]
+
+    @property
+    def _joint(self) -> JointSpread:
+        return JointSpread(self.tried.joints[0].shape[1])
+
+    def _of(self, rows: Tensor) -> Tensor:
+        return self.tried.joints[1][self.index][rows].flatten(1)
+
+    @property
+    def noise_size(self) -> int:
+        """Number of independent normals that one draw of the logits takes."""
+        return self._joint.noise_size
+
+    def covariance(self, rows: Tensor) -> Tensor:
+        """Covariance (n, C, C) of the logits."""
+        return self._joint.covariance(self._of(rows))
+
+    def contrast_covariance(self, rows: Tensor) -> Tensor:
+        """Covariance (n, C, C) of the centred logits."""
+        return self._joint.contrast_covariance(self._of(rows))
+
+    def perturb(self, rows: Tensor, noise: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits, up to a common shift."""
+        return self._joint.perturb(self._of(rows), noise)
