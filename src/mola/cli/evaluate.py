@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.cli.progress import showing_progress
-from mola.cli.run_file import Config, write_run
-from mola.cli.shared_options import RUN, Data, Device, Json, Quiet, Strict, Threads, Trust, finish, set_threads
+from mola.cli.run_file import Config, check_run, write_run
+from mola.cli.shared_options import RUN, Data, Device, Json, Network, Quiet, Strict, Threads, Trust, finish, set_threads
 from mola.report.tables import for_terminal
 from mola.report.terminal import fitting
 
@@ -36,6 +36,7 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="Folder for the page, the figures and the numbers.")] = Path("report"),
     data: Data = None,
     strict: Strict = False,
+    network: Network = None,
     trust: Trust = False,
     seed: Annotated[int, typer.Option(min=0, help="Of your own code that draws.", rich_help_panel=RUN)] = 0,
     device: Device = "cpu",
@@ -66,12 +67,13 @@ def evaluate(
     from mola.report.evaluation.writing import write_evaluation
 
     prepare_folder(output)
+    check_run(context, config, trust=trust)
     set_threads(threads)
     torch.manual_seed(seed)
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         result = run_evaluate(
-            open_folder(posterior, device, trust=trust),
+            open_folder(posterior, device, trust=trust, network=network or ()),
             test,
             tuple(ood or ()),
             lambda doing, done: progress(doing, DRAWING_BEGINS * done),

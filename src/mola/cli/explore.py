@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.cli.progress import showing_progress
-from mola.cli.shared_options import RUN, Data, Device, Quiet, Threads, Trust, set_threads
+from mola.cli.shared_options import RUN, Data, Device, Network, Quiet, Threads, Trust, set_threads
 from mola.errors import OptionError
 
 __all__ = ["explore"]
@@ -34,6 +34,7 @@ def explore(
     host: Annotated[str, typer.Option(help="Address to serve it on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
     data: Data = None,
+    network: Network = None,
     trust: Trust = False,
     device: Device = "cpu",
     threads: Threads = None,
@@ -75,6 +76,7 @@ def explore(
                     directory=None if data is None else str(data),
                     device=device,
                     trust=trust,
+                    network=network or (),
                 )
             app = make_app(Explorer(subject), everyone=host not in LOCAL)
         console = Console(highlight=False)

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mola.cli.progress import showing_progress
-from mola.cli.run_file import Config, write_run
-from mola.cli.shared_options import Device, Json, Quiet, Threads, Trust, set_threads
+from mola.cli.run_file import Config, check_run, write_run
+from mola.cli.shared_options import Device, Json, Network, Quiet, Threads, Trust, set_threads
 from mola.export import Written
 
 __all__ = ["export"]
@@ -35,6 +35,7 @@ def export(
         bool, typer.Option("--pixels", help="Take bytes, and normalise them inside as the training data were.")
     ] = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the file with PyTorch first.")] = True,
+    network: Network = None,
     trust: Trust = False,
     device: Device = "cpu",
     threads: Threads = None,
@@ -52,10 +53,11 @@ def export(
     from mola.jobs.exporting import run_export
     from mola.jobs.folder import open_folder
 
+    check_run(context, config, trust=trust)
     set_threads(threads)
     with showing_progress(quiet=quiet) as progress:
         progress("loading networks", 0.0)
-        fitted = open_folder(posterior, device, trust=trust)
+        fitted = open_folder(posterior, device, trust=trust, network=network or ())
         progress("writing the graph", 0.3)
         written = run_export(
             fitted,

@@ -21,6 +21,9 @@ __all__ = ["fit"]
 
 NETWORKS, DATA, PREPARATION, METHOD = "Networks", "Data", "Preparation of the inputs", "Method"
 
+CODE = ("network", "train", "val", "outliers")
+"""Options that may name functions."""
+
 
 def fit(
     files: Annotated[
@@ -178,6 +181,7 @@ def fit(
     Several processes share the work, here or on many machines: torchrun --nproc-per-node=4 -m mola fit ...
     """
     from mola.distributed import join
+    from mola.jobs.code import check_values
     from mola.jobs.fit import run_fit
     from mola.jobs.job import Job, read_job
 
@@ -212,6 +216,9 @@ def fit(
         "device": device,
         "threads": threads,
     }
+    if config is not None:
+        by_file = {f"--{name}": getattr(job, name) for name in CODE if given[name] is None}
+        check_values(by_file, config, trust=trust)
     job = job.with_options(given)
     set_threads(job.threads)
     with join() as team:

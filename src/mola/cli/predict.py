@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.cli.progress import showing_progress
-from mola.cli.run_file import Config, write_run
-from mola.cli.shared_options import RUN, Data, Device, Json, Quiet, Strict, Threads, Trust, finish, set_threads
+from mola.cli.run_file import Config, check_run, write_run
+from mola.cli.shared_options import RUN, Data, Device, Json, Network, Quiet, Strict, Threads, Trust, finish, set_threads
 
 __all__ = ["predict"]
 
@@ -32,6 +32,7 @@ def predict(
     ] = False,
     data: Data = None,
     strict: Strict = False,
+    network: Network = None,
     trust: Trust = False,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of links that draw.  [default: the link's own]", rich_help_panel=RUN)
@@ -54,10 +55,11 @@ def predict(
     from mola.jobs.folder import open_folder
     from mola.jobs.predict import run_predict
 
+    check_run(context, config, trust=trust)
     set_threads(threads)
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
-        fitted = open_folder(posterior, device, trust=trust)
+        fitted = open_folder(posterior, device, trust=trust, network=network or ())
         result = run_predict(
             fitted,
             inputs,

@@ -13,7 +13,7 @@ from mola.errors import OptionError
 from mola.jobs.toml import read_toml, to_toml
 from mola.storage import write_atomically
 
-__all__ = ["Config", "write_run"]
+__all__ = ["Config", "check_run", "write_run"]
 
 NEVER_KEPT = ("config", "trust", "as_json", "quiet", "threads")
 """Options that are about one call and not about its result; trust is said each time."""
@@ -53,6 +53,26 @@ Config = Annotated[
         rich_help_panel=RUN,
     ),
 ]
+
+
+def check_run(context: typer.Context, config: Path | None, *, trust: bool) -> None:
+    """Refuse code that the file of a run names and the command itself does not: the file may come from a stranger.
+
+    Args:
+        context: of the command.
+        config: the file; None if there is none.
+        trust: whether the user trusts it.
+    """
+    from mola.jobs.code import check_values
+
+    if config is not None:
+        by_file = {}
+        for one in context.command.params:
+            source = context.get_parameter_source(str(one.name))
+            if source is not None and source.name == "DEFAULT_MAP":
+                label = one.opts[0] if one.param_type_name == "option" else str(one.metavar or one.name)
+                by_file[label] = context.params.get(str(one.name))
+        check_values(by_file, config, trust=trust)
 
 
 def write_run(context: typer.Context, path: Path) -> Path:

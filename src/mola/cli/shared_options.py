@@ -18,6 +18,7 @@ __all__ = [
     "Data",
     "Device",
     "Json",
+    "Network",
     "Quiet",
     "Strict",
     "Threads",
@@ -49,7 +50,15 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Read .pt2 files and call installed functions that the folder names: both can run code.",
+        help="Read .pt2 files and call functions that the folder names, wherever they are: both can run code.",
+        rich_help_panel=RUN,
+    ),
+]
+Network = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--network",
+        help="The networks in your own words, as for `mola fit`.  [default: as the folder names them]",
         rich_help_panel=RUN,
     ),
 ]

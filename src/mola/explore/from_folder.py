@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +42,7 @@ def open_subject(
     directory: str | None = None,
     device: str = "cpu",
     trust: bool = False,
+    network: Sequence[str] = (),
 ) -> Subject:
     """Open a posterior's folder, find out how outlier scores are distributed, and look for examples.
 
@@ -55,6 +56,7 @@ def open_subject(
         directory: that holds the built-in sets.
         device: where to compute.
         trust: see `mola.jobs.folder.open_folder`.
+        network: likewise.
 
     Returns:
         The subject.
@@ -64,7 +66,7 @@ def open_subject(
         MolaError: if the reference data cannot be read, or the folder is none.
     """
     progress("loading networks", 0.0)
-    fitted = open_folder(folder, device, trust=trust)
+    fitted = open_folder(folder, device, trust=trust, network=network)
     if not isinstance(fitted.example, Tensor) or not fitted.example.is_floating_point():
         message = (
             "the explorer is for networks that see pictures, as one tensor of numbers: these take other inputs. "
@@ -81,7 +83,7 @@ def open_subject(
     try:
         if named is not None:
             progress("reading validation data", 0.3)
-            data = fitted.open_set(named, labelled=False, directory=directory)
+            data = fitted.open_set(named, labelled=False, directory=directory, said=reference is not None)
             examples = _examples(sight, data)
             if found is None:
                 found = Reference.of(_scores(posterior, thinned(data, MOST_READ), progress), named)

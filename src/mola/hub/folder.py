@@ -28,7 +28,7 @@ from mola.posterior import MoLA
 from mola.schema import Optional, check
 from mola.storage import write_atomically
 
-__all__ = ["load_from_hub_folder", "save_to_hub_folder"]
+__all__ = ["is_hub_folder", "load_from_hub_folder", "save_to_hub_folder"]
 
 FORMAT, VERSION = "mola-hub-folder", 1
 CONFIG, CARD, PICTURE, WEIGHTS = "config.json", "README.md", "reliability.png", "model.safetensors"
@@ -212,6 +212,15 @@ def load_from_hub_folder(
     if config["kind"] == "ensemble":
         return ensemble(models, config["weights"])
     return load(folder / "posterior", models)
+
+
+def is_hub_folder(folder: Path) -> bool:
+    """Whether `save_to_hub_folder` wrote a folder."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("format") == FORMAT
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

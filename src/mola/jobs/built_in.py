@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +14,7 @@ from mola.data.digits import load_digits
 from mola.errors import DataError, MolaError, OptionError
 from mola.jobs.preparation import Intake
 from mola.jobs.rows import Rows, checked_rows
+from mola.models.imported import import_function, split_name
 from mola.networks import as_batch
 
 __all__ = ["BUILT_IN", "InMemory", "Own", "open_built_in", "open_own", "overlap"]
@@ -230,12 +228,9 @@ def open_own(name: str, outputs: int | None, intake: Intake, *, labelled: bool) 
     Raises:
         OptionError: if there is no such function.
     """
-    module, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    split_name(name)  # what is no name is told as such
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function = import_function(name)
     except Exception as error:  # the user's code may raise anything
         message = f"cannot import {name!r} for the data ({type(error).__name__}: {error})."
         raise OptionError(message) from error

@@ -22,6 +22,7 @@ from mola.jobs.arrays import Arrays, open_arrays
 from mola.jobs.built_in import BUILT_IN, InMemory, Own, open_built_in, open_own
 from mola.jobs.pictures import Pictures, list_csv, list_file, list_folder
 from mola.jobs.preparation import Intake
+from mola.models.imported import is_path
 
 __all__ = ["UserSet", "is_own_function", "open_set"]
 
@@ -30,7 +31,9 @@ UserSet = Pictures | Arrays | InMemory | Own
 
 def is_own_function(name: str) -> bool:
     """Whether a name stands for a function that gives batches."""
-    return ":" in name and name.partition(":")[0] not in BUILT_IN and not Path(name).expanduser().exists()
+    if ":" not in name or is_path(name) or name.partition(":")[0] in BUILT_IN:
+        return False
+    return not Path(name).expanduser().exists()
 
 
 def open_set(
@@ -77,7 +80,7 @@ def open_set(
             return list_file(path, intake)
         message = f"{path} is of an unknown kind: expected a folder of images, .npz, .npy or .csv."
         raise DataError(message)
-    if ":" in name:
+    if is_own_function(name):
         return open_own(name, outputs, intake, labelled=labelled)
     near = _nearest(path)
     hint = "" if near is None else f" Did you mean {near}?"

@@ -112,10 +112,12 @@ def run_evaluate(
     # All opened first: a name that is wrong is told before any work.
     tuned_on = val or fitted.job.val
     sources = {
-        name: fitted.open_set(name, labelled=index == 0, directory=directory)
+        name: fitted.open_set(name, labelled=index == 0, directory=directory, said=True)
         for index, name in enumerate([test, *outliers])
     }
-    held = None if tuned_on is None else fitted.open_set(tuned_on, labelled=True, directory=directory)
+    held = None
+    if tuned_on is not None:
+        held = fitted.open_set(tuned_on, labelled=True, directory=directory, said=val is not None)
     exposed = None if fitted.job.outliers is None else fitted.open_set(fitted.job.outliers, labelled=False)
     contest, notes = _contest(
         fitted,

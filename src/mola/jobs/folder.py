@@ -6,6 +6,7 @@ of the inputs, checksums of the weights, outlier threshold).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 
 from mola.errors import OptionError, StorageError
 from mola.fitting import load
-from mola.jobs.code import check_code
+from mola.jobs.code import check_code, check_values
 from mola.jobs.datasets import UserSet, is_own_function, open_set
 from mola.jobs.job import NAME, Job, read_job
-from mola.jobs.networks import build_networks, check_unchanged, is_imported
+from mola.jobs.networks import build_networks, check_unchanged
 from mola.jobs.preparation import Intake
 from mola.posterior import MoLA
 from mola.schema import Optional, check
@@ -69,10 +70,10 @@ class Fitted:
         """How many classes there are."""
         return int(self.document["result"]["outputs"])
 
-    def open_set(self, name: str, *, labelled: bool, directory: str | None = None) -> UserSet:
-        """Data by name, prepared as the training data were."""
-        if name in (self.job.val, self.job.outliers) and is_own_function(name):
-            check_code(name, self.folder, trust=self.trust)  # named by the folder, not by the user
+    def open_set(self, name: str, *, labelled: bool, directory: str | None = None, said: bool = False) -> UserSet:
+        """Data by name, prepared as the training data were; `said` if the user's own command names them, not the folder alone."""
+        if not said and is_own_function(name):
+            check_code(name, self.folder, trust=self.trust, option="--val" if name == self.job.val else None)
         return open_set(
             name,
             Intake.from_plain(self.preparation),
@@ -124,15 +125,17 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
     return job, document
 
 
-def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitted:
+def open_folder(path: Path, device: str = "cpu", *, trust: bool = False, network: Sequence[str] = ()) -> Fitted:
     """Open a posterior that `mola fit` wrote: build its networks, load their weights, and put the posterior on them.
 
-    Functions of the user's own are imported from installed packages or from the current folder.
+    Functions that the folder names are imported from the current folder, but for what came along with the posterior; others need
+    the user's word. See `mola.jobs.code`.
 
     Args:
         path: the folder.
         device: where to compute, such as "cuda".
-        trust: whether exported programs, which can run code when read, may be read, and installed functions be called.
+        trust: whether exported programs, which can run code when read, may be read, and functions that the folder names be called.
+        network: the networks in the user's own words, in place of those that the folder names.
 
     Returns:
         The posterior and what belongs to it. `StorageError` if something is missing, damaged or has changed since.
@@ -144,11 +147,10 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False) -> Fitt
     path = Path(path)
     job, document = read_folder(path)
     result = document["result"]
-    for name in job.network:
-        if is_imported(name):
-            check_code(name, path, trust=trust)
+    if not network:
+        check_values({"--network": job.network}, path, trust=trust)
     try:
-        built = build_networks(job.network, job.weights, classes=result["outputs"], trust=trust)
+        built = build_networks(network or job.network, job.weights, classes=result["outputs"], trust=trust)
     except OptionError as error:
         if "cannot import" not in str(error):
             raise

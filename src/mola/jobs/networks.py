@@ -26,7 +26,7 @@ from mola.jobs.exported import load_exported
 from mola.jobs.hub import folder_hints, load_transformers, timm_builder, timm_hints
 from mola.jobs.preparation import Hints
 from mola.models.checkpoints import load_weights, read_state
-from mola.models.imported import import_builder
+from mola.models.imported import import_builder, is_path
 from mola.models.registry import MODELS, build_network
 
 __all__ = ["Built", "build_networks", "check_unchanged", "checksum", "is_imported", "is_whole", "weight_files"]
@@ -133,7 +133,7 @@ def build_networks(
 
 def is_imported(name: str) -> bool:
     """Whether a name stands for a function of the user's own."""
-    return ":" in name and not name.startswith(TIMM) and not is_whole(name)
+    return ":" in name and not name.startswith(TIMM) and not is_path(name) and not is_whole(name)
 
 
 def is_whole(name: str) -> bool:

@@ -103,7 +103,7 @@ def run_predict(
         message = f"{output} holds the data, and would be overwritten with predictions: choose another --output."
         raise OptionError(message)
     together = Team.alone() if team is None else team
-    source = fitted.open_set(data, labelled=False, directory=directory)
+    source = fitted.open_set(data, labelled=False, directory=directory, said=True)
     names = _class_names(fitted)
     threshold = (fitted.document["result"].get("validation") or {}).get("outlier_threshold")
     account = Account()

@@ -1,21 +1,73 @@
-"""Networks of the user's own code, named as `package.module:function`."""
+"""Functions of the user's own code, named as `package.module:function`."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from mola.errors import OptionError
 
-__all__ = ["import_builder"]
+__all__ = ["import_builder", "import_function", "is_path", "split_name"]
+
+
+def is_path(name: str) -> bool:
+    """Whether a name with a colon is a path, such as one on a drive of Windows, or `data/at:noon`."""
+    return any(sign in name for sign in "/\\")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Module and function of a name.
+
+    Args:
+        name: `package.module:function`.
+
+    Returns:
+        Both.
+
+    Raises:
+        OptionError: if it is no such name, such as the path of a file.
+    """
+    # The last colon: a path of Windows has one after the drive.
+    module, _, function = name.rpartition(":")
+    if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        hint = (
+            " Modules are named, not files: run this in the folder of models.py, and name models:build."
+            if is_path(name)
+            else ""
+        )
+        message = f"expected code as package.module:function, got {name!r}.{hint}"
+        raise OptionError(message)
+    return module, function
+
+
+def import_function(name: str) -> Any:
+    """What a name stands for; modules in the current folder are found as well.
+
+    Args:
+        name: `package.module:function`.
+
+    Returns:
+        The function, whatever it is. Importing raises whatever the user's code raises.
+    """
+    module_name, attribute = split_name(name)
+    with _here_first() as here:
+        module = importlib.import_module(module_name)
+        function = getattr(module, attribute)
+        is_here = _lies_in(sys.modules[module_name.partition(".")[0]], here)
+    # The user's code may import more when it runs. Last, so that no folder that lies here is taken for an installed package.
+    if is_here and here not in sys.path:
+        sys.path.append(here)
+    return function
 
 
 def import_builder(name: str) -> Callable[[], nn.Module]:
-    """The function that a name stands for; modules in the current folder are found as well.
+    """The function that makes a network; modules in the current folder are found as well.
 
     Args:
         name: `package.module:function`, a function without arguments, or a class.
@@ -26,15 +78,9 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
     Raises:
         OptionError: if there is no such module or function.
     """
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        message = f"expected a network as package.module:function, got {name!r}."
-        raise OptionError(message)
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    module_name, attribute = split_name(name)
     try:
-        function = getattr(importlib.import_module(module_name), attribute)
+        function = import_function(name)
     except ImportError as error:
         message = f"cannot import {module_name!r} for the network {name!r}: {error}."
         raise OptionError(message) from error
@@ -43,10 +89,36 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
         raise OptionError(message) from error
 
     def build() -> nn.Module:
-        network = function()
+        with _here_first():
+            network = function()
         if not isinstance(network, nn.Module):
             message = f"{name} made a {type(network).__name__}; expected an nn.Module."
             raise OptionError(message)
         return network
 
     return build
+
+
+@contextmanager
+def _here_first() -> Iterator[str]:
+    """Look for modules in the current folder first, as Python does for a script that lies there; and only meanwhile.
+
+    Yields:
+        The current folder.
+    """
+    here = str(Path.cwd())
+    known = here in sys.path
+    if not known:
+        sys.path.insert(0, here)
+    try:
+        yield here
+    finally:
+        if not known:
+            with suppress(ValueError):  # the user's code may have changed it as well
+                sys.path.remove(here)
+
+
+def _lies_in(module: Any, folder: str) -> bool:
+    """Whether a module, or a package, lies directly in a folder."""
+    places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None) or ""]
+    return any(Path(place).parent == Path(folder) for place in places)
