@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mola.cli.progress import showing_progress
 from mola.cli.run_file import Config, write_run
-from mola.cli.shared_options import Device, Json, Quiet, Threads, Trust, set_threads
+from mola.cli.shared_options import Device, FalseAlarmRate, Json, Quiet, Threads, Trust, set_threads
 from mola.export import Written
 
 __all__ = ["export"]
@@ -35,6 +35,7 @@ def export(
         bool, typer.Option("--pixels", help="Take bytes, and normalise them inside as the training data were.")
     ] = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the file with PyTorch first.")] = True,
+    false_alarm_rate: FalseAlarmRate = None,
     trust: Trust = False,
     device: Device = "cpu",
     threads: Threads = None,
@@ -65,6 +66,7 @@ def export(
             float16=float16,
             pixels=pixels,
             check=check,
+            false_alarm_rate=false_alarm_rate,
         )
         for one in written:
             write_run(context, one.path.with_name(f"{one.path.name}.toml"))

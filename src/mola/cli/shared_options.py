@@ -17,6 +17,7 @@ __all__ = [
     "LEFT_OUT",
     "Data",
     "Device",
+    "FalseAlarmRate",
     "Json",
     "Quiet",
     "Strict",
@@ -51,6 +52,12 @@ Trust = Annotated[
         "--trust",
         help="Read .pt2 files and call installed functions that the folder names: both can run code.",
         rich_help_panel=RUN,
+    ),
+]
+FalseAlarmRate = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of inputs like the validation data that may be called outlying.  [default: 0.05]",
     ),
 ]
 Data = Annotated[
@@ -155,6 +162,9 @@ def texts(text: str | None) -> int | tuple[str, ...] | None:
         raise OptionError(message) from error
     names = tuple(name.strip() for name in listed if name.strip())
     if len(set(names)) != len(names) or len(names) < 2:
-        message = f"--classes must be a number, or two or more different names with commas between them; got {text!r}."
+        message = (
+            f"--classes must be a number, two or more different names with commas between them, or a FILE with a name on each line; "
+            f"got {text!r}."
+        )
         raise OptionError(message)
     return names

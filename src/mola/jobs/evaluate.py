@@ -115,7 +115,9 @@ def run_evaluate(
         name: fitted.open_set(name, labelled=index == 0, directory=directory)
         for index, name in enumerate([test, *outliers])
     }
-    held = None if tuned_on is None else fitted.open_set(tuned_on, labelled=True, directory=directory)
+    # A folder that was moved may name data that stayed behind.
+    absent = None if val else "name the validation data with --val DATA."
+    held = None if tuned_on is None else fitted.open_set(tuned_on, labelled=True, directory=directory, absent=absent)
     exposed = None if fitted.job.outliers is None else fitted.open_set(fitted.job.outliers, labelled=False)
     contest, notes = _contest(
         fitted,
