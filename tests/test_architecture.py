@@ -26,6 +26,7 @@ ROOMS = (
     "laplace",
     "links",
     "metrics",
+    "class_order",
     "uncertainty",
     "detectors",
     "search",

@@ -181,8 +181,16 @@ def test_predictions_in_every_format_are_the_posteriors(desk, posterior, tmp_pat
 def test_what_is_outlying_is_what_few_of_the_validation_data_are(posterior, tmp_path, mola_command):
     inside = json.loads(mola_command("predict", posterior, "val", "--output", tmp_path / "a.csv", "--json")[1])
     outside = json.loads(mola_command("predict", posterior, "strange", "--output", tmp_path / "b.csv", "--json")[1])
-    assert inside["outlying"] == pytest.approx(1 / 18), "95 % of 18 stay below"
+    assert inside["outlying"] == 0.0, "of 18 the largest is the threshold: one in 19 passes it"
     assert outside["outlying"] > 0.5
+    flags = ("--output", tmp_path / "c.csv", "--json", "--false-alarm-rate")
+    often = json.loads(mola_command("predict", posterior, "val", *flags, "0.2")[1])
+    assert often["outlying"] == pytest.approx(2 / 18), "the 16th of 18: three places of 19 are above it"
+    code, _, err = mola_command("predict", posterior, "val", *flags, "0.01")
+    assert code == 1
+    assert "18 validation scores are too few for a false-alarm rate of 0.01" in err
+    code, _, err = mola_command("predict", posterior, "val", *flags, "5")
+    assert "must lie between 0 and 1" in err
     shown = read(tmp_path / "b.csv")["outlying"]
     assert shown.count("true") / 12 == outside["outlying"]
 
@@ -310,7 +318,7 @@ def test_evaluate_without_outliers_and_with_things_left_out(desk, posterior, tmp
         ("no training data", ["fit"]),
         ("--mean must be numbers", ["fit", "--mean", "a,b"]),
         ("--resize must be a length", ["fit", "--resize", "6x6x6"]),
-        ("--classes must be a number, or two or more", ["fit", "--classes", "cat,cat"]),
+        ("or a FILE with a name on each line", ["fit", "--classes", "cat,cat"]),
         ("does not exist", ["fit", "--config", "nowhere.toml"]),
     ],
 )

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -279,3 +280,37 @@ def test_the_card_needs_no_matplotlib(tmp_path):
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "['README.md', 'config.json', 'networks', 'posterior'] False"
+
+
+class Preparing:
+    """Something that makes inputs, as transformers' tokenizers and processors do."""
+
+    def save_pretrained(self, folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "vocabulary.txt").write_text("a b c")
+
+
+def test_a_tokenizer_goes_with_the_model_or_the_card_says_that_there_is_none(tmp_path):
+    posterior, names = (
+        mola.ensemble(nn.Linear(4, 3)),
+        {"classes": ["a", "b", "c"], "pipeline_tag": "text-classification"},
+    )
+    folder = mola.save_to_hub_folder(
+        posterior, tmp_path / "model", tokenizer=Preparing(), processor=Preparing(), **names
+    )
+    card = (folder / "README.md").read_text()
+    assert 'tokenizer = Preparing.from_pretrained("model/tokenizer")' in card
+    assert 'processor = Preparing.from_pretrained("model/processor")' in card
+    assert "holds no" not in card
+    assert (folder / "tokenizer" / "vocabulary.txt").read_text() == "a b c"
+    mola.save_to_hub_folder(posterior, folder, **names)
+    assert not (folder / "tokenizer").exists(), "the old model's would be taken for the new one's"
+    card = (folder / "README.md").read_text()
+    assert "This folder holds no tokenizer." in card
+    assert "from_pretrained" not in card
+    mola.save_to_hub_folder(posterior, folder, **names | {"pipeline_tag": "image-classification"})
+    assert "This folder holds no processor." in (folder / "README.md").read_text()
+    mola.save_to_hub_folder(posterior, folder, **names | {"pipeline_tag": "tabular-classification"})
+    assert "holds no" not in (folder / "README.md").read_text()
+    with pytest.raises(OptionError, match="tokenizer: expected an object with save_pretrained"):
+        mola.save_to_hub_folder(posterior, tmp_path / "other", tokenizer=str, **names)

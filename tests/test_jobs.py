@@ -7,16 +7,20 @@ import re
 import shutil
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import mola
 from mola import metrics
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
+from mola.jobs import pictures
+from mola.jobs import scores as kept_scores
 from mola.jobs.built_in import overlap
 from mola.jobs.datasets import open_set
 from mola.jobs.evaluate import run_evaluate
@@ -27,6 +31,7 @@ from mola.jobs.job import read_job
 from mola.jobs.order import check_order, warn_of_guessing
 from mola.jobs.predict import run_predict
 from mola.jobs.preparation import Intake
+from mola.jobs.scores import alarm, usual_alarm
 from mola.jobs.tally import Tally
 from mola.jobs.toml import to_toml
 from mola.models.checkpoints import load_weights, save_weights
@@ -250,6 +255,30 @@ def test_a_bundle_can_be_moved(desk, tmp_path, fitted):
         run_fit(job_for(desk, weights=(), network=(f"{desk.module}:build",)), tmp_path / "other", bundle=True)
 
 
+def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    for path in (*desk.weights(), desk.root / "val.npz", desk.root / "test.npz"):
+        shutil.copy(path, home)
+    weights = tuple(str(home / Path(path).name) for path in desk.weights())
+    job = job_for(desk, weights=weights, val=str(home / "val.npz"))
+    run_fit(job, home / "bundle", bundle=True)
+    run_fit(job, home / "plain")
+    away = tmp_path / "away"
+    away.mkdir()
+    for name in ("bundle", "plain"):
+        shutil.move(home / name, away / name)
+    shutil.copy(home / "test.npz", away)
+    with pytest.raises(OptionError, match=r"away/val\.npz, which are not there.*with --val DATA") as caught:
+        run_evaluate(open_folder(away / "bundle"), str(away / "test.npz"))
+    assert "test.npz" not in str(caught.value), "the test data are no validation data"
+    assert run_evaluate(open_folder(away / "bundle"), str(away / "test.npz"), val=str(home / "val.npz")).count
+    with pytest.raises(
+        OptionError, match=r"away/0\.safetensors do not exist.*mola fit --config .*plain/job\.toml --bundle"
+    ):
+        open_folder(away / "plain")
+
+
 def test_a_bundle_made_of_a_bundle_loses_nothing(desk, tmp_path):
     """Each file is to take the other's place."""
     folder = tmp_path / "posterior"
@@ -435,18 +464,108 @@ def test_order_is_judged_by_counts_alone():
         DataError, match=r"would if the outputs were, in this order, 2, 0, 1\. Use labels in that order"
     ):
         check_order(pairs_of(good[[1, 2, 0]]), 3, None, "val")
-    missing = torch.tensor([[0, 9, 1], [9, 1, 0], [0, 0, 0]])
+    missing = torch.tensor([[0, 36, 4], [36, 4, 0], [0, 0, 0]])
     with pytest.raises(DataError, match=r"in this order, b, a, \?"):
         check_order(pairs_of(missing), 3, ("a", "b", "c"), "val")
     with pytest.warns(MolaWarning, match="hardly more than guessing"):
         warn_of_guessing(pairs_of(torch.full((3, 3), 5)), 3, "val")
     check_order(pairs_of(torch.full((3, 3), 5)), 3, None, "val")
+    check_order(pairs_of(torch.tensor([[0, 2, 0], [2, 0, 0], [0, 0, 2]])), 3, None, "val")  # too few to tell
     nothing = torch.zeros(0, 2, dtype=torch.int64)
     check_order(nothing, 3, None, "val")
     warn_of_guessing(nothing, 3, "val")
     many = torch.arange(100).repeat_interleave(3) * 1000  # a table of counts would not fit into any memory
     with pytest.raises(DataError, match="another order"):
         check_order(torch.stack([many, many.roll(3)], 1), 10**5, None, "val")
+
+
+def test_a_later_network_in_another_order_is_noticed(desk, tmp_path):
+    state = load_file(desk.weights()[1])
+    for name in list(state)[-2:]:
+        state[name] = state[name].roll(1, 0)
+    save_file(state, tmp_path / "turned.safetensors")
+    job = job_for(desk, weights=(desk.weights()[0], str(tmp_path / "turned.safetensors")))
+    with pytest.raises(DataError, match="in another order than network 2's outputs"):
+        run_fit(job, tmp_path / "posterior")
+
+
+def test_a_number_of_classes_that_the_networks_do_not_have_is_refused(desk, tmp_path):
+    with pytest.raises(DataError, match="--classes 5 was given, but the networks have 3 outputs"):
+        run_fit(job_for(desk, classes=5), tmp_path / "posterior")
+
+
+# --- the validation data: read once, and what is kept of them ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"mixing": "stacking"}, {"rule": "nll"}, {"rule": "evidence"}], ids=str)
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_validation_data_are_read_once(desk, tmp_path, monkeypatch, changes):
+    opened = []
+    decode = pictures.decode
+    monkeypatch.setattr(pictures, "decode", lambda path, *rest: opened.append(str(path)) or decode(path, *rest))
+    run_fit(job_for(desk, **changes), tmp_path / "posterior")
+    validation = [path for path in opened if "/val/" in path or path.startswith("val")]
+    assert sorted(validation) == sorted(set(validation))
+    assert len(validation) == 18
+
+
+def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
+    """What `mola predict` and `mola export` take is what a program would have found with `mola.alarm_threshold`."""
+    inputs, _ = desk.inputs("val")
+    scores = fitted.posterior.predict(inputs).ood_score
+    for rate in (0.06, 0.1, 0.25, 0.5):
+        assert alarm(fitted, rate) == pytest.approx(mola.alarm_threshold(scores, rate), rel=1e-5)
+    assert alarm(fitted, None) == pytest.approx(mola.alarm_threshold(scores, 1 / 19), rel=1e-5)
+    validation = fitted.document["result"]["validation"]
+    assert validation["false_alarm_rate"] == pytest.approx(1 / 19), "the smallest that 18 scores allow"
+    assert usual_alarm(np.arange(1.0, 101.0)) == (96.0, 0.05)
+    with pytest.raises(OptionError, match=r"too few for a false-alarm rate of 0\.01"):
+        alarm(fitted, 0.01)
+    result = run_predict(fitted, "strange", tmp_path / "a.csv", false_alarm_rate=0.25)
+    assert result.threshold == alarm(fitted, 0.25)
+
+
+def test_scores_of_very_many_data_are_thinned_so_that_alarms_are_no_more_frequent(fitted, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_scores, "MOST", 50)
+    every = np.random.default_rng(0).normal(size=1234)
+    entry = kept_scores.keep_scores(tmp_path, every)
+    document = {"result": {"validation": {"count": 1234, "scores": entry, "outlier_threshold": 0.0}}}
+    thinned = replace(fitted, document=document, folder=tmp_path)
+    for rate in (0.001, 0.01, 0.05, 0.3, 0.9):
+        exact, found = mola.alarm_threshold(every, rate), alarm(thinned, rate)
+        assert found >= exact
+        assert (every > found).mean() >= (every > exact).mean() - 1 / 45
+    kept = tmp_path / entry["file"]
+    kept.write_bytes(kept.read_bytes()[:-8] + b"12345678")
+    with pytest.raises(StorageError, match="truncated or corrupt"):
+        alarm(thinned, 0.1)
+    kept.unlink()
+    with pytest.raises(StorageError, match=r"is missing: job.toml points to it"):
+        alarm(thinned, 0.1)
+
+
+def test_a_posterior_that_is_replaced_leaves_no_scores_behind(desk, tmp_path):
+    run_fit(job_for(desk), tmp_path / "posterior")
+    run_fit(job_for(desk, val="test.npz"), tmp_path / "posterior")
+    _, document = read_job(tmp_path / "posterior")
+    assert [path.name for path in (tmp_path / "posterior").glob("scores-*")] == [
+        document["result"]["validation"]["scores"]["file"]
+    ]
+
+
+def test_a_posterior_of_before_keeps_its_threshold_and_is_told_how_to_have_another(fitted):
+    document = json.loads(json.dumps(fitted.document))
+    for name in ("scores", "false_alarm_rate"):
+        del document["result"]["validation"][name]
+    old = replace(fitted, document=document)
+    with pytest.warns(MolaWarning, match="older version: its outlier threshold is the plain 95 % quantile"):
+        assert alarm(old, None) == document["result"]["validation"]["outlier_threshold"]
+    with pytest.raises(OptionError, match=r"did not keep the validation scores\. Fit again: mola fit --config"):
+        alarm(old, 0.1)
+    document["result"]["validation"] = None
+    assert alarm(old, None) is None
+    with pytest.raises(OptionError, match=r"fitted without validation data.*--val DATA"):
+        alarm(old, 0.1)
 
 
 @pytest.mark.parametrize("role", ["test", "val"])

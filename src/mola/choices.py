@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from mola.errors import OptionError
 
-__all__ = ["is_real", "one_of", "resolve", "whole_number"]
+__all__ = ["did_you_mean", "is_real", "one_of", "resolve", "whole_number"]
 
 Kind = TypeVar("Kind")
 
@@ -24,26 +24,21 @@ def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]]
         argument: what the option is called, for the message.
 
     Returns:
-        An object of that kind.
-
-    Raises:
-        OptionError: listing the known names, if this is neither.
+        An object of that kind; `OptionError` if this is neither, with the known names.
     """
     if isinstance(value, kind):
         return value
-    if not isinstance(value, str) or value not in known:
-        message = f"{argument} must be one of {sorted(known)} or a {kind.__name__} object, got {value!r}."
-        raise OptionError(message)
-    return known[value]()
+    return known[one_of(value, known, argument, f"a {kind.__name__} object")]()
 
 
-def one_of(name: str, known: Collection[str], argument: str) -> str:
+def one_of(name: object, known: Collection[str], argument: str, otherwise: str | None = None) -> str:
     """The name itself, if it is known.
 
     Args:
         name: what was asked for.
         known: what there is.
         argument: what the option is called, for the message.
+        otherwise: what else than a name would do.
 
     Returns:
         The name.
@@ -51,12 +46,17 @@ def one_of(name: str, known: Collection[str], argument: str) -> str:
     Raises:
         OptionError: listing the known names, with the nearest one.
     """
-    if name in known:
+    if isinstance(name, str) and name in known:
         return name
-    near = difflib.get_close_matches(str(name), known, 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    message = f"{argument} must be one of {', '.join(known)}; got {name!r}.{hint}"
+    more = "" if otherwise is None else f", or {otherwise}"
+    message = f"{argument} must be one of {', '.join(known)}{more}; got {name!r}.{did_you_mean(name, known)}"
     raise OptionError(message)
+
+
+def did_you_mean(name: object, known: Collection[str]) -> str:
+    """The known name that is spelt most alike, as a question after a message; nothing if none is."""
+    near = difflib.get_close_matches(name.lower(), known, 1) if isinstance(name, str) else []
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def is_real(value: object) -> bool:

@@ -19,6 +19,7 @@ from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
 from mola.networks import undisturbed
 from mola.posterior import MoLA
+from mola.prior import Rule, check_rule
 from mola.summing import Keeper, sum_up
 from mola.weights import check_weighting
 
@@ -28,9 +29,17 @@ __all__ = ["ensemble", "fit", "load"]
 def _as_networks(models: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         return [models]  # a Sequential can be iterated, but is one network
-    networks = list(models) if isinstance(models, Iterable) else [models]
+    networks = list(models) if isinstance(models, Iterable) and not isinstance(models, str) else [models]
+    named = next((one for one in networks if isinstance(one, (str, Path))), None)
+    if named is not None:
+        message = (
+            f"models: expected one nn.Module or a list of them, got the name of a file, {str(named)!r}. Build the network and load "
+            f"its weights first: network.load_state_dict(torch.load({str(named)!r}, weights_only=True)). The command `mola fit` takes "
+            f"files."
+        )
+        raise OptionError(message)
     if not networks or not all(isinstance(network, nn.Module) for network in networks):
-        kinds = [type(network).__name__ for network in networks]
+        kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in networks)) or "an empty list"
         message = f"models: expected one nn.Module or a non-empty list of them, got {kinds}."
         raise OptionError(message)
     return networks
@@ -47,6 +56,7 @@ def fit(
     head: str | Sequence[str] | None = None,
     progress: bool = True,
     *,
+    rule: Rule | str | None = None,
     team: Team | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
@@ -58,13 +68,16 @@ def fit(
     Args:
         models: one trained classifier, or K of them; architectures may differ, the number of classes may not.
         train_loader: any iterable of batches: `(x, y)`, `[x, y]`, `x` alone, or a mapping with the labels under "labels".
-        val_loader: if given, the prior precision is tuned on it at once, by the paper's rule.
+        val_loader: if given, the prior precision is tuned on it at once, by `rule`.
         structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or a `Structure`.
         prior_precision: lambda, one number or K.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         link: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `Link`.
         head: None finds each network's last linear layer; or its dotted name, one for all or one for each.
         progress: whether to show a progress bar on stderr, if that is a terminal.
+        rule: how the prior precision is chosen, as for `tune`: "threshold" (the paper's; None, where there are validation data),
+            "nll", "brier", "ece" or "evidence" (which takes no validation data), or an object such as
+            `mola.ConfidenceThreshold(0.9)`. Without validation data, None keeps `prior_precision`.
         team: the processes to fit with, from `mola.join()`: each passes the same networks and options and a shard of its own, of
             both loaders, and gets the same posterior, that of all the data. None fits alone.
         checkpoint: folder for the sums so far. A fit that was interrupted goes on from there when it is called again with the same
@@ -86,6 +99,7 @@ def fit(
         networks = _as_networks(models)
         if val_loader is not None:
             check_loader(val_loader, "the validation loader")  # now, and not after the pass over the training data
+        check_rule(rule, val_loader)
         count = len(networks)
         chosen_structure, chosen_link = as_structure(structure), as_link(link)
         weighting = check_weighting(weights, count)
@@ -99,6 +113,7 @@ def fit(
             "weights": weighting if isinstance(weighting, str) else weighting.tolist(),
             "link": {"name": chosen_link.name, **chosen_link.settings()},
             "validation data": val_loader is not None,
+            "rule": None if rule is None else rule if isinstance(rule, str) else type(rule).__name__,
             "checkpoint": keeper.active,
         }
         # Sums made in inference mode could not be differentiated by mola.Evidence later.
@@ -123,8 +138,8 @@ def fit(
         for network, one, curvature, precision in zip(networks, heads, curvatures, precisions, strict=True)
     ]
     posterior = MoLA(components, chosen_link, weighting)
-    if val_loader is not None:
-        posterior = posterior.tune(val_loader, progress=progress, team=team)
+    if val_loader is not None or rule is not None:
+        posterior = posterior.tune(val_loader, rule, progress=progress, team=team)
     keeper.remove()
     return posterior
 

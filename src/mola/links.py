@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mola.choices import resolve, whole_number
+from mola.choices import one_of, resolve, whole_number
 from mola.errors import OptionError
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL
@@ -234,15 +234,9 @@ class MonteCarlo(Link):
     needs_covariance = True
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            OptionError: if one is out of range.
-        """
+        """Check the options."""
         object.__setattr__(self, "samples", whole_number(self.samples, "samples"))  # plain, for files
-        if self.over not in ("logits", "weights"):
-            message = f"over must be 'logits' or 'weights', got {self.over!r}."
-            raise OptionError(message)
+        one_of(self.over, ("logits", "weights"), "over")
 
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
         """Probabilities (n, C)."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mola.choices import one_of
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.features import batch_count, batches_of, peek
@@ -19,7 +20,7 @@ from mola.randomness import seed_from
 from mola.uncertainty import max_probability_score, mutual_information
 from mola.weights import check_weights, uniform_weights
 
-__all__ = ["Mixture", "Predictor"]
+__all__ = ["Mixture", "Predictor", "describe_networks", "describe_numbers", "describe_weights"]
 
 
 class Predictor(Protocol):
@@ -51,9 +52,8 @@ class Mixture(nn.Module):
         if not members or not all(callable(member) for member in members):
             message = "predictors: expected a list of at least one callable from inputs to probabilities."
             raise OptionError(message)
-        if isinstance(weights, str) and weights != "uniform":
-            message = f"weights must be 'uniform' or {len(members)} numbers, got {weights!r}."
-            raise OptionError(message)
+        if isinstance(weights, str):
+            one_of(weights, ("uniform",), "weights", f"{len(members)} numbers that sum to 1")
         self.predictors = members
         for index, member in enumerate(members):
             if isinstance(member, nn.Module):
@@ -149,6 +149,24 @@ class Mixture(nn.Module):
             given = torch.from_numpy(np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C"))
             inputs = given.to(parameter.dtype) if parameter is not None and given.is_floating_point() else given
         return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
+
+
+def describe_networks(networks: Sequence[nn.Module]) -> str:
+    """How many, of which kinds."""
+    kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in networks))
+    return f"{len(networks)} {'network' if len(networks) == 1 else 'networks'} ({kinds})"
+
+
+def describe_numbers(values: Iterable[float]) -> str:
+    """A number, or several with commas; one that all share is given once."""
+    return ", ".join(dict.fromkeys(f"{value:.4g}" for value in values))
+
+
+def describe_weights(weights: Tensor, weighting: str) -> str:
+    """How the members of a mixture are weighted."""
+    if weighting == "uniform":
+        return "uniform"
+    return f"{', '.join(f'{weight:.4g}' for weight in weights.tolist())} ({weighting})"
 
 
 def _batches(inputs: Any, *, progress: bool, some: bool = True) -> Iterator[tuple[str, Inputs]]:

@@ -7,6 +7,7 @@ curvature. A posterior is a value: `tune`, `reweight` and `with_*` return new on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,12 +18,12 @@ from mola import archive, storage
 from mola.bounds import SCALE, component_bounds, far_field_logits, require_probit
 from mola.component import Component, per_component
 from mola.distributed import Team
-from mola.errors import DataError, located
+from mola.errors import DataError, located, warn
 from mola.features import check_finite
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
-from mola.mixture import Mixture
+from mola.mixture import Mixture, describe_networks, describe_numbers, describe_weights
 from mola.networks import Inputs, undisturbed, without_autocast
 from mola.prediction import Prediction
 from mola.prior import Rule, choose_together
@@ -83,10 +84,22 @@ class MoLA(Mixture):
         curvature = self.components[0].curvature
         return None if curvature is None else curvature.structure.name
 
-    def extra_repr(self) -> str:
-        """Structure, link, prior precisions and weights."""
-        precisions = ", ".join(f"{value:.4g}" for value in self.prior_precision)
-        return f"structure={self.structure}, link={self.link.name}, prior_precision=({precisions}), weights={self.weights.tolist()}"
+    def __repr__(self) -> str:
+        """What it is made of and how it was tuned, in a few lines; the networks are in `.networks`."""
+        name = type(self).__name__
+        networks = describe_networks(self.networks)
+        weights = describe_weights(self.weights, self.weighting)
+        curvature = self.components[0].curvature
+        if curvature is None:
+            return f"{name}(a plain ensemble of {networks}, without covariance, weights: {weights})"
+        tuned = "as given" if self.tuning is None else f"by {self.tuning.rule}"
+        return (
+            f"{name}({networks}, fitted on {curvature.factors.count:,} training data\n"
+            f"  structure: {curvature.structure.name}\n"
+            f"  link: {self.link.name}\n"
+            f"  prior precision: {describe_numbers(self.prior_precision)}, {tuned}\n"
+            f"  weights: {weights}\n)"
+        )
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of this module alone, and get ready to predict.
@@ -145,6 +158,29 @@ class MoLA(Mixture):
             return max_probability_score(probs), "max-probability"
         return far_field_score(mean, torch.stack(lengths), self.weights.to(mean)), "far-field"
 
+    def of_held_out(self, data: HeldOut, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """What `predict` says of data that the networks have seen already, without running them again.
+
+        Args:
+            data: as read with these networks and heads.
+            part: which rows.
+
+        Returns:
+            Logits (K, n, C), probabilities (n, C) and outlier scores (n,), in main memory.
+        """
+        moments = []
+        for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
+            posterior = component.prepare()
+            like = logits[:0] if posterior is None else next(posterior.buffers())[:0]
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            moments.append(
+                LogitMoments(logits[part].to(like.device, dtype), features[part].to(like.device, dtype), posterior)
+            )
+        with torch.no_grad(), without_autocast(moments[0].mean.device):
+            mean = torch.stack([one.mean for one in moments])
+            probs = self._mix([self.link(one, None) for one in moments])
+            return mean.cpu(), probs.cpu(), self._ood_score(moments, mean, probs)[0].cpu()
+
     # --- new values from this one -----------------------------------------------------------------------------------
 
     def _with(self, **changes: Any) -> MoLA:
@@ -170,7 +206,7 @@ class MoLA(Mixture):
 
     def tune(
         self,
-        val_loader: Iterable[Any] | None = None,
+        val_loader: Iterable[Any] | HeldOut | None = None,
         rule: Rule | str | None = None,
         *,
         progress: bool = True,
@@ -179,7 +215,7 @@ class MoLA(Mixture):
         """Choose the prior precision.
 
         Args:
-            val_loader: validation data, read once; not for `mola.Evidence`.
+            val_loader: validation data, read once, or what was read of them; not for `mola.Evidence`.
             rule: "threshold" (the paper's, as None), "nll", "brier", "ece" or "evidence", or an object such as
                 `mola.ConfidenceThreshold(0.9)`. All but `mola.Evidence(shared=False)` choose one number for all components.
             progress: whether to show a progress bar on stderr, if that is a terminal.
@@ -197,25 +233,31 @@ class MoLA(Mixture):
             at = torch.tensor(precision, dtype=torch.float64, device="cpu")
             return evidence_weights(torch.stack([component.log_evidence(at) for component in self.components]))
 
+        doubts: list[str] = []
+
+        def read(loader: Any, where: str, labelled: bool) -> HeldOut:
+            data = self._read(loader, where, labelled=labelled, progress=progress, team=together)
+            doubts.extend(self._doubts(data) if labelled else ())
+            return data
+
         problem = Problem(
             spectra=[curvature.spectrum for curvature in curvatures],
             link=self.link,
             weights_at=weights_at,
-            read=lambda loader, where, labelled: self._read(
-                loader, where, labelled=labelled, progress=progress, team=together
-            ),
+            read=read,
             log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
             progress=progress,
         )
         with torch.inference_mode(False), torch.no_grad():
             tuning = choose_together(rule, problem, val_loader, together)
+        tuning = replace(tuning, notes=(*doubts, *tuning.notes))
         return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning)
 
-    def reweight(self, val_loader: Iterable[Any], *, progress: bool = True, team: Team | None = None) -> MoLA:
+    def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> MoLA:
         """Stacking: the weights that maximise the mixture's log-likelihood on validation data.
 
         Args:
-            val_loader: validation data with labels, read once.
+            val_loader: validation data with labels, read once, or what was read of them.
             progress: whether to show a progress bar on stderr, if that is a terminal.
             team: the processes that do it together, each with its own shard; None is this one alone.
 
@@ -225,6 +267,7 @@ class MoLA(Mixture):
         together = Team.alone() if team is None else team
         with together.work("reweight"), torch.no_grad():
             data = self._read(val_loader, "validation loader", labelled=True, progress=progress, team=together)
+            self._doubts(data)
             chosen = []
             for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
                 curvature = component.curvature
@@ -234,12 +277,30 @@ class MoLA(Mixture):
             weights = stacking_weights(together.rows(torch.stack(chosen, dim=1)))
             return self.with_weights(together.share(weights.tolist()))
 
-    def _read(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
+    def _read(
+        self, loader: Iterable[Any] | HeldOut, where: str, *, labelled: bool, progress: bool, team: Team
+    ) -> HeldOut:
+        if isinstance(loader, HeldOut):
+            return loader
         heads = [component.head for component in self.components]
         with undisturbed(*self.networks):
-            return read_held_out(
+            data = read_held_out(
                 self.networks, heads, loader, where=where, labelled=labelled, progress=progress, team=team
             )
+        if labelled:
+            data.check_labels(where)
+        return data
+
+    def _doubts(self, data: HeldOut) -> tuple[str, ...]:
+        """Warn where validation data do not look as if they had been held out."""
+        curvatures = [component.curvature for component in self.components if component.curvature is not None]
+        if len(curvatures) < len(self.components):
+            return ()
+        words = data.unlike_held_out([(one.factors.count, one.factors.log_likelihood) for one in curvatures])
+        if words is None:
+            return ()
+        warn(words)
+        return (words,)
 
     # --- what it knows ----------------------------------------------------------------------------------------------
 

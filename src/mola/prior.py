@@ -18,7 +18,7 @@ from mola.choices import one_of
 from mola.distributed import Team
 from mola.errors import OptionError, warn
 from mola.search import Search, maximise
-from mola.tuning import Problem, Tuning
+from mola.tuning import HeldOut, Problem, Tuning
 
 __all__ = [
     "RULES",
@@ -28,6 +28,7 @@ __all__ = [
     "Rule",
     "ValidationScore",
     "as_rule",
+    "check_rule",
     "choose_together",
 ]
 
@@ -39,13 +40,15 @@ class Rule(Protocol):
         """Read the data once, and choose."""
 
 
-def choose_together(rule: Rule | str | None, problem: Problem, val_loader: Iterable[Any] | None, team: Team) -> Tuning:
+def choose_together(
+    rule: Rule | str | None, problem: Problem, val_loader: Iterable[Any] | HeldOut | None, team: Team
+) -> Tuning:
     """What a rule chooses; of several processes, each of which reads its own shard, what rank 0 chooses.
 
     Args:
         rule: as for `as_rule`.
         problem: the mixture; what it reads must belong to the same team.
-        val_loader: this process's shard of the validation data, or None.
+        val_loader: this process's shard of the validation data, or what was read of it, or None.
         team: the processes.
 
     Returns:
@@ -54,7 +57,8 @@ def choose_together(rule: Rule | str | None, problem: Problem, val_loader: Itera
     chosen = as_rule(rule, val_loader)
     with team.work("tune"):
         team.agree({"rule": type(chosen).__name__, "components": len(problem.spectra), "link": problem.link.name})
-        tuning = chosen.choose(problem, val_loader)
+        data: Any = val_loader  # rules hand it on to `problem.read`, which knows both
+        tuning = chosen.choose(problem, data)
         # Sums are the same everywhere, eigenvectors need not be: machines differ.
         document, precisions = team.share([tuning.as_json(), tuning.prior_precision])
         return tuning if team.size == 1 else Tuning.from_json(document, tuple(precisions))
@@ -105,13 +109,27 @@ class ConfidenceThreshold:
             message = f"brier must lie between 0 and 2, got {self.brier!r}."
             raise OptionError(message)
 
-    def words(self, accuracy: float | None = None) -> str:
-        """The rule's name, its target, and where that comes from: the single networks' mean accuracy, or the user."""
+    def words(self, accuracy: float | None = None, least: float = 0.0) -> str:
+        """The rule's name, its target, and where that comes from: the single networks' mean accuracy, or the user.
+
+        Args:
+            accuracy: of the single networks, on average; None if the user has given the target.
+            least: confidence that there can be, 1 / C.
+
+        Returns:
+            The words.
+        """
         if accuracy is None:
             target = f"{_percent(float(self.confidence or 0))}, as given"
         else:
             points = f"{100 * self.margin:.4g} point" + ("" if self.margin == 0.01 else "s")
-            target = f"{_percent(accuracy - self.margin)}, the single networks' mean accuracy {_percent(accuracy)} less {points}"
+            lowered = accuracy - self.margin
+            target = f"{_percent(max(lowered, least))}, "
+            target += (
+                f"the single networks' mean accuracy {_percent(accuracy)} less {points}"
+                if lowered > least
+                else f"the lowest there is: the single networks' mean accuracy {_percent(accuracy)} is no better than guessing"
+            )
         also = "" if self.brier is None else f"; Brier score at most {self.brier:.4g}"
         return f"ConfidenceThreshold: target confidence {target}{also}"
 
@@ -120,13 +138,17 @@ class ConfidenceThreshold:
         needs_labels = self.confidence is None or self.brier is not None
         data = problem.read(_require(val_loader, self), "validation loader", needs_labels)
         notes: tuple[str, ...] = ()
+        accuracy, meant = 0.0, True
         if self.confidence is None:
             accuracy, error = data.mean_accuracy()
-            threshold, words = accuracy - self.margin, self.words(accuracy)
+            # No confidence is below 1 / C: a lower target would be met by every candidate, and say nothing.
+            least = 1 / data.logits[0].shape[1]
+            threshold, words = max(accuracy - self.margin, least), self.words(accuracy, least)
+            meant = not data.guessed()
             if error > self.margin:
                 notes = (
-                    f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {100 * error:.2g} points (its standard "
-                    f"error), and the target confidence no better. More of them make it surer, or pass a confidence of your own.",
+                    f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {100 * error:.2g} percentage points (its "
+                    f"standard error), and the target confidence no better. More data make it surer, or pass your own.",
                 )
         else:
             threshold, words = self.confidence, self.words()
@@ -136,7 +158,13 @@ class ConfidenceThreshold:
             return meets if self.brier is None else meets & (curve["brier"] <= self.brier)
 
         search = Search(lambda grid: problem.curve(data, grid), self.grid)
-        while bool(passing(search.curve)[0]) and not search.flat("confidence", down=True) and search.grow(down=True):
+        # Labels that fit no better than guesses give no reason to look below the grid.
+        while (
+            meant
+            and bool(passing(search.curve)[0])
+            and not search.flat("confidence", down=True)
+            and search.grow(down=True)
+        ):
             pass
         while not bool(passing(search.curve).any()) and not search.flat("confidence", down=False):
             if not search.grow(down=False):
@@ -144,26 +172,36 @@ class ConfidenceThreshold:
         meets = passing(search.curve)
         if bool(meets.any()):
             chosen = search.grid[int(meets.nonzero()[0])]
-            notes = (*notes, *search.notes(chosen))
+            notes = (*notes, *search.notes(chosen, "threshold"))
         else:
             chosen = search.grid[-1]
             aims = f"mean confidence of at least {threshold:.4f}" + (
                 "" if self.brier is None else f" and Brier score of at most {self.brier:.4f}"
             )
+            plain = float(search.curve["confidence"][-1])
+            why = (
+                f", below the mean accuracy of {accuracy:.4f}. These networks are less sure than they are right, as after label "
+                f"smoothing or mixup, and covariance only lowers confidence"
+                if self.confidence is None
+                else ". Covariance only lowers confidence"
+            )
             note = (
-                f"no prior precision gives a {aims} on the validation data: with next to no covariance the mean "
-                f"confidence is {float(search.curve['confidence'][-1]):.4f}. These networks are not overconfident there, and "
-                f"the rule has nothing to add: took the largest tried, {chosen:.3g}, all but the plain ensemble. `ood_score` "
-                f"does not depend on it. For more caution outside the data, lower the threshold or use "
-                f"rule=mola.OutlierExposure(ood_loader)."
+                f"no prior precision gives a {aims} on the validation data: with next to no covariance the mean confidence is "
+                f"{plain:.4f}{why}: took the largest prior precision tried, {chosen:.3g}, all but the plain ensemble. For networks as "
+                f"sure as they are right, use mola.temperature_scaled(networks, val_loader), whose temperature may be below 1. For "
+                f"more caution outside the data, use rule='nll' or rule=mola.OutlierExposure(ood_loader), or lower the threshold. "
+                f"`ood_score` does not depend on any of this."
             )
             warn(note)
             notes = (*notes, note)
         return Tuning(words, (chosen,) * len(problem.spectra), search.table(), notes)
 
 
-def _smallest(problem: Problem, search: Search, score: str, rule: str) -> Tuning:
-    """The candidate with the smallest score, the grid growing while an end wins by more than rounding."""
+def _smallest(problem: Problem, search: Search, score: str, rule: str, *, meant: bool) -> Tuning:
+    """The candidate with the smallest score, the grid growing while an end wins by more than rounding.
+
+    Labels that are not `meant`, as they fit no better than guesses, give no reason to look below the grid.
+    """
 
     def best() -> int:
         return int(search.curve[score].argmin())
@@ -171,12 +209,12 @@ def _smallest(problem: Problem, search: Search, score: str, rule: str) -> Tuning
     while True:
         index, value = best(), float(search.curve[score].min())
         at_end = index in (0, len(search.grid) - 1)
-        if not at_end or not search.grow(down=index == 0):
+        if not at_end or (index == 0 and not meant) or not search.grow(down=index == 0):
             break
         if value - float(search.curve[score].min()) <= 1e-9 * abs(value):
             break
     index = best()
-    notes = search.notes(search.grid[index])
+    notes = search.notes(search.grid[index], score)
     if index in (0, len(search.grid) - 1):
         what = "no prior at all" if index == 0 else "no covariance at all: the plain ensemble"
         note = f"{rule}: no interior optimum; the best is {what} (prior precision {search.grid[index]:.3g})."
@@ -201,20 +239,14 @@ class ValidationScore:
     grid: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Check the score.
-
-        Raises:
-            OptionError: if it is unknown.
-        """
-        if self.score not in ("nll", "brier", "ece"):
-            message = f"score must be 'nll', 'brier' or 'ece', got {self.score!r}."
-            raise OptionError(message)
+        """Check the score."""
+        one_of(self.score, ("nll", "brier", "ece"), "score")
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read the validation data once, and choose."""
         data = problem.read(_require(val_loader, self), "validation loader", True)
         search = Search(lambda grid: problem.curve(data, grid), self.grid)
-        return _smallest(problem, search, self.score, f"ValidationScore({self.score!r})")
+        return _smallest(problem, search, self.score, f"ValidationScore({self.score!r})", meant=not data.guessed())
 
 
 @dataclass(frozen=True)
@@ -248,6 +280,7 @@ class OutlierExposure:
             Search(evaluate, self.grid),
             "objective",
             f"OutlierExposure(weight={self.weight})",
+            meant=not data.guessed(),
         )
 
 
@@ -309,11 +342,35 @@ def as_rule(rule: Rule | str | None, val_loader: object = None) -> Rule:
         OptionError: if it is neither, or stands in the place of the data.
     """
     if isinstance(rule, str):
-        return RULES[one_of(rule, RULES, "rule")]
+        return RULES[one_of(rule, RULES, "rule", "an object such as mola.Evidence()")]
     if hasattr(val_loader, "choose") or not (rule is None or (hasattr(rule, "choose") and not isinstance(rule, type))):
         message = (
-            f"tune(val_loader, rule=...): the rule must be one of {', '.join(RULES)} or an object such as mola.Evidence(), "
-            f"passed as rule=...; got val_loader {type(val_loader).__name__}, rule {rule!r}."
+            f"the rule must be one of {', '.join(RULES)}, or an object such as mola.Evidence(), and is passed as rule=...; got "
+            f"val_loader {type(val_loader).__name__}, rule {rule!r}."
         )
         raise OptionError(message)
     return RULES["threshold"] if rule is None else rule
+
+
+def check_rule(rule: Rule | str | None, val_loader: object) -> None:
+    """Refuse a rule that lacks what it needs before the training data are read.
+
+    Args:
+        rule: as the user gave it.
+        val_loader: the validation data, or None.
+
+    Raises:
+        OptionError: if it is no rule, or needs validation data and there are none, or the other way round.
+    """
+    chosen = as_rule(rule, val_loader)
+    name = repr(rule) if isinstance(rule, str) else type(chosen).__name__
+    if isinstance(chosen, Evidence) and val_loader is not None:
+        message = f"the rule {name} uses the training data alone: leave val_loader out, or choose another rule."
+        raise OptionError(message)
+    if (
+        rule is not None
+        and val_loader is None
+        and isinstance(chosen, (ConfidenceThreshold, ValidationScore, OutlierExposure))
+    ):
+        message = f"the rule {name} needs validation data: pass val_loader, or choose 'evidence', which needs none."
+        raise OptionError(message)

@@ -64,8 +64,16 @@ class Search:
         values = self.curve[score][:STEPS] if down else self.curve[score][-STEPS:]
         return len(values) > 1 and float(values.max() - values.min()) <= 1e-9 * float(values.abs().max())
 
-    def notes(self, chosen: float) -> tuple[str, ...]:
-        """Say whether the grid grew, what that means for the value that was chosen, and what can be done."""
+    def notes(self, chosen: float, rule: str) -> tuple[str, ...]:
+        """Say whether the grid grew, what that means for the value that was chosen, and what can be done.
+
+        Args:
+            chosen: the value.
+            rule: or score by which it was chosen: no use to advise it.
+
+        Returns:
+            The notes, which were warned of.
+        """
         if (self.grid[0], self.grid[-1]) == self.first_grid:
             return ()
         low, high = self.first_grid
@@ -73,15 +81,16 @@ class Search:
             f"the search for the prior precision reached the end of its grid [{low:.3g}, {high:.3g}] and went on to "
             f"[{self.grid[0]:.3g}, {self.grid[-1]:.3g}]. Took {chosen:.3g}"
         )
+        other = "'nll'" if rule != "nll" else "'threshold'"
         if chosen < low:
             note += (
-                ": the prior says next to nothing, and the training data alone set the covariance. If confidence outside the data "
-                "is then too low, use another rule, such as 'nll', or set the prior precision yourself."
+                f": the prior says next to nothing, and the training data alone set the covariance. If confidence outside the data "
+                f"is then too low, use another rule, such as {other}, or set the prior precision yourself."
             )
         elif chosen > high:
             note += (
-                ": little covariance is left, and predictions are close to the plain ensemble's. For more caution, use another rule "
-                "or set the prior precision yourself."
+                f": little covariance is left, and predictions are close to the plain ensemble's. For more caution, use another rule, "
+                f"such as {other}, or set the prior precision yourself."
             )
         else:
             note += ", inside the first grid: nothing needs to be done."

@@ -146,6 +146,7 @@ def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[s
     if folder.exists() and not folder.is_dir():
         message = f"{folder} is a file; expected a folder to save the posterior in."
         raise StorageError(message)
+    _keep_others(folder, str(document.get("kind", "posterior")))
     folder.mkdir(parents=True, exist_ok=True)
     content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     checksum = hashlib.sha256(content).hexdigest()
@@ -160,6 +161,21 @@ def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[s
             if stale.name != name:
                 stale.unlink(missing_ok=True)
     return folder
+
+
+def _keep_others(folder: Path, kind: str) -> None:
+    """Refuse to replace a thing of another kind, which is hardly meant; what is damaged may be replaced.
+
+    Raises:
+        StorageError: if there is one.
+    """
+    try:
+        found = kind_of(folder)
+    except StorageError:
+        return
+    if found not in (None, kind):
+        message = f"{folder} holds a saved {found}, which a {kind} does not replace: choose another folder, or remove that one."
+        raise StorageError(message)
 
 
 def read(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

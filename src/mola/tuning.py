@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mola.class_order import guessed, other_order
 from mola.distributed import Team
-from mola.errors import DataError
+from mola.errors import DataError, warn
 from mola.features import batch_count, batches_of, stream
 from mola.heads import Head
 from mola.laplace import Candidate, LogitMoments, Posterior, Spectrum
+from mola.likelihood import CATEGORICAL
 from mola.links import Link, cooled_softmax
 from mola.metrics import bin_sums, calibration_gaps
 
@@ -30,6 +32,13 @@ WEIGHTS_AT_ONCE = 2**21
 
 PROJECTED_AT_ONCE = 2**24
 """Projected numbers of all components held at once when candidates are compared; the data are taken in portions."""
+
+
+SAME = 1e-5
+"""Relative difference of two sums of log-likelihoods up to which they are of the same data: rounding depends on the batches."""
+
+LOSS_OF_AN_ERROR = 5.0
+"""In nats, of a datum that a trained network gets wrong: a mean loss is made of a few such, and of very many small ones."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,80 @@ class HeldOut:
         accuracy = sum(one / count for one in by_network) / len(by_network)
         # At least 1 / (count + 2): where all are right, or all wrong, the spread is 0, and a few data are still a few.
         return accuracy, max(math.sqrt(max(0.0, squares / count - accuracy**2) / count), 1 / (count + 2))
+
+    def check_labels(self, where: str) -> None:
+        """Refuse labels whose classes are in another order than a network's outputs; warn of labels that fit no better than guesses.
+
+        Args:
+            where: what the data are called.
+
+        Raises:
+            DataError: if another order is clearly meant, with that order.
+        """
+        if self.labels is None:
+            return
+        answers = [logits.argmax(1) for logits in self.logits]
+        rows = self.team.rows(torch.stack([self.labels, *answers], 1) if len(self) else None)
+        count, outputs, right = len(rows), self.logits[0].shape[1], []
+        for index in range(len(answers)):
+            pairs = rows[:, [0, index + 1]]
+            right.append(float((pairs[:, 0] == pairs[:, 1]).double().mean()))
+            found = other_order(pairs)
+            if found is not None:
+                table = ", ".join(f"{label} -> {output}" for label, output in list(found.outputs.items())[:20])
+                message = (
+                    f"the {where}: the classes seem to be in another order than the outputs of models[{index}]. {found.right:.1%} of "
+                    f"the labels agree with this network, but {found.moved:.1%} would if labels stood for outputs like this: "
+                    f"{table}{', ...' if len(found.outputs) > 20 else ''}. Give each input the index of its class's output as its "
+                    f"label."
+                )
+                raise DataError(message)
+        mean = sum(right) / len(right)
+        if guessed(mean, count, outputs):
+            warn(
+                f"only {mean:.1%} of the labels of the {where} agree with {'the network' if len(right) == 1 else 'the networks'}, "
+                f"hardly more than guessing ({1 / outputs:.1%}): are the labels those of these inputs, and are the inputs prepared as "
+                f"for training?"
+            )
+
+    def guessed(self) -> bool:
+        """Whether the labels agree with the networks hardly more often than guesses: then they say nothing of confidence."""
+        (count,) = self.team.sum([torch.tensor(float(len(self)), dtype=torch.float64, device="cpu")])
+        return self.labels is not None and guessed(self.mean_accuracy()[0], int(count), self.logits[0].shape[1])
+
+    def unlike_held_out(self, trained_on: Sequence[tuple[int, float | None]]) -> str | None:
+        """What makes one doubt that these data were held out.
+
+        Args:
+            trained_on: for each network, the number of training data, and the sum of their log-likelihoods, if it is known.
+
+        Returns:
+            Words for the user; None if nothing speaks against it.
+        """
+        if self.labels is None or any(score is None for _, score in trained_on):
+            return None
+        own = [CATEGORICAL.log_likelihood(logits.double(), self.labels).sum() for logits in self.logits]
+        here = torch.tensor([len(self)], dtype=torch.float64, device="cpu")
+        (sums,) = self.team.sum([torch.cat([here, torch.stack(own).cpu()])])
+        count, *scores = sums.tolist()
+        pairs = [(size, -(score or 0.0), -mine) for (size, score), mine in zip(trained_on, scores, strict=True)]
+        if all(
+            size == count and trained > 0 and abs(trained - mine) <= SAME * trained for size, trained, mine in pairs
+        ):
+            return (
+                "the validation data are the training data: as many, with the same log loss to five digits. Networks look surer and "
+                "better on these than they are. Pass data that they were not trained on."
+            )
+        before = sum(trained / size for size, trained, _ in pairs) / len(pairs)
+        now = sum(mine / count for _, _, mine in pairs) / len(pairs)
+        # As many errors as the training loss lets one expect, and none of them here: chance explains it once in a thousand times.
+        if now < before / 2 and count * (before - now) > 7 * LOSS_OF_AN_ERROR:
+            return (
+                f"the networks do far better on the validation data (log loss {now:.3g}) than on the training data ({before:.3g}): "
+                f"have the two been swapped, or were the networks trained on the validation data? Training data that are augmented, "
+                f"or labelled less carefully, look like this, too."
+            )
+        return None
 
 
 def read_held_out(

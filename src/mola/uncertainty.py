@@ -18,6 +18,7 @@ from mola.errors import DataError, OptionError
 from mola.laplace import LogitMoments
 
 __all__ = [
+    "alarm_rank",
     "alarm_threshold",
     "energy_score",
     "entropy",
@@ -186,19 +187,12 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
         false_alarm_rate: alpha, such as 0.05 for one alarm in twenty data of the usual kind.
 
     Returns:
-        The threshold: an alarm is a score *above* it.
+        The threshold: an alarm is a score *above* it. `OptionError` if the rate is not between 0 and 1.
 
     Raises:
-        OptionError: if the rate is not between 0 and 1.
         DataError: if the scores are not one number for each datum, or too few for the rate.
     """
-    try:
-        asked = math.nan if isinstance(false_alarm_rate, bool) else float(false_alarm_rate)
-    except (TypeError, ValueError):
-        asked = math.nan
-    if not 0 < asked < 1:
-        message = f"false_alarm_rate must lie between 0 and 1, got {false_alarm_rate!r}. 5 % is 0.05."
-        raise OptionError(message)
+    _checked_rate(false_alarm_rate)
     values = _numbers(scores)
     if values.ndim != 1 or bool(values.isnan().any()):
         message = (
@@ -206,16 +200,44 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
             f"{int(values.isnan().sum())} nan."
         )
         raise DataError(message)
+    return float(values.sort().values[alarm_rank(len(values), false_alarm_rate) - 1])
+
+
+def alarm_rank(count: int, false_alarm_rate: float) -> int:
+    """Which of the sorted scores of n validation data is the threshold for an alarm; see `alarm_threshold`.
+
+    Args:
+        count: n.
+        false_alarm_rate: alpha.
+
+    Returns:
+        From 1 to n; `OptionError` if the rate is not between 0 and 1.
+
+    Raises:
+        DataError: if there are too few scores for the rate.
+    """
+    asked = _checked_rate(false_alarm_rate)
     rate = asked * (1 + ROUNDING)
-    alarms = math.floor((len(values) + 1) * rate)
+    alarms = math.floor((count + 1) * rate)
     if alarms < 1:
         message = (
-            f"{len(values)} validation scores are too few for a false-alarm rate of {asked:g}: their largest is "
-            f"passed by one datum in {len(values) + 1}. Give at least {math.ceil(1 / rate) - 1} scores, or allow a rate of at "
-            f"least 1/{len(values) + 1}."
+            f"{count} validation scores are too few for a false-alarm rate of {asked:g}: their largest is "
+            f"passed by one datum in {count + 1}. Give at least {math.ceil(1 / rate) - 1} scores, or allow a rate of at "
+            f"least 1/{count + 1}."
         )
         raise DataError(message)
-    return float(values.sort().values[-alarms])
+    return count + 1 - alarms
+
+
+def _checked_rate(false_alarm_rate: float) -> float:
+    try:
+        asked = math.nan if isinstance(false_alarm_rate, bool) else float(false_alarm_rate)
+    except (TypeError, ValueError):
+        asked = math.nan
+    if not 0 < asked < 1:
+        message = f"false_alarm_rate must lie between 0 and 1, got {false_alarm_rate!r}. 5 % is 0.05."
+        raise OptionError(message)
+    return asked
 
 
 def _numbers(scores: Any) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mola.choices import one_of
 from mola.errors import OptionError
 
 __all__ = ["check_weighting", "check_weights", "evidence_weights", "stacking_weights", "uniform_weights"]
@@ -65,10 +66,7 @@ def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str 
     if weights == "stacking":
         message = "weights 'stacking' need validation data: fit first, then posterior.reweight(val_loader)."
         raise OptionError(message)
-    if weights not in ("uniform", "evidence"):
-        message = f"weights must be 'uniform', 'evidence' or {count} numbers that sum to 1, got {weights!r}."
-        raise OptionError(message)
-    return weights
+    return one_of(weights, ("uniform", "evidence"), "weights", f"{count} numbers that sum to 1")
 
 
 def evidence_weights(log_evidence: Tensor) -> Tensor:

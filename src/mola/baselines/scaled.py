@@ -205,6 +205,7 @@ def temperature_scaled(
             labelled=True,
             progress=progress,
         )
+    data.check_labels("validation loader")
     logits, labels = torch.stack(list(data.logits)), data.labels
     assert labels is not None  # read_held_out asked for them
     if mode == "members":

@@ -13,7 +13,16 @@ from rich.table import Table
 
 from mola.cli.progress import showing_progress
 from mola.cli.run_file import Config, check_run, write_run
-from mola.cli.shared_options import Device, Json, Network, Quiet, Threads, Trust, set_threads
+from mola.cli.shared_options import (
+    Device,
+    FalseAlarmRate,
+    Json,
+    Network,
+    Quiet,
+    Threads,
+    Trust,
+    set_threads,
+)
 from mola.export import Written
 
 __all__ = ["export"]
@@ -36,6 +45,7 @@ def export(
     ] = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the file with PyTorch first.")] = True,
     network: Network = None,
+    false_alarm_rate: FalseAlarmRate = None,
     trust: Trust = False,
     device: Device = "cpu",
     threads: Threads = None,
@@ -67,6 +77,7 @@ def export(
             float16=float16,
             pixels=pixels,
             check=check,
+            false_alarm_rate=false_alarm_rate,
         )
         for one in written:
             write_run(context, one.path.with_name(f"{one.path.name}.toml"))

@@ -73,8 +73,15 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             (
                 "validation",
                 f"accuracy {after['accuracy']:.2%}, NLL {before['nll']:.4f} to {after['nll']:.4f}, ECE {before['ece']:.2%} to "
-                f"{after['ece']:.2%} (ensemble to posterior); outlying above {found['validation']['outlier_threshold']:.4g}",
+                f"{after['ece']:.2%} (ensemble to posterior){_alarm(found['validation'])}",
             )
         )
     made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [*lines, ("made with", made), ("again", f"mola fit --config {found['job']}")]
+
+
+def _alarm(validation: dict[str, Any]) -> str:
+    """Above which score inputs are outlying, and how many usual ones are taken for such, where that is known."""
+    rate = validation.get("false_alarm_rate")
+    words = "" if rate is None else f" (false alarms: at most {100 * rate:.2g} %)"
+    return f"; outlying above {validation['outlier_threshold']:.4g}{words}"

@@ -12,7 +12,20 @@ from rich.markup import escape
 
 from mola.cli.progress import showing_progress
 from mola.cli.run_file import Config, check_run, write_run
-from mola.cli.shared_options import RUN, Data, Device, Json, Network, Quiet, Strict, Threads, Trust, finish, set_threads
+from mola.cli.shared_options import (
+    RUN,
+    Data,
+    Device,
+    FalseAlarmRate,
+    Json,
+    Network,
+    Quiet,
+    Strict,
+    Threads,
+    Trust,
+    finish,
+    set_threads,
+)
 
 __all__ = ["predict"]
 
@@ -30,6 +43,7 @@ def predict(
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="Add the probabilities of all classes.")
     ] = False,
+    false_alarm_rate: FalseAlarmRate = None,
     data: Data = None,
     strict: Strict = False,
     network: Network = None,
@@ -45,9 +59,10 @@ def predict(
 ) -> None:
     """Predict with honest confidence: a row for each input.
 
-    Writes name, label, class, confidence, entropy, its epistemic part, outlier score, and whether that score is above what 95 %
-    of the validation data stay below. Inputs that cannot be read have a row with the error. Memory does not grow with the data.
-    A file beside the output, with `.toml` at its end, makes the run again: `mola predict --config FILE`.
+    Writes name, label, class, confidence, entropy, its epistemic part, outlier score, and whether that score is so high that at
+    most 5 % (--false-alarm-rate) of inputs like the validation data pass it. Inputs that cannot be read have a row with the
+    error. Memory does not grow with the data. A file beside the output, with `.toml` at its end, makes the run
+    again: `mola predict --config FILE`.
 
         mola predict posterior images/ --output predictions.csv
     """
@@ -69,6 +84,7 @@ def predict(
             strict=strict,
             directory=None if data is None else str(data),
             seed=seed,
+            false_alarm_rate=false_alarm_rate,
             team=team,
         )
     if result is None:
@@ -77,8 +93,8 @@ def predict(
     if not quiet and not as_json:
         outlying = "" if result.outlying is None else f", {result.outlying:.1%} outlying"
         Console(highlight=False).print(
-            f"Predicted {result.count:,} inputs in {result.seconds:.1f} s: mean confidence {result.confidence:.3f}, mean entropy "
-            f"{result.entropy:.3f} of which epistemic {result.epistemic:.3f}{outlying}. Wrote "
+            f"Predicted {result.count:,} {'input' if result.count == 1 else 'inputs'} in {result.seconds:.1f} s: mean confidence "
+            f"{result.confidence:.3f}, mean entropy {result.entropy:.3f} of which epistemic {result.epistemic:.3f}{outlying}. Wrote "
             f"[bold]{escape(str(output))}[/bold].",
             soft_wrap=True,
         )

@@ -17,6 +17,7 @@ __all__ = [
     "LEFT_OUT",
     "Data",
     "Device",
+    "FalseAlarmRate",
     "Json",
     "Network",
     "Quiet",
@@ -60,6 +61,12 @@ Network = Annotated[
         "--network",
         help="The networks in your own words, as for `mola fit`.  [default: as the folder names them]",
         rich_help_panel=RUN,
+    ),
+]
+FalseAlarmRate = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of inputs like the validation data that may be called outlying.  [default: 0.05]",
     ),
 ]
 Data = Annotated[
@@ -164,6 +171,9 @@ def texts(text: str | None) -> int | tuple[str, ...] | None:
         raise OptionError(message) from error
     names = tuple(name.strip() for name in listed if name.strip())
     if len(set(names)) != len(names) or len(names) < 2:
-        message = f"--classes must be a number, or two or more different names with commas between them; got {text!r}."
+        message = (
+            f"--classes must be a number, two or more different names with commas between them, or a FILE with a name on each line; "
+            f"got {text!r}."
+        )
         raise OptionError(message)
     return names

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from mola.choices import one_of
 from mola.data.download import fetch
 from mola.data.files import verify as verify_file
 from mola.data.images import Images, split_validation
@@ -178,9 +179,7 @@ def _known(name: str, split: str) -> Dataset:
     Raises:
         OptionError: if there is none.
     """
-    if name not in DATASETS:
-        message = f"unknown data set {name!r}; known: {', '.join(DATASETS)}."
-        raise OptionError(message)
+    one_of(name, DATASETS, "the data set")
     if split not in DATASETS[name].splits:
         message = f"{DATASETS[name].title} has the splits {', '.join(DATASETS[name].splits)}, got {split!r}."
         raise OptionError(message)

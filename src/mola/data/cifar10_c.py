@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mola.choices import one_of
 from mola.data.catalogue import data_directory
 from mola.data.corruptions import CORRUPTIONS, SEVERITIES
 from mola.data.download import fetch_archive
@@ -52,9 +53,7 @@ def load_cifar10_c(
         OptionError: if there is no such corruption or severity.
         DataError: if the files are missing, cut off or others.
     """
-    if corruption not in CORRUPTIONS:
-        message = f"unknown corruption {corruption!r}; CIFAR-10-C has: {', '.join(CORRUPTIONS)}."
-        raise OptionError(message)
+    one_of(corruption, CORRUPTIONS, "the corruption of CIFAR-10-C")
     if severity not in SEVERITIES:
         message = f"severity must be 1 to {SEVERITIES[-1]}, got {severity}."
         raise OptionError(message)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from mola.choices import one_of
 from mola.errors import DataError, OptionError
 
 __all__ = ["NORMALISATIONS", "Normalisation", "normalisation"]
@@ -88,12 +89,5 @@ NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
 
 
 def normalisation(name: str) -> Normalisation:
-    """The normalisation of this name.
-
-    Raises:
-        OptionError: if there is none.
-    """
-    if name not in NORMALISATIONS:
-        message = f"unknown normalisation {name!r}; known: {', '.join(NORMALISATIONS)}."
-        raise OptionError(message)
-    return NORMALISATIONS[name]
+    """The normalisation of this name; `OptionError` if there is none."""
+    return NORMALISATIONS[one_of(name, NORMALISATIONS, "normalise")]

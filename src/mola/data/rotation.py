@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mola.errors import OptionError
+from mola.choices import one_of
 
 __all__ = ["rotate"]
 
@@ -29,14 +29,9 @@ def rotate(images: Tensor, degrees: float, interpolation: str = "bilinear") -> T
         interpolation: "bilinear" or "nearest".
 
     Returns:
-        Images of the same shape.
-
-    Raises:
-        OptionError: if the interpolation is another.
+        Images of the same shape; `OptionError` if the interpolation is another.
     """
-    if interpolation not in ("bilinear", "nearest"):
-        message = f"interpolation must be 'bilinear' or 'nearest', got {interpolation!r}."
-        raise OptionError(message)
+    one_of(interpolation, ("bilinear", "nearest"), "interpolation")
     if degrees % 360 == 0:
         return images
     return _nearest(images, degrees % 360) if interpolation == "nearest" else _bilinear(images, degrees)

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from mola.choices import did_you_mean
 from mola.errors import OptionError
 from mola.export.folding import fold
 from mola.export.moments import Joint, JointMoments
@@ -33,6 +34,7 @@ def check_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
     unknown = [name for name in wanted if name not in OUTPUTS]
     if unknown or not wanted:
         message = f"outputs: expected some of {', '.join(OUTPUTS)}; got {', '.join(map(str, unknown)) or 'none'}."
+        message += did_you_mean(unknown[0], OUTPUTS) if unknown else ""
         raise OptionError(message)
     return tuple(name for name in OUTPUTS if name in wanted)
 

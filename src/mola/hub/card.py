@@ -29,6 +29,7 @@ def model_card(
     build: str | None,
     own_builder: bool,
     picture: str | None,
+    preparing: Mapping[str, Any],
 ) -> str:
     """A README.md with YAML in front.
 
@@ -43,6 +44,7 @@ def model_card(
         build: where the function that builds a network is, as "package.module:function".
         own_builder: whether loading needs such a function.
         picture: file name of the reliability diagram of the first test set.
+        preparing: the tokenizer and the processor in the folder, by the name of theirs.
 
     Returns:
         The text.
@@ -57,7 +59,8 @@ def model_card(
     parts = [
         f"---\n{as_yaml(front)}---\n\n# {name}",
         _what_it_is(posterior, classes),
-        _how_to_load(name, build, own_builder),
+        _how_to_load(name, build, own_builder, preparing),
+        *_what_is_absent(pipeline_tag, preparing),
         *(_measured(one, picture if index == 0 else None) for index, one in enumerate(measured)),
         _how_it_was_made(posterior),
     ]
@@ -92,14 +95,35 @@ def _what_it_is(posterior: MoLA, classes: Sequence[str]) -> str:
     )
 
 
-def _how_to_load(name: str, build: str | None, own_builder: bool) -> str:
+def _what_is_absent(task: str | None, preparing: Mapping[str, Any]) -> list[str]:
+    """Say so where the folder does not hold what makes the networks' inputs."""
+    absent = {"text-classification": ("tokenizer", "texts"), "image-classification": ("processor", "images")}
+    role, raw = absent.get(task or "", ("", ""))
+    if not role or role in preparing:
+        return []
+    return [
+        f"**This folder holds no {role}.** The networks take numbers, not {raw}: prepare {raw} with the {role} that the networks "
+        f"were trained with, or the predictions mean nothing."
+    ]
+
+
+def _how_to_load(name: str, build: str | None, own_builder: bool, preparing: Mapping[str, Any]) -> str:
     lines = ["import mola"]
+    for helper in preparing.values():
+        kind = type(helper)
+        place = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__
+        lines.append(f"from {place} import {kind.__name__}")
     if own_builder and build is not None:
         module, function = build.split(":")
         lines.append(f"from {module} import {function} as build")
     argument = ", build" if own_builder else ""
+    lines.append("")
+    lines += [f'{role} = {type(one).__name__}.from_pretrained("{name}/{role}")' for role, one in preparing.items()]
+    if "tokenizer" in preparing:
+        lines.append('x = tokenizer(["a text"], padding=True, return_tensors="pt")')
+    elif "processor" in preparing:
+        lines.append('x = processor(images=[image], return_tensors="pt")')
     lines += [
-        "",
         f'posterior = mola.load_from_hub_folder("{name}"{argument})   # this folder, downloaded',
         "prediction = posterior.predict(x)       # a batch of inputs, or a loader",
         "prediction.probs, prediction.entropy, prediction.epistemic, prediction.ood_score",

@@ -3,6 +3,7 @@
 config.json                     what is in it, with checksums; written last
 networks/0/model.safetensors    weights of each network, with its own config.json where transformers made it
 posterior/                      as `posterior.save` writes it
+tokenizer/, processor/          what makes inputs of texts and images, where it was given
 README.md, reliability.png      the model card
 """
 
@@ -32,6 +33,9 @@ __all__ = ["is_hub_folder", "load_from_hub_folder", "save_to_hub_folder"]
 
 FORMAT, VERSION = "mola-hub-folder", 1
 CONFIG, CARD, PICTURE, WEIGHTS = "config.json", "README.md", "reliability.png", "model.safetensors"
+HELPERS = ("tokenizer", "processor")
+"""Folders of what makes inputs of texts and images."""
+
 TASKS = {"ForImageClassification": "image-classification", "ForSequenceClassification": "text-classification"}
 """The hub's name of a task, by the end of the name of a network of transformers."""
 
@@ -55,6 +59,8 @@ def save_to_hub_folder(
     pipeline_tag: str | None = None,
     build: str | None = None,
     networks: bool = True,
+    tokenizer: Any = None,
+    processor: Any = None,
 ) -> Path:
     """Write a posterior and its networks as a folder for a model hub, with a model card. Nothing is sent anywhere.
 
@@ -69,6 +75,9 @@ def save_to_hub_folder(
         pipeline_tag: the hub's name of the task, such as "tabular-classification"; None takes that of transformers.
         build: where the function that builds one network is, as "package.module:function", for readers of the card.
         networks: whether to write the networks' weights; without, `load_from_hub_folder` needs the networks.
+        tokenizer: that makes inputs of texts: anything with `save_pretrained`. It is written into the folder, and the card says
+            how to load it; of text classifiers without one, the card says so.
+        processor: likewise, that makes inputs of images.
 
     Returns:
         The folder; `StorageError` if it holds another model's files.
@@ -82,6 +91,11 @@ def save_to_hub_folder(
     if build is not None and (build.count(":") != 1 or not all(build.split(":"))):
         message = f'build must name a function as "package.module:function", got {build!r}.'
         raise OptionError(message)
+    helpers = dict(zip(HELPERS, (tokenizer, processor), strict=True))
+    for role, helper in helpers.items():
+        if helper is not None and not hasattr(helper, "save_pretrained"):
+            message = f"{role}: expected an object with save_pretrained, as transformers has them; got {type(helper).__name__}."
+            raise OptionError(message)
     folder = Path(directory).resolve()
     names = _class_names(posterior, classes)
     _clear(folder)
@@ -90,6 +104,9 @@ def save_to_hub_folder(
         _save_network(network, folder, index) if networks else _described(network, {})
         for index, network in enumerate(posterior.networks)
     ]
+    for role, helper in helpers.items():
+        if helper is not None:
+            helper.save_pretrained(folder / role)
     if posterior.structure is not None:
         posterior.save(folder / "posterior")
     sets = [measured] if isinstance(measured, Measured) else list(measured)
@@ -105,6 +122,7 @@ def save_to_hub_folder(
         build=build,
         own_builder=not all(one["from_pretrained"] and one["files"] for one in described),
         picture=PICTURE if drawn else None,
+        preparing={role: helper for role, helper in helpers.items() if helper is not None},
     )
     write_atomically(folder / CARD, text.encode())
     config = {
@@ -136,6 +154,8 @@ def _clear(folder: Path) -> None:
     (folder / CONFIG).unlink()  # from here on until all is written the folder does not load
     for index in range(len(config["networks"])):
         shutil.rmtree(folder / "networks" / str(index), ignore_errors=True)
+    for role in HELPERS:
+        shutil.rmtree(folder / role, ignore_errors=True)
     (folder / PICTURE).unlink(missing_ok=True)
 
 

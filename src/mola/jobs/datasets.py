@@ -16,6 +16,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
+from mola.choices import did_you_mean
 from mola.data.folder import ENDINGS
 from mola.errors import DataError, OptionError
 from mola.jobs.arrays import Arrays, open_arrays
@@ -83,7 +84,7 @@ def open_set(
     if is_own_function(name):
         return open_own(name, outputs, intake, labelled=labelled)
     near = _nearest(path)
-    hint = "" if near is None else f" Did you mean {near}?"
+    hint = did_you_mean(name.partition(":")[0], BUILT_IN) if near is None else f" Did you mean {near}?"
     message = (
         f"no data {name!r}: no such file or folder.{hint} It is none of the built-in sets ({', '.join(BUILT_IN)}); a function of your "
         f"own is named package.module:function."

@@ -115,9 +115,11 @@ def run_evaluate(
         name: fitted.open_set(name, labelled=index == 0, directory=directory, said=True)
         for index, name in enumerate([test, *outliers])
     }
+    # A folder that was moved may name data that stayed behind.
+    absent = None if val else "name the validation data with --val DATA."
     held = None
     if tuned_on is not None:
-        held = fitted.open_set(tuned_on, labelled=True, directory=directory, said=val is not None)
+        held = fitted.open_set(tuned_on, labelled=True, directory=directory, said=val is not None, absent=absent)
     exposed = None if fitted.job.outliers is None else fitted.open_set(fitted.job.outliers, labelled=False)
     contest, notes = _contest(
         fitted,

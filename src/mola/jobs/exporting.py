@@ -13,6 +13,7 @@ from mola.errors import OptionError
 from mola.export import OUTPUTS, Pixels, Written, export_onnx, export_torch
 from mola.jobs.folder import Fitted
 from mola.jobs.preparation import Intake
+from mola.jobs.scores import alarm
 
 __all__ = ["run_export"]
 
@@ -26,6 +27,7 @@ def run_export(
     float16: bool = False,
     pixels: bool = False,
     check: bool = True,
+    false_alarm_rate: float | None = None,
 ) -> list[Written]:
     """Write the files that were asked for.
 
@@ -37,6 +39,7 @@ def run_export(
         float16: networks in half precision.
         pixels: the file takes bytes, and normalises them as the training data were.
         check: compare each file with PyTorch before it is kept.
+        false_alarm_rate: of the threshold that the file holds; None is 0.05.
 
     Returns:
         What was written.
@@ -47,13 +50,13 @@ def run_export(
     if onnx is None and torch_program is None:
         message = "nothing to write: expected --onnx FILE, --torch FILE, or both."
         raise OptionError(message)
-    example, validation = fitted.example, fitted.document["result"].get("validation") or {}
+    example = fitted.example
     told: dict[str, Any] = {
         "classes": fitted.classes,
         "outputs": outputs or OUTPUTS,
         "float16": float16,
         "check": check,
-        "ood_threshold": validation.get("outlier_threshold"),
+        "ood_threshold": alarm(fitted, false_alarm_rate),
     }
     if pixels:
         if not isinstance(example, Tensor) or example.dim() != 4:

@@ -16,21 +16,25 @@ from mola import __version__, storage
 from mola.choices import one_of
 from mola.distributed import Team
 from mola.errors import OptionError, warn
+from mola.features import find_heads
 from mola.fitting import fit
 from mola.jobs.folder import move
 from mola.jobs.job import NAME, Job, relative
 from mola.jobs.material import Material, Progress
 from mola.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
-from mola.jobs.order import check_order, said, warn_of_guessing
+from mola.jobs.order import check_order, warn_of_guessing
 from mola.jobs.output import BUNDLED, holds_posterior
 from mola.jobs.rows import Account, Loader
+from mola.jobs.scores import keep_scores, remove_others, usual_alarm
 from mola.jobs.tally import Tally
 from mola.jobs.toml import to_toml
 from mola.laplace import STRUCTURES
 from mola.links import LINKS
+from mola.networks import undisturbed
 from mola.posterior import MoLA
 from mola.prior import RULES as NAMED_RULES
 from mola.prior import ConfidenceThreshold, OutlierExposure, Rule
+from mola.tuning import HeldOut, read_held_out
 
 __all__ = ["RULES", "FitResult", "make_rule", "quantiles", "run_fit"]
 
@@ -38,8 +42,8 @@ RULES = (*NAMED_RULES, "outliers", "none")
 """How the prior precision is chosen; none keeps what is given."""
 
 MIXING = ("uniform", "evidence", "stacking")
-USUAL = 0.95
-"""Share of the validation data that the outlier threshold lets pass."""
+ROWS = 1024
+"""Validation data that are looked at together once they were read."""
 
 LEVELS = (*(percent / 100 for percent in range(100)), *((990 + tenth) / 1000 for tenth in range(1, 11)))
 """Shares of the validation data whose outlier scores are kept: each percent, and in the last, where outliers lie, each tenth."""
@@ -151,7 +155,7 @@ def run_fit(
         message = "--bundle copies files of --weights into the folder: networks that bring their own cannot be bundled."
         raise OptionError(message)
     replaced = holds_posterior(output, checkpoint)
-    if job.val is not None and job.val == job.train:
+    if job.val is not None and job.val == job.train and job.rule in ("evidence", "none"):  # tuning notices it by itself
         warn("the validation data are the training data: networks look surer and better on these than they are.")
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
@@ -166,11 +170,8 @@ def run_fit(
         data = Material(job, built, account, progress, together)
         if job.download and together.first:
             together.share(None)
-        if data.val is not None:
-            pairs = said(built.networks[0], data.loader(data.val, "checking classes", 0.05, 0.15))
-            pairs = together.rows(pairs if len(pairs) else None)
-            check_order(pairs, data.outputs, data.classes, str(job.val))
-            warn_of_guessing(pairs, data.outputs, str(job.val))
+    # Before the training data, which may take hours: a wrong order of the classes is seen here. Nothing reads them again.
+    held_out = None if data.val is None else _read_validation(built, job, data)
     posterior = fit(
         built.networks,
         data.loader(data.train, "fitting", 0.15, 0.7, labelled=False),
@@ -183,12 +184,10 @@ def run_fit(
         team=together,
         checkpoint=checkpoint,
     )
-    posterior = _tune(posterior, job, data)
+    posterior = _tune(posterior, job, data, held_out)
     progress("checking", 0.85)
-    measured: dict[str, Any] = {}
+    measured, scores = (None, None) if held_out is None else _measure(posterior, held_out)
     with together.work("checking"):
-        if data.val is not None:
-            measured = _measure(posterior, data.loader(data.val, "checking", 0.85, 0.98), together)
         data.account = account = account.together(together)
     with together.work("writing"):
         if bundle and together.first:
@@ -199,7 +198,11 @@ def run_fit(
         document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
         if together.first:
             posterior.save(output)
+            if measured is not None and scores is not None:
+                measured["scores"] = keep_scores(output, scores)
+            document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
             storage.write_atomically(output / NAME, to_toml(document).encode())
+            remove_others(output, None if measured is None else measured["scores"]["file"])
     progress("done", 1.0)
     notes = posterior.tuning.notes if posterior.tuning is not None else ()
     return FitResult(output, document, account, notes, replaced)
@@ -210,37 +213,64 @@ def _move(built: Built, device: str) -> None:
         move(network, device)
 
 
-def _tune(posterior: MoLA, job: Job, data: Material) -> MoLA:
+def _read_validation(built: Built, job: Job, data: Material) -> HeldOut:
+    """What the networks make of the validation data, read once; refused if their classes are in another order."""
+    assert data.val is not None
+    names = [job.head] * len(built.networks)
+    with data.team.work("reading the validation data"), undisturbed(*built.networks):
+        held_out = read_held_out(
+            built.networks,
+            find_heads(built.networks, names, data.first),
+            data.loader(data.val, "reading the validation data", 0.05, 0.15),
+            where="validation data",
+            labelled=True,
+            progress=False,
+            team=data.team,
+        )
+        assert held_out.labels is not None
+        for index, logits in enumerate(held_out.logits):
+            pairs = data.team.rows(torch.stack([held_out.labels, logits.argmax(1)], 1) if len(held_out) else None)
+            check_order(pairs, data.outputs, data.classes, str(job.val), index)
+            if index == 0:
+                warn_of_guessing(pairs, data.outputs, str(job.val))
+    return held_out
+
+
+def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -> MoLA:
     outliers = None if data.outliers is None else data.loader(data.outliers, "tuning", 0.8, 0.85, labelled=False)
     rule = make_rule(job, outliers)
     if rule is not None:
-        val = None if data.val is None or job.rule == "evidence" else data.loader(data.val, "tuning", 0.7, 0.8)
-        posterior = posterior.tune(val, rule=rule, progress=False, team=data.team)
-    if job.mixing == "stacking" and data.val is not None:
-        val = data.loader(data.val, "stacking", 0.8, 0.85)
-        posterior = posterior.reweight(val, progress=False, team=data.team)
+        data.progress("tuning", 0.7)
+        held = None if job.rule == "evidence" else held_out
+        posterior = posterior.tune(held, rule=rule, progress=False, team=data.team)
+    if job.mixing == "stacking" and held_out is not None:
+        posterior = posterior.reweight(held_out, progress=False, team=data.team)
     return posterior
 
 
-def _measure(posterior: MoLA, val: Loader, team: Team) -> dict[str, Any]:
-    """The networks alone and the posterior on the validation data, and the outlier score that most of these stay below."""
-    plain, whole = Tally(), Tally()
-    for batch in val:
-        labels = batch["labels"] if isinstance(batch, dict) else batch[1]
-        (prediction,) = posterior.predict_batches([batch])
-        assert prediction.logit_mean is not None  # a mixture of Laplace approximations has logits
-        plain.add(torch.softmax(prediction.logit_mean, -1).mean(0), labels)
-        whole.add(prediction.probs, labels, prediction.ood_score)
-    plain, whole = plain.together(team, scored=False), whole.together(team, scored=True)
+def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64]]:
+    """The networks alone and the posterior on the validation data, and the outlier scores of these."""
+    plain, whole, team = Tally(), Tally(), held_out.team
+    assert held_out.labels is not None
+    with team.work("checking"):
+        for start in range(0, len(held_out), ROWS):
+            part = slice(start, start + ROWS)
+            logits, probs, score = posterior.of_held_out(held_out, part)
+            plain.add(torch.softmax(logits, -1).mean(0), held_out.labels[part])
+            whole.add(probs, held_out.labels[part], score)
+        plain, whole = plain.together(team, scored=False), whole.together(team, scored=True)
     scores = whole.score
     assert scores is not None
-    return {
+    threshold, rate = usual_alarm(scores)
+    measured = {
         "count": whole.count,
         "networks": plain.labelled(),
         "posterior": whole.labelled(),
-        "outlier_threshold": float(np.quantile(scores, USUAL)),
+        "outlier_threshold": threshold,
+        "false_alarm_rate": rate,
         "outlier_quantiles": quantiles(scores),
     }
+    return measured, scores
 
 
 def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
@@ -266,7 +296,9 @@ def _bundled(job: Job, built: Built, output: Path) -> tuple[Job, Built]:
     return replace(job, weights=tuple(str(copy) for copy in copies)), replace(built, files=copies)
 
 
-def _result(posterior: MoLA, built: Built, data: Material, measured: dict[str, Any], output: Path) -> dict[str, Any]:
+def _result(
+    posterior: MoLA, built: Built, data: Material, measured: dict[str, Any] | None, output: Path
+) -> dict[str, Any]:
     return {
         "classes": list(data.classes or ()),
         "outputs": data.outputs,
@@ -278,6 +310,6 @@ def _result(posterior: MoLA, built: Built, data: Material, measured: dict[str, A
         "train_count": posterior.components[0].require_curvature("a result")[1].factors.count,
         "left_out": len(data.account),
         "intake": data.intake.plain(),
-        "validation": measured or None,
+        "validation": measured,
         "versions": {"mola": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

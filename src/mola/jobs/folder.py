@@ -7,6 +7,7 @@ of the inputs, checksums of the weights, outlier threshold).
 from __future__ import annotations
 
 from collections.abc import Sequence
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from mola.jobs.datasets import UserSet, is_own_function, open_set
 from mola.jobs.job import NAME, Job, read_job
 from mola.jobs.networks import build_networks, check_unchanged
 from mola.jobs.preparation import Intake
+from mola.models.registry import MODELS
 from mola.posterior import MoLA
 from mola.schema import Optional, check
 
@@ -70,8 +72,28 @@ class Fitted:
         """How many classes there are."""
         return int(self.document["result"]["outputs"])
 
-    def open_set(self, name: str, *, labelled: bool, directory: str | None = None, said: bool = False) -> UserSet:
-        """Data by name, prepared as the training data were; `said` if the user's own command names them, not the folder alone."""
+    def open_set(
+        self, name: str, *, labelled: bool, directory: str | None = None, said: bool = False, absent: str | None = None
+    ) -> UserSet:
+        """Data by name, prepared as the training data were.
+
+        Args:
+            name: as the user or the folder names them.
+            labelled: whether labels are asked for.
+            directory: that holds the built-in sets.
+            said: whether the user's own command names them, not the folder alone.
+            absent: what to do where the folder names files that are not there.
+
+        Returns:
+            The set.
+
+        Raises:
+            OptionError: if the folder names files that are not there; others come from opening the set.
+        """
+        path = Path(name)
+        if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
+            message = f"{self.folder} names the data {name}, which are not there (any more): {absent}"
+            raise OptionError(message)
         if not said and is_own_function(name):
             check_code(name, self.folder, trust=self.trust, option="--val" if name == self.job.val else None)
         return open_set(
@@ -149,6 +171,7 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False, network
     result = document["result"]
     if not network:
         check_values({"--network": job.network}, path, trust=trust)
+    _require_files(job, path)
     try:
         built = build_networks(network or job.network, job.weights, classes=result["outputs"], trust=trust)
     except OptionError as error:
@@ -172,6 +195,29 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False, network
         folder=path,
         trust=trust,
     )
+
+
+def _require_files(job: Job, path: Path) -> None:
+    """Say which files of networks are missing, and how to make a folder that can be moved.
+
+    Raises:
+        OptionError: if one is.
+    """
+    again = f"`mola fit --config {path / NAME} --bundle`, where the files and the data are,"
+    for name in job.weights:
+        if not Path(name).exists():
+            message = (
+                f"the weights {name} do not exist, which {path} was fitted on: it was moved without them, or they were. Put them "
+                f"back, or make a folder that holds its own copies and can be moved: {again} does."
+            )
+            raise OptionError(message)
+    for name in job.network:
+        whole = os.sep in name and ":" not in name
+        if whole and name not in MODELS and not Path(name).exists():
+            message = (
+                f"the network {name} is not there, which {path} was fitted on: put it back, or move both together."
+            )
+            raise OptionError(message)
 
 
 def move(module: Moved, device: str) -> Moved:

@@ -43,6 +43,7 @@ class Material:
         classes: names, in the order of the networks' outputs, or None.
         outputs: how many classes there are.
         inputs: what they look like.
+        first: a few of the training inputs, as the networks take them.
         train: the training data.
         val: the validation data, or None.
         outliers: data for tuning, or None.
@@ -62,9 +63,16 @@ class Material:
         self.classes = job.classes if isinstance(job.classes, tuple) else built.hints.classes
         self.outputs = 0
         self.train, first = self._open_train(str(job.train))
+        self.first = first
         self.classes = self.classes or self.train.classes
         self.inputs = describe_inputs(first)
         self.outputs = self._outputs(built, first)
+        if isinstance(job.classes, int) and job.classes != self.outputs:
+            message = (
+                f"--classes {job.classes} was given, but the networks have {self.outputs} outputs: leave --classes out, or name all "
+                f"{self.outputs} classes."
+            )
+            raise DataError(message)
         if self.classes is not None and len(self.classes) != self.outputs:
             many = len(self.classes)
             advice = (

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from mola.choices import did_you_mean
 from mola.errors import MolaError, OptionError, StorageError
 from mola.jobs.exported import load_exported
 from mola.jobs.hub import folder_hints, load_transformers, timm_builder, timm_hints
@@ -165,7 +166,7 @@ def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Modul
         near = f"{name} is no file or folder here, and " if "/" in name or name.startswith(".") else ""
         message = (
             f"unknown network {name!r}: {near}expected one of {', '.join(MODELS)}; package.module:function; timm:NAME; a folder "
-            f"with config.json and model.safetensors; or a {EXPORTED} file."
+            f"with config.json and model.safetensors; or a {EXPORTED} file.{did_you_mean(name, MODELS)}"
         )
         raise OptionError(message)
     if path is not None:

@@ -48,7 +48,9 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     # What an interrupted fit leaves is no stranger's; nor is a job to be done there, nor what a system hides.
     known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
     strange = sorted(
-        path.name for path in output.iterdir() if path.name not in known and not path.name.startswith((".", "factors-"))
+        path.name
+        for path in output.iterdir()
+        if path.name not in known and not path.name.startswith((".", "factors-", "scores-"))
     )
     if kind is None and strange:
         message = (

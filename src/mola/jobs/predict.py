@@ -17,6 +17,7 @@ from mola.jobs.folder import Fitted
 from mola.jobs.material import Progress
 from mola.jobs.portions import COLUMNS, Portion, in_order, portions
 from mola.jobs.rows import Account
+from mola.jobs.scores import alarm
 from mola.jobs.shards import in_turns
 from mola.jobs.writers import open_writer
 
@@ -34,7 +35,8 @@ class PredictResult:
         confidence: mean over the inputs.
         entropy: likewise, in nats.
         epistemic: likewise.
-        outlying: share of the inputs whose outlier score is above what 95 % of the validation data stay below; None without these.
+        threshold: outlier score above which inputs are called outlying; None without validation data.
+        outlying: share of the inputs that are; None without a threshold.
         labels: how many inputs were given each class.
         seconds: that predicting and writing took.
     """
@@ -45,6 +47,7 @@ class PredictResult:
     confidence: float
     entropy: float
     epistemic: float
+    threshold: float | None
     outlying: float | None
     labels: dict[str, int]
     seconds: float
@@ -57,6 +60,7 @@ class PredictResult:
             "confidence": self.confidence,
             "entropy": self.entropy,
             "epistemic": self.epistemic,
+            "threshold": self.threshold,
             "outlying": self.outlying,
             "labels": self.labels,
             "seconds": self.seconds,
@@ -74,6 +78,7 @@ def run_predict(
     strict: bool = False,
     directory: str | None = None,
     seed: int | None = None,
+    false_alarm_rate: float | None = None,
     team: Team | None = None,
 ) -> PredictResult | None:
     """Predict every input of a set, batch by batch, and write a row for each as soon as it is known.
@@ -89,6 +94,7 @@ def run_predict(
         strict: whether an input that cannot be used is an error.
         directory: that holds the built-in sets.
         seed: of links that draw; None uses the link's own.
+        false_alarm_rate: how often inputs like the validation data may be called outlying; None is 0.05.
         team: the processes that do it together, each on its own batches, with rank 0 writing. None is this one alone.
 
     Returns:
@@ -105,7 +111,7 @@ def run_predict(
     together = Team.alone() if team is None else team
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
     names = _class_names(fitted)
-    threshold = (fitted.document["result"].get("validation") or {}).get("outlier_threshold")
+    threshold = alarm(fitted, false_alarm_rate)
     account = Account()
     sums, outlying, chosen = np.zeros(3), 0, np.zeros(len(names), dtype=np.int64)
     columns = len(names) if probabilities else 0
@@ -145,6 +151,7 @@ def run_predict(
         confidence=confidence,
         entropy=entropy,
         epistemic=epistemic,
+        threshold=threshold,
         outlying=None if threshold is None else outlying / count,
         labels={name: int(number) for name, number in zip(names, chosen, strict=True)},
         seconds=time.perf_counter() - began,

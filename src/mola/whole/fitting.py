@@ -13,13 +13,14 @@ from mola import folders
 from mola.choices import one_of
 from mola.component import per_component
 from mola.errors import DataError, OptionError, located
-from mola.features import batch_count, check_finite, peek
+from mola.features import batch_count, check_finite, check_loader, peek
 from mola.fitting import ensemble
 from mola.heads import check_logits
 from mola.laplace import check_precision
 from mola.likelihood import CATEGORICAL
 from mola.links import Link
 from mola.networks import Inputs, as_batch, undisturbed
+from mola.prior import Rule, check_rule
 from mola.weights import check_weighting
 from mola.whole.component import WholeComponent, WholeCurvature
 from mola.whole.jacobians import portions
@@ -45,6 +46,7 @@ def fit_whole(
     prior_precision: float | Sequence[float] = 1.0,
     weights: str | Sequence[float] | Tensor = "uniform",
     link: str | Link | WeightDraws = "probit",
+    rule: Rule | str | None = None,
     samples: int = 30,
     seed: int = 0,
     progress: bool = True,
@@ -58,7 +60,7 @@ def fit_whole(
         models: one trained classifier, or K of them; architectures may differ, the number of classes may not.
         train_loader: any iterable of batches: `(x, y)`, `[x, y]`, `x` alone, or a mapping with the labels under "labels".
             A subnetwork takes two passes, so that an iterator will not do.
-        val_loader: if given, the prior precision is tuned on it at once, by the paper's rule.
+        val_loader: if given, the prior precision is tuned on it at once, by `rule`.
         structure: "kron" (K-FAC of every linear and convolutional layer, the diagonal for all other parameters, such as
             BatchNorm's; needs the extra `curvature`), "diag" (the exact diagonal) or "full" (small networks only). None
             is "kron", or "full" for a subnetwork.
@@ -70,6 +72,7 @@ def fit_whole(
         weights: "uniform", "evidence", or K numbers that sum to 1.
         link: "probit", "probit-centered", "mean-field", "bridge" or "mc", on the linearised logits, or a `Link`; or
             "samples": the average of networks run with drawn weights, not linearised.
+        rule: how the prior precision is chosen, as for `mola.fit`.
         samples: number of draws of "samples".
         seed: of these draws.
         progress: whether to show a progress bar on stderr, if that is a terminal.
@@ -83,6 +86,9 @@ def fit_whole(
     """
     networks = ensemble(models).networks
     name = _structure(structure, subnetwork)
+    if val_loader is not None:
+        check_loader(val_loader, "the validation loader")  # now, and not after the pass over the training data
+    check_rule(rule, val_loader)
     weighting, chosen_link = check_weighting(weights, len(networks)), as_whole_link(link, samples, seed)
     precisions = [check_precision(value) for value in per_component(prior_precision, len(networks), "prior_precision")]
     if name == "kron":
@@ -131,7 +137,9 @@ def fit_whole(
         )
     ]
     posterior = WholeMoLA(components, name, chosen_link, weighting)
-    return posterior if val_loader is None else posterior.tune(val_loader, progress=progress)
+    if val_loader is None and rule is None:
+        return posterior
+    return posterior.tune(val_loader, rule, progress=progress)
 
 
 def _structure(structure: str | None, subnetwork: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mola.choices import whole_number
+from mola.choices import one_of, whole_number
 from mola.errors import OptionError
 from mola.links import LINKS, Link, MonteCarlo, as_link
 from mola.randomness import check_seed
@@ -58,9 +58,8 @@ def as_whole_link(link: str | Link | WeightDraws, samples: int = 30, seed: int =
         return link
     if isinstance(link, str) and link == draws.name:
         return draws
-    if isinstance(link, str) and link not in LINKS:
-        message = f"link must be one of {sorted([*LINKS, draws.name])} or a Link object, got {link!r}."
-        raise OptionError(message)
+    if not isinstance(link, Link):
+        one_of(link, (*LINKS, draws.name), "link", "a Link object")
     chosen = as_link(link)
     if isinstance(chosen, MonteCarlo) and chosen.over == "weights":
         message = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mola.component import per_component
-from mola.errors import DataError, located
+from mola.errors import DataError, located, warn
 from mola.laplace import LogitMoments
 from mola.links import Link, Probit
-from mola.mixture import Mixture
+from mola.mixture import Mixture, describe_networks, describe_numbers, describe_weights
 from mola.networks import Inputs, undisturbed, without_autocast
 from mola.prediction import Prediction
 from mola.prior import Rule, as_rule
@@ -24,7 +25,7 @@ from mola.whole import files
 from mola.whole.component import WholeComponent
 from mola.whole.links import WeightDraws, as_whole_link
 from mola.whole.spectra import Dense
-from mola.whole.tuning import WholeProblem, read_inputs
+from mola.whole.tuning import HeldInputs, WholeProblem, read_inputs
 
 __all__ = ["WholeMoLA"]
 
@@ -77,12 +78,17 @@ class WholeMoLA(Mixture):
         """How many weights of each network are uncertain."""
         return tuple(len(component.curvature.spectrum.values) for component in self.components)
 
-    def extra_repr(self) -> str:
-        """Structure, link, prior precisions and weights."""
-        precisions = ", ".join(f"{value:.4g}" for value in self.prior_precision)
+    def __repr__(self) -> str:
+        """What it is made of and how it was tuned, in a few lines; the networks are in `.networks`."""
+        tuned = "as given" if self.tuning is None else f"by {self.tuning.rule}"
+        sizes = ", ".join(f"{size:,}" for size in dict.fromkeys(self.sizes))
         return (
-            f"structure={self.structure}, sizes={self.sizes}, link={self.link.name}, prior_precision=({precisions}), "
-            f"weights={self.weights.tolist()}"
+            f"{type(self).__name__}({describe_networks(self.networks)}, fitted on {self.components[0].curvature.count:,} training "
+            f"data\n"
+            f"  structure: {self.structure} over {sizes} weights\n"
+            f"  link: {self.link.name}\n"
+            f"  prior precision: {describe_numbers(self.prior_precision)}, {tuned}\n"
+            f"  weights: {describe_weights(self.weights, self.weighting)}\n)"
         )
 
     def train(self, mode: bool = True) -> Self:
@@ -188,14 +194,25 @@ class WholeMoLA(Mixture):
             at = torch.tensor(precision, dtype=torch.float64, device="cpu")
             return evidence_weights(torch.stack([component.log_evidence(at) for component in self.components]))
 
+        doubts: list[str] = []
+
+        def read(loader: Iterable[Any], where: str, labelled: bool) -> HeldInputs:
+            data = read_inputs(self.components, loader, where=where, labelled=labelled, progress=progress)
+            if labelled:
+                data.check_labels(where)
+                curvatures = [component.curvature for component in self.components]
+                words = data.unlike_held_out([(one.count, one.log_likelihood) for one in curvatures])
+                if words is not None:
+                    warn(words)
+                    doubts.append(words)
+            return data
+
         sampling = self.link if isinstance(self.link, WeightDraws) else None
         problem = WholeProblem(
             spectra=[component.curvature.spectrum for component in self.components],  # type: ignore[misc]
             link=Probit() if isinstance(self.link, WeightDraws) else self.link,
             weights_at=weights_at,
-            read=lambda loader, where, labelled: read_inputs(
-                self.components, loader, where=where, labelled=labelled, progress=progress
-            ),
+            read=read,
             log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
             progress=progress,
             components=self.components,
@@ -203,6 +220,7 @@ class WholeMoLA(Mixture):
         )
         with torch.inference_mode(False), torch.no_grad():
             tuning = chosen.choose(problem, val_loader)
+        tuning = replace(tuning, notes=(*doubts, *tuning.notes))
         return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning)
 
     def log_evidence(self) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mola.choices import one_of
 from mola.data.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
 from mola.data.corruptions.colour import brightness, contrast, saturate
 from mola.data.corruptions.digital import jpeg_compression, pixelate
@@ -100,9 +101,7 @@ def corrupt(
     Raises:
         OptionError: if the corruption is unknown, or severity, seed or `first` is no whole number in its range.
     """
-    if corruption not in _BY_NAME:
-        message = f"corruption must be one of {', '.join(CORRUPTIONS)}; got {corruption!r}."
-        raise OptionError(message)
+    one_of(corruption, CORRUPTIONS, "corruption")
     if not _is_whole(severity) or severity not in (0, *SEVERITIES):
         message = f"severity must be a whole number from 1 to 5, or 0 for the images as they are; got {severity!r}."
         raise OptionError(message)
