@@ -111,6 +111,7 @@ class MoLA(Mixture):
             Probabilities, in float64 for networks in float64, else in float32.
         """
         seed = seed_from(generator)
+        self._look()
         with undisturbed(*self.networks):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
@@ -129,6 +130,7 @@ class MoLA(Mixture):
         return moments
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
+        self._look()
         with located(place), undisturbed(*self.networks):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
@@ -236,10 +238,25 @@ class MoLA(Mixture):
 
     def _read(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
         heads = [component.head for component in self.components]
+        self.check_networks()
         with undisturbed(*self.networks):
             return read_held_out(
                 self.networks, heads, loader, where=where, labelled=labelled, progress=progress, team=team
             )
+
+    def check_networks(self) -> None:
+        """Compare every number of the networks with what was fitted; `HeadError` if one has changed.
+
+        `save`, `tune`, `reweight` and exports do so. A prediction looks at where each tensor lies, how often PyTorch has counted a
+        change of it, and a few of its numbers: it does not notice a few numbers that were changed through `.data`.
+        """
+        self._look(thorough=True)
+
+    def _look(self, *, thorough: bool = False) -> None:
+        """Notice networks that were changed."""
+        for index, component in enumerate(self.components):
+            with located(f"models[{index}]"):
+                component.check_network(thorough=thorough)
 
     # --- what it knows ----------------------------------------------------------------------------------------------
 
@@ -277,6 +294,7 @@ class MoLA(Mixture):
             (n,), or (K, n) with `lemma`; `BoundError` for a link other than the probit.
         """
         require_probit(self.link)
+        self._look()
         with undisturbed(*self.networks):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
@@ -298,6 +316,7 @@ class MoLA(Mixture):
             Probabilities (n, C); `BoundError` if a network's features do not scale, or the link is not the probit.
         """
         require_probit(self.link)
+        self._look()
         with undisturbed(*self.networks):
             pairs = zip(self.components, self._moments(inputs), self._moments(SCALE * inputs), strict=True)
             limits = [far_field_logits(component, once, scaled) for component, once, scaled in pairs]
@@ -314,5 +333,6 @@ class MoLA(Mixture):
         Returns:
             The folder, for `mola.load(directory, models=...)`.
         """
+        self.check_networks()
         document, tensors = archive.pack(self.components, self.link, self.weights, self.weighting, self.tuning)
         return storage.write(directory, document, tensors)
