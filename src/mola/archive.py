@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mola import storage
 from mola.component import Component, Curvature
 from mola.errors import HeadError, OptionError, StorageError
+from mola.fingerprints import NETWORK, Watch, fingerprint, same_network
 from mola.heads import Head, head_by_name
 from mola.laplace import STRUCTURES, Structure
 from mola.likelihood import CATEGORICAL
@@ -40,7 +41,7 @@ SCHEMA = {
             "features": int,
             "bias": bool,
             "fingerprint": {str: str},
-            "network": {"numbers": int, "sum": float, "magnitude": float, "half": bool},
+            "network": NETWORK,
             "prior_precision": float,
             "count": int,
             "log_likelihood": Optional(float),
@@ -71,8 +72,8 @@ def pack(
                 "features": head.width,
                 "bias": head.has_bias,
                 **({"every_position": True} if head.every_position else {}),
-                "fingerprint": storage.fingerprint(curvature.weights),
-                "network": storage.signature(component.network),
+                "fingerprint": fingerprint(curvature.weights),
+                "network": curvature.watch.signature,
                 "prior_precision": component.precision,
                 "count": curvature.factors.count,
                 "log_likelihood": curvature.factors.log_likelihood,
@@ -175,7 +176,8 @@ def _component(
         message = f"component {index}: the number of training data must be at least 1, got {part['count']}."
         raise StorageError(message)
     factors = structure.restore(part["count"], part["log_likelihood"], named)
-    return Component(network, head, Curvature(structure, factors, weights), part["prior_precision"])
+    curvature = Curvature(structure, factors, weights, Watch(network, part["network"]))
+    return Component(network, head, curvature, part["prior_precision"])
 
 
 def _tensor(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
@@ -231,8 +233,8 @@ def _mismatch(network: nn.Module, part: dict[str, Any], classes: int) -> str | N
     if found != saved:
         return f"head {head.name!r} has (classes, features, bias) = {found}, the saved posterior {saved}."
     dtype = str(head.layer.weight.dtype).removeprefix("torch.")
-    if storage.fingerprint(head.weights())[dtype] != part["fingerprint"].get(dtype):
+    if fingerprint(head.weights())[dtype] != part["fingerprint"].get(dtype):
         return f"the weights of head {head.name!r} are not those the posterior was fitted on."
-    if not storage.same_signature(storage.signature(network), part["network"]):
+    if not same_network(network, part["network"]):
         return f"its head {head.name!r} was fitted, but other layers have changed since the posterior was saved."
     return None

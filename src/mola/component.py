@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mola.errors import HeadError, OptionError
 from mola.features import capture
+from mola.fingerprints import Watch
 from mola.heads import Head
 from mola.laplace import Factors, LogitMoments, Posterior, Spectrum, Structure, check_precision
 from mola.likelihood import CATEGORICAL, Likelihood
@@ -27,6 +28,8 @@ class Curvature:
     factors: Factors
     trained: Tensor
     """Weights (C, P) of the last layer as they were, in the network's own precision: the posterior's mean."""
+    watch: Watch
+    """The network as it was."""
     likelihood: Likelihood = CATEGORICAL
 
     @property
@@ -97,6 +100,28 @@ class Component(nn.Module):
             )
             raise HeadError(message)
         self._checked = now
+
+    def check_network(self, *, thorough: bool = False) -> None:
+        """Notice a network that was changed since it was fitted. Call it outside of `undisturbed(network)`.
+
+        Args:
+            thorough: compare every number, and not only a few of each tensor where PyTorch has counted no change.
+
+        Raises:
+            HeadError: if its numbers are not those that were fitted, in whatever precision.
+        """
+        changed = [] if self.curvature is None else self.curvature.watch.changed(thorough=thorough)
+        if not changed:
+            return
+        assert self.head is not None  # where there is curvature
+        changed = [name.replace("_orig_mod.", "") for name in changed]  # put there by torch.compile
+        within = f"{self.head.name}." if self.head.name else ""
+        what = "the weights of head" if all(name.startswith(within) for name in changed) else "layers other than head"
+        message = (
+            f"{what} {self.head.name!r} changed since the posterior was fitted ({', '.join(changed[:3])}"
+            f"{', ...' if len(changed) > 3 else ''}). Fit again: mola.fit(...)."
+        )
+        raise HeadError(message)
 
     def moments(self, inputs: Inputs) -> LogitMoments:
         """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""

@@ -14,6 +14,7 @@ from mola.component import Component, Curvature, per_component
 from mola.distributed import Team, check_sampler
 from mola.errors import OptionError
 from mola.features import check_loader
+from mola.fingerprints import Watch
 from mola.laplace import Structure, as_structure, check_precision
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
@@ -129,10 +130,12 @@ def fit(
                 options=options,
                 progress=progress,
             )
-            curvatures = [
-                Curvature(chosen_structure, one, head.trained_weights(), CATEGORICAL)
-                for head, one in zip(heads, sums, strict=True)
-            ]
+            trained = [head.trained_weights() for head in heads]
+        # Not among the visited: some networks write into their buffers in every pass.
+        curvatures = [
+            Curvature(chosen_structure, one, weights, Watch(network), CATEGORICAL)
+            for network, weights, one in zip(networks, trained, sums, strict=True)
+        ]
     components = [
         Component(network, one, curvature, precision)
         for network, one, curvature, precision in zip(networks, heads, curvatures, precisions, strict=True)

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from mola import storage
 from mola.errors import StorageError
+from mola.fingerprints import NETWORK, same_network, signature
 from mola.networks import undisturbed
 from mola.schema import check
 
 __all__ = ["NETWORK", "load", "require_network", "save", "signature_of"]
-
-NETWORK = {"numbers": int, "sum": float, "magnitude": float, "half": bool}
-"""Schema of what tells one trained network from another."""
 
 
 def save(directory: str | Path, kind: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -60,7 +58,7 @@ def load(directory: str | Path, kind: str, schema: Mapping[str, Any]) -> tuple[d
 def signature_of(network: nn.Module) -> dict[str, Any]:
     """What tells one trained network from another, read without disturbing it."""
     with undisturbed(network):
-        return storage.signature(network)
+        return signature(network)
 
 
 def require_network(network: nn.Module, saved: dict[str, Any], name: str) -> None:
@@ -74,10 +72,8 @@ def require_network(network: nn.Module, saved: dict[str, Any], name: str) -> Non
     Raises:
         StorageError: if it is another.
     """
-    found = signature_of(network)
-    if not storage.same_signature(found, saved):
-        message = (
-            f"{name}: this is not the network that was saved: it has {found['numbers']} numbers of sum {found['sum']:.6g}, "
-            f"the saved one {saved['numbers']} of sum {saved['sum']:.6g}. Pass the network this was made from."
-        )
+    with undisturbed(network):
+        same = same_network(network, saved)
+    if not same:
+        message = f"{name}: this is not the network that was saved: its numbers are other ones. Pass the network this was made from."
         raise StorageError(message)

@@ -124,6 +124,7 @@ class MoLA(Mixture):
             Probabilities, in float64 for networks in float64, else in float32.
         """
         seed = seed_from(generator)
+        self._look()
         with undisturbed(*self.networks):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
@@ -142,6 +143,7 @@ class MoLA(Mixture):
         return moments
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
+        self._look()
         with located(place), undisturbed(*self.networks):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
@@ -283,6 +285,7 @@ class MoLA(Mixture):
         if isinstance(loader, HeldOut):
             return loader
         heads = [component.head for component in self.components]
+        self.check_networks()
         with undisturbed(*self.networks):
             data = read_held_out(
                 self.networks, heads, loader, where=where, labelled=labelled, progress=progress, team=team
@@ -301,6 +304,20 @@ class MoLA(Mixture):
             return ()
         warn(words)
         return (words,)
+
+    def check_networks(self) -> None:
+        """Compare every number of the networks with what was fitted; `HeadError` if one has changed.
+
+        `save`, `tune`, `reweight` and exports do so. A prediction looks at where each tensor lies, how often PyTorch has counted a
+        change of it, and a few of its numbers: it does not notice a few numbers that were changed through `.data`.
+        """
+        self._look(thorough=True)
+
+    def _look(self, *, thorough: bool = False) -> None:
+        """Notice networks that were changed."""
+        for index, component in enumerate(self.components):
+            with located(f"models[{index}]"):
+                component.check_network(thorough=thorough)
 
     # --- what it knows ----------------------------------------------------------------------------------------------
 
@@ -338,6 +355,7 @@ class MoLA(Mixture):
             (n,), or (K, n) with `lemma`; `BoundError` for a link other than the probit.
         """
         require_probit(self.link)
+        self._look()
         with undisturbed(*self.networks):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
@@ -359,6 +377,7 @@ class MoLA(Mixture):
             Probabilities (n, C); `BoundError` if a network's features do not scale, or the link is not the probit.
         """
         require_probit(self.link)
+        self._look()
         with undisturbed(*self.networks):
             pairs = zip(self.components, self._moments(inputs), self._moments(SCALE * inputs), strict=True)
             limits = [far_field_logits(component, once, scaled) for component, once, scaled in pairs]
@@ -375,5 +394,6 @@ class MoLA(Mixture):
         Returns:
             The folder, for `mola.load(directory, models=...)`.
         """
+        self.check_networks()
         document, tensors = archive.pack(self.components, self.link, self.weights, self.weighting, self.tuning)
         return storage.write(directory, document, tensors)

@@ -12,90 +12,30 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor, nn
+from torch import Tensor
 
 from mola.errors import StorageError
-from mola.exactness import exact
 from mola.schema import check
 
 __all__ = [
     "DOCUMENT",
     "FORMAT",
     "VERSION",
-    "fingerprint",
     "how_to_load",
     "kind_of",
     "read",
-    "same_signature",
-    "signature",
     "write",
 ]
 
 FORMAT = "mola-posterior"
 VERSION = 1
 DOCUMENT = "posterior.json"
-
-
-def fingerprint(weights: Tensor) -> dict[str, str]:
-    """Checksums of a layer's weights as they read in each floating-point type.
-
-    A network that was fitted in float32 is still the same network after `.half()`, so each type has its own checksum.
-    """
-    return {
-        str(dtype).removeprefix("torch."): hashlib.sha256(
-            weights.to(dtype).contiguous().view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
-        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    }
-
-
-GOLDEN = (5**0.5 - 1) / 2
-PLACES = 65537
-"""How many places have a weight of their own: a prime, so that no layer's rows are that far apart."""
-
-
-def signature(network: nn.Module) -> dict[str, Any]:
-    """What tells one trained network from another, and survives a change of precision: sums over all its numbers.
-
-    One of them, "order", weighs each number by its place: the same numbers in another order are another network.
-    """
-    tensors = [
-        tensor.detach() for tensor in chain(network.parameters(), network.buffers()) if tensor.is_floating_point()
-    ]
-    numbers = [exact(tensor) for tensor in tensors]
-    return {
-        "numbers": sum(tensor.numel() for tensor in numbers),
-        "sum": float(sum(tensor.sum().item() for tensor in numbers)),
-        "magnitude": float(sum(tensor.abs().sum().item() for tensor in numbers)),
-        "order": sum(_weighed(tensor.flatten()) for tensor in numbers),
-        "half": any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors),
-    }
-
-
-def _weighed(numbers: Tensor) -> float:
-    """The sum of numbers, each times the weight of its place: weights between 0 and 1 that look random."""
-    weights = (GOLDEN * torch.arange(1, PLACES + 1, dtype=torch.float64, device=numbers.device)) % 1
-    rounds, rest = divmod(len(numbers), PLACES)
-    total = numbers[: rounds * PLACES].view(rounds, PLACES).sum(0) @ weights
-    return float(total + numbers[rounds * PLACES :] @ weights[:rest])
-
-
-def same_signature(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Whether two signatures are of the same network, in the same precision or another."""
-    # Rounding to half precision moves each number by up to 0.4 %, and their sum by far less.
-    tolerance = 1e-3 if first["half"] or second["half"] else 1e-9
-    scale = tolerance * max(first["magnitude"], second["magnitude"])
-    names = ("sum", "magnitude", "order")
-    known = [name for name in names if name in first and name in second]  # older ones lack the last
-    return first["numbers"] == second["numbers"] and all(abs(first[name] - second[name]) <= scale for name in known)
 
 
 LOADERS = {

@@ -21,6 +21,7 @@ from mola.choices import one_of
 from mola.component import per_component
 from mola.errors import DataError, OptionError, StorageError, located
 from mola.features import check_finite
+from mola.fingerprints import Watch
 from mola.fitting import ensemble
 from mola.mixture import Mixture
 from mola.networks import Inputs, undisturbed, without_autocast
@@ -72,6 +73,22 @@ class TemperatureScaled(Mixture):
         if pooled and len(set(self.temperatures)) > 1:
             message = f"a pool has one temperature, got {list(self.temperatures)}."
             raise OptionError(message)
+        self._watches = [Watch(network) for network in self.networks]
+
+    def _check_networks(self, *, thorough: bool = False) -> None:
+        """Notice a network that was changed: the temperature was another one's.
+
+        Raises:
+            OptionError: if its numbers are not what they were, in whatever precision.
+        """
+        for index, watch in enumerate(self._watches):
+            changed = watch.changed(thorough=thorough)
+            if changed:
+                message = (
+                    f"models[{index}]: the network changed since its temperature was chosen ({', '.join(changed[:3])}"
+                    f"{', ...' if len(changed) > 3 else ''}). Choose it again: mola.temperature_scaled(...)."
+                )
+                raise OptionError(message)
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
@@ -95,6 +112,7 @@ class TemperatureScaled(Mixture):
 
     def _logits(self, inputs: Inputs) -> Tensor:
         members = []
+        self._check_networks()
         with undisturbed(*self.networks):
             for index, component in enumerate(self.components):
                 with located(f"models[{index}]"):
@@ -137,11 +155,12 @@ class TemperatureScaled(Mixture):
         Returns:
             The folder, for `TemperatureScaled.load(directory, models)`.
         """
+        self._check_networks(thorough=True)
         document = {
             "temperatures": list(self.temperatures),
             "weights": self.weights.tolist(),
             "pooled": self.pooled,
-            "networks": [folders.signature_of(network) for network in self.networks],
+            "networks": [watch.signature for watch in self._watches],
         }
         return folders.save(directory, "temperature", document, {})
 
@@ -167,10 +186,12 @@ class TemperatureScaled(Mixture):
         for index, (network, saved) in enumerate(zip(networks, document["networks"], strict=True)):
             folders.require_network(network, saved, f"models[{index}]")
         try:
-            return cls(networks, document["temperatures"], document["weights"], pooled=document["pooled"])
+            loaded = cls(networks, document["temperatures"], document["weights"], pooled=document["pooled"])
         except OptionError as error:
             message = f"the saved document holds a value that cannot be used: {error}"
             raise StorageError(message) from error
+        loaded._watches = [Watch(*pair) for pair in zip(networks, document["networks"], strict=True)]
+        return loaded
 
 
 def temperature_scaled(

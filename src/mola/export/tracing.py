@@ -69,6 +69,7 @@ def trace(posterior: MoLA, example: Inputs, settings: Settings) -> Traced:
     if settings.preparation is not None and len(signature.names) != 1:
         message = f"preparation: expected networks with one input, got {', '.join(signature.names)}."
         raise OptionError(message)
+    posterior.check_networks()
     if settings.float16:
         posterior = in_half_precision(posterior)
     with torch.inference_mode(False), torch.no_grad(), undisturbed(*posterior.networks):

@@ -98,6 +98,7 @@ def save_to_hub_folder(
             raise OptionError(message)
     folder = Path(directory).resolve()
     names = _class_names(posterior, classes)
+    posterior.check_networks()
     _clear(folder)
     folder.mkdir(parents=True, exist_ok=True)
     described = [

@@ -6,8 +6,8 @@ of the inputs, checksums of the weights, outlier threshold).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar

@@ -11,7 +11,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
-__all__ = ["undisturbed"]
+__all__ = ["undisturbed", "visited"]
 
 
 @contextmanager
@@ -52,6 +52,11 @@ class _Visit:
 _visits: dict[int, _Visit] = {}
 """Modules that are being visited, by identity."""
 _door = threading.Lock()
+
+
+def visited(network: nn.Module) -> bool:
+    """Whether somebody is inside `undisturbed` with this network: its buffers may be other ones for the time being."""
+    return id(network) in _visits
 
 
 def _enter(modules: Sequence[nn.Module], *, copy_values: bool) -> None:

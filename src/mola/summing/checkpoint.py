@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mola import folders
 from mola.errors import OptionError, StorageError
+from mola.fingerprints import NETWORK
 from mola.laplace import Factors, Structure
 from mola.schema import Optional
 from mola.storage import DOCUMENT
@@ -28,7 +29,7 @@ SCHEMA = {
     "rank": int,
     "size": int,
     "identity": {
-        "networks": [{"numbers": int, "sum": float, "magnitude": float, "half": bool}],
+        "networks": [NETWORK],
         "structure": {"name": str},
         "likelihood": str,
     },

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mola import folders, storage
 from mola.errors import DataError, OptionError
 from mola.features import check_finite
+from mola.fingerprints import Watch
 from mola.heads import check_logits
 from mola.laplace import LogitMoments, check_precision
 from mola.likelihood import CATEGORICAL
@@ -37,8 +37,8 @@ class WholeCurvature:
     """Number of training data."""
     log_likelihood: float | None
     """Of the training labels, or None if there were none."""
-    signature: dict[str, object]
-    """What tells the network from others."""
+    watch: Watch
+    """The network as it was."""
 
 
 class WholeComponent(nn.Module):
@@ -56,7 +56,6 @@ class WholeComponent(nn.Module):
         self.network, self.curvature = network, curvature
         self.precision = check_precision(precision)
         self._near: tuple[torch.device, torch.dtype, Spectrum] | None = None
-        self._checked: object = None
 
     def at(self, precision: float) -> WholeComponent:
         """The same network and curvature at another prior precision."""
@@ -69,19 +68,22 @@ class WholeComponent(nn.Module):
             self._near = (like.device, dtype, self.curvature.spectrum.to(like.new_zeros(0, dtype=dtype)))
         return self._near[2]
 
-    def check_network(self) -> None:
-        """Notice a network that was trained further: the old curvature is not its own.
+    def check_network(self, *, thorough: bool = False) -> None:
+        """Notice a network that was trained further: the old curvature is not its own. Call it outside of `undisturbed(network)`.
+
+        Args:
+            thorough: compare every number, and not only a few of each tensor where PyTorch has counted no change.
 
         Raises:
             OptionError: if its weights are not those that were fitted.
         """
-        now = tuple((parameter.data_ptr(), parameter._version) for parameter in self.network.parameters())
-        if now == self._checked:
-            return
-        if not storage.same_signature(folders.signature_of(self.network), self.curvature.signature):
-            message = "the network's weights changed since the posterior was fitted. Fit again: mola.fit_whole(...)."
+        changed = self.curvature.watch.changed(thorough=thorough)
+        if changed:
+            message = (
+                f"the network's weights changed since the posterior was fitted ({', '.join(changed[:3])}"
+                f"{', ...' if len(changed) > 3 else ''}). Fit again: mola.fit_whole(...)."
+            )
             raise OptionError(message)
-        self._checked = now
 
     def _explicit(self) -> int:
         spectrum = self.curvature.spectrum
@@ -89,7 +91,6 @@ class WholeComponent(nn.Module):
 
     def moments(self, inputs: Inputs) -> LogitMoments:
         """Gaussian over the linearised logits of a batch. Call it inside `undisturbed(network)`."""
-        self.check_network()
         means, joints = [], []
         for logits, rows, spectrum in self.rows(inputs, seen_and_shift):
             means.append(logits)
@@ -136,7 +137,6 @@ class WholeComponent(nn.Module):
         Returns:
             Probabilities of each draw.
         """
-        self.check_network()
         precision = self.precision if precision is None else precision
         generator = torch.Generator("cpu").manual_seed(seed)
         layout, spectrum, probs = self.curvature.layout, self.curvature.spectrum, []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mola import folders
 from mola.errors import OptionError, StorageError
+from mola.fingerprints import Watch
 from mola.fitting import ensemble
 from mola.links import LINKS, Link
 from mola.schema import Optional
@@ -111,7 +112,7 @@ def _pack(component: WholeComponent) -> tuple[dict[str, Any], dict[str, Tensor]]
         "rest": [{"name": name, "shape": list(shape)} for name, shape in layout.rest],
         "dense": isinstance(spectrum, Dense),
         "chosen": None if chosen is None else len(chosen),
-        "network": curvature.signature,
+        "network": curvature.watch.signature,
         "prior_precision": component.precision,
         "classes": curvature.classes,
         "count": curvature.count,
@@ -177,7 +178,7 @@ def _unpack(network: nn.Module, entry: dict[str, Any], tensors: dict[str, Tensor
         entry["classes"],
         entry["count"],
         entry["log_likelihood"],
-        entry["network"],
+        Watch(network, entry["network"]),
     )
     return WholeComponent(network, curvature, entry["prior_precision"])
 

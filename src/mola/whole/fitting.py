@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from mola import folders
 from mola.choices import one_of
 from mola.component import per_component
 from mola.errors import DataError, OptionError, located
 from mola.features import batch_count, check_finite, check_loader, peek
+from mola.fingerprints import Watch
 from mola.fitting import ensemble
 from mola.heads import check_logits
 from mola.laplace import check_precision
@@ -127,9 +127,7 @@ def fit_whole(
     components = [
         WholeComponent(
             network,
-            WholeCurvature(
-                own, one.spectrum(), own.vector(network), classes, reading.count, score, folders.signature_of(network)
-            ),
+            WholeCurvature(own, one.spectrum(), own.vector(network), classes, reading.count, score, Watch(network)),
             precision,
         )
         for network, own, one, score, precision in zip(

@@ -109,14 +109,21 @@ class WholeMoLA(Mixture):
 
     def _moments(self, inputs: Inputs) -> list[LogitMoments]:
         moments = []
+        self._look()
         with undisturbed(*self.networks):
             for index, component in enumerate(self.components):
                 with located(f"models[{index}]"):
                     moments.append(component.moments(inputs))
         return moments
 
+    def _look(self, *, thorough: bool = False) -> None:
+        """Notice networks that were changed."""
+        for component in self.components:
+            component.check_network(thorough=thorough)
+
     def _draws(self, inputs: Inputs, link: WeightDraws, seed: int | None) -> list[Tensor]:
         drawn = []
+        self._look()
         with undisturbed(*self.networks), torch.no_grad():
             for index, component in enumerate(self.components):
                 with located(f"models[{index}]"):
@@ -185,8 +192,7 @@ class WholeMoLA(Mixture):
             A new posterior; `.tuning` says how it was chosen. `OptionError` if the rule is none.
         """
         chosen = as_rule(rule, val_loader)
-        for component in self.components:
-            component.check_network()
+        self._look(thorough=True)
 
         def weights_at(precision: float) -> Tensor:
             if self.weighting != "evidence":
@@ -265,6 +271,7 @@ class WholeMoLA(Mixture):
         Returns:
             The folder, for `mola.WholeMoLA.load(directory, models)`.
         """
+        self._look(thorough=True)
         parts = files.Parts(list(self.components), self.structure, self.link, self.weights, self.weighting, self.tuning)
         return files.write(directory, parts)
 
