@@ -1,10 +1,13 @@
 """Every example runs as it stands, says nothing on stderr, and shows what it claims to show."""
 
+import csv
+import importlib.util
 import json
 import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from mola.__main__ import main
+from tests.conftest import require_shared
 from tests.test_docs import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,7 +217,8 @@ def at_desk(tmp_path, monkeypatch):
         return ran
 
     yield enter
-    sys.modules.pop("shapes", None)
+    for name in [name for name, module in sys.modules.items() if str(tmp_path) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
 
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -252,3 +257,53 @@ def test_the_page_on_own_images_leads_from_nothing_to_a_posterior(at_desk):
     lines = Path("predictions.csv").read_text().splitlines()
     assert len(lines) == 61
     assert sum(",true," in line for line in lines) > 20  # of 60 scribbles, where 3 would be chance
+
+
+def require_wordllama():
+    """Skips loudly where it is missing, and fails in CI: it comes with the extra `dev`."""
+    if importlib.util.find_spec("wordllama") is None:
+        message = "NO WORDLLAMA: install what the page on texts asks for, pip install 'wordllama>=0.4,<0.5'."
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+@pytest.mark.real_data
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_page_on_texts_leads_from_sentences_to_a_report(at_desk):
+    """All of it on CLINC150, and what the page tells of it is what comes out."""
+    shutil.copy(require_shared("clinc150/data_full.json"), "data_full.json")
+    require_wordllama()
+    page = HOWTO / "text-features.md"
+    ran = at_desk(page)
+    install = ["make setup", "source .venv/bin/activate", "pip install"]
+    made = ["python embed.py", "python intents.py", "mola fit", "mola evaluate", "mola predict"]
+    assert ran == [*install, *made, "python new.py", "mola predict"]
+
+    text = page.read_text()
+    methods = json.loads(Path("report/numbers.json").read_text())["methods"]
+    for name in ("MAP", "DE", "DE-T", "MoLA"):
+        scores, outside = methods[name]["scores"], methods[name]["outside"]["out-of-scope.npz"]
+        accuracy, loss, confidence, told_apart = table_row(text, name)
+        # Another processor sums in another order, and training carries that on.
+        assert accuracy == pytest.approx(100 * scores["accuracy"], abs=0.5), name
+        assert loss == pytest.approx(scores["nll"], abs=0.01), name
+        assert confidence == pytest.approx(100 * outside["confidence"], abs=1), name
+        assert told_apart == pytest.approx(100 * outside["auroc"], abs=0.5), name
+    by_score = methods["MoLA"]["outside"]["out-of-scope.npz"]["ood_auroc"]
+    assert table_row(text, "MoLA, `ood_score`") == [pytest.approx(100 * by_score, abs=0.5)]
+
+    with open("predictions.csv", newline="") as file:
+        alarms = [row["outlying"] == "true" for row in csv.DictReader(file)]
+    assert len(alarms) == 1000
+    told = float(re.search(r"Of these sentences (\d+) % are marked", text).group(1))
+    assert told == pytest.approx(100 * sum(alarms) / len(alarms), abs=2)
+    with open("new.csv", newline="") as file:
+        known, strange = csv.DictReader(file)
+    assert (known["class"], known["outlying"], strange["outlying"]) == ("transfer", "false", "true")
+
+
+def table_row(text, name):
+    """The numbers of the row that begins with this cell."""
+    cells = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", text, re.M).group(1).split("|")
+    return [float(cell) for cell in cells if cell.strip()]
