@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +54,8 @@ def listen(host: str, port: int) -> socket.socket:
         message = f"--host {host} is no address of this machine: {error.strerror or error}."
         raise OptionError(message) from error
     try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # elsewhere it would let two servers share a port
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(found[4])
         opened.listen(128)
     except (OSError, OverflowError) as error:
