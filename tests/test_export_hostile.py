@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -126,3 +127,41 @@ def test_the_traps_are_real(parts, tmp_path, monkeypatch):
 def test_the_good_file_is_read_after_being_packed_anew(parts, tmp_path):
     write(tmp_path / "file.pt2", parts)
     assert mola.load_exported(tmp_path / "file.pt2").outputs == ["label"]
+
+
+def packed(parts, padding=b""):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(zipfile.ZipInfo(name), content)
+        archive.writestr(zipfile.ZipInfo("archive/extra/padding"), padding)
+    return buffer.getvalue()
+
+
+def test_an_archive_with_two_tables_of_contents_is_read_by_one_of_them(parts, tmp_path, monkeypatch):
+    """Python looks for the table in front of the archive's end, PyTorch where the end says it is: each finds its own parts."""
+    monkeypatch.chdir(tmp_path)
+    bad = {**parts, **opaque_constant_under_a_tensor_s_name(parts)}
+    good = {name: parts.get(name, b"harmless") for name in bad}
+    longer = max(len(packed(bad)), len(packed(good)))
+    bad, good = (packed(one, b" " * (longer - len(packed(one)))) for one in (bad, good))
+    content = bad[:-22] + good
+    records = torch._C.PyTorchFileReader(io.BytesIO(content))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert archive.read("archive/data/constants/tensor_0") == b"harmless"
+    assert records.get_record("data/constants/tensor_0") != b"harmless", (
+        "the two readers agree, so that this attacks nothing"
+    )
+    (tmp_path / "file.pt2").write_bytes(content)
+    mola.load_exported(tmp_path / "file.pt2")
+    assert not (tmp_path / MARK).exists()
+
+
+def test_an_archive_that_claims_more_than_it_holds_is_refused(parts, tmp_path):
+    path = tmp_path / "file.pt2"
+    with zipfile.ZipFile(path, "w", compression=zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+        archive.writestr("archive/extra/bomb", bytes(2**24))
+    with pytest.raises(StorageError, match="claims to hold more than its"):
+        mola.load_exported(path)

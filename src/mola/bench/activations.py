@@ -202,7 +202,7 @@ class Activations:
         # Features and logits, as they are collected and as they are joined.
         needed = 2 * 4 * largest.count * (heads[-1].in_features + heads[-1].out_features)
         free = free_memory()
-        if needed > free:
+        if free is not None and needed > free:
             message = (
                 f"the activations of {largest.title} ({largest.count:,} images) need {needed / 2**30:.0f} GiB of memory, and "
                 f"{free / 2**30:.0f} GiB are free. Use fewer images (--train-images, --test-images), or another machine."

@@ -134,7 +134,7 @@ def sent(event: gr.EventData, name: str, kind: Any) -> Any:
     Raises:
         DataError: if it is not of this kind, since a page can send anything.
     """
-    value = (event._data or {}).get(name)
+    value = event._data.get(name) if isinstance(event._data, dict) else None
     if not isinstance(value, kind):
         words = f"the page sent {name} = {value!r:.40}, and something else was expected: load it again."
         raise DataError(words)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from mola.errors import OptionError
 from mola.explore.opinions import Explorer
 from mola.explore.pictures import LARGEST_FILE
+from mola.explore.questions import ASKED, READ, READ_BELOW, why_refused
 
 __all__ = ["listen", "make_app", "serve"]
 
@@ -23,8 +27,8 @@ POLICY = (
 )
 """What a browser may load: from here alone. Gradio's own page needs inline and evaluated scripts."""
 
-UNNEEDED = ("/upload", "/deep_link", "/process_recording")
-"""Endings of gradio's addresses that write files, which no part of the page asks for."""
+SLOWEST = 60
+"""Seconds that a question may take to arrive."""
 
 PARTING = 1
 """Seconds that open pages are given when the server is stopped."""
@@ -50,7 +54,8 @@ def listen(host: str, port: int) -> socket.socket:
         message = f"--host {host} is no address of this machine: {error.strerror or error}."
         raise OptionError(message) from error
     try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # elsewhere it would let two servers share a port
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(found[4])
         opened.listen(128)
     except (OSError, OverflowError) as error:
@@ -87,7 +92,9 @@ def make_app(explorer: Explorer, *, everyone: bool = False) -> Any:
 
 
 class Guarded:
-    """An application that refuses what is too large and what nobody needs, and tells browsers to load nothing from elsewhere.
+    """An application that passes on what the page asks, and nothing else, and tells browsers to load nothing from elsewhere.
+
+    Gradio answers at sixty addresses, some of which read, write or fetch files; the page needs a handful.
 
     Args:
         app: an ASGI application.
@@ -99,12 +106,18 @@ class Guarded:
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
         """Answer a request."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        if scope["path"].rstrip("/").endswith(UNNEEDED):
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers, method = dict(scope["headers"]), scope.get("method", "GET")
+        if scope["path"] not in (*READ, ASKED) and not scope["path"].startswith(READ_BELOW):
             await refuse(send, 404, b"pictures come with the question, and nothing is kept")
+            return
+        if method not in ("GET", "HEAD") and (method, scope["path"]) != ("POST", ASKED):
+            await refuse(send, 405, b"pages are read, and questions are posted")
             return
         length = headers.get(b"content-length", b"0")
         if (
@@ -114,6 +127,22 @@ class Guarded:
         ):
             await refuse(send, 413, b"too large")
             return
+        if method == "POST":
+            if not _from_this_page(headers):
+                await refuse(send, 403, b"questions come from this page alone")
+                return
+            try:
+                body = await asyncio.wait_for(whole_body(receive), SLOWEST)
+            except TimeoutError:
+                await refuse(send, 408, b"too slow")
+                return
+            if body is None:
+                return  # the asker has gone
+            words = why_refused(body)
+            if words is not None:
+                await refuse(send, 400, words.encode())
+                return
+            receive = _once(body, receive)
 
         async def sent(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -125,6 +154,41 @@ class Guarded:
             await send(message)
 
         await self.app(scope, receive, sent)
+
+
+def _from_this_page(headers: dict[bytes, bytes]) -> bool:
+    """Whether a question is in JSON, which other pages cannot send unasked, and comes from no other page."""
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    origin = headers.get(b"origin")
+    if origin is not None and urlsplit(origin.decode("latin-1")).netloc.encode("latin-1") != headers.get(b"host"):
+        return False
+    return kind == b"application/json" and headers.get(b"sec-fetch-site", b"same-origin") in (b"same-origin", b"none")
+
+
+async def whole_body(receive: Callable[[], Any]) -> bytes | None:
+    """A request's body; None if the asker goes away meanwhile."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _once(body: bytes, receive: Callable[[], Any]) -> Callable[[], Any]:
+    """A body that has been read already, to be received again."""
+    given = False
+
+    async def received() -> Any:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return received
 
 
 async def refuse(send: Callable[[Any], Any], status: int, words: bytes) -> None:

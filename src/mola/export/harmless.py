@@ -17,7 +17,7 @@ import torch
 
 from mola.errors import StorageError
 
-__all__ = ["refuse_code"]
+__all__ = ["without_code"]
 
 PART = re.compile(
     r"[^/]+/(archive_format|archive_version|byteorder|\.data/\w+|extra/[^/]+|models/\w+\.json|data/sample_inputs/\w+\.pt|"
@@ -38,18 +38,28 @@ TEXTS = {
 """Texts of a graph that PyTorch evaluates, compiles or looks up, by their keys."""
 
 
-def refuse_code(content: bytes, path: object) -> None:
-    """Refuse what could run code of its own.
+def without_code(content: bytes, path: object) -> bytes:
+    """The same archive, packed anew from the parts that were looked at; refused if one of them could run code of its own.
+
+    An archive can be made so that two readers find different parts in it, at the same names: only what is packed here is what
+    PyTorch will find.
 
     Args:
         content: all of a `.pt2` file.
         path: where it came from, for the message.
 
+    Returns:
+        An archive to be read instead.
+
     Raises:
-        StorageError: if it holds more than tensors and a graph.
+        StorageError: if it holds more than tensors and a graph, or claims to be larger than it is.
     """
+    packed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         names = archive.namelist()
+        if sum(one.file_size for one in archive.infolist()) > len(content):
+            message = f"{path} claims to hold more than its {len(content):,} bytes, which torch.export does not write: it is damaged."
+            raise StorageError(message)
         # Of two parts with one name, PyTorch might read the one that was not looked at.
         found = [name for name in names if not PART.fullmatch(name) or names.count(name) > 1]
         for name in names:
@@ -59,12 +69,17 @@ def refuse_code(content: bytes, path: object) -> None:
                 found += [f"{key} {text!r}" for key, text in _texts(json.loads(archive.read(name)))]
             elif "/data/sample_inputs/" in name and not _is_tensors(archive.read(name)):
                 found.append(name)
+        if not found:
+            with zipfile.ZipFile(packed, "w") as target:
+                for name in names:
+                    target.writestr(name, archive.read(name))
     if found:
         message = (
             f"{path} holds more than tensors and a graph ({found[0][:80]}), which can run code when it is read. Export it "
             f"again, from plain tensors."
         )
         raise StorageError(message)
+    return packed.getvalue()
 
 
 def _other_than_tensors(config: dict[str, Any]) -> list[str]:

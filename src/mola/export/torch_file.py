@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mola.errors import StorageError
 from mola.export.agreement import check_agreement
 from mola.export.graph import OUTPUTS
-from mola.export.harmless import refuse_code
+from mola.export.harmless import without_code
 from mola.export.information import as_properties
 from mola.export.tracing import Settings, quietly, reason, trace
 from mola.export.writing import Written, check_path, write_file
@@ -95,7 +95,7 @@ def read_program(content: bytes, path: object) -> tuple[torch.export.ExportedPro
         StorageError: if the file is no such program, or loading it would run code of its own.
     """
     try:
-        refuse_code(content, path)
+        content = without_code(content, path)
         extra = {PROPERTIES: ""}
         with quietly():
             program = torch.export.load(io.BytesIO(content), extra_files=extra)

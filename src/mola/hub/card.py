@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def model_card(
     if measured:
         front["model-index"] = [{"name": name, "results": [_result(one, pipeline_tag) for one in measured]}]
     parts = [
-        f"---\n{as_yaml(front)}---\n\n# {name}",
+        f"---\n{as_yaml(front)}---\n\n# {_plain(name)}",
         _what_it_is(posterior, classes),
         _how_to_load(name, build, own_builder, preparing),
         *_what_is_absent(pipeline_tag, preparing),
@@ -79,6 +80,11 @@ def _result(measured: Measured, task: str | None) -> dict[str, Any]:
     }
 
 
+def _plain(text: str) -> str:
+    """A text that stays text in Markdown: on one line, without marks of HTML, tables, code and links."""
+    return re.sub(r"([\\`|*\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
+
+
 def _title(metric: str) -> str:
     return METRICS[metric][0] if metric in METRICS else metric
 
@@ -87,7 +93,7 @@ def _what_it_is(posterior: MoLA, classes: Sequence[str]) -> str:
     count = len(posterior.components)
     kind = "a plain ensemble" if posterior.structure is None else "last-layer Laplace approximations"
     networks = sorted({type(network).__name__ for network in posterior.networks})
-    listed = ", ".join(classes[:20]) + (f" and {len(classes) - 20} more" if len(classes) > 20 else "")
+    listed = ", ".join(map(_plain, classes[:20])) + (f" and {len(classes) - 20} more" if len(classes) > 20 else "")
     return (
         f"A classifier that says how sure it is: {count} trained network{'s' if count > 1 else ''} "
         f"({', '.join(networks)}) with {kind}, made with mola.\n\n"
@@ -118,13 +124,16 @@ def _how_to_load(name: str, build: str | None, own_builder: bool, preparing: Map
         lines.append(f"from {module} import {function} as build")
     argument = ", build" if own_builder else ""
     lines.append("")
-    lines += [f'{role} = {type(one).__name__}.from_pretrained("{name}/{role}")' for role, one in preparing.items()]
+    lines += [
+        f"{role} = {type(one).__name__}.from_pretrained({json.dumps(f'{name}/{role}', ensure_ascii=False)})"
+        for role, one in preparing.items()
+    ]
     if "tokenizer" in preparing:
         lines.append('x = tokenizer(["a text"], padding=True, return_tensors="pt")')
     elif "processor" in preparing:
         lines.append('x = processor(images=[image], return_tensors="pt")')
     lines += [
-        f'posterior = mola.load_from_hub_folder("{name}"{argument})   # this folder, downloaded',
+        f"posterior = mola.load_from_hub_folder({json.dumps(name, ensure_ascii=False)}{argument})   # this folder, downloaded",
         "prediction = posterior.predict(x)       # a batch of inputs, or a loader",
         "prediction.probs, prediction.entropy, prediction.epistemic, prediction.ood_score",
     ]
@@ -135,9 +144,9 @@ def _how_to_load(name: str, build: str | None, own_builder: bool, preparing: Map
 
 
 def _measured(measured: Measured, picture: str | None) -> str:
-    rows = [f"| {_title(metric)} | {float(value):.4g} |" for metric, value in measured.values.items()]
+    rows = [f"| {_plain(_title(metric))} | {float(value):.4g} |" for metric, value in measured.values.items()]
     text = (
-        f"## Measured on {measured.dataset}\n\n{measured.count} data.\n\n| metric | value |\n|---|---|\n"
+        f"## Measured on {_plain(measured.dataset)}\n\n{measured.count} data.\n\n| metric | value |\n|---|---|\n"
         + "\n".join(rows)
     )
     if measured.bins:

@@ -295,6 +295,8 @@ def _read_pretrained(build: Any, place: Path, dtype: torch.dtype | None) -> nn.M
     if not str(getattr(build, "__module__", "")).startswith("transformers."):
         other: nn.Module = build.from_pretrained(place, **options)
         return other.eval()
+    if build.__module__.startswith("transformers.models.auto"):
+        options["trust_remote_code"] = False  # otherwise the user would be asked whether to run what lies in the folder
     network: nn.Module
     network, found = build.from_pretrained(place, output_loading_info=True, **options)
     absent = [*found["missing_keys"], *(one[0] for one in found["mismatched_keys"])]

@@ -165,8 +165,12 @@ def timm_builder(name: str) -> Callable[[int], nn.Module]:
         The function.
 
     Raises:
+        OptionError: if the name is that of a place.
         MissingExtraError: if timm is not installed.
     """
+    if ":" in name:
+        message = f"timm:{name} would be fetched or read from elsewhere: expected the plain name of an architecture, such as resnet18."
+        raise OptionError(message)
     try:
         timm: Any = importlib.import_module("timm")
     except ImportError as error:

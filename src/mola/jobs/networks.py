@@ -191,12 +191,19 @@ def _imported(name: str) -> nn.Module:
 
 
 def _classes_in(path: Path, like: nn.Module) -> int | None:
-    """How many outputs the weights in a file have: rows of what the network calls its last tensor."""
+    """How many outputs the weights in a file have: rows of what the network calls its last tensor.
+
+    Raises:
+        StorageError: if it stands for more numbers than the file holds.
+    """
     state: Any = read_state(path)
     last = list(like.state_dict())[-1]
     while isinstance(state, dict):
         for name, value in state.items():
             if (name == last or str(name).endswith(f".{last}")) and getattr(value, "ndim", 0) > 0:
+                if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+                    message = f"{path} holds fewer numbers than the {value.shape[0]:,} rows that {name} claims: it is damaged."
+                    raise StorageError(message)
                 return int(value.shape[0])
         state = next((value for value in state.values() if isinstance(value, dict)), None)
     return None

@@ -65,7 +65,7 @@ class Full(Structure):
         # Each network keeps its sum, eigenvectors and a root; one of them at a time is decomposed.
         needed = 8 * (KEPT * sum(side**2 for side in sides) + WORKSPACE * max(sides) ** 2)
         free = self.memory if self.memory is not None else free_memory()
-        if needed > free:
+        if free is not None and needed > free:
             side, width = max(sides), max(features)
             together = f" for each of {len(sides)} networks" if len(sides) > 1 else ""
             message = (

@@ -114,7 +114,7 @@ class Kron(Structure):
         # Half of each matrix is summed; the largest is then unpacked and decomposed.
         needed = 8 * (sum((outputs**2 + width**2) // 2 for width in features) + 2 * largest**2)
         free = free_memory()
-        if needed > free:
+        if free is not None and needed > free:
             together = f" for each of {len(features)} networks" if len(features) > 1 else ""
             message = (
                 f"structure {self.name!r} keeps a {outputs} x {outputs} and a {max(features)} x {max(features)} matrix{together}, "

@@ -7,6 +7,7 @@ weights are read or none.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ WRAPPERS = frozenset({"module", "_orig_mod"})
 
 OUTER = ("model", "net", "network")
 """Names under which Lightning modules and other shells hold the network, in front of every name."""
+
+GROWTH = 20
+"""How many times larger than the file its parts may be: torch.save does not compress, TorchScript does a little."""
 
 SHOWN = 3
 """Names listed of each kind of disagreement."""
@@ -107,6 +111,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
     try:
         if _is_safetensors(source):
             return dict(load_file(source))
+        _refuse_bomb(source)
         # Weights only: nothing in the file is executed.
         content = torch.load(source, map_location="cpu", weights_only=True)
     except StorageError:
@@ -120,6 +125,20 @@ def read_state(path: str | Path) -> dict[str, Any]:
         )
         raise StorageError(message)
     return dict(content)
+
+
+def _refuse_bomb(path: Path) -> None:
+    """Refuse a packed file that grows without measure when it is read.
+
+    Raises:
+        StorageError: if its parts are far larger than the file.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            claimed, held = sum(one.file_size for one in archive.infolist()), path.stat().st_size
+        if claimed > GROWTH * held:
+            message = f"{path} has {held:,} bytes and claims to hold {claimed:,}: weights cannot be packed so well, so it is damaged."
+            raise StorageError(message)
 
 
 def load_weights(network: nn.Module, path: str | Path, *, entry: str | None = None) -> None:

@@ -171,7 +171,7 @@ def check_dense_size(side: int, networks: int, advice: str) -> None:
     """
     needed = 8 * side**2 * (2 * networks + MATRICES - 2)
     free = free_memory()
-    if needed > free:
+    if free is not None and needed > free:
         message = (
             f"the covariance of {side} weights is a {side} x {side} matrix of {8 * side**2 / 1e9:.2f} GB; {networks} network(s) "
             f"need about {needed / 1e9:.2f} GB with the eigensolver, and {free / 1e9:.2f} GB are free. {advice}"
