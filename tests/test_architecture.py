@@ -27,6 +27,7 @@ ROOMS = (
     "links",
     "metrics",
     "class_order",
+    "overlap",
     "uncertainty",
     "detectors",
     "search",
