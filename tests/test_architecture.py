@@ -29,6 +29,7 @@ ROOMS = (
     "links",
     "metrics",
     "class_order",
+    "overlap",
     "uncertainty",
     "detectors",
     "search",

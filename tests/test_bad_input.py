@@ -149,7 +149,7 @@ OPTIONS = {
     "tune by evidence with data": (lambda s: s.posterior.tune(LOADER, mola.Evidence()), r"training data alone"),
     "tune without data": (lambda s: s.posterior.tune(), r"ConfidenceThreshold needs validation data.*val_loader"),
     "score without data": (lambda s: s.posterior.tune(rule=mola.ValidationScore()), r"needs validation data"),
-    "unknown score": (lambda s: mola.ValidationScore("accuracy"), r"'nll', 'brier' or 'ece', got 'accuracy'"),
+    "unknown score": (lambda s: mola.ValidationScore("accuracy"), r"one of nll, brier, ece; got 'accuracy'"),
     "grid with 0": (lambda s: s.posterior.tune(LOADER, mola.ValidationScore(grid=[0, 1])), r"grid.*above 0.*\[0, 1\]"),
     "empty grid": (lambda s: s.posterior.tune(LOADER, mola.ValidationScore(grid=[])), r"grid.*\[\]"),
     "no draws": (lambda s: mola.MonteCarlo(samples=0), r"at least 1, got 0"),
@@ -463,7 +463,7 @@ def test_a_posterior_on_another_network(scene):
     refuse(scene, lambda s: mola.load(s.folder, [other, s.networks[1]]), StorageError, words)
     words = r"models\[0\].*\(3, 7, True\).*\(3, 5, True\)"
     refuse(scene, lambda s: mola.load(s.folder, [s.networks[1], s.networks[0]]), StorageError, words)
-    words = r"2 components, got 1 models: pass the 2 networks that it was fitted on, in the same order"
+    words = r"2 components, got 1 model: pass the 2 networks that it was fitted on, in the same order"
     refuse(scene, lambda s: mola.load(s.folder, s.networks[0]), StorageError, words)
 
 

@@ -220,7 +220,7 @@ def test_the_digits_demo_is_that_of_the_demo():
 
     digits = load_digits(1)
     networks = train_ensemble(build_network, digits.train, Recipe(epochs=3), members=2, seed=1)
-    with pytest.warns(MolaWarning, match="nothing to add"):  # so little training leaves little to tune
+    with pytest.warns(MolaWarning, match="less sure than they are right"):  # so little training leaves little to tune
         expected = mola.fit(networks, digits.train.batches(), digits.val.batches(), progress=False)
     some = digits.test.inputs[:20]
     assert torch.equal(subject.posterior(some), expected(some))

@@ -193,7 +193,7 @@ def damage(folder, name, how):
         ("config.json", lambda document: document.update(version=2), "version 2; this mola reads version 1"),
         ("config.json", lambda document: document.pop("networks"), "garbled.*'networks'"),
         ("config.json", lambda document: document["networks"][0].update(dtype="load"), "unknown precision 'load'"),
-        ("config.json", lambda document: document["networks"].pop(), r"2 components, got 1 models"),
+        ("config.json", lambda document: document["networks"].pop(), r"2 components, got 1 model"),
         ("networks/1/model.safetensors", "remove", "1/model.safetensors is missing"),
         ("networks/0/model.safetensors", "flip", "0/model.safetensors is damaged: download"),
         ("posterior/posterior.json", "remove", "posterior.json is missing"),

@@ -184,9 +184,13 @@ BAD = {
     "no predictor": (lambda: mola.Mixture([]), OptionError, r"at least one callable"),
     "not callable": (lambda: mola.Mixture([sharp, 3]), OptionError, r"callable"),
     "a function alone": (lambda: mola.Mixture(sharp), OptionError, r"callable"),
-    "wrong word": (lambda: mola.Mixture([sharp], "evidence"), OptionError, r"'uniform' or 1 numbers, got 'evidence'"),
+    "wrong word": (
+        lambda: mola.Mixture([sharp], "evidence"),
+        OptionError,
+        r"weights must be 'uniform', or numbers .*; got 'evidence'",
+    ),
     "weights that do not sum to 1": (lambda: mola.Mixture([sharp, flat], [1, 1]), OptionError, r"sum to 1.*sum 2"),
-    "too many weights": (lambda: mola.Mixture([sharp], [0.5, 0.5]), OptionError, r"expected 1 numbers.*got 2"),
+    "too many weights": (lambda: mola.Mixture([sharp], [0.5, 0.5]), OptionError, r"expected 1 number, .*got 2"),
     "negative": (lambda: mola.Mixture([sharp, flat], [-1, 2]), OptionError, r"not negative"),
     "logits": (
         lambda: mola.Mixture([flat, logits]),

@@ -12,6 +12,7 @@ from torch import nn
 import mola
 from mola.class_order import CHANCE, guessed, other_order
 from mola.errors import DataError, MolaWarning
+from mola.overlap import Remembering, shared_rows
 from mola.prior import RULES
 from mola.search import PAPER_GRID
 from tests.conftest import STRUCTURES
@@ -19,6 +20,8 @@ from tests.conftest import STRUCTURES
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the search for the prior precision"),
     pytest.mark.filterwarnings("ignore:.*no interior optimum"),
+    pytest.mark.filterwarnings("error:only [0-9.]+% of the labels"),
+    pytest.mark.filterwarnings("error:the validation data are"),
 ]
 
 CLASSES = 3
@@ -169,5 +172,42 @@ def test_training_and_validation_data_that_were_swapped_deserve_a_word():
     )
     network = trained(0, inputs, labels)
     with pytest.warns(MolaWarning, match="far better on the validation data .* have the two been swapped"):
-        tuned = mola.fit(network, [(inputs, flipped)], [(inputs, labels)], rule="nll")
+        tuned = mola.fit(network, [(inputs, flipped)], [draw(400, 9)], rule="nll")
     assert "swapped" in tuned.tuning.notes[0]
+
+
+@pytest.mark.parametrize("size", [10, 64])
+def test_a_part_of_the_training_data_is_known_by_its_rows(bench, size):
+    """In batches of which all, or only some, of the rows are remembered."""
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
+    train = [(bench.inputs[part], bench.labels[part]) for part in order.split(size)]
+    some = order[torch.randperm(200, generator=torch.Generator().manual_seed(2))[:120]]
+    part = [(bench.inputs[rows], bench.labels[rows]) for rows in some.split(size)]
+    with pytest.warns(MolaWarning, match="are among the training data"):
+        tuned = mola.fit(bench.networks, train, part)
+    assert sum("training data" in note for note in tuned.tuning.notes) == 1
+    mola.fit(bench.networks, train, [bench.val])  # others are not taken for these
+
+
+def test_rows_that_repeat_themselves_in_any_data_are_no_evidence():
+    """Categories: 4 columns of 2 values have 16 different rows."""
+    generator = torch.Generator().manual_seed(0)
+    sides = [Remembering([torch.randint(0, 2, (16, 4), generator=generator) for _ in range(10)]) for _ in range(2)]
+    for side in sides:
+        assert len(list(side)) == len(side) == 10
+    assert shared_rows(*sides) is None
+    one = torch.randn(40, 3)
+    forms = [
+        [(one, one.sum(1))],
+        [one],
+        [{"labels": one[:, 0], "x": one}],
+        [([one, one], one[:, 0])],
+        [{"a": {"b": one}}],
+    ]
+    for first, second in itertools.product(forms, forms):
+        pair = Remembering(first), Remembering(second)
+        assert [len(list(side)) for side in pair] == [1, 1]
+        assert "among the training data" in shared_rows(*pair)
+    nothing = Remembering([])
+    assert list(nothing) == []
+    assert shared_rows(nothing, nothing) is None

@@ -513,7 +513,7 @@ def test_loading_refuses_other_networks_and_other_folders(tmp_path):
     posterior.save(tmp_path / "whole")
     with pytest.raises(StorageError, match="not the network that was saved"):
         mola.WholeMoLA.load(tmp_path / "whole", convolutional(5))
-    with pytest.raises(StorageError, match="saved with 1 networks, got 2"):
+    with pytest.raises(StorageError, match="saved with 1 network, got 2"):
         mola.WholeMoLA.load(tmp_path / "whole", [network, network])
     mola.fit(network, [(inputs, labels)], **QUIET).save(tmp_path / "last")
     with pytest.raises(StorageError, match=r"holds a saved posterior.*mola.load"):

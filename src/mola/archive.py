@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mola import storage
+from mola.choices import counted
 from mola.component import Component, Curvature
 from mola.errors import HeadError, OptionError, StorageError
 from mola.fingerprints import NETWORK, Watch, fingerprint, same_network
@@ -125,8 +126,8 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
     parts = document["components"]
     if len(parts) != len(networks):
         message = (
-            f"the saved posterior has {len(parts)} components, got {len(networks)} models: pass the {len(parts)} networks that it was "
-            f"fitted on, in the same order."
+            f"the saved posterior has {counted(len(parts), 'component')}, got {counted(len(networks), 'model')}: pass the "
+            f"{counted(len(parts), 'network')} that it was fitted on, in the same order."
         )
         raise StorageError(message)
     if document["likelihood"] != CATEGORICAL.name:

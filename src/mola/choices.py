@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from mola.errors import OptionError
 
-__all__ = ["did_you_mean", "is_real", "one_of", "resolve", "whole_number"]
+__all__ = ["counted", "did_you_mean", "is_real", "one_of", "resolve", "whole_number"]
 
 Kind = TypeVar("Kind")
 
@@ -48,8 +48,9 @@ def one_of(name: object, known: Collection[str], argument: str, otherwise: str |
     """
     if isinstance(name, str) and name in known:
         return name
+    names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))
     more = "" if otherwise is None else f", or {otherwise}"
-    message = f"{argument} must be one of {', '.join(known)}{more}; got {name!r}.{did_you_mean(name, known)}"
+    message = f"{argument} must be {names}{more}; got {name!r}.{did_you_mean(name, known)}"
     raise OptionError(message)
 
 
@@ -57,6 +58,11 @@ def did_you_mean(name: object, known: Collection[str]) -> str:
     """The known name that is spelt most alike, as a question after a message; nothing if none is."""
     near = difflib.get_close_matches(name.lower(), known, 1) if isinstance(name, str) else []
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """A number with its noun, "1 network" or "3 networks"; `many` where it is not formed with an s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def is_real(value: object) -> bool:

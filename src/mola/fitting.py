@@ -19,6 +19,7 @@ from mola.laplace import Structure, as_structure, check_precision
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
 from mola.networks import undisturbed
+from mola.overlap import Remembering, shared_rows
 from mola.posterior import MoLA
 from mola.prior import Rule, check_rule
 from mola.summing import Keeper, sum_up
@@ -117,6 +118,9 @@ def fit(
             "rule": None if rule is None else rule if isinstance(rule, str) else type(rule).__name__,
             "checkpoint": keeper.active,
         }
+        if val_loader is not None and together.size == 1:  # each process of a team sees its own shards alone
+            check_loader(train_loader, "the training loader")
+            train_loader, val_loader = Remembering(train_loader), Remembering(val_loader)
         # Sums made in inference mode could not be differentiated by mola.Evidence later.
         with torch.inference_mode(False), undisturbed(*networks):
             heads, sums = sum_up(
@@ -143,6 +147,8 @@ def fit(
     posterior = MoLA(components, chosen_link, weighting)
     if val_loader is not None or rule is not None:
         posterior = posterior.tune(val_loader, rule, progress=progress, team=team)
+        if isinstance(train_loader, Remembering) and isinstance(val_loader, Remembering):
+            posterior = posterior.with_doubt(shared_rows(train_loader, val_loader))
     keeper.remove()
     return posterior
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from mola.choices import one_of
+from mola.choices import counted, one_of
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.features import batch_count, batches_of, peek
@@ -53,7 +53,7 @@ class Mixture(nn.Module):
             message = "predictors: expected a list of at least one callable from inputs to probabilities."
             raise OptionError(message)
         if isinstance(weights, str):
-            one_of(weights, ("uniform",), "weights", f"{len(members)} numbers that sum to 1")
+            one_of(weights, ("uniform",), "weights", "numbers that sum to 1, one for each member")
         self.predictors = members
         for index, member in enumerate(members):
             if isinstance(member, nn.Module):
@@ -154,7 +154,7 @@ class Mixture(nn.Module):
 def describe_networks(networks: Sequence[nn.Module]) -> str:
     """How many, of which kinds."""
     kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in networks))
-    return f"{len(networks)} {'network' if len(networks) == 1 else 'networks'} ({kinds})"
+    return f"{counted(len(networks), 'network')} ({kinds})"
 
 
 def describe_numbers(values: Iterable[float]) -> str:

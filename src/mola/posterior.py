@@ -29,7 +29,7 @@ from mola.prediction import Prediction
 from mola.prior import Rule, choose_together
 from mola.randomness import seed_from
 from mola.sampling import WeightSamples, draw_weights
-from mola.tuning import HeldOut, Problem, Tuning, read_held_out
+from mola.tuning import NOT_HELD_OUT, HeldOut, Problem, Tuning, read_held_out
 from mola.uncertainty import entropy, epistemic_share, far_field_score, max_probability_score
 from mola.weights import check_weighting, evidence_weights, stacking_weights
 
@@ -293,6 +293,20 @@ class MoLA(Mixture):
         if labelled:
             data.check_labels(where)
         return data
+
+    def with_doubt(self, words: str | None) -> MoLA:
+        """The same, with one more note on how it was tuned, which is warned of; what makes one doubt is said once.
+
+        Args:
+            words: for the user; None if there is nothing to say.
+
+        Returns:
+            A new posterior, or this one.
+        """
+        if words is None or self.tuning is None or any(NOT_HELD_OUT in note for note in self.tuning.notes):
+            return self
+        warn(words)
+        return self._with(tuning=replace(self.tuning, notes=(words, *self.tuning.notes)))
 
     def _doubts(self, data: HeldOut) -> tuple[str, ...]:
         """Warn where validation data do not look as if they had been held out."""

@@ -68,6 +68,12 @@ FEW_DATA = "few validation data"
 """How a note begins that says that the target of the threshold rule is known no better than its margin."""
 
 
+def _points(share: float, digits: int = 4) -> str:
+    """A difference of two shares, in percentage points."""
+    text = f"{100 * share:.{digits}g}"
+    return f"{text} point" if text == "1" else f"{text} points"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.4g} %"
 
@@ -122,7 +128,7 @@ class ConfidenceThreshold:
         if accuracy is None:
             target = f"{_percent(float(self.confidence or 0))}, as given"
         else:
-            points = f"{100 * self.margin:.4g} point" + ("" if self.margin == 0.01 else "s")
+            points = _points(self.margin)
             lowered = accuracy - self.margin
             target = f"{_percent(max(lowered, least))}, "
             target += (
@@ -147,7 +153,7 @@ class ConfidenceThreshold:
             meant = not data.guessed()
             if error > self.margin:
                 notes = (
-                    f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {100 * error:.2g} percentage points (its "
+                    f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {_points(error, 2)} (its "
                     f"standard error), and the target confidence no better. More data make it surer, or pass your own.",
                 )
         else:

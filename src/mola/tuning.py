@@ -34,6 +34,9 @@ PROJECTED_AT_ONCE = 2**24
 """Projected numbers of all components held at once when candidates are compared; the data are taken in portions."""
 
 
+NOT_HELD_OUT = "the validation data are the training data"
+"""How a note begins that says so."""
+
 SAME = 1e-5
 """Relative difference of two sums of log-likelihoods up to which they are of the same data: rounding depends on the batches."""
 
@@ -142,7 +145,7 @@ class HeldOut:
             size == count and trained > 0 and abs(trained - mine) <= SAME * trained for size, trained, mine in pairs
         ):
             return (
-                "the validation data are the training data: as many, with the same log loss to five digits. Networks look surer and "
+                f"{NOT_HELD_OUT}: as many, with the same log loss to five digits. Networks look surer and "
                 "better on these than they are. Pass data that they were not trained on."
             )
         before = sum(trained / size for size, trained, _ in pairs) / len(pairs)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mola.choices import counted
 from mola.errors import DataError, OptionError
 from mola.laplace import LogitMoments
 
@@ -221,9 +222,9 @@ def alarm_rank(count: int, false_alarm_rate: float) -> int:
     alarms = math.floor((count + 1) * rate)
     if alarms < 1:
         message = (
-            f"{count} validation scores are too few for a false-alarm rate of {asked:g}: their largest is "
-            f"passed by one datum in {count + 1}. Give at least {math.ceil(1 / rate) - 1} scores, or allow a rate of at "
-            f"least 1/{count + 1}."
+            f"{counted(count, 'validation score')} {'is' if count == 1 else 'are'} too few for a false-alarm rate of {asked:g}: "
+            f"their largest is passed by one datum in {count + 1}. Give at least {math.ceil(1 / rate) - 1} scores, or allow a rate of "
+            f"at least 1/{count + 1}."
         )
         raise DataError(message)
     return count + 1 - alarms

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mola.choices import one_of
+from mola.choices import counted, one_of
 from mola.errors import OptionError
 
 __all__ = ["check_weighting", "check_weights", "evidence_weights", "stacking_weights", "uniform_weights"]
@@ -34,10 +34,10 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
     try:
         values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().flatten()
     except (TypeError, ValueError, RuntimeError) as error:
-        message = f"weights: expected {count} numbers that sum to 1, got {weights!r}."
+        message = f"weights: expected {counted(count, 'number')} with the sum 1, got {weights!r}."
         raise OptionError(message) from error
     if len(values) != count:
-        message = f"weights: expected {count} numbers, one for each component, got {len(values)}."
+        message = f"weights: expected {counted(count, 'number')}, one for each component, got {len(values)}."
         raise OptionError(message)
     if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
         message = f"weights must be finite and not negative, got {values.tolist()}."
@@ -66,7 +66,7 @@ def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str 
     if weights == "stacking":
         message = "weights 'stacking' need validation data: fit first, then posterior.reweight(val_loader)."
         raise OptionError(message)
-    return one_of(weights, ("uniform", "evidence"), "weights", f"{count} numbers that sum to 1")
+    return one_of(weights, ("uniform", "evidence"), "weights", "numbers that sum to 1, one for each network")
 
 
 def evidence_weights(log_evidence: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from mola.baselines.temperature import (
     fit_temperature,
     pooled_log_probabilities,
 )
-from mola.choices import one_of
+from mola.choices import counted, one_of
 from mola.component import per_component
 from mola.errors import DataError, OptionError, StorageError, located
 from mola.features import check_finite
@@ -181,7 +181,9 @@ class TemperatureScaled(Mixture):
         document, _ = folders.load(directory, "temperature", SCHEMA)
         networks = ensemble(models).networks
         if len(networks) != len(document["networks"]):
-            message = f"{directory} was saved with {len(document['networks'])} networks, got {len(networks)}."
+            message = (
+                f"{directory} was saved with {counted(len(document['networks']), 'network')}, got {len(networks)}."
+            )
             raise StorageError(message)
         for index, (network, saved) in enumerate(zip(networks, document["networks"], strict=True)):
             folders.require_network(network, saved, f"models[{index}]")

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from mola.choices import counted
 from mola.cli.progress import showing_progress
 from mola.cli.shared_options import RUN, Json, Quiet, finish, numbers, set_threads, sides, texts
 from mola.report.tables import Column, for_terminal, make_table
@@ -245,11 +246,11 @@ def _show(output: Path, found: dict[str, Any], structure: str, networks: int, re
     from mola.prior import FEW_DATA
 
     console = Console(highlight=False)
-    count = "1 network" if networks == 1 else f"{networks} networks"
+    count = counted(networks, "network")
     precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in found["prior_precision"]))
     rule = f", by {found['rule']}" if found["rule"] else ""
     console.print(
-        f"Fitted {count} with {found['outputs']} classes on {found['train_count']:,} inputs: structure {structure}, lambda "
+        f"Fitted {count} with {found['outputs']} classes on {counted(found['train_count'], 'input')}: structure {structure}, lambda "
         f"{precisions}{escape(rule)}."
     )
     measured = found["validation"]
@@ -265,7 +266,7 @@ def _show(output: Path, found: dict[str, Any], structure: str, networks: int, re
             name: [100 * one["accuracy"], one["nll"], 100 * one["ece"], 100 * one["confidence"]]
             for name, one in ((plain, measured["networks"]), ("posterior", measured["posterior"]))
         }
-        caption = f"{measured['count']:,} inputs, which were tuned on: `mola evaluate` measures on others."
+        caption = f"{counted(measured['count'], 'input')}, which were tuned on: `mola evaluate` measures on others."
         console.print(for_terminal(make_table("On the validation data", caption, columns, values)))
         before, after = measured["networks"]["nll"], measured["posterior"]["nll"]
         if after > before and "ConfidenceThreshold" in str(found["rule"]):

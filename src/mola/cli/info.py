@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mola.choices import counted
 from mola.cli.shared_options import Json
 
 __all__ = ["info"]
@@ -53,7 +54,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("structure", f"{found['structure']}, link {found['link']}, weights {found['weighting']}"),
         ("lambda", f"{precisions}, {'by ' + found['rule'] if found['rule'] else 'as given'}"),
         *[("note", note) for note in found["notes"]],
-        ("fitted on", f"{found['train_count']:,} inputs"),
+        ("fitted on", counted(found["train_count"], "input")),
         ("files", f"{found['bytes']:,} bytes, whole; checksum {found['sha256'][:16]}"),
     ]
     if found["job"] is None:

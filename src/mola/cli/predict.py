@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from mola.choices import counted
 from mola.cli.progress import showing_progress
 from mola.cli.run_file import Config, check_run, write_run
 from mola.cli.shared_options import (
@@ -93,7 +94,7 @@ def predict(
     if not quiet and not as_json:
         outlying = "" if result.outlying is None else f", {result.outlying:.1%} outlying"
         Console(highlight=False).print(
-            f"Predicted {result.count:,} {'input' if result.count == 1 else 'inputs'} in {result.seconds:.1f} s: mean confidence "
+            f"Predicted {counted(result.count, 'input')} in {result.seconds:.1f} s: mean confidence "
             f"{result.confidence:.3f}, mean entropy {result.entropy:.3f} of which epistemic {result.epistemic:.3f}{outlying}. Wrote "
             f"[bold]{escape(str(output))}[/bold].",
             soft_wrap=True,

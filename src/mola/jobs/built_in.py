@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mola.choices import one_of
+from mola.choices import counted, one_of
 from mola.data.catalogue import DATASETS, load_images, split_validation
 from mola.data.digits import load_digits
 from mola.errors import DataError, MolaError, OptionError
@@ -162,7 +162,9 @@ class Own:
             names = [f"{self.name}[{place}]" for place in range(start, start + size)]
             labels = batch.labels if self.labelled else None
             if labels is not None and len(labels) != size:
-                message = f"batch {index} of {self.name} has {len(labels)} labels for {size} inputs."
+                message = (
+                    f"batch {index} of {self.name} has {counted(len(labels), 'label')} for {counted(size, 'input')}."
+                )
                 raise DataError(message)
             if labels is not None and (labels.ndim != 1 or bool((labels != labels.floor()).any())):
                 message = (

@@ -31,6 +31,7 @@ from mola.jobs.toml import to_toml
 from mola.laplace import STRUCTURES
 from mola.links import LINKS
 from mola.networks import undisturbed
+from mola.overlap import Remembering, shared_rows
 from mola.posterior import MoLA
 from mola.prior import RULES as NAMED_RULES
 from mola.prior import ConfidenceThreshold, OutlierExposure, Rule
@@ -42,6 +43,7 @@ RULES = (*NAMED_RULES, "outliers", "none")
 """How the prior precision is chosen; none keeps what is given."""
 
 MIXING = ("uniform", "evidence", "stacking")
+READING = "reading the validation data"
 ROWS = 1024
 """Validation data that are looked at together once they were read."""
 
@@ -155,7 +157,7 @@ def run_fit(
         message = "--bundle copies files of --weights into the folder: networks that bring their own cannot be bundled."
         raise OptionError(message)
     replaced = holds_posterior(output, checkpoint)
-    if job.val is not None and job.val == job.train and job.rule in ("evidence", "none"):  # tuning notices it by itself
+    if job.val is not None and job.val == job.train and job.rule == "none":  # tuning notices it by itself
         warn("the validation data are the training data: networks look surer and better on these than they are.")
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
@@ -171,10 +173,12 @@ def run_fit(
         if job.download and together.first:
             together.share(None)
     # Before the training data, which may take hours: a wrong order of the classes is seen here. Nothing reads them again.
-    held_out = None if data.val is None else _read_validation(built, job, data)
+    seen = Remembering(data.loader(data.train, "fitting", 0.15, 0.7, labelled=False))
+    held = None if data.val is None else Remembering(data.loader(data.val, READING, 0.05, 0.15))
+    held_out = None if held is None else _read_validation(built, job, data, held)
     posterior = fit(
         built.networks,
-        data.loader(data.train, "fitting", 0.15, 0.7, labelled=False),
+        seen,
         structure=job.structure,
         prior_precision=job.prior_precision,
         weights="uniform" if job.mixing == "stacking" else job.mixing,
@@ -185,6 +189,8 @@ def run_fit(
         checkpoint=checkpoint,
     )
     posterior = _tune(posterior, job, data, held_out)
+    if held is not None and together.size == 1:
+        posterior = posterior.with_doubt(shared_rows(seen, held))
     progress("checking", 0.85)
     measured, scores = (None, None) if held_out is None else _measure(posterior, held_out)
     with together.work("checking"):
@@ -213,15 +219,14 @@ def _move(built: Built, device: str) -> None:
         move(network, device)
 
 
-def _read_validation(built: Built, job: Job, data: Material) -> HeldOut:
+def _read_validation(built: Built, job: Job, data: Material, val: Remembering) -> HeldOut:
     """What the networks make of the validation data, read once; refused if their classes are in another order."""
-    assert data.val is not None
     names = [job.head] * len(built.networks)
-    with data.team.work("reading the validation data"), undisturbed(*built.networks):
+    with data.team.work(READING), undisturbed(*built.networks):
         held_out = read_held_out(
             built.networks,
             find_heads(built.networks, names, data.first),
-            data.loader(data.val, "reading the validation data", 0.05, 0.15),
+            val,
             where="validation data",
             labelled=True,
             progress=False,

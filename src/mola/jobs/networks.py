@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from mola.choices import did_you_mean
+from mola.choices import counted, did_you_mean
 from mola.errors import MolaError, OptionError, StorageError
 from mola.jobs.exported import load_exported
 from mola.jobs.hub import folder_hints, load_transformers, timm_builder, timm_hints
@@ -114,8 +114,9 @@ def build_networks(
         takers = takers * len(files)
     if files and len(files) != len(takers):
         message = (
-            f"{len(files)} files of weights for {len(takers)} networks that take some ({', '.join(takers) or 'none'}): expected "
-            f"one network for all files, or one for each. Folders and {EXPORTED} files bring their own weights."
+            f"{counted(len(files), 'file')} of weights for {counted(len(takers), 'network')} to take them "
+            f"({', '.join(takers) or 'none'}): expected one network for all files, or one for each. Folders and {EXPORTED} files "
+            f"bring their own weights."
         )
         raise OptionError(message)
     rest = iter(files)

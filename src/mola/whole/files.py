@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mola import folders
+from mola.choices import counted
 from mola.errors import OptionError, StorageError
 from mola.fingerprints import Watch
 from mola.fitting import ensemble
@@ -137,7 +138,7 @@ def read(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> Part
     document, tensors = folders.load(directory, KIND, SCHEMA)
     networks, entries = ensemble(models).networks, document["components"]
     if not entries or len(networks) != len(entries):
-        message = f"{directory} was saved with {len(entries)} networks, got {len(networks)}."
+        message = f"{directory} was saved with {counted(len(entries), 'network')}, got {len(networks)}."
         raise StorageError(message)
     components = []
     for index, (network, entry) in enumerate(zip(networks, entries, strict=True)):
