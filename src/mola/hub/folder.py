@@ -25,7 +25,7 @@ from mola.hub.measuring import Measured
 from mola.hub.picture import draw_reliability
 from mola.models.checkpoints import load_weights, save_weights
 from mola.posterior import MoLA
-from mola.schema import Optional, check
+from mola.schema import Optional, check, check_seal, parse, sealed
 from mola.storage import write_atomically
 
 __all__ = ["load_from_hub_folder", "save_to_hub_folder"]
@@ -108,16 +108,18 @@ def save_to_hub_folder(
         picture=PICTURE if drawn else None,
     )
     write_atomically(folder / CARD, text.encode())
-    config = {
-        "format": FORMAT,
-        "version": VERSION,
-        "library_name": "mola",
-        "kind": "ensemble" if posterior.structure is None else "posterior",
-        "classes": names,
-        "weights": posterior.weights.tolist(),
-        "build": build,
-        "networks": described,
-    }
+    config = sealed(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "library_name": "mola",
+            "kind": "ensemble" if posterior.structure is None else "posterior",
+            "classes": names,
+            "weights": posterior.weights.tolist(),
+            "build": build,
+            "networks": described,
+        }
+    )
     write_atomically(folder / CONFIG, json.dumps(config, indent=2).encode())
     return folder
 
@@ -218,7 +220,7 @@ def load_from_hub_folder(
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_bytes())
+        config = parse(path.read_bytes())
     except (OSError, ValueError) as error:
         message = f"{path} cannot be read ({error}): expected a folder of mola.save_to_hub_folder."
         raise StorageError(message) from error
@@ -228,6 +230,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if config.get("version") != VERSION:
         message = f"{path} has version {config.get('version')!r}; this mola reads version {VERSION}. Update mola."
         raise StorageError(message)
+    check_seal(config, path)
     check(config, SCHEMA, "")
     return config
 
