@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,15 @@ from mola.jobs.fit import run_fit
 from mola.jobs.folder import Fitted, open_folder
 from mola.jobs.job import Job
 from mola.models.checkpoints import save_weights
+
+
+def as_of_old(folder: Path) -> Path:
+    """A posterior's folder as older versions wrote it: nothing sealed, and the job in `job.toml` alone."""
+    path = folder / "posterior.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({name: one for name, one in document.items() if name not in ("job", "sha256")}))
+    return folder
+
 
 CLASSES = ("cat", "dog", "fox")
 SIDE = 6

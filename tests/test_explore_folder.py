@@ -36,7 +36,7 @@ from mola.jobs.preparation import Intake
 from mola.jobs.toml import to_toml
 from mola.models.checkpoints import save_weights
 from tests.conftest import require_shared
-from tests.own_work import CLASSES, fit_at, job_for, make_desk
+from tests.own_work import CLASSES, as_of_old, fit_at, job_for, make_desk
 
 PATIENCE = 120
 """Seconds that a server may take to start on a machine that is busy with other things."""
@@ -65,7 +65,7 @@ def folder(desk, tmp_path_factory):
 
 def without(folder, to, *, quantiles=True, **changes):
     """A copy of a posterior's folder with another `job.toml`."""
-    shutil.copytree(folder, to)
+    as_of_old(shutil.copytree(folder, to))
     document = tomllib.loads((to / "job.toml").read_text())
     if quantiles:
         del document["result"]["validation"]["outlier_quantiles"]

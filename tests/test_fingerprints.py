@@ -178,9 +178,9 @@ def test_a_changed_network_is_noticed_by_predictions_and_files(edit, tmp_path):
         posterior(X)
     EDITS[edit](made)
     for name, posterior in fitted.items():
-        for use in (lambda one: one(X), lambda one: one.predict(X), lambda one: one.save(tmp_path / name)):
+        for use, argument in ((posterior, X), (posterior.predict, X), (posterior.save, tmp_path / name)):
             with pytest.raises(mola.MolaError, match=r"changed since"):
-                use(posterior)
+                use(argument)
         assert not (tmp_path / name).exists()
     last = fitted["mola"]
     for use in (lambda: last.tune(LOADER), lambda: last.reweight(LOADER), lambda: last.with_link("mc")(X)):

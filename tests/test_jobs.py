@@ -35,7 +35,7 @@ from mola.jobs.scores import alarm, usual_alarm
 from mola.jobs.tally import Tally
 from mola.jobs.toml import to_toml
 from mola.models.checkpoints import load_weights, save_weights
-from tests.own_work import CLASSES, build, fit_at, job_for, make_desk
+from tests.own_work import CLASSES, as_of_old, build, fit_at, job_for, make_desk
 
 
 @pytest.fixture(scope="module")
@@ -283,11 +283,12 @@ def test_a_bundle_made_of_a_bundle_loses_nothing(desk, tmp_path):
     """Each file is to take the other's place."""
     folder = tmp_path / "posterior"
     run_fit(job_for(desk, weights=tuple(desk.weights(2))), folder, bundle=True)
-    first, second = [str(folder / "weights" / f"{index}.safetensors") for index in range(2)]
+    first, second = sorted(map(str, (folder / "weights").iterdir()))
     old = [Path(one).read_bytes() for one in (first, second)]
     run_fit(job_for(desk, weights=(second, first)), folder, bundle=True)
-    assert [Path(one).read_bytes() for one in (second, first)] == old
-    assert sorted(path.name for path in (folder / "weights").iterdir()) == ["0.safetensors", "1.safetensors"]
+    new = sorted((folder / "weights").iterdir())
+    assert [path.read_bytes() for path in new] == old[::-1]
+    assert [path.name[:2] for path in new] == ["0-", "1-"]
     open_folder(folder)
 
 
@@ -304,7 +305,7 @@ def test_a_bundle_made_of_a_bundle_loses_nothing(desk, tmp_path):
     ],
 )
 def test_a_garbled_result_is_named(fitted, desk, tmp_path, old, new):
-    shutil.copytree(fitted.folder, tmp_path / "posterior")
+    as_of_old(shutil.copytree(fitted.folder, tmp_path / "posterior"))
     text = (fitted.folder / "job.toml").read_text()
     assert old in text
     weights = (desk.root / "weights").as_posix()
@@ -350,7 +351,7 @@ def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
 def test_a_module_that_is_not_here_is_named_with_the_remedy(desk, fitted, tmp_path, monkeypatch):
     """The posterior's own folder is no place to import from: it may be a stranger's."""
     copy = tmp_path / "posterior"
-    shutil.copytree(fitted.folder, copy)
+    as_of_old(shutil.copytree(fitted.folder, copy))
     text = (copy / "job.toml").read_text().replace(f"{desk.module}:build", "hidden_inside:build")
     (copy / "job.toml").write_text(text)
     (copy / "hidden_inside.py").write_text("raise SystemExit('code of the folder was run')")
@@ -376,7 +377,7 @@ def test_a_strangers_folder_runs_no_code(desk, fitted, tmp_path, monkeypatch, co
     """Seen from beside it, a folder is a package; and installed functions can be made to run what lies in it."""
     folder = f"posterior_{tmp_path.name}"  # modules stay imported: a name of its own for each
     copy = tmp_path / folder
-    shutil.copytree(fitted.folder, copy)
+    as_of_old(shutil.copytree(fitted.folder, copy))
     shutil.copy(desk.root / f"{desk.module}.py", tmp_path)
     old, code = {"network": f"{desk.module}:build", "val": "VAL"}[option], code.replace("POSTERIOR", folder)
     text = (copy / "job.toml").read_text()

@@ -7,21 +7,30 @@ loads. Nothing is pickled.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from mola.errors import StorageError
-from mola.schema import check
+from mola.schema import SEAL, check, check_seal, parse, sealed
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is open cannot be removed
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = [
     "DOCUMENT",
@@ -29,8 +38,14 @@ __all__ = [
     "VERSION",
     "how_to_load",
     "kind_of",
+    "partial_file",
     "read",
+    "read_document",
+    "read_sealed_tensors",
+    "remove_abandoned",
+    "sealed_tensors",
     "write",
+    "write_atomically",
 ]
 
 FORMAT = "mola-posterior"
@@ -55,17 +70,142 @@ def how_to_load(kind: str) -> str:
     return f"Load it with {LOADERS[kind]}(...)." if kind in LOADERS else "Load it with what saved it."
 
 
+ABANDONED = 24 * 3600
+"""Seconds after which a partial file is taken for abandoned where locks cannot tell."""
+
+
+@contextmanager
+def partial_file(path: Path) -> Iterator[Path]:
+    """A file to write beside another, which it may then replace; afterwards it is gone, whatever happens.
+
+    Its lock tells others that it is being written: those of writers that were killed have none, and are removed here.
+
+    Args:
+        path: of the file that is wanted.
+
+    Yields:
+        The path of the partial file, which exists and is empty.
+    """
+    remove_abandoned(path.parent, path.name)
+    while True:
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+        lock = _lock(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
+        # Between the two calls, somebody may have taken it for abandoned.
+        if lock is None or os.fstat(lock).st_nlink > 0:
+            break
+        os.close(lock)
+    try:
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(file: int) -> int | None:
+    """Lock an open file; without locks (on Windows, an open file could not be renamed), close it."""
+    if fcntl is None:
+        os.close(file)
+        return None
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def remove_abandoned(folder: Path, name: str) -> None:
+    """Remove the partial files of writers that were killed.
+
+    Args:
+        folder: where they lie.
+        name: of the file that they were to replace; `*` stands for anything.
+    """
+    pattern = "*".join(glob.escape(part) for part in name.split("*"))
+    for partial in folder.glob(f".{pattern}.*.partial"):
+        with suppress(OSError):  # gone meanwhile, or locked by its writer
+            _remove_unlocked(partial)
+
+
+def _remove_unlocked(partial: Path) -> None:
+    """Remove a partial file that nobody writes to any more.
+
+    Raises:
+        BlockingIOError: if somebody does.
+    """
+    old = time.time() - partial.stat().st_mtime > ABANDONED
+    if fcntl is None:
+        if old:
+            partial.unlink()
+        return
+    file = os.open(partial, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Still locked while it is removed: a writer who has just made it finds that it is gone, and makes another.
+        partial.unlink()
+    except BlockingIOError:
+        raise
+    except OSError:  # a file system without locks
+        if old:
+            partial.unlink()
+    finally:
+        os.close(file)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file in one step: readers see the old content or the new, never a part."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
+    with partial_file(path) as partial:
         with open(partial, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+
+
+def sealed_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The content of one safetensors file, with a checksum of all of it among its metadata.
+
+    Args:
+        tensors: by name.
+        metadata: short texts by name.
+
+    Returns:
+        What `read_sealed_tensors` reads.
+    """
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return save_tensors(plain, {**metadata, SEAL: _digest(plain, metadata)})
+
+
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    texts = {name: text for name, text in metadata.items() if name != SEAL}
+    shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
+    digest = hashlib.sha256(json.dumps([texts, shapes], sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def read_sealed_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file that `sealed_tensors` made; those of older versions have no seal.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Tensors and texts, by name.
+
+    Raises:
+        StorageError: if it is damaged, or was changed.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        message = f"{path} is not a whole safetensors file ({error})."
+        raise StorageError(message) from error
+    if SEAL in metadata and metadata[SEAL] != _digest(tensors, metadata):
+        message = f"{path} was changed after it was written: its content does not have the checksum that it names."
+        raise StorageError(message)
+    return tensors, metadata
 
 
 def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -92,11 +232,17 @@ def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[s
     checksum = hashlib.sha256(content).hexdigest()
     name = f"factors-{checksum[:16]}.safetensors"
     write_atomically(folder / name, content)
-    full = {"format": FORMAT, "version": VERSION, **document, "tensors": {"file": name, "sha256": checksum}}
-    write_atomically(folder / DOCUMENT, json.dumps(full, indent=2, allow_nan=False).encode())
+    remove_abandoned(folder, "factors-*")
+    full = sealed({"format": FORMAT, "version": VERSION, **document, "tensors": {"file": name, "sha256": checksum}})
+    try:
+        text = json.dumps(full, indent=2, allow_nan=False)
+    except ValueError as error:
+        message = f"{folder}: nothing was saved, since a number of the document is not finite ({error})."
+        raise StorageError(message) from error
+    write_atomically(folder / DOCUMENT, text.encode())
     if not (folder / name).exists():  # another writer, at work at the same time, took it for an old one
         write_atomically(folder / name, content)
-    if _read_document(folder)["tensors"]["file"] == name:
+    if read_document(folder)["tensors"]["file"] == name:
         for stale in folder.glob("factors-*.safetensors"):
             if stale.name != name:
                 stale.unlink(missing_ok=True)
@@ -131,12 +277,12 @@ def read(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         StorageError: if files are missing, truncated, foreign, or newer than this library.
     """
     folder = Path(directory)
-    document = _read_document(folder)
+    document = read_document(folder)
     try:
         return document, _read_tensors(folder, document)
     except StorageError:
         # Somebody may have saved over it since the document was read: then the new one is whole.
-        again = _read_document(folder)
+        again = read_document(folder)
         if again == document:
             raise
         return again, _read_tensors(folder, again)
@@ -152,10 +298,21 @@ def kind_of(directory: str | Path) -> str | None:
         The kind. `StorageError` if the document is damaged, foreign, or of another version.
     """
     folder = Path(directory)
-    return str(_read_document(folder).get("kind", "posterior")) if (folder / DOCUMENT).exists() else None
+    return str(read_document(folder).get("kind", "posterior")) if (folder / DOCUMENT).exists() else None
 
 
-def _read_document(folder: Path) -> dict[str, Any]:
+def read_document(folder: Path) -> dict[str, Any]:
+    """The document of a folder, without its tensors.
+
+    Args:
+        folder: that `write` made.
+
+    Returns:
+        The document.
+
+    Raises:
+        StorageError: if it is missing, damaged, foreign, changed, or newer than this library.
+    """
     path = folder / DOCUMENT
     if not path.is_file():
         message = (
@@ -163,8 +320,8 @@ def _read_document(folder: Path) -> dict[str, Any]:
         )
         raise StorageError(message)
     try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        document = parse(path.read_bytes())
+    except (OSError, ValueError) as error:
         message = f"{path} is not readable JSON ({error}): the file is truncated or was not written by mola."
         raise StorageError(message) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -176,6 +333,7 @@ def _read_document(folder: Path) -> dict[str, Any]:
             f"Update mola, or save the posterior again with this one."
         )
         raise StorageError(message)
+    check_seal(document, path)
     check(document, {"tensors": {"file": str, "sha256": str}}, "")
     return document
 

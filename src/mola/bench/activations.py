@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from mola.bench.layout import fast_network
@@ -26,7 +24,7 @@ from mola.features import find_heads, peek, stream
 from mola.laplace.memory import free_memory
 from mola.models.checkpoints import load_weights
 from mola.networks import undisturbed
-from mola.storage import write_atomically
+from mola.storage import read_sealed_tensors, sealed_tensors, write_atomically
 
 __all__ = ["Activations", "HeadOnly", "Keyed", "Network", "Progress", "Seen", "network_checksum", "open_networks"]
 
@@ -186,7 +184,7 @@ class Activations:
     def _write(self, network: Keyed, source: Source, tensors: dict[str, Tensor], name: str) -> None:
         path = self.path(network, source)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, save(tensors, {"set": source.name, "network": name}))
+        write_atomically(path, sealed_tensors(tensors, {"set": source.name, "network": name}))
 
     @staticmethod
     def _check_memory(network: Network, sources: Sequence[Source]) -> None:
@@ -273,7 +271,7 @@ def _run(
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        return load(path.read_bytes())
-    except (SafetensorError, OSError, ValueError) as error:
-        message = f"{path} is not a whole file of activations ({error}). Delete it: it will be computed again."
+        return read_sealed_tensors(path)[0]
+    except StorageError as error:
+        message = f"this is not a whole file of activations: {error} Delete it: it will be computed again."
         raise StorageError(message) from error

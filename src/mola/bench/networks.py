@@ -13,6 +13,7 @@ from mola.data.images import Images
 from mola.data.labelled import Labelled
 from mola.errors import OptionError, StorageError
 from mola.models.checkpoints import read_metadata, save_weights
+from mola.schema import check, parse
 from mola.training import Recipe, train
 from mola.training.checkpoint import Checkpoint
 from mola.training.loop import member_seeds
@@ -125,7 +126,7 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> None:
     if kept is None:
         message = f"{path} does not say how it was trained. Train into another folder, or delete it."
         raise StorageError(message)
-    before, now = _flat(json.loads(kept)), _flat(identity)
+    before, now = _flat(_parsed(kept, path)), _flat(identity)
     if before != now:
         changed = [
             f"{name}: {before.get(name)} there, {now.get(name)} asked" for name in now if before.get(name) != now[name]
@@ -135,6 +136,18 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> None:
             f"{path} is another network than asked for ({reason}). Train into another folder (--output), or delete it."
         )
         raise StorageError(message)
+
+
+def _parsed(kept: str, path: Path) -> dict[str, Any]:
+    try:
+        identity = parse(kept)
+        check(identity, {"recipe": {}} if isinstance(identity, dict) and "recipe" in identity else {}, "identity")
+    except (ValueError, TypeError) as error:
+        message = (
+            f"{path} is damaged where it says how it was trained ({error}). Train into another folder, or delete it."
+        )
+        raise StorageError(message) from error
+    return dict(identity)
 
 
 def _flat(identity: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +164,7 @@ def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: D
         kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
         if kept is None:
             continue
-        identity = json.loads(kept)
+        identity = _parsed(kept, path)
         expected = {"data": suite.name, "model": network, "normalisation": options.normalisation}
         for name, value in expected.items():
             if identity.get(name) != value:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from mola.bench.layout import fast_inputs
 from mola.bench.suite import Source
 from mola.errors import StorageError
-from mola.storage import write_atomically
+from mola.storage import read_sealed_tensors, sealed_tensors, write_atomically
 from mola.uncertainty import entropy
 
 __all__ = ["Opinion", "Opinions", "Voice"]
@@ -70,11 +68,12 @@ class Opinions:
         if not path.exists():
             found = Opinion.mean(_asked(voice, source, self.device) for voice in voices())
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, save({"probs": found.probs, "entropy": found.own_entropy}, {"set": source.name}))
+            content = sealed_tensors({"probs": found.probs, "entropy": found.own_entropy}, {"set": source.name})
+            write_atomically(path, content)
         try:
-            tensors = load(path.read_bytes())
+            tensors = read_sealed_tensors(path)[0]
             return Opinion(tensors["probs"], tensors["entropy"])
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
+        except (StorageError, KeyError) as error:
             message = f"{path} is not a whole file of predictions ({error}). Delete it: it will be made again."
             raise StorageError(message) from error
 

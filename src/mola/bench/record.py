@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from mola.errors import StorageError
 from mola.schema import check
 
 __all__ = ["CONFIDENCE_BINS", "FORMAT", "VERSION", "Examples", "LabelledResult", "OutlierResult", "Record"]
@@ -84,8 +85,18 @@ class Record:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Record:
-        """Read what `to_json` gave; `StorageError` if the form is another."""
+        """Read what `to_json` gave.
+
+        Raises:
+            StorageError: if the form is another.
+        """
         check(document, SCHEMA, "")
+        for name, kind in (("labelled", LabelledResult), ("outliers", OutlierResult), ("examples", Examples)):
+            known = {one.name for one in fields(kind)}
+            strange = sorted({entry for one in document[name].values() for entry in one} - known)
+            if strange:
+                message = f"the record is garbled: unknown entries {strange[:3]} under {name!r}."
+                raise StorageError(message)
         return cls(
             **{name: document[name] for name in PLAIN},
             labelled={name: LabelledResult(**one) for name, one in document["labelled"].items()},

@@ -14,6 +14,7 @@ from typing import Any
 
 from mola.bench.record import FORMAT, VERSION, Record
 from mola.errors import StorageError
+from mola.schema import check_seal, parse, sealed
 from mola.storage import write_atomically
 
 __all__ = ["Store"]
@@ -92,7 +93,7 @@ def _slug(method: str) -> str:
 def _write(path: Path, document: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A line for each entry: short enough to keep many, and a change shows where it is.
-    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in document.items()]
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in sealed(document).items()]
     write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
@@ -108,8 +109,8 @@ def _record(path: Path) -> Record:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
+        document = parse(path.read_bytes())
+    except (ValueError, OSError) as error:
         message = f"{path} is not readable JSON ({error}). Delete it and run the suite again: the rest is kept."
         raise StorageError(message) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -121,4 +122,5 @@ def _read(path: Path) -> dict[str, Any]:
             f"Write new results to another folder, or delete it and run the suite again."
         )
         raise StorageError(message)
+    check_seal(document, path)
     return document

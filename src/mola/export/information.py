@@ -11,7 +11,7 @@ import torch
 from mola.errors import OptionError, StorageError
 from mola.export.graph import Exported
 from mola.posterior import MoLA
-from mola.schema import check
+from mola.schema import check, parse
 
 __all__ = ["FORMAT_VERSION", "PREFIX", "as_properties", "check_classes", "describe", "from_properties"]
 
@@ -124,9 +124,7 @@ def from_properties(properties: Mapping[str, str], path: object) -> tuple[dict[s
     """
     try:
         document = {
-            name.removeprefix(PREFIX): json.loads(value)
-            for name, value in properties.items()
-            if name.startswith(PREFIX)
+            name.removeprefix(PREFIX): parse(value) for name, value in properties.items() if name.startswith(PREFIX)
         }
     except ValueError as error:
         message = f"{path}: its properties are not JSON ({error}). Export it again."

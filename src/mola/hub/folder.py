@@ -26,7 +26,7 @@ from mola.hub.measuring import Measured
 from mola.hub.picture import draw_reliability
 from mola.models.checkpoints import load_weights, save_weights
 from mola.posterior import MoLA
-from mola.schema import Optional, check
+from mola.schema import Optional, check, check_seal, parse, sealed
 from mola.storage import write_atomically
 
 __all__ = ["is_hub_folder", "load_from_hub_folder", "save_to_hub_folder"]
@@ -126,16 +126,18 @@ def save_to_hub_folder(
         preparing={role: helper for role, helper in helpers.items() if helper is not None},
     )
     write_atomically(folder / CARD, text.encode())
-    config = {
-        "format": FORMAT,
-        "version": VERSION,
-        "library_name": "mola",
-        "kind": "ensemble" if posterior.structure is None else "posterior",
-        "classes": names,
-        "weights": posterior.weights.tolist(),
-        "build": build,
-        "networks": described,
-    }
+    config = sealed(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "library_name": "mola",
+            "kind": "ensemble" if posterior.structure is None else "posterior",
+            "classes": names,
+            "weights": posterior.weights.tolist(),
+            "build": build,
+            "networks": described,
+        }
+    )
     write_atomically(folder / CONFIG, json.dumps(config, indent=2).encode())
     return folder
 
@@ -247,7 +249,7 @@ def is_hub_folder(folder: Path) -> bool:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_bytes())
+        config = parse(path.read_bytes())
     except (OSError, ValueError) as error:
         message = f"{path} cannot be read ({error}): expected a folder of mola.save_to_hub_folder."
         raise StorageError(message) from error
@@ -257,6 +259,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if config.get("version") != VERSION:
         message = f"{path} has version {config.get('version')!r}; this mola reads version {VERSION}. Update mola."
         raise StorageError(message)
+    check_seal(config, path)
     check(config, SCHEMA, "")
     return config
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mola import __version__, storage
+from mola import __version__, archive, storage
 from mola.choices import one_of
 from mola.distributed import Team
 from mola.errors import OptionError, warn
@@ -203,12 +205,15 @@ def run_fit(
             job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
         document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
         if together.first:
-            posterior.save(output)
+            # Named by what they hold, and written first: what is here stays intact until the new posterior names them.
             if measured is not None and scores is not None:
+                output.mkdir(parents=True, exist_ok=True)
                 measured["scores"] = keep_scores(output, scores)
             document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
-            storage.write_atomically(output / NAME, to_toml(document).encode())
+            _write(posterior, document, output)
             remove_others(output, None if measured is None else measured["scores"]["file"])
+            if bundle:
+                _forget_others(output, built.files)
     progress("done", 1.0)
     notes = posterior.tuning.notes if posterior.tuning is not None else ()
     return FitResult(output, document, account, notes, replaced)
@@ -283,21 +288,35 @@ def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
     return [[level, float(value)] for level, value in zip(LEVELS, np.quantile(scores, LEVELS), strict=True)]
 
 
+def _write(posterior: MoLA, document: dict[str, Any], output: Path) -> None:
+    """Write the posterior and its job in one step; then the job once more, for people and for `mola fit --config`."""
+    text = to_toml(document)
+    posterior.check_networks()
+    packed, tensors = archive.pack(
+        posterior.components, posterior.link, posterior.weights, posterior.weighting, posterior.tuning
+    )
+    storage.write(output, {**packed, "job": tomllib.loads(text)}, tensors)
+    storage.write_atomically(output / NAME, text.encode())
+
+
+def _forget_others(output: Path, kept: list[Path]) -> None:
+    """Remove the weights that an older bundle left: its posterior is gone."""
+    names = {path.name for path in kept}
+    for path in (output / BUNDLED).iterdir():
+        if re.fullmatch(r"\d+(-[0-9a-f]{16})?", path.stem) and path.name not in names:
+            path.unlink(missing_ok=True)
+
+
 def _bundled(job: Job, built: Built, output: Path) -> tuple[Job, Built]:
     """Copies of the weights inside the folder, and a job that names them."""
     target = output / BUNDLED
     target.mkdir(parents=True, exist_ok=True)
-    copies = [target / f"{index}{path.suffix}" for index, path in enumerate(built.files)]
-    # All are copied before any is put in place: a file may itself be one of an older bundle, under another number.
-    partial = [copy.with_name(f"{copy.name}.partial") for copy in copies]
-    try:
-        for path, part in zip(built.files, partial, strict=True):
-            shutil.copyfile(path, part)
-        for part, copy in zip(partial, copies, strict=True):
-            part.replace(copy)
-    finally:
-        for part in partial:
-            part.unlink(missing_ok=True)
+    # Named by what they hold: the weights of the posterior that is here stay until the new one is written.
+    copies = [target / f"{index}-{checksum(path)[:16]}{path.suffix}" for index, path in enumerate(built.files)]
+    for path, copy in zip(built.files, copies, strict=True):
+        with storage.partial_file(copy) as partial:
+            shutil.copyfile(path, partial)
+            partial.replace(copy)
     return replace(job, weights=tuple(str(copy) for copy in copies)), replace(built, files=copies)
 
 

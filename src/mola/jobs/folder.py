@@ -1,30 +1,34 @@
 """A posterior's folder: what `mola fit` wrote, opened again without being told how.
 
-Beside the posterior's own files lies `job.toml`: the options of the job, and under `result` what fitting settled (classes, shape
-of the inputs, checksums of the weights, outlier threshold).
+The posterior's own document holds the job, too: its options, and under `result` what fitting settled (classes, shape of the
+inputs, checksums of the weights, outlier threshold). So both are replaced in one step, and no posterior runs with another one's
+preparation. The `job.toml` beside it is for people, and for `mola fit --config`: it may be edited, and then says no more than
+where files lie now.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from mola.errors import OptionError, StorageError
+from mola import storage
+from mola.errors import OptionError, StorageError, warn
 from mola.fitting import load
 from mola.jobs.code import check_code, check_values
 from mola.jobs.datasets import UserSet, is_own_function, open_set
-from mola.jobs.job import NAME, Job, read_job
-from mola.jobs.networks import build_networks, check_unchanged
+from mola.jobs.job import NAME, PATHS, Job, job_of, read_job
+from mola.jobs.networks import build_networks, check_unchanged, is_whole
 from mola.jobs.preparation import Intake
 from mola.models.registry import MODELS
 from mola.posterior import MoLA
-from mola.schema import Optional, check
+from mola.schema import SEAL, Optional, check
 
 __all__ = ["Fitted", "describe_inputs", "example_of", "move", "open_folder", "read_folder"]
 
@@ -39,6 +43,8 @@ RESULT = {
     "sha256": [str],
     "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
 }
+LARGEST = 2**28
+"""Numbers of one input: more are no input of a network, but a file that was damaged."""
 VALIDATION = {"outlier_threshold": float}
 """What opening needs of the results."""
 
@@ -52,7 +58,7 @@ class Fitted:
         classes: their names, or None where nobody has named them.
         example: a batch of 2 zero inputs of the right shape and type, for tracing: a tensor, or a mapping or tuple of them.
         preparation: from files to inputs, as plain values: `mola.jobs.preparation.Intake`.
-        document: the whole of `job.toml`.
+        document: options and results, as `job.toml` shows them.
         job: its options, paths as seen from here.
         folder: where it lies.
         trust: whether the user trusts it.
@@ -120,10 +126,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
     Raises:
         StorageError: if it is no such folder.
     """
-    if not (path / NAME).is_file():
-        message = f"{path} holds no {NAME}: expected a folder that `mola fit --output` wrote."
-        raise StorageError(message)
-    job, document = read_job(path)
+    job, document = _job_of_folder(path)
     if not isinstance(document.get("result"), dict):
         message = f"{path / NAME} has no results: `mola fit --config {path / NAME}` makes them."
         raise StorageError(message)
@@ -136,6 +139,11 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
         message = f"{path / NAME}: {error}"
         raise StorageError(message) from error
     named = {one["dtype"] for one in result["inputs"]}
+    if any(math.prod(one["shape"]) > LARGEST for one in result["inputs"]):
+        message = (
+            f"{path / NAME}: the results are garbled: inputs of shape {[one['shape'] for one in result['inputs']]}."
+        )
+        raise StorageError(message)
     if len(result["classes"]) not in (0, result["outputs"]) or not all(
         isinstance(getattr(torch, one, None), torch.dtype) for one in named
     ):
@@ -145,6 +153,55 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
         )
         raise StorageError(message)
     return job, document
+
+
+def _job_of_folder(path: Path) -> tuple[Job, dict[str, Any]]:
+    """The job that a posterior was fitted with, and the whole document.
+
+    Raises:
+        StorageError: if there is none, or it belongs to another posterior.
+    """
+    saved = storage.read_document(path) if (path / storage.DOCUMENT).is_file() else {}
+    if "job" in saved:
+        check(saved["job"], {"result": {}}, "job")
+        return _as_lying_now(job_of(saved["job"], path / NAME), saved["job"], path)
+    if not (path / NAME).is_file():
+        message = f"{path} holds no {NAME}: expected a folder that `mola fit --output` wrote."
+        raise StorageError(message)
+    if SEAL in saved:  # older versions kept the job in its own file alone
+        message = (
+            f"{path / NAME} is of another posterior: the one in {path / storage.DOCUMENT} was saved from Python, not by `mola fit`, "
+            f"and its inputs may be prepared in another way. Use it from Python with mola.load(...), or fit again with `mola fit "
+            f"--config {path / NAME}`."
+        )
+        raise StorageError(message)
+    return read_job(path)
+
+
+def _as_lying_now(job: Job, fitted: dict[str, Any], path: Path) -> tuple[Job, dict[str, Any]]:
+    """A job whose files may have moved since, as its `job.toml` says; other changes to that file are mentioned."""
+    if not (path / NAME).is_file():
+        return job, fitted
+    beside, document = read_job(path)
+    places = [name for name in PATHS if name != "network" or all(map(is_whole, job.network))]
+    before, now = _options(fitted), _options(document)
+    differing = [name for name in before | now if before.get(name) != now.get(name)]
+    strange = [name for name in differing if name.rpartition(".")[2] not in (*places, "files")]
+    if strange:
+        warn(
+            f"{path / NAME} is not what the posterior was fitted with ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''} "
+            f"differs): what was fitted is used. To fit with the file as it is: `mola fit --config {path / NAME}`."
+        )
+    if any(name.startswith("result.") for name in strange):
+        return job, fitted  # the file is of another fit: where that one's files lie does not matter
+    moved = replace(job, **{name: getattr(beside, name) for name in places})
+    return moved, fitted | {"result": document["result"]}
+
+
+def _options(document: dict[str, Any]) -> dict[str, Any]:
+    """What a job's document says, by section and name."""
+    tables = {name: table if isinstance(table, dict) else {"": table} for name, table in document.items()}
+    return {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
 
 
 def open_folder(path: Path, device: str = "cpu", *, trust: bool = False, network: Sequence[str] = ()) -> Fitted:

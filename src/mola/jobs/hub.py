@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from mola.errors import MissingExtraError, OptionError, StorageError
 from mola.jobs.preparation import Hints
+from mola.schema import parse
 
 __all__ = ["folder_hints", "load_transformers", "timm_builder", "timm_hints"]
 
@@ -33,7 +33,7 @@ KINDS = {
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = parse(path.read_bytes())
     except (OSError, ValueError) as error:
         message = f"{path} cannot be read as JSON: {error}."
         raise StorageError(message) from error

@@ -52,7 +52,7 @@ def read_information(folder: Path) -> dict[str, Any]:
         "tensors": len(tensors),
         "sha256": document["tensors"]["sha256"],
     }
-    if not (folder / NAME).is_file():
+    if "job" not in document and not (folder / NAME).is_file():
         return {**found, "job": None}
     job, whole = read_folder(folder)
     result = whole["result"]

@@ -17,8 +17,9 @@ from mola.choices import one_of
 from mola.errors import OptionError
 from mola.jobs.toml import read_toml
 from mola.models.registry import MODELS
+from mola.schema import shortened
 
-__all__ = ["FORMAT", "NAME", "OPTIONS", "VERSION", "Job", "read_job", "relative"]
+__all__ = ["FORMAT", "NAME", "OPTIONS", "PATHS", "VERSION", "Job", "job_of", "read_job", "relative"]
 
 FORMAT = "mola-job"
 VERSION = 1
@@ -155,17 +156,31 @@ def read_job(path: Path) -> tuple[Job, dict[str, Any]]:
         path: a TOML file, or the folder that `mola fit` wrote it to.
 
     Returns:
-        The job, its paths as seen from here, and the whole document.
-
-    Raises:
-        OptionError: if the file is not a job, or holds something unknown or of the wrong kind.
+        The job, its paths as seen from here, and the whole document. `OptionError` if the file is not a job, or holds something
+        unknown or of the wrong kind.
     """
     path = path / NAME if path.is_dir() else path
     document = read_toml(path)
+    return job_of(document, path), document
+
+
+def job_of(document: Mapping[str, Any], path: Path) -> Job:
+    """The job of a document, checked.
+
+    Args:
+        document: tables of options.
+        path: of the file that they come from: paths are relative to its folder.
+
+    Returns:
+        The job, its paths as seen from here.
+
+    Raises:
+        OptionError: if the document is not a job, or holds something unknown or of the wrong kind.
+    """
     version = document.get("version", VERSION)
     if document.get("format", FORMAT) != FORMAT or version != VERSION:
         message = (
-            f"{path} has the format {document.get('format')!r}, version {version!r}; "
+            f"{path} has the format {shortened(document.get('format'))}, version {shortened(version)}; "
             f"this mola reads {FORMAT!r}, version {VERSION}."
         )
         raise OptionError(message)
@@ -175,7 +190,7 @@ def read_job(path: Path) -> tuple[Job, dict[str, Any]]:
             continue
         one_of(section, OPTIONS, f"{path}: a section")
         if not isinstance(table, dict):
-            message = f"{path}: {section} must be a table, [{section}]; got {table!r}."
+            message = f"{path}: {section} must be a table, [{section}]; got {shortened(table)}."
             raise OptionError(message)
         for name, value in table.items():
             one_of(name, OPTIONS[section], f"{path}: an option in [{section}]")
@@ -187,15 +202,16 @@ def read_job(path: Path) -> tuple[Job, dict[str, Any]]:
         elif value is not None:
             values[name] = tuple(one if _is_no_path(name, one) else _located(one, path.parent) for one in value)
     known = {field.name for field in fields(Job)}
-    return Job(**{name: value for name, value in values.items() if name in known}), document
+    return Job(**{name: value for name, value in values.items() if name in known})
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Whole numbers beyond have no float.
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023)
 
 
 def _are_texts(value: Any) -> bool:
@@ -220,7 +236,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def _checked(value: Any, kind: str, where: str) -> Any:
     expected, holds = KINDS[kind]
     if not holds(value):
-        message = f"{where} must be {expected}, got {value!r}."
+        message = f"{where} must be {expected}, got {shortened(value)}."
         raise OptionError(message)
     if kind == "texts" and isinstance(value, str):
         return (value,)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mola.errors import OptionError
+from mola.schema import check_depth
 
 __all__ = ["read_toml", "to_toml"]
 
@@ -91,7 +92,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         message = f"{path} does not exist: expected a TOML file such as the job.toml that `mola fit` writes."
         raise OptionError(message)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        check_depth(document)
+    except (OSError, ValueError) as error:
         message = f"{path} is not TOML: {error}."
         raise OptionError(message) from error
+    except RecursionError as error:
+        message = f"{path} is not TOML that can be read: it is nested too deeply."
+        raise OptionError(message) from error
+    return document

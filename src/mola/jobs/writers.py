@@ -8,10 +8,10 @@ from __future__ import annotations
 import csv
 import json
 import tempfile
-import uuid
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -19,6 +19,7 @@ from typing import IO, Any, Self
 import numpy as np
 
 from mola.errors import OptionError
+from mola.storage import partial_file
 
 __all__ = ["FORMATS", "NUMBERS", "Writer", "open_writer"]
 
@@ -48,11 +49,13 @@ class Writer(ABC):
             OptionError: if the folder cannot be written to.
         """
         self.path, self.classes, self.probabilities = path, list(classes), probabilities
-        self.partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+        self._held = ExitStack()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            self.partial = self._held.enter_context(partial_file(path))
             self.begin()
         except OSError as error:
+            self._held.close()
             message = f"cannot write {path} ({error.strerror}): choose another --output."
             raise OptionError(message) from error
 
@@ -69,7 +72,7 @@ class Writer(ABC):
             if kind is None:
                 self.partial.replace(self.path)
         finally:
-            self.partial.unlink(missing_ok=True)
+            self._held.close()
 
     @abstractmethod
     def begin(self) -> None:
@@ -137,7 +140,6 @@ class NpzWriter(Writer):
         self._columns: dict[str, IO[bytes]] = {}
         self._widest: dict[str, int] = {"name": 1, "error": 1}
         self.count = 0
-        self.partial.touch()  # whether the folder can be written to shows now, not after the work
         names = ["name", "label", *NUMBERS, "outlying", "error", *(["probabilities"] if self.probabilities else [])]
         for name in names:
             self._columns[name] = open(Path(self._folder.name) / name, "w+b")  # noqa: SIM115 - closed by `end`

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mola.baselines.keeping import below, restore_optimiser
 from mola.errors import StorageError
-from mola.storage import write_atomically
+from mola.schema import parse
+from mola.storage import read_sealed_tensors, sealed_tensors, write_atomically
 
 __all__ = ["Checkpoint"]
 
@@ -51,8 +50,7 @@ class Checkpoint:
             "rates": json.dumps([group["lr"] for group in optimiser.param_groups]),
             "steps": str(schedule.last_epoch),
         }
-        content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata)
-        write_atomically(self.path, content)
+        write_atomically(self.path, sealed_tensors(tensors, metadata))
 
     def restore(self, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler) -> int:
         """Put back the state that was kept, the random state included.
@@ -71,31 +69,37 @@ class Checkpoint:
         if not self.path.exists():
             return 0
         try:
-            with safe_open(self.path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
-        except (SafetensorError, OSError) as error:
-            message = (
-                f"{self.path} is not a whole checkpoint ({error}). Delete it to train this network from the start."
-            )
+            tensors, metadata = read_sealed_tensors(self.path)
+        except StorageError as error:
+            message = f"this is not a whole checkpoint: {error} Delete it to train this network from the start."
             raise StorageError(message) from error
         if metadata.get("format") != FORMAT:
             message = (
                 f"{self.path} was not written by this version of mola's training. Delete it to train from the start."
             )
             raise StorageError(message)
-        if json.loads(metadata["identity"]) != self.identity:
+        if metadata.get("identity") != json.dumps(self.identity, sort_keys=True):
             message = (
                 f"{self.path} is the checkpoint of another training: expected {json.dumps(self.identity, sort_keys=True)}, "
-                f"got {metadata['identity']}. Delete it, or train into another folder."
+                f"got {metadata.get('identity')}. Delete it, or train into another folder."
             )
             raise StorageError(message)
-        network.load_state_dict(below(tensors, "network."))
-        rates = [{"lr": rate} for rate in json.loads(metadata["rates"])]
-        restore_optimiser(optimiser, below(tensors, "optimiser."), rates)
-        schedule.last_epoch = int(metadata["steps"])
-        _set_random_states(network, below(tensors, "random."))
-        return int(metadata["epoch"])
+        try:
+            epoch, steps = int(metadata["epoch"]), int(metadata["steps"])
+            rates = [{"lr": float(rate)} for rate in parse(metadata["rates"])]
+            network.load_state_dict(below(tensors, "network."))
+            restore_optimiser(optimiser, below(tensors, "optimiser."), rates)
+            _set_random_states(network, below(tensors, "random."))
+        except (
+            KeyError,
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # an older file has no seal, and may be damaged anywhere
+            message = f"{self.path} is damaged ({error}). Delete it to train this network from the start."
+            raise StorageError(message) from error
+        schedule.last_epoch = steps
+        return epoch
 
     def remove(self) -> None:
         """Forget it: the training is done."""
