@@ -22,7 +22,8 @@ from torch import Tensor
 
 from mola.component import Component
 from mola.errors import BoundError
-from mola.laplace import LogitMoments
+from mola.exactness import exact
+from mola.laplace import LogitMoments, in_range
 from mola.links import Link
 
 __all__ = ["class_bounds", "component_bounds", "far_field_logits", "largest_logits", "require_probit"]
@@ -76,7 +77,8 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
     """
     head, curvature = component.require_curvature("the far-field limit")
     width = head.layer.in_features
-    near, far = once.features[:, :width], scaled.features[:, :width] / SCALE
+    near, far = (exact(one.features[:, :width]) for one in (once, scaled))
+    far = far / SCALE
     if not torch.allclose(far, near, rtol=1e-4, atol=1e-5 * float(near.abs().max())):
         message = (
             "the features do not scale with the input, so there is no closed-form limit. "
@@ -86,9 +88,10 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
     direction = once.features.clone()
     direction[:, width:] = 0  # the constant 1 is nothing beside features that grow
     slope = direction @ curvature.weights.T.to(direction)
-    variance = LogitMoments(slope, direction, once.posterior).variance
+    (limit,) = in_range([LogitMoments(slope, direction, once.posterior, once.given)])
     # Features of 0 stay 0 however far one goes: nothing is known there, and nothing is said.
-    return torch.where(variance > 0, slope / (math.pi / 8 * variance).sqrt(), torch.zeros_like(slope))
+    cooled = limit.mean / (math.pi / 8 * limit.variance).sqrt()
+    return limit.returned(torch.where(limit.variance > 0, cooled, torch.zeros_like(cooled)))
 
 
 def require_probit(link: Link) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,13 +25,16 @@ from mola.likelihood import CATEGORICAL
 __all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo", "Probit", "as_link", "cooled_softmax"]
 
 PAIRS_AT_ONCE = 2**23
-"""Pairs of classes, over all data, held at once by the mean-field link; more are taken in turns."""
+"""Pairs of classes, over all data, whose covariances are held at once by the mean-field link; more are taken in turns."""
 
 MOST_PAIRS = 2**28
 """Of the pairs of classes of one datum: a gigabyte in float32, several times over."""
 
-PAIRS_IN_CACHE = 2**18
+PAIRS_IN_CACHE = 2**16
 """Of these, so many go through the elementwise steps together: what leaves the processor's cache takes several times as long."""
+
+CLASSES_AT_ONCE = 64
+"""Classes on either side of these: a pair in different groups serves both its classes with one root and one exponential."""
 
 
 class Link(ABC):
@@ -148,25 +153,56 @@ class MeanField(Link):
             )
             raise OptionError(message)
         if torch.compiler.is_compiling():
-            return self._probabilities(moments.mean, moments.contrast_covariance)
+            everything = slice(None)
+            return self._by_logarithms(moments.mean, moments.difference_variances()(everything, everything, everything))
         portion = max(1, PAIRS_AT_ONCE // classes**2)
-        at_once = max(1, PAIRS_IN_CACHE // classes**2)
+        parts = (moments.rows(start, portion) for start in range(0, count, portion))
+        return torch.cat([self._probabilities(some.mean, some.difference_variances()) for some in parts])
+
+    def _probabilities(self, mean: Tensor, variances: Callable[[slice, slice, slice], Tensor]) -> Tensor:
+        classes = mean.shape[1]
+        # No exponential of a cooled margin is beyond that of the largest margin: most are far from where it overflows.
+        plain = float((mean.amax(1) - mean.amin(1)).max()) < math.log(torch.finfo(mean.dtype).max) - math.log(2 * classes)
+        width = -(-classes // -(-classes // CLASSES_AT_ONCE)) if plain else classes
+        at_once = max(1, PAIRS_IN_CACHE // width**2)
         probs = []
-        for start in range(0, count, portion):
-            some = moments.rows(start, portion)
-            parts = zip(
-                *(torch.split(values, at_once) for values in (some.mean, some.contrast_covariance)), strict=True
-            )
-            probs += [self._probabilities(mean, covariance) for mean, covariance in parts]
+        for start in range(0, len(mean), at_once):
+            rows = slice(start, start + at_once)
+            if plain:
+                probs.append(_by_groups(mean[rows], partial(variances, rows), width))
+            else:
+                probs.append(self._by_logarithms(mean[rows], variances(rows, slice(None), slice(None))))
         return torch.cat(probs)
 
     @staticmethod
-    def _probabilities(mean: Tensor, covariance: Tensor) -> Tensor:
-        variance = covariance.diagonal(dim1=1, dim2=2)
-        of_difference = (variance[:, :, None] + variance[:, None, :] - 2 * covariance).clamp_min(0)
+    def _by_logarithms(mean: Tensor, of_difference: Tensor) -> Tensor:
         margins = _cool(mean[:, :, None] - mean[:, None, :], of_difference)
         # In logarithms: a margin of -1e4 would overflow as exp(1e4), and is simply a very small probability.
         return torch.softmax(-torch.logsumexp(-margins, dim=2), dim=1)
+
+
+def _by_groups(mean: Tensor, variances: Callable[[slice, slice], Tensor], width: int) -> Tensor:
+    """Mean-field probabilities (n, C): `exp(-margin_ij)` is 1 over `exp(-margin_ji)`, and is made once for both.
+
+    Args:
+        mean: logits (n, C), whose differences have exponentials.
+        variances: of the differences between logits of two slices, as (n, first, second).
+        width: classes in a group.
+
+    Returns:
+        Probabilities.
+    """
+    sums = torch.zeros_like(mean)
+    groups = [slice(start, start + width) for start in range(0, mean.shape[1], width)]
+    for index, first in enumerate(groups):
+        for second in groups[index:]:
+            cooling = torch.mul(variances(first, second), math.pi / 8).add_(1).rsqrt_()
+            raised = (mean[:, None, second] - mean[:, first, None]).mul_(cooling).exp_()
+            sums[:, first] += raised.sum(2)
+            if second is not first:
+                sums[:, second] += raised.reciprocal_().sum(1)
+    probs = sums.reciprocal_()
+    return probs.div_(probs.sum(1, keepdim=True))
 
 
 @dataclass(frozen=True)
@@ -176,7 +212,9 @@ class Bridge(Link):
     .. math:: \alpha_i = \frac{1}{C_{ii}} \Big(1 - \frac2C + \frac{e^{m_i}}{C^2} \sum_j e^{-m_j}\Big), \qquad p = \alpha /
        \textstyle\sum \alpha,
 
-    after projection on the contrasts. It does not become the softmax as the covariance vanishes.
+    after projection on the contrasts. It does not become the softmax as the covariance vanishes: the ratios of the variances
+    matter, and they stay. Where features are all 0, and with them every variance, the ratios are those of the variances
+    averaged over all directions of the features, which for the structures `kron` and `kron-diag` is the limit.
 
     Args:
         normalised: scale mean and variance to a common spread first (laplace-torch's `bridge_norm`).
@@ -201,7 +239,7 @@ class Bridge(Link):
         if moments.posterior is None:
             message = "link 'bridge' needs a covariance; a plain ensemble has none. Use link='probit', or mola.fit."
             raise OptionError(message)
-        mean, variance = _centre(moments.mean), moments.contrast_variance
+        mean, variance = _centre(moments.mean), moments.relative_contrast_variance
         classes = mean.shape[1]
         if self.normalised:
             spread = variance.mean(1, keepdim=True) / (classes / 2) ** 0.5

@@ -20,7 +20,7 @@ from mola.component import Component, per_component
 from mola.distributed import Team
 from mola.errors import DataError, located, warn
 from mola.features import check_finite
-from mola.laplace import LogitMoments
+from mola.laplace import LogitMoments, in_range
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
 from mola.mixture import Mixture, describe_networks, describe_numbers, describe_weights
@@ -128,7 +128,7 @@ class MoLA(Mixture):
         with undisturbed(*self.networks):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
-            return self._mix([self.link(one, seed) for one in moments])
+            return moments[0].returned(self._mix([self.link(one, seed) for one in moments]))
 
     def _moments(self, inputs: Inputs) -> list[LogitMoments]:
         moments = []
@@ -140,7 +140,7 @@ class MoLA(Mixture):
         if len(set(classes)) > 1:
             message = f"expected networks with the same number of classes, got {classes}."
             raise DataError(message)
-        return moments
+        return in_range(moments)
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
         self._look()
@@ -152,6 +152,7 @@ class MoLA(Mixture):
             variance = torch.stack([one.variance for one in moments])
             spread = entropy(probs) * epistemic_share(moments, self.weights.tolist(), seed or 0)
             score, name = self._ood_score(moments, mean, probs)
+        probs, spread, score, mean, variance = map(moments[0].returned, (probs, spread, score, mean, variance))
         return Prediction(probs, spread, score, name, mean, variance)
 
     def _ood_score(self, moments: Sequence[LogitMoments], mean: Tensor, probs: Tensor) -> tuple[Tensor, str]:
@@ -373,7 +374,7 @@ class MoLA(Mixture):
         with undisturbed(*self.networks):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
-            members = [self.link(one).cpu() for one in moments]
+            members = [one.returned(self.link(one)).cpu() for one in moments]
         bounds = torch.stack([component_bounds(component, members[0].shape[1]) for component in self.components])
         if lemma:
             return torch.stack([bound[probs.argmax(1)] for bound, probs in zip(bounds, members, strict=True)])

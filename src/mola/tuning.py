@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -42,6 +43,9 @@ SAME = 1e-5
 
 LOSS_OF_AN_ERROR = 5.0
 """In nats, of a datum that a trained network gets wrong: a mean loss is made of a few such, and of very many small ones."""
+
+PATIENCE = 60.0
+"""Seconds that candidates may take before it is said how long they will."""
 
 
 @dataclass(frozen=True)
@@ -363,10 +367,24 @@ class Problem:
         """The same where a link needs covariances: each candidate's posteriors are built once, for all data."""
         portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.features for spectrum in self.spectra))
         bar = tqdm(precisions, desc="candidates", disable=None if self.progress else True, leave=False)
+        start = time.monotonic()
         for index, precision in enumerate(bar):
+            if index == 1:
+                self._announce(time.monotonic() - start, len(precisions) - 1, len(data))
             mixing, tried = self.weights_at(precision), [spectrum.posterior(precision) for spectrum in self.spectra]
             for part, features, means in data.portions(portion):
                 yield slice(index, index + 1), part, self._mixed(mixing, means, features, tried)
+
+    def _announce(self, seconds: float, left: int, count: int) -> None:
+        """Say what the rest of the candidates will take, where one has shown that it is long."""
+        if seconds * left < PATIENCE:
+            return
+        warn(
+            f"tuning with link {self.link.name!r} will take about {_duration(seconds * left)}: {seconds:.2g} s for each of {left} "
+            f"more prior precisions, with {self.spectra[0].outputs} classes, {count} validation data and {len(self.spectra)} "
+            f"network(s). Fewer validation data, a rule with a shorter grid, such as mola.ValidationScore(grid=...), or link "
+            f"'probit-centered' take less."
+        )
 
     def _mixed(
         self,
@@ -400,6 +418,12 @@ class _Scores:
         # Which class is largest takes several times as long to find as how large it is, and matters in a tie alone.
         tied = int(torch.count_nonzero(probs == confidence[:, None])) != confidence.numel()
         self.bins[which] += bin_sums(confidence, probs.argmax(1) == labels if tied else own == confidence)
+
+
+def _duration(seconds: float) -> str:
+    """In words: minutes, or hours where there are many."""
+    minutes = seconds / 60
+    return f"{minutes:.0f} minutes" if 1.5 <= minutes < 90 else "1 minute" if minutes < 90 else f"{minutes / 60:.1f} hours"
 
 
 def _log(probs: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -14,6 +15,7 @@ from mola.export.folding import fold
 from mola.export.moments import Joint, JointMoments
 from mola.export.signature import Signature
 from mola.features import capture
+from mola.laplace import SPARE
 from mola.networks import undisturbed
 from mola.posterior import MoLA
 from mola.uncertainty import SPREAD_DRAWS, fine_entropy, softmax_and_entropy
@@ -155,14 +157,17 @@ class Exported(nn.Module):
         within = self._mixed(entropies.mean(-1))
         total = fine_entropy(self._mixed(probs.mean(2)))
         # Without entropy there is nothing to share: 1 - 1.
-        return (1 - torch.where(total > 0, within / total, 1.0)).clamp(0, 1)
+        return (1 - torch.where(total <= 0, 1.0, within / total)).clamp(0, 1)
 
     def _ood_score(self, mean: Tensor, joint: Joint | None, probs: Tensor) -> Tensor:
         if joint is None:
             return 1 - probs.amax(-1)
-        # Where a length is 0, all features are, and so are the logits: nothing is known there, and 0 over little is 0.
-        length = joint.length().clamp_min(torch.finfo(mean.dtype).tiny)[:, None]
-        return -self._mixed((mean - mean.mean(-1, keepdim=True)) / length).amax(-1)
+        # Where a length is 0, all features are, and so are the logits: nothing is known there, and 0 over little is 0. A length
+        # whose square is next to nothing has lost its digits.
+        length, centred = joint.length()[:, None], mean - mean.mean(-1, keepdim=True)
+        least = (torch.finfo(mean.dtype).tiny * SPARE) ** 0.5
+        scaled = torch.where((length < least) & (centred != 0), math.nan, centred / length.clamp_min(least))
+        return -self._mixed(scaled).amax(-1)
 
 
 def _entropy(probs: Tensor) -> Tensor:

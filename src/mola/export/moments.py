@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mola.export.folding import Draws, Folded
-from mola.laplace import LogitMoments
+from mola.laplace import SPARE, LogitMoments, or_nan
 
 __all__ = ["Joint", "JointMoments"]
 
@@ -32,21 +33,39 @@ class Joint:
     def _each(self, work: Callable[[Folded, Tensor], Tensor]) -> Tensor:
         return torch.cat([work(one, values) for one, values in zip(self.folded, self.projected, strict=True)])
 
+    # A graph has one precision, and no words: what leaves its range becomes NaN, and so does what follows from it.
+
     def variance(self, _: Tensor) -> Tensor:
         """Variance (K n, C) of each logit."""
-        return self._each(lambda one, values: one.variance(values))
+        return or_nan(self._each(lambda one, values: one.variance(values)))
 
     def contrast_variance(self, _: Tensor) -> Tensor:
         """Variance (K n, C) of each centred logit."""
-        return self._each(lambda one, values: one.contrast_variance(values))
+        return or_nan(self._each(lambda one, values: one.contrast_variance(values)))
 
     def contrast_covariance(self, _: Tensor) -> Tensor:
         """Covariance (K n, C, C) of the centred logits."""
-        return self._each(lambda one, values: one.contrast_covariance(values))
+        return or_nan(self._each(lambda one, values: one.contrast_covariance(values)))
 
     def length(self) -> Tensor:
         """Length (K n,) of each feature vector relative to the training features."""
-        return self._each(lambda one, values: one.length(values))
+        return or_nan(self._each(lambda one, values: one.length(values)))
+
+    def relative_contrast_variance(self) -> Tensor:
+        """Variance (K n, C) of each centred logit up to a factor, which also features of 0 have."""
+        parts = []
+        for one, features, projected in zip(self.folded, self.features, self.projected, strict=True):
+            variance = or_nan(one.contrast_variance(projected))
+            if not one.bias:  # the constant 1 is not 0
+                average = one.constant(
+                    "average_contrast_variance", lambda _, one=one: one.posterior.exactly().average_contrast_variance()
+                )
+                # Near the lower end of the range the ratios are lost.
+                lost = variance.amax(1, keepdim=True) < torch.finfo(variance.dtype).tiny * SPARE
+                variance = torch.where(lost, math.nan, variance)
+                variance = torch.where(features.abs().amax(1, keepdim=True) == 0, average, variance)
+            parts.append(variance)
+        return torch.cat(parts)
 
     def deviations(self, count: int, seed: int, over: str) -> Tensor:
         """Deviations (K n, C, S) of the logits: the draws that the library makes with this seed, as constants."""
@@ -81,6 +100,12 @@ class _Rows:
 
 class JointMoments(LogitMoments):
     """Moments of K n Gaussians over logits."""
+
+    @cached_property
+    def relative_contrast_variance(self) -> Tensor:
+        """As for one posterior, written without a choice."""
+        joint: Any = self.posterior
+        return joint.relative_contrast_variance()  # type: ignore[no-any-return]
 
     def rows(self, start: int, count: int) -> LogitMoments:
         """The moments of some of the rows, for links that need the covariance."""

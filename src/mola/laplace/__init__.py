@@ -1,5 +1,6 @@
 """Features to factors, factors and a prior to a posterior, a posterior to the moments of the logits."""
 
+from mola.laplace.base import SPARE as SPARE
 from mola.laplace.base import Factors as Factors
 from mola.laplace.base import Posterior as Posterior
 from mola.laplace.base import Spectrum as Spectrum
@@ -12,5 +13,7 @@ from mola.laplace.kron_diag import KronDiag as KronDiag
 from mola.laplace.kron_exact import KronExact as KronExact
 from mola.laplace.moments import Candidate as Candidate
 from mola.laplace.moments import LogitMoments as LogitMoments
+from mola.laplace.moments import in_range as in_range
+from mola.laplace.moments import or_nan as or_nan
 from mola.laplace.registry import STRUCTURES as STRUCTURES
 from mola.laplace.registry import as_structure as as_structure

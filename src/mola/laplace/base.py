@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import OptionError
+from mola.exactness import exact_device
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = [
+    "SPARE",
     "Factors",
     "Posterior",
     "Spectrum",
@@ -45,6 +47,9 @@ LOGITS_AT_ONCE = 2**19
 
 SMALLEST, LARGEST = 1e-30, 1e30
 """Prior precisions that can be used: float32, whose range is 1e-38 to 1e38, holds variances and features' squares."""
+
+SPARE = 2.0**24
+"""Room that is kept at both ends of a precision's range, for sums at the upper one and for digits at the lower one."""
 
 OUTLIER_RIDGE = 1e-10
 """Ridge of the feature covariance in the outlier score, relative to its largest eigenvalue: the outlier score's own,
@@ -234,6 +239,10 @@ class Spectrum(ABC):
     def posterior(self, precision: float) -> Posterior:
         """The posterior at one prior precision, ready to predict."""
 
+    def variance_range(self, precision: float) -> tuple[float, float]:
+        """Bounds on the variance of a visible logit at features of length 1; the lower one is 1 where it is not known."""
+        return 1.0, 1 / precision
+
 
 class Posterior(nn.Module, ABC):
     """A spectrum at one prior precision. Buffers follow the network's device and precision, but never below float32."""
@@ -246,6 +255,7 @@ class Posterior(nn.Module, ABC):
         super().__init__()
         self.spectrum = spectrum
         self.precision = check_precision(precision)
+        self._twin: tuple[torch.device, Posterior] | None = None  # in a tuple: not a part of this module
         self._set(torch.device("cpu"), torch.float64)
 
     @abstractmethod
@@ -276,11 +286,51 @@ class Posterior(nn.Module, ABC):
     def mahalanobis(self, features: Tensor) -> Tensor:
         """Length (n,) of each feature vector relative to the training features, in the structure's own resolution."""
 
+    def average_contrast_variance(self) -> Tensor:
+        """Variance (C,) of each centred logit, averaged over all directions of the features.
+
+        Where the covariance is one number for each datum times a fixed matrix, its ratios are those at any features.
+        """
+        place, dtype = self._place
+        return self.contrast_variance(torch.eye(self.spectrum.features, dtype=dtype, device=place)).mean(0)
+
+    def exactly(self) -> Posterior:
+        """The same in float64: itself, or another that is made when it is first asked for."""
+        if self.dtype == torch.float64:
+            return self
+        device = exact_device(self._place[0])
+        if self._twin is None or self._twin[0] != device:
+            twin = self.spectrum.posterior(self.precision)
+            twin.follow(device, torch.float64)
+            self._twin = (device, twin)
+        return self._twin[1]
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """Least and most that the largest feature of a datum may be, 0 apart: between, variances and lengths keep their digits.
+
+        Squared features and their sums must stay in the range of the precision, whatever their weights.
+        """
+        if self._reach is None:
+            variances = self.spectrum.variance_range(self.precision)
+            known: Tensor | None = getattr(self.spectrum, "feature_values", None)
+            lengths = [] if known is None else [float(end) for end in mahalanobis_weights(known).aminmax()]
+            # The squares themselves have weight 1; those of lengths are infinite where all features were 0 in training.
+            weights = (1.0, *variances, *filter(math.isfinite, lengths))
+            least, most = min(weights), max(weights)
+            info = torch.finfo(self.dtype)
+            if info.tiny * SPARE <= least and most <= info.max / SPARE:
+                self._reach = math.sqrt(info.tiny * SPARE / least), math.sqrt(info.max / SPARE / most)
+            else:  # the weights themselves leave it
+                self._reach = math.inf, 0.0
+        return self._reach
+
     def _set(self, device: torch.device, dtype: torch.dtype) -> None:
         for name, tensor in self.constants().items():
             self.register_buffer(name, tensor.to(device, dtype), persistent=False)
         # Kept apart: asking a module for its buffers takes as long as a small matrix product, for every batch.
         self._place = (next(self.buffers()).device, dtype)
+        self._reach: tuple[float, float] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Rebuilt from float64 rather than cast: .half() must not lose the posterior, and .double() must gain it.

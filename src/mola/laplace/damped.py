@@ -8,7 +8,7 @@ The posterior covariance is :math:`U \otimes V` with :math:`V = (\sqrt N B + \sq
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,6 +39,15 @@ class Damped(Spectrum):
     def feature_inverse(self, precision: float | Tensor) -> Tensor:
         """Eigenvalues (P,) of V."""
         return 1 / (self.count**0.5 * self.feature_values + precision**0.5)
+
+    @abstractmethod
+    def smallest_visible(self, precision: float) -> float:
+        """A lower bound on the eigenvalues of U's visible part."""
+
+    def variance_range(self, precision: float) -> tuple[float, float]:
+        """Those of `U x V`, and of V, which is multiplied by the features first."""
+        features = float(self.feature_inverse(precision).min())
+        return features * min(1.0, self.smallest_visible(precision)), max(1 / precision, precision**-0.5)
 
     def feature_root(self, precision: float) -> Tensor:
         """A root (P, P) of V."""
@@ -98,6 +107,15 @@ class DampedFeatures(Posterior):
     def scale(self, features: Tensor) -> Tensor:
         """`phi' V phi` (n,)."""
         return quadratic(features, self.feature_root)
+
+    @abstractmethod
+    def class_differences(self) -> Tensor:
+        """`U_ii + U_jj - 2 U_ij` (C, C)."""
+
+    def difference_variances(self, features: Tensor) -> Callable[[slice, slice, slice], Tensor]:
+        """Variances of the differences of logits, by data, first and second logits: a fixed matrix times `phi' V phi`."""
+        scale, table = self.scale(features)[:, None, None], self.class_differences()
+        return lambda rows, first, second: scale[rows] * table[first, second]
 
     def mahalanobis(self, features: Tensor) -> Tensor:
         """`sqrt(phi' B^-1 phi)`."""

@@ -2,7 +2,7 @@ r"""Diagonal curvature: :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`, al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,10 @@ class DiagSpectrum(Spectrum):
         """`1 / (max_p H_cp + lambda)`."""
         return 1 / (self.diagonal.max(dim=1).values + precision)
 
+    def variance_range(self, precision: float) -> tuple[float, float]:
+        """The smallest variance of a weight, and the prior's."""
+        return float(1 / (self.diagonal.max() + precision)), 1 / precision
+
     def posterior(self, precision: float) -> Posterior:
         """The posterior at one prior precision."""
         return DiagPosterior(self, precision)
@@ -156,6 +160,11 @@ class DiagPosterior(Posterior):
     def contrast_covariance(self, features: Tensor) -> Tensor:
         """`diag(v)`, centred from both sides."""
         return centred_diagonal(self.variance(features)) if self.spectrum.hidden else self.covariance(features)
+
+    def difference_variances(self, features: Tensor) -> Callable[[slice, slice, slice], Tensor]:
+        """Variances of the differences of logits, which are independent, by data, first and second logits."""
+        variance = self.variance(features)
+        return lambda rows, first, second: variance[rows, first, None] + variance[rows, None, second]
 
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
         """`sqrt(v) * noise`."""

@@ -186,6 +186,10 @@ class FullSpectrum(Spectrum):
         blocks = [torch.linalg.eigvalsh(self.class_covariance(precision, c))[0] for c in range(self.outputs)]
         return torch.stack(blocks)
 
+    def variance_range(self, precision: float) -> tuple[float, float]:
+        """The extreme eigenvalues of the posterior covariance."""
+        return float(1 / (self.values.max() + precision)), 1 / precision
+
     def posterior(self, precision: float) -> Posterior:
         """The posterior at one prior precision."""
         return FullPosterior(self, precision)
@@ -225,6 +229,10 @@ class FullPosterior(Posterior):
         # The covariance has entries of size 1 / lambda that cancel where the data do know: float32 would leave noise.
         super()._set(device, torch.float64)
         self._place = (self._place[0], dtype)  # of what goes in and comes out; in between it is float64
+
+    def exactly(self) -> Posterior:
+        """Itself: it computes in float64, and gives what it was given."""
+        return self
 
     def _prior_variance(self, features: Tensor) -> Tensor:
         return features.square().sum(1) / self.precision

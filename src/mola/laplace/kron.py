@@ -248,6 +248,10 @@ class DampedSpectrum(Damped, KronSpectrum):
             self._class_variances[precision, contrast] = found
         return self._class_variances[precision, contrast]
 
+    def smallest_visible(self, precision: float) -> float:
+        """A lower bound on the eigenvalues of U's visible part."""
+        return float(self.class_inverse(precision).min())
+
     def class_log_determinant(self, precision: Tensor) -> Tensor:
         """`sum log(sqrt(N) a + sqrt(lambda))`."""
         return -self.class_inverse(precision).log().sum()
@@ -268,6 +272,7 @@ class DampedPosterior(DampedFeatures, KronPosterior):
 
     spectrum: DampedSpectrum
     class_root: Tensor
+    _differences: tuple[Tensor, Tensor] | None = None
 
     def constants(self) -> dict[str, Tensor]:
         """What variances need, and a root of U with the visible directions first."""
@@ -284,6 +289,15 @@ class DampedPosterior(DampedFeatures, KronPosterior):
         """The same with the visible part of U."""
         root = self.class_root[:, : self.noise_size]
         return self.scale(features)[:, None, None] * (root @ root.T)
+
+    def class_differences(self) -> Tensor:
+        """`U_ii + U_jj - 2 U_ij` (C, C), made once: C^3 products."""
+        if self._differences is None or self._differences[0] is not self.class_root:
+            root = self.class_root[:, : self.noise_size]
+            visible = root @ root.T
+            own = visible.diagonal()
+            self._differences = (self.class_root, (own[:, None] + own - 2 * visible).clamp_min(0))
+        return self._differences[1]
 
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
         """`sqrt(phi' V phi) U^1/2 noise`."""

@@ -217,6 +217,10 @@ class KronDiagSpectrum(Damped):
         visible = centred_variance(gamma) + extra
         return visible if contrast else visible + 1 / (self.outputs * precision**0.5)
 
+    def smallest_visible(self, precision: float) -> float:
+        """A lower bound on the eigenvalues of U's visible part."""
+        return float(self.own(precision)[0].min())
+
     def class_matrix(self, precision: float) -> Tensor:
         """The visible part of U (C, C): for those who ask for covariances, and nobody else."""
         gamma, _ = self.own(precision)
@@ -273,6 +277,11 @@ class KronDiagPosterior(DampedFeatures):
         """The same with the visible part of U."""
         matrix = self.spectrum.class_matrix(self.precision).to(self.own)
         return self.scale(features)[:, None, None] * matrix
+
+    def class_differences(self) -> Tensor:
+        """`gamma_i + gamma_j + (k_i - k_j)^2`, and 0 for a logit and itself: what is centred away cancels."""
+        found = self.own[:, None] + self.own + (self.shared[:, None] - self.shared).square()
+        return found.fill_diagonal_(0)
 
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
         """`sqrt(phi' V phi) (sqrt(gamma) * noise + k * one more)`."""

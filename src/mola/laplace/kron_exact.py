@@ -7,7 +7,7 @@ covariance is diagonal in A's eigenbasis, with entries that depend on the datum:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,10 @@ class ExactSpectrum(KronSpectrum):
         """The smallest entry of each class's table: its covariance is diagonal in B's eigenbasis."""
         return self.class_table(precision).min(dim=1).values
 
+    def variance_range(self, precision: float) -> tuple[float, float]:
+        """The extreme eigenvalues of the posterior covariance."""
+        return float(self.inverse(precision).min()), 1 / precision
+
     def posterior(self, precision: float) -> Posterior:
         """The posterior at one prior precision."""
         return ExactPosterior(self, precision)
@@ -126,6 +130,18 @@ class ExactPosterior(KronPosterior):
     def contrast_covariance(self, features: Tensor) -> Tensor:
         """The same in the visible directions."""
         return self._rotated(features, self.noise_size)
+
+    def difference_variances(self, features: Tensor) -> Callable[[slice, slice, slice], Tensor]:
+        """Variances of the differences of logits, by data, first and second logits: a product for each that is asked for."""
+        squares, seen = self.squares(features), self.noise_size
+        spread, own = squares @ self.inverse[:seen].T, squares @ self.contrast_class_table.T
+        vectors = self.class_vectors[:, :seen]
+
+        def of(rows: slice, first: slice, second: slice) -> Tensor:
+            joint = (vectors[first] * spread[rows, None]) @ vectors[second].T
+            return (own[rows, first, None] + own[rows, None, second]).sub_(joint, alpha=2).clamp_min_(0)
+
+        return of
 
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
         """`Q_A (sqrt(s) * noise)`."""

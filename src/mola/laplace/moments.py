@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from mola.errors import DataError, located
+from mola.exactness import exact
 from mola.laplace.base import Posterior, Spectrum
 
-__all__ = ["Candidate", "LogitMoments"]
+__all__ = ["Candidate", "LogitMoments", "in_range", "or_nan"]
 
 DRAWS_AT_ONCE = 2**23
 """Random numbers or logits drawn at once; more are taken in turns."""
@@ -42,6 +45,10 @@ class Candidate:
         """Variance (n, C) of each centred logit."""
         return self.spectrum.variance(self.projected, self.precision, contrast=True)
 
+    def average_contrast_variance(self) -> Tensor:
+        """Variance (C,) of each centred logit, averaged over all directions of the features."""
+        return self._posterior.average_contrast_variance()
+
     def contrast_covariance(self, features: Tensor) -> Tensor:
         """Covariance (n, C, C) of the centred logits."""
         return self._posterior.contrast_covariance(features)
@@ -65,31 +72,75 @@ class LogitMoments:
     """(n, P), the constant 1 included."""
     posterior: Posterior | Candidate | None
     """None: all the mass is on the mean."""
+    given: tuple[torch.device, torch.dtype] | None = None
+    """The network's device and precision, where the moments are not there."""
+
+    def lifted(self) -> LogitMoments:
+        """The same in float64."""
+        posterior = self.posterior.exactly() if isinstance(self.posterior, Posterior) else self.posterior
+        given = self.given or (self.mean.device, self.mean.dtype)
+        return LogitMoments(exact(self.mean), exact(self.features), posterior, given)
+
+    def returned(self, values: Tensor) -> Tensor:
+        """What was made of the moments, where the network is and in its precision."""
+        return values if self.given is None else values.to(self.given[1]).to(self.given[0])
 
     def rows(self, start: int, count: int) -> LogitMoments:
         """The moments of some of the data, for links that need the covariance."""
         part = slice(start, start + count)
         posterior = self.posterior._posterior if isinstance(self.posterior, Candidate) else self.posterior
-        return LogitMoments(self.mean[part], self.features[part], posterior)
+        return LogitMoments(self.mean[part], self.features[part], posterior, self.given)
 
     @cached_property
     def variance(self) -> Tensor:
         """Variance (n, C) of each logit."""
-        return torch.zeros_like(self.mean) if self.posterior is None else self.posterior.variance(self.features)
+        return (
+            torch.zeros_like(self.mean) if self.posterior is None else _traced(self.posterior.variance(self.features))
+        )
 
     @cached_property
     def contrast_variance(self) -> Tensor:
         """Variance (n, C) of each logit less the mean of all."""
-        return (
-            torch.zeros_like(self.mean) if self.posterior is None else self.posterior.contrast_variance(self.features)
-        )
+        if self.posterior is None:
+            return torch.zeros_like(self.mean)
+        return _traced(self.posterior.contrast_variance(self.features))
+
+    @cached_property
+    def relative_contrast_variance(self) -> Tensor:
+        """The same up to a factor common to all logits of a datum, which also features of 0 have: there, all are 0.
+
+        Close to 0 the ratios are those of the direction from which one comes. At 0 itself the variances are averaged over
+        all directions: where the covariance is one number times a fixed matrix, this is the limit, from wherever one comes.
+
+        Returns:
+            (n, C)
+        """
+        variance = self.contrast_variance
+        nothing = variance.amax(1, keepdim=True) == 0
+        if self.posterior is None or not (torch.compiler.is_compiling() or bool(nothing.any())):
+            return variance
+        return torch.where(nothing, self.posterior.average_contrast_variance().to(variance), variance)
 
     @cached_property
     def contrast_covariance(self) -> Tensor:
         """Covariance (n, C, C) of the logits less their mean."""
         if self.posterior is None:
             return self.mean.new_zeros(*self.mean.shape, self.mean.shape[1])
-        return self.posterior.contrast_covariance(self.features)
+        return _traced(self.posterior.contrast_covariance(self.features))
+
+    def difference_variances(self) -> Callable[[slice, slice, slice], Tensor]:
+        """Variances of the differences of logits: by data, first and second logits, to (rows, first, second)."""
+        faster = getattr(self.posterior, "difference_variances", None)
+        if faster is not None:
+            return faster(self.features)  # type: ignore[no-any-return]
+        covariance = self.contrast_covariance
+        own = covariance.diagonal(dim1=1, dim2=2)
+
+        def of(rows: slice, first: slice, second: slice) -> Tensor:
+            joint = covariance[rows, first, second]
+            return (own[rows, first, None] + own[rows, None, second] - 2 * joint).clamp_min(0)
+
+        return of
 
     def draws(self, count: int, generator: torch.Generator, over: str) -> Iterator[Tensor]:
         """Draws of the logits, up to a common shift, in portions (n, s, C) that fit in memory.
@@ -121,3 +172,48 @@ class LogitMoments:
                 weights = spectrum.deviations(precision, min(at_once, count - start), generator).to(self.mean)
                 for some in torch.split(weights, portion):
                     yield self.mean[:, None, :] + torch.einsum("np,scp->nsc", self.features, some)
+
+
+def or_nan(values: Tensor) -> Tensor:
+    """NaN for what left the range of its precision."""
+    return torch.where(values < math.inf, values, math.nan)
+
+
+def _traced(values: Tensor) -> Tensor:
+    """A trace has no numbers to look at: what would be `in_range` is NaN there if it is not, and never a wrong answer."""
+    return or_nan(values) if torch.compiler.is_compiling() else values
+
+
+def in_range(moments: Sequence[LogitMoments]) -> list[LogitMoments]:
+    """Moments of the components of a mixture, in a precision that holds them.
+
+    Variances go with the squares of the features: those of 1e19 leave the range of float32, those of 1e-23 vanish. Where one
+    component has such features, all are computed in float64.
+
+    Args:
+        moments: of each component.
+
+    Returns:
+        The same, or the same in float64.
+
+    Raises:
+        DataError: if float64 does not hold them either.
+    """
+    if torch.compiler.is_compiling():
+        return list(moments)
+    outside = False
+    for index, one in enumerate(moments):
+        if not isinstance(one.posterior, Posterior) or not len(one.features):
+            continue
+        least, most = one.posterior.reach
+        size = torch.linalg.vector_norm(one.features, math.inf, dim=1)
+        if one.features.dtype != torch.float64:
+            outside |= bool(((size > most) | ((size < least) & (size > 0))).any())
+        elif bool((size > most).any()):
+            message = (
+                f"features are as large as {float(size.max()):.3g}, and their squares leave the range of float64. "
+                f"Check the inputs, or scale them."
+            )
+            with located(f"models[{index}]"):
+                raise DataError(message)
+    return [one.lifted() for one in moments] if outside else list(moments)

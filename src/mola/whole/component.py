@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from mola.errors import DataError, OptionError
 from mola.features import check_finite
 from mola.fingerprints import Watch
 from mola.heads import check_logits
-from mola.laplace import LogitMoments, check_precision
+from mola.laplace import SPARE, LogitMoments, check_precision
 from mola.likelihood import CATEGORICAL
 from mola.networks import Inputs, call, without_autocast
 from mola.networks.passes import WithTensors
@@ -94,16 +94,34 @@ class WholeComponent(nn.Module):
         means, joints = [], []
         for logits, rows, spectrum in self.rows(inputs, seen_and_shift):
             means.append(logits)
-            joints.append(spectrum.covariance(rows, self.precision))
-        return logit_moments(torch.cat(means), torch.cat(joints))
+            joints.append(self.covariance(rows, spectrum, self.precision))
+        place = means[0].device, means[0].dtype
+        joint = torch.cat(joints)  # in float64, where one is
+        if joint.dtype == place[1]:
+            return logit_moments(torch.cat(means), joint)
+        return logit_moments(torch.cat(means).to(joint), joint, place)
+
+    def covariance(self, rows: Rows, spectrum: Spectrum, precision: float) -> Tensor:
+        """Covariance (n, R, R) of the linearised logits along the rows' directions, in a precision that holds it."""
+        return self._held(rows, spectrum, lambda rows, own: own.covariance(rows, precision))
 
     def variances(self, inputs: Inputs, precisions: Tensor, directions: Directions) -> tuple[Tensor, Tensor]:
         """Logits (n, C), and variances (L, n, R) along some directions at several prior precisions."""
         means, found = [], []
         for logits, rows, spectrum in self.rows(inputs, directions):
             means.append(logits)
-            found.append(spectrum.variances(rows, precisions.to(logits)))
+            found.append(self._held(rows, spectrum, lambda rows, own: own.variances(rows, precisions.to(rows.logits))))
         return torch.cat(means), torch.cat(found, dim=1)
+
+    def _held(self, rows: Rows, spectrum: Spectrum, work: Callable[[Rows, Spectrum], Tensor]) -> Tensor:
+        """What follows from rows: in float64, where their squares leave the range of the network's precision, or nearly vanish."""
+        found = work(rows, spectrum)
+        limits = torch.finfo(found.dtype)
+        largest = found.abs().flatten(1).amax(1) if found.dim() == 3 else found.abs().amax((0, 2))
+        if not len(largest) or (float(largest.max()) <= limits.max and float(largest.min()) >= limits.tiny * SPARE):
+            return found
+        lifted = rows.exactly()
+        return work(lifted, self.curvature.spectrum.to(lifted.logits))
 
     def rows(self, inputs: Inputs, directions: Directions) -> Iterator[tuple[Tensor, Rows, Spectrum]]:
         """Portions of the data: logits, rows of the Jacobian, and the spectrum beside them."""

@@ -20,6 +20,7 @@ from torch.func import jacrev, vmap
 from torch.utils._pytree import tree_map
 
 from mola.errors import DataError, OptionError
+from mola.exactness import exact
 from mola.heads import check_logits
 from mola.networks import Inputs, call, device_of, to_device
 from mola.networks.passes import Differentiable, WithTensors
@@ -92,6 +93,14 @@ class Rows:
     layers: tuple[Piece | Product, ...]
     rest: Tensor | None
     """(n, R, P), of the parameters that are in no layer."""
+
+    def exactly(self) -> Rows:
+        """The same in float64."""
+        layers = tuple(
+            Piece(exact(one.inputs), exact(one.gradients)) if isinstance(one, Piece) else Product(exact(one.rows))
+            for one in self.layers
+        )
+        return Rows(exact(self.logits), layers, None if self.rest is None else exact(self.rest))
 
 
 def numbers(layout: Layout, classes: int, dense: int = 0) -> int:

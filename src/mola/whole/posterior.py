@@ -105,7 +105,7 @@ class WholeMoLA(Mixture):
 
     def _linked(self, link: Link, moments: Sequence[LogitMoments], seed: int | None) -> list[Tensor]:
         with without_autocast(moments[0].mean.device), torch.no_grad():
-            return [link(one, seed) for one in moments]
+            return [one.returned(link(one, seed)) for one in moments]
 
     def _moments(self, inputs: Inputs) -> list[LogitMoments]:
         moments = []
@@ -114,7 +114,7 @@ class WholeMoLA(Mixture):
             for index, component in enumerate(self.components):
                 with located(f"models[{index}]"):
                     moments.append(component.moments(inputs))
-        return moments
+        return [one.lifted() for one in moments] if any(one.given for one in moments) else moments
 
     def _look(self, *, thorough: bool = False) -> None:
         """Notice networks that were changed."""
@@ -143,9 +143,11 @@ class WholeMoLA(Mixture):
             probs = self._mix(self._linked(self.link, moments, seed))
         with without_autocast(probs.device), torch.no_grad():
             spread = entropy(probs) * epistemic_share(moments, self.weights.tolist(), seed or 0)
-            mean = torch.stack([one.mean for one in moments])
-            variance = torch.stack([one.variance for one in moments])
-        return Prediction(probs, spread, max_probability_score(probs), "max-probability", mean, variance)
+            mean = torch.stack([one.returned(one.mean) for one in moments])
+            variance = torch.stack([one.returned(one.variance) for one in moments])
+        return Prediction(
+            probs, moments[0].returned(spread), max_probability_score(probs), "max-probability", mean, variance
+        )
 
     # --- new values from this one -----------------------------------------------------------------------------------
 

@@ -42,18 +42,21 @@ def seen_and_shift(logits: Tensor) -> Tensor:
     return basis(logits.shape[1]).T.to(logits)[:, None].expand(-1, len(logits), -1)
 
 
-def logit_moments(mean: Tensor, joint: Tensor) -> LogitMoments:
+def logit_moments(
+    mean: Tensor, joint: Tensor, given: tuple[torch.device, torch.dtype] | None = None
+) -> LogitMoments:
     """What a link sees.
 
     Args:
         mean: logits (n, C).
         joint: covariance (n, C, C) along `seen_and_shift`.
+        given: the network's device and precision, where these are not there.
 
     Returns:
         The moments.
     """
     # A link asks no more of a posterior than `JointSpread` has.
-    return LogitMoments(mean, joint.flatten(1), cast("Posterior", JointSpread(mean.shape[1])))
+    return LogitMoments(mean, joint.flatten(1), cast("Posterior", JointSpread(mean.shape[1])), given)
 
 
 class JointSpread:
@@ -87,6 +90,10 @@ class JointSpread:
     def contrast_variance(self, features: Tensor) -> Tensor:
         """Variance (n, C) of each centred logit."""
         return self.contrast_covariance(features).diagonal(dim1=1, dim2=2)
+
+    def average_contrast_variance(self) -> Tensor:
+        """Ones (C,): without a Jacobian no logit has more variance than another."""
+        return torch.ones(self.classes, device="cpu")
 
     def contrast_covariance(self, features: Tensor) -> Tensor:
         """Covariance (n, C, C) of the centred logits."""

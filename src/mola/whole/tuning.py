@@ -154,7 +154,7 @@ class _Tried:
     def joints(self) -> tuple[Tensor, list[Tensor]]:
         """Logits (n, C), and for each candidate their covariance (n, C, C) along `seen_and_shift`."""
         portions = [
-            (exact(logits).cpu(), [exact(spectrum.covariance(rows, one)).cpu() for one in self.precisions])
+            (exact(logits).cpu(), [exact(self.component.covariance(rows, spectrum, one)).cpu() for one in self.precisions])
             for logits, rows, spectrum in self.component.rows(self.inputs, seen_and_shift)
         ]
         mean = torch.cat([logits for logits, _ in portions])
@@ -186,6 +186,10 @@ class _AtCandidate:
     def noise_size(self) -> int:
         """Number of independent normals that one draw of the logits takes."""
         return self._joint.noise_size
+
+    def average_contrast_variance(self) -> Tensor:
+        """Ones (C,), as for `JointSpread`."""
+        return torch.ones(self.tried.component.curvature.classes, dtype=torch.float64, device="cpu")
 
     def covariance(self, rows: Tensor) -> Tensor:
         """Covariance (n, C, C) of the logits."""
