@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo explore test test-wheel check bench docs clean
+.PHONY: help setup demo explore test test-wheel check bench fuzz crash docs clean
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -48,6 +48,15 @@ bench: $(READY)  ## speed and memory against the bare forward passes, the deep e
 		$(BIN)/python benchmarks/$$name.py $(QUICK) $$more || failed="$$failed $$name"; done; \
 	$(if $(QUICK),,$(BIN)/python docs/measured.py;) \
 	if [ -n "$$failed" ]; then echo "bars missed, or not measured:$$failed"; exit 1; fi
+
+# Long campaigns, a quarter of an hour each; `QUICK=--quick` takes a minute and writes no file. docs/robustness.md says more.
+fuzz: $(READY)  ## 10,000 random calls against an independent closed form; then docs/robustness.md
+	$(BIN)/python benchmarks/fuzz.py $(QUICK)
+	$(if $(QUICK),,$(BIN)/python docs/values.py docs/robustness.md)
+
+crash: $(READY)  ## 400 kills: save, fit, bench, predict; then docs/robustness.md
+	$(BIN)/python benchmarks/crash.py $(QUICK)
+	$(if $(QUICK),,$(BIN)/python docs/values.py docs/robustness.md)
 
 docs: $(READY)  ## the documentation as a site in site/: open site/index.html; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -8,10 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
 # Test problems are tiny: a second thread costs more in waiting than it computes, and workers run side by side.
 torch.set_num_threads(1)
+
+# The same examples every time, few of them, and no folder of those that failed: `benchmarks/fuzz.py` is for many.
+settings.register_profile(
+    "tests",
+    derandomize=True,
+    deadline=None,
+    max_examples=25,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("tests")
 
 SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 """Real datasets and networks, where they are."""

@@ -190,7 +190,11 @@ def per_component(value: Any, count: int, name: str) -> list[Any]:
         OptionError: if they are not `count`.
     """
     single = isinstance(value, (int, float, str)) or value is None or getattr(value, "ndim", 1) == 0
-    values = [value] * count if single else list(value)
+    try:
+        values = [value] * count if single else list(value)
+    except TypeError as error:
+        message = f"{name}: expected one number, or {count} of them (one for each component); got {value!r}."
+        raise OptionError(message) from error
     if len(values) != count:
         message = f"{name}: expected one number, or {count} of them (one for each component); got {len(values)}."
         raise OptionError(message)

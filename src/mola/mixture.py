@@ -142,11 +142,25 @@ class Mixture(nn.Module):
             return Prediction.gather(parts, team)
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
-        """Probabilities (n, C) as a NumPy array, of a NumPy array (or anything `predict` takes)."""
+        """Probabilities (n, C) as a NumPy array.
+
+        Args:
+            inputs: a NumPy array, or anything that `predict` takes.
+
+        Returns:
+            (n, C)
+
+        Raises:
+            DataError: if the array does not hold numbers.
+        """
         if isinstance(inputs, np.ndarray):
             parameter = next(self.parameters(), None)
             # A copy in native byte order: arrays may be read-only or foreign, which torch does not take.
-            given = torch.from_numpy(np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C"))
+            native = np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C")
+            if native.dtype.kind not in "biufc":
+                message = f"expected an array of numbers, got one of {native.dtype}. Convert it first, as with array.astype(float)."
+                raise DataError(message)
+            given = torch.from_numpy(native)
             inputs = given.to(parameter.dtype) if parameter is not None and given.is_floating_point() else given
         return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
 

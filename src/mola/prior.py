@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from mola.choices import one_of
+from mola.choices import is_real, one_of
 from mola.distributed import Team
 from mola.errors import OptionError, warn
 from mola.search import Search, maximise
@@ -108,10 +108,13 @@ class ConfidenceThreshold:
         Raises:
             OptionError: if one cannot be met, or always is.
         """
-        if self.confidence is not None and not 0 < float(self.confidence) <= 1:
+        if self.confidence is not None and not (is_real(self.confidence) and 0 < self.confidence <= 1):
             message = f"confidence must lie between 0 and 1, got {self.confidence!r}. 95 % is 0.95."
             raise OptionError(message)
-        if self.brier is not None and not 0 <= float(self.brier) <= 2:
+        if not (is_real(self.margin) and -1 <= self.margin <= 1):
+            message = f"margin must lie between -1 and 1, got {self.margin!r}. One percentage point is 0.01."
+            raise OptionError(message)
+        if self.brier is not None and not (is_real(self.brier) and 0 <= self.brier <= 2):
             message = f"brier must lie between 0 and 2, got {self.brier!r}."
             raise OptionError(message)
 
@@ -268,6 +271,16 @@ class OutlierExposure:
     loader: Iterable[Any] = field(repr=False)
     weight: float = 0.25
     grid: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the weight.
+
+        Raises:
+            OptionError: if it is no finite number, or negative.
+        """
+        if not (is_real(self.weight) and 0 <= self.weight < float("inf")):
+            message = f"weight must be a finite number of at least 0, got {self.weight!r}."
+            raise OptionError(message)
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read both loaders once, and choose."""

@@ -25,11 +25,14 @@ def seed_from(generator: torch.Generator | None) -> int | None:
 
 
 def check_generator(generator: torch.Generator | None) -> None:
-    """Refuse a generator that is not on the CPU.
+    """Refuse what is no generator, and one that is not on the CPU.
 
     Raises:
         OptionError: if it is not.
     """
+    if not isinstance(generator, torch.Generator | None):
+        message = f"generator must be a torch.Generator or None, got {generator!r}. Make one with torch.Generator().manual_seed(0)."
+        raise OptionError(message)
     if generator is not None and generator.device.type != "cpu":
         message = f"generator must be on the CPU so that draws are the same on every device, got {generator.device}."
         raise OptionError(message)

@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mola.choices import whole_number
 from mola.component import Component
-from mola.errors import OptionError
+from mola.errors import StructureTooLargeError
+from mola.laplace.memory import free_memory
 from mola.randomness import check_generator
 
 __all__ = ["WeightSamples", "draw_weights"]
@@ -36,16 +38,19 @@ def draw_weights(
         generator: on the CPU; None draws from torch's own.
 
     Returns:
-        Weights in float64, and the component of each.
+        Weights in float64, and the component of each; `OptionError` if count is no whole number above 0, a component has no
+        curvature, or the generator is not on the CPU.
 
     Raises:
-        OptionError: if count is below 1; also without curvature, or with a generator that is not on the CPU.
+        StructureTooLargeError: if there are so many that memory does not hold them.
     """
-    if count < 1:
-        message = f"n must be at least 1, got {count!r}."
-        raise OptionError(message)
+    count = whole_number(count, "n")
     check_generator(generator)
     curvatures = [component.require_curvature("sampling weights")[1] for component in components]
+    needed = 8 * count * max(curvature.weights.numel() for curvature in curvatures)
+    if needed > (free := free_memory()):
+        message = f"{count} draws of the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: draw fewer at a time."
+        raise StructureTooLargeError(message)
     choice = torch.multinomial(weights, count, replacement=True, generator=generator)
     drawn: list[Tensor] = [torch.empty(0)] * count
     for index, (component, curvature) in enumerate(zip(components, curvatures, strict=True)):

@@ -28,7 +28,11 @@ PAPER_GRID = log_grid(1e-4, 1e3, 100)
 
 
 def check_grid(grid: Sequence[float]) -> tuple[float, ...]:
-    values = tuple(sorted(float(value) for value in grid))
+    try:
+        values = tuple(sorted(float(value) for value in grid))
+    except (TypeError, ValueError, OverflowError) as error:
+        message = f"grid must hold finite numbers above 0, got {grid!r}."
+        raise OptionError(message) from error
     if not values or not all(math.isfinite(value) and value > 0 for value in values):
         message = f"grid must hold finite numbers above 0, got {list(grid)!r}."
         raise OptionError(message)

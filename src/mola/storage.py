@@ -208,6 +208,21 @@ def read_sealed_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
+def _place(directory: str | Path) -> Path:
+    """The folder that a user names.
+
+    Raises:
+        StorageError: if it cannot be the name of one.
+    """
+    try:
+        place = Path(directory)
+        place.exists()
+    except (TypeError, ValueError) as error:
+        message = f"expected the path of a folder, got {directory!r}."
+        raise StorageError(message) from error
+    return place
+
+
 def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Save a document and its tensors.
 
@@ -220,14 +235,18 @@ def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[s
         The folder.
 
     Raises:
-        StorageError: if the path is a file.
+        StorageError: if the path is a file, or the folder cannot be made.
     """
-    folder = Path(directory)
+    folder = _place(directory)
     if folder.exists() and not folder.is_dir():
         message = f"{folder} is a file; expected a folder to save the posterior in."
         raise StorageError(message)
     _keep_others(folder, str(document.get("kind", "posterior")))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{folder} cannot be made: {error.strerror}. Choose another folder."
+        raise StorageError(message) from error
     content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     checksum = hashlib.sha256(content).hexdigest()
     name = f"factors-{checksum[:16]}.safetensors"
@@ -276,7 +295,7 @@ def read(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         StorageError: if files are missing, truncated, foreign, or newer than this library.
     """
-    folder = Path(directory)
+    folder = _place(directory)
     document = read_document(folder)
     try:
         return document, _read_tensors(folder, document)

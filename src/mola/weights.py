@@ -32,10 +32,16 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
         OptionError: unless they are K non-negative numbers that sum to 1.
     """
     try:
-        values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().flatten()
+        values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         message = f"weights: expected {counted(count, 'number')} with the sum 1, got {weights!r}."
         raise OptionError(message) from error
+    if values.dim() > 1:
+        message = (
+            f"weights: expected {count} numbers, one for each component, got a table of shape {tuple(values.shape)}."
+        )
+        raise OptionError(message)
+    values = values.flatten()
     if len(values) != count:
         message = f"weights: expected {counted(count, 'number')}, one for each component, got {len(values)}."
         raise OptionError(message)

@@ -70,8 +70,8 @@ def check_precision(value: float) -> float:
         OptionError: unless it is finite, positive, and neither so small nor so large that float32 cannot hold variances.
     """
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several numbers
         number = math.nan
     if not (math.isfinite(number) and number > 0):
         message = (

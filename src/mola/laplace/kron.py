@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mola.choices import is_real
 from mola.errors import OptionError, StructureTooLargeError
 from mola.laplace.base import Factors, Posterior, Spectrum, Structure
 from mola.laplace.basis import eigensystem, seen_basis
@@ -96,7 +97,7 @@ class Kron(Structure):
         Raises:
             OptionError: if it is not in (0, 1).
         """
-        if self.running_average is not None and not 0 < self.running_average < 1:
+        if self.running_average is not None and not (is_real(self.running_average) and 0 < self.running_average < 1):
             message = f"running_average must lie between 0 and 1, or be None; got {self.running_average!r}."
             raise OptionError(message)
 

@@ -201,12 +201,14 @@ class KronDiagSpectrum(Damped):
             return (edge / (self.nodes * gamma * rest).sum()).sqrt() * self.nodes * gamma
         learned = edge * self.nodes * gamma  # 1 - sqrt(lambda) gamma
         total = learned.sum()
-        if total == 0:  # nothing is confused, or less than float64 can hold
-            return torch.zeros_like(gamma)
-        # Whichever of the two is smaller loses less where its mean is taken away: their differences are the same.
-        if learned.max() < prior * gamma.max():
-            return (learned.mean() - learned) / (prior**0.5 * total.sqrt())
-        return (prior / total).sqrt() * (gamma - gamma.mean())
+        some = torch.where(total > 0, total, torch.ones_like(total))
+        # Whichever of the two is smaller loses less where its mean is taken away: their differences are the same. Both are
+        # computed, for graphs, which cannot choose by a number.
+        by_learned = (learned.mean() - learned) / (prior**0.5 * some.sqrt())
+        by_gamma = (prior / some).sqrt() * (gamma - gamma.mean())
+        found = torch.where(learned.max() < prior * gamma.max(), by_learned, by_gamma)
+        # Of 0: nothing is confused, or less than float64 can hold.
+        return torch.where(total > 0, found, torch.zeros_like(found))
 
     def class_variance(self, precision: float, *, contrast: bool = False) -> Tensor:
         """Diagonal (C,) of U, or of its visible part."""

@@ -1,0 +1,272 @@
+"""Laws for problems that nobody chose: hypothesis draws sizes, data and options, and shrinks what breaks one of them."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import mola
+from mola.laplace import STRUCTURES as KNOWN
+from mola.likelihood import CATEGORICAL
+from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES, make_problem
+
+precisions = st.floats(-4, 4).map(lambda power: 10.0**power)
+structures = st.sampled_from(STRUCTURES)
+links = st.sampled_from(CLOSED_FORM_LINKS)
+
+
+@st.composite
+def problems(draw, most=12):
+    """A network and data of any small size, one datum included."""
+    return make_problem(
+        seed=draw(st.integers(0, 10_000)),
+        classes=draw(st.integers(2, 6)),
+        width=draw(st.integers(1, 6)),
+        count=draw(st.integers(1, most)),
+        bias=draw(st.booleans()),
+    )
+
+
+@st.composite
+def portions(draw, count):
+    """An order of so many rows, and sizes that add up to it; a last portion of one row is drawn often."""
+    order = draw(st.permutations(range(count)))
+    sizes, left = [], count
+    if count > 1 and draw(st.booleans()):
+        sizes, left = [1], count - 1
+    while left:
+        sizes.append(draw(st.integers(1, left)))
+        left -= sizes[-1]
+    return torch.tensor(order), sizes[::-1]
+
+
+def close(first, second, tolerance=1e-10):
+    return first.shape == second.shape and float((first - second).abs().max()) <= tolerance
+
+
+def relatively_close(first, second, tolerance=1e-10):
+    return close(first / second.abs().max().clamp_min(1e-300), second / second.abs().max().clamp_min(1e-300), tolerance)
+
+
+def with_head(problem, weight, bias):
+    """The problem's network with another last layer."""
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if bias is not None:
+            head.bias.copy_(bias)
+    return nn.Sequential(*problem.network[:-1], head)
+
+
+class TestSums:
+    @given(data=st.data(), problem=problems(), name=structures)
+    def test_do_not_depend_on_portions_order_or_grouping(self, data, problem, name):
+        features, structure = problem.features(), KNOWN[name]()
+        logits = features @ problem.weights.T
+        order, sizes = data.draw(portions(len(features)))
+
+        def sums(rows):
+            scored, curvature = CATEGORICAL.scored_curvature(logits[rows], problem.labels[rows])
+            return structure.sums(features[rows], curvature, float(scored.sum()))
+
+        whole = sums(slice(None))
+        parts = [sums(rows) for rows in order.split(sizes)]
+        left = parts[0]
+        for part in parts[1:]:
+            left = left + part
+        right = parts[-1]
+        for part in parts[-2::-1]:
+            right = part + right
+        absorbed = None
+        for rows in order.split(sizes):
+            scored, curvature = CATEGORICAL.scored_curvature(logits[rows], problem.labels[rows])
+            absorbed = structure.absorb(absorbed, features[rows].clone(), curvature, float(scored.sum()))
+        for merged in (left, right, absorbed):
+            assert merged.count == whole.count
+            assert abs(merged.log_likelihood - whole.log_likelihood) <= 1e-10 * (1 + abs(whole.log_likelihood))
+            for key, tensor in whole.tensors().items():
+                assert relatively_close(merged.tensors()[key], tensor, 1e-12), key
+
+    @given(data=st.data(), problem=problems(), name=structures, precision=precisions)
+    def test_batches_do_not_matter_to_a_fit(self, data, problem, name, precision):
+        order, sizes = data.draw(portions(len(problem.inputs)))
+        batches = list(zip(problem.inputs[order].split(sizes), problem.labels[order].split(sizes), strict=True))
+        whole, parts = (
+            mola.fit(problem.network, loader, structure=name, prior_precision=precision, progress=False)
+            for loader in ([(problem.inputs, problem.labels)], batches)
+        )
+        assert close(whole(problem.inputs), parts(problem.inputs), 1e-9)
+        assert relatively_close(whole.log_evidence(), parts.log_evidence(), 1e-9)
+
+    @given(problem=problems(), name=structures, copies=st.integers(2, 5), precision=precisions)
+    def test_copies_of_the_data_and_of_the_prior_divide_the_variance(self, problem, name, copies, precision):
+        once = mola.fit(problem.network, problem.loader, structure=name, prior_precision=precision, progress=False)
+        often = mola.fit(
+            problem.network, problem.loader * copies, structure=name, prior_precision=copies * precision, progress=False
+        )
+        first, second = once.predict(problem.inputs), often.predict(problem.inputs)
+        assert relatively_close(second.logit_variance * copies, first.logit_variance, 1e-9)
+        assert close(first.ood_score, second.ood_score, 1e-8 * (1 + float(first.ood_score.abs().max())))
+
+    @given(
+        problem=problems(),
+        name=st.sampled_from(["kron-exact", "diag", "full"]),
+        power=st.integers(-20, 20),
+        precision=precisions,
+    )
+    def test_the_unit_of_the_features_does_not_matter(self, problem, name, power, precision):
+        """Features in another unit, weights in its inverse, the prior on the weights accordingly: the same logits and variances."""
+        scale = 2.0**power
+        body, head = problem.network[:-1], problem.network[-1]
+        if head.bias is not None:
+            head = nn.Linear(head.in_features, head.out_features, bias=False)
+        same = nn.Sequential(*body, head)
+
+        class Scaled(nn.Module):
+            def forward(self, values):
+                return values * scale
+
+        other = nn.Sequential(*body, Scaled(), nn.Linear(head.in_features, head.out_features, bias=False))
+        with torch.no_grad():
+            other[-1].weight.copy_(head.weight / scale)
+        first, second = (
+            mola.fit(network, problem.loader, structure=name, prior_precision=prior, progress=False).predict(
+                problem.inputs
+            )
+            for network, prior in ((same, precision), (other, precision * scale**2))
+        )
+        assert relatively_close(second.logit_variance, first.logit_variance, 1e-8)
+        assert close(first.probs, second.probs, 1e-9)
+
+
+class TestPredictions:
+    @given(data=st.data(), problem=problems(), name=structures, link=links, precision=precisions)
+    def test_another_order_of_the_classes_is_the_same_prediction(self, data, problem, name, link, precision):
+        head = problem.network[-1]
+        order = torch.tensor(data.draw(st.permutations(range(head.out_features))))
+        bias = None if head.bias is None else head.bias.detach()[order]
+        permuted = with_head(problem, head.weight.detach()[order], bias)
+        place = order.argsort()
+        options = {"structure": name, "link": link, "prior_precision": precision, "progress": False}
+        straight = mola.fit(problem.network, problem.loader, **options)
+        turned = mola.fit(permuted, [(x, place[y]) for x, y in problem.loader], **options)
+        assert close(turned(problem.inputs), straight(problem.inputs)[:, order], 1e-8)
+        assert relatively_close(turned.log_evidence(), straight.log_evidence(), 1e-9)
+
+    @given(problem=problems(), name=structures, link=links, order=st.permutations(range(3)), precision=precisions)
+    def test_the_order_of_the_components_does_not_matter(self, problem, name, link, order, precision):
+        classes = problem.network[-1].out_features
+        members = [make_problem(seed=seed, classes=classes, width=2 + seed).network for seed in range(3)]
+        weights, priors = [0.2, 0.3, 0.5], [precision, 1.0, 2.0]
+        options = {"structure": name, "link": link, "progress": False}
+        straight = mola.fit(members, problem.loader, weights=weights, prior_precision=priors, **options)
+        turned = mola.fit(
+            [members[k] for k in order],
+            problem.loader,
+            weights=[weights[k] for k in order],
+            prior_precision=[priors[k] for k in order],
+            **options,
+        )
+        first, second = straight.predict(problem.inputs), turned.predict(problem.inputs)
+        assert close(first.probs, second.probs)
+        assert close(first.ood_score, second.ood_score, 1e-9 * (1 + float(first.ood_score.abs().max())))
+
+    @given(
+        problem=problems(),
+        name=structures,
+        link=st.sampled_from(["probit-centered", "mean-field", "bridge", "mc"]),
+        shift=st.floats(-50, 50),
+        precision=precisions,
+    )
+    def test_a_constant_on_all_logits_is_not_seen(self, problem, name, link, shift, precision):
+        head = problem.network[-1]
+        bias = torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
+        first, second = (
+            mola.fit(
+                with_head(problem, head.weight.detach(), bias + by),
+                problem.loader,
+                structure=name,
+                link=link,
+                prior_precision=precision,
+                progress=False,
+            )(problem.inputs)
+            for by in (0.0, shift)
+        )
+        assert close(first, second, 1e-8)
+
+    @given(problem=problems(), name=structures, link=st.sampled_from(["probit", "probit-centered", "mean-field"]))
+    def test_without_spread_it_is_the_network(self, problem, name, link):
+        posterior = mola.fit(
+            problem.network, problem.loader, structure=name, link=link, prior_precision=1e30, progress=False
+        )
+        assert close(posterior(problem.inputs), torch.softmax(problem.network(problem.inputs).detach(), 1))
+
+    @given(
+        problem=problems(), name=structures, precision=precisions, far=st.floats(0, 12).map(lambda power: 10.0**power)
+    )
+    def test_confidence_stays_below_its_bound(self, problem, name, precision, far):
+        posterior = mola.fit(problem.network, problem.loader, structure=name, prior_precision=precision, progress=False)
+        inputs = far * problem.inputs
+        assert bool((posterior(inputs).max(1).values <= posterior.confidence_bound(inputs) + 1e-12).all())
+
+    @given(problem=problems(), name=structures, link=links, copies=st.integers(2, 4), precision=precisions)
+    def test_equal_components_are_one(self, problem, name, link, copies, precision):
+        options = {"structure": name, "link": link, "prior_precision": precision, "progress": False}
+        one = mola.fit(problem.network, problem.loader, **options).predict(problem.inputs)
+        many = mola.fit([problem.network] * copies, problem.loader, **options).predict(problem.inputs)
+        for field in ("probs", "mutual_information", "ood_score"):
+            scale = 1 + float(getattr(one, field).abs().max())
+            assert close(getattr(one, field), getattr(many, field), 1e-10 * scale), field
+
+    @given(data=st.data(), problem=problems(), name=structures, link=st.sampled_from([*CLOSED_FORM_LINKS, "mc"]))
+    def test_batches_do_not_matter_to_a_prediction(self, data, problem, name, link):
+        posterior = mola.fit(problem.network, problem.loader, structure=name, link=link, progress=False)
+        order, sizes = data.draw(portions(len(problem.inputs)))
+        whole, parts = (
+            posterior.predict(problem.inputs[order]),
+            posterior.predict(list(problem.inputs[order].split(sizes))),
+        )
+        for field in ("probs", "mutual_information", "ood_score"):
+            scale = 1 + float(getattr(whole, field).abs().max())
+            assert close(getattr(whole, field), getattr(parts, field), 1e-10 * scale), field
+        for field in ("logit_mean", "logit_variance"):
+            assert relatively_close(getattr(parts, field), getattr(whole, field)), field
+
+
+class TestFiles:
+    @given(
+        problem=problems(),
+        name=structures,
+        link=st.sampled_from([*CLOSED_FORM_LINKS, "mc"]),
+        dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
+        precision=precisions,
+    )
+    def test_saved_moved_and_loaded_are_the_same_bits(self, problem, name, link, dtype, precision):
+        network, inputs = problem.network.to(dtype), problem.inputs.to(dtype)
+        posterior = mola.fit(network, [inputs], structure=name, link=link, prior_precision=precision, progress=False)
+        before = posterior.predict(inputs)
+        with tempfile.TemporaryDirectory() as folder:
+            posterior.save(Path(folder) / "first")
+            moved = shutil.move(Path(folder) / "first", Path(folder) / "second")
+            after = mola.load(moved, network).predict(inputs)
+        for field in ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance"):
+            assert torch.equal(getattr(before, field), getattr(after, field)), field
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_last_portion_of_one_row_is_drawn(size):
+    """The strategy does draw what it says: without it, a law about portions would be a law about halves."""
+    found = []
+
+    @given(st.data())
+    def look(data):
+        found.append(data.draw(portions(size))[1])
+
+    look()
+    assert any(sizes[-1] == 1 for sizes in found)
+    assert all(sum(sizes) == size for sizes in found)
