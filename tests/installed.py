@@ -108,7 +108,7 @@ class Environment:
         run(self.bin / "python", *pip, "--constraint", ROOT / "constraints.txt", what, cwd=self.desk)
 
     def python(self, code: str) -> str:
-        return run(self.bin / "python", "-W", "error", "-c", code, cwd=self.desk).stdout
+        return run(self.bin / "python", "-c", code, cwd=self.desk).stdout
 
     def mola(self, *words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
         started = time.perf_counter()
