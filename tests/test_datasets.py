@@ -607,7 +607,7 @@ def test_nearest_rotation_is_pillows(angle, shape):
 
 
 def test_an_unknown_interpolation_is_refused():
-    with pytest.raises(mola.OptionError, match="must be 'bilinear' or 'nearest', got 'cubic'"):
+    with pytest.raises(mola.OptionError, match="must be one of bilinear, nearest; got 'cubic'"):
         rotate(torch.zeros(1, 1, 4, 4), 15, "cubic")
 
 
