@@ -353,7 +353,8 @@ def read_document(folder: Path) -> dict[str, Any]:
         )
         raise StorageError(message)
     check_seal(document, path)
-    check(document, {"tensors": {"file": str, "sha256": str}}, "")
+    kind = {"kind": str} if "kind" in document else {}
+    check(document, {"tensors": {"file": str, "sha256": str}, **kind}, "")
     return document
 
 

@@ -143,9 +143,18 @@ class Keeper:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(kept[name])
-        restore_optimiser(optimiser, below(tensors, "optimiser."), document["groups"])
-        if schedule is not None:
-            schedule.load_state_dict(_taken_up(schedule.state_dict(), document["schedule"]))
+        try:
+            restore_optimiser(optimiser, below(tensors, "optimiser."), document["groups"])
+            if schedule is not None:
+                schedule.load_state_dict(_taken_up(schedule.state_dict(), document["schedule"]))
+        except (
+            KeyError,
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:  # an older file has no seal, and may say anything
+            message = f"{self.folder} is damaged ({error!r}). Delete it to train from the start."
+            raise StorageError(message) from error
         return document["epochs"], below(tensors, "more.")
 
 

@@ -77,7 +77,13 @@ def read(directory: str | Path, network: nn.Module) -> SwagParts:
     expected = _expected_shapes(document, network, moved, rest, set(_below(tensors, "statistics.")))
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = sorted({name for name, _ in found.items() ^ expected.items()})
-    if wrong or not moved or min(document["snapshots"], document["samples"]) < 1 or document["rank"] == 1:
+    if (
+        wrong
+        or not moved
+        or min(document["snapshots"], document["samples"]) < 1
+        or document["rank"] == 1
+        or document["scale"] < 0
+    ):
         named = f"{wrong[0]} and {len(wrong) - 1} more" if wrong else "a number"
         message = (
             f"{directory} does not fit {type(network).__name__}: {named} of the saved SWAG is missing, unknown, or of "

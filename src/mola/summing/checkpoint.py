@@ -114,6 +114,10 @@ class Keeper:
                 f"start from zero."
             )
             raise StorageError(message)
+        lengths = {name: len(document[name]) for name in ("heads", "counts", "log_likelihoods")}
+        if set(lengths.values()) != {len(identity["networks"])}:
+            message = f"{self.place} is garbled: entries for {lengths} networks. Delete the folder to start from zero."
+            raise StorageError(message)
         totals = [
             self._factors(index, entry, document, tensors, structure) for index, entry in enumerate(document["heads"])
         ]

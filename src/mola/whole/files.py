@@ -19,7 +19,7 @@ from mola.links import LINKS, Link
 from mola.schema import Optional
 from mola.tuning import Tuning
 from mola.whole.component import WholeComponent, WholeCurvature
-from mola.whole.layout import Layer, Layout
+from mola.whole.layout import Layer, Layout, is_normalisation, is_plain
 from mola.whole.links import WeightDraws
 from mola.whole.spectra import Blocks, Dense, LayerSpectrum, Spectrum
 
@@ -185,9 +185,22 @@ def _unpack(network: nn.Module, entry: dict[str, Any], tensors: dict[str, Tensor
 
 
 def _check_layout(network: nn.Module, layout: Layout, index: int) -> None:
+    """Refuse a layout that is not over this network's weights.
+
+    Raises:
+        StorageError: if it is not.
+    """
     own = {name: tuple(value.shape) for name, value in network.named_parameters(remove_duplicate=False)}
     wrong = [name for name in layout.parameters if name not in own]
     wrong += [name for name, shape in layout.rest if own.get(name, shape) != shape]
+    modules = dict(network.named_modules())
+    for layer in layout.layers:
+        fits = is_normalisation if layer.scales else is_plain
+        if layer.name not in modules or not fits(modules[layer.name]):
+            wrong.append(layer.name)
+    if not layout.parameters:
+        message = "the saved posterior is over no weights: the document is garbled."
+        raise StorageError(message)
     for layer in layout.layers:
         sizes = [torch.Size(own[name]).numel() for name in layer.parameters if name in own]
         if sum(sizes) != layer.size:
