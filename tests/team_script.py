@@ -13,7 +13,7 @@ from torch import nn
 
 import mola
 from mola.laplace import Kron, base
-from tests.conftest import STRUCTURES, make_problem
+from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES, make_problem
 
 RULE = mola.ValidationScore("nll", grid=[0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0])
 
@@ -88,6 +88,16 @@ def laws(team):
         found[f"{division}/ensemble"] = plain.reweight(batches(held[division]), progress=False, team=team).weights
         found[f"{division}/ensemble/probs"] = plain.predict(batches(held[division]), team=team).probs
     return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def ways(team):
+    """What a team's posteriors of every structure say with every link."""
+    found, shard = {}, list(batches(data(3) if team is None else team.shard(data(3))))
+    for structure in STRUCTURES:
+        posterior = mola.fit(networks(2), shard, structure=structure, progress=False, team=team)
+        for link in (*CLOSED_FORM_LINKS, "mc"):
+            found[f"{structure}/{link}"] = posterior.with_link(link)(inputs())
+    return found
 
 
 def refusals(team):
@@ -194,6 +204,9 @@ def main(what, output):
             Path(f"{place}.json").write_text(
                 json.dumps({"refusals": refusals(team), "resumed": resumed(team, Path(output) / f"kept-{team.size}")})
             )
+            return
+        if what == "ways":
+            save_file(ways(team), f"{place}.safetensors")
             return
         victim = int(what[-1])
         shard = list(batches(team.shard(data(3))))
