@@ -285,6 +285,6 @@ class DampedPosterior(DampedFeatures, KronPosterior):
         root = self.class_root[:, : self.noise_size]
         return self.scale(features)[:, None, None] * (root @ root.T)
 
-    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
-        """`sqrt(phi' V phi) U^1/2 noise`."""
-        return self.scale(features).sqrt()[:, None, None] * (noise @ self.class_root[:, : self.noise_size].T)
+    def class_draws(self, noise: Tensor) -> Tensor:
+        """`U^1/2 noise`."""
+        return noise @ self.class_root[:, : self.noise_size].T

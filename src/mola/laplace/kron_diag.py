@@ -274,7 +274,6 @@ class KronDiagPosterior(DampedFeatures):
         matrix = self.spectrum.class_matrix(self.precision).to(self.own)
         return self.scale(features)[:, None, None] * matrix
 
-    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
-        """`sqrt(phi' V phi) (sqrt(gamma) * noise + k * one more)`."""
-        drawn = noise[:, :-1] * self.own.sqrt() + noise[:, -1:] * self.shared
-        return self.scale(features).sqrt()[:, None, None] * drawn
+    def class_draws(self, noise: Tensor) -> Tensor:
+        """`sqrt(gamma) * noise + k * one more`."""
+        return noise[:, :-1] * self.own.sqrt() + noise[:, -1:] * self.shared

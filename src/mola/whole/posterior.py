@@ -15,7 +15,7 @@ from mola.laplace import LogitMoments
 from mola.links import Link, Probit
 from mola.mixture import Mixture
 from mola.networks import Inputs, undisturbed, without_autocast
-from mola.prediction import Prediction
+from mola.prediction import Prediction, later
 from mola.prior import Rule, as_rule
 from mola.tuning import Tuning
 from mola.uncertainty import entropy, epistemic_share, max_probability_score, mutual_information
@@ -128,11 +128,18 @@ class WholeMoLA(Mixture):
                 )
             moments = self._moments(inputs)
             probs = self._mix(self._linked(self.link, moments, seed))
-        with without_autocast(probs.device), torch.no_grad():
-            spread = entropy(probs) * epistemic_share(moments, self.weights.tolist(), seed or 0)
-            mean = torch.stack([one.mean for one in moments])
-            variance = torch.stack([one.variance for one in moments])
-        return Prediction(probs, spread, max_probability_score(probs), "max-probability", mean, variance)
+        weights = self.weights.tolist()
+        mean = torch.stack([one.mean for one in moments])
+        kept = [one.kept(values) for one, values in zip(moments, mean, strict=True)]
+        return Prediction(
+            probs,
+            later(lambda: entropy(probs) * epistemic_share(kept, weights, seed or 0), mean.device),
+            max_probability_score(probs),
+            "max-probability",
+            mean,
+            later(lambda: torch.stack([one.variance for one in kept]), mean.device),
+            held=sum(one.features.nbytes for one in kept),
+        )
 
     # --- new values from this one -----------------------------------------------------------------------------------
 

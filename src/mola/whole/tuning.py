@@ -15,6 +15,7 @@ from mola.features import batch_count, peek
 from mola.likelihood import CATEGORICAL
 from mola.links import Probit
 from mola.networks import Inputs, as_batch, call, undisturbed
+from mola.networks.habits import copied
 from mola.tuning import HeldOut, Problem
 from mola.whole.component import WholeComponent
 from mola.whole.links import WeightDraws
@@ -60,12 +61,12 @@ def read_inputs(
             if batch.labels is None and labelled:
                 message = f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
                 raise DataError(message)
-            inputs.append(batch.inputs)
+            inputs.append(copied(batch.inputs))  # a loader may use its memory again for the next batch
             for own, component in zip(logits, components, strict=True):
                 with located(place):
-                    own.append(call(component.network, batch.inputs).cpu())
+                    own.append(call(component.network, batch.inputs).cpu().clone())
             if batch.labels is not None:
-                labels.append(CATEGORICAL.check_labels(batch.labels, logits[0][-1], place).cpu())
+                labels.append(CATEGORICAL.check_labels(batch.labels, logits[0][-1], place).cpu().clone())
     if labels and len(labels) < len(inputs):
         message = f"the {where}: {len(labels)} of {len(inputs)} batches have labels. Give them to all, or to none."
         raise DataError(message)
