@@ -188,12 +188,18 @@ def test_whole_networks(structure, link):
     network, loader = head(bias=False), [(rows(20), torch.arange(20) % 4)]
     single = mola.fit_whole(network, loader, structure=structure, link=link, progress=False)
     double = mola.fit_whole(
-        head(bias=False).double(), [(rows(20).double(), torch.arange(20) % 4)], structure=structure, link=link, progress=False
+        head(bias=False).double(),
+        [(rows(20).double(), torch.arange(20) % 4)],
+        structure=structure,
+        link=link,
+        progress=False,
     )
     for scale in (0.0, 1.0, 1e-19, 1e-25, 1e-37, 1e19, 1e25, 1e36):
         if link == "bridge" and scale > 1:
             continue  # exponentials of logits: their rounding in float32 is what differs
-        found, expected = (one.predict(scale * rows().to(kind)) for one, kind in ((single, torch.float32), (double, torch.float64)))
+        found, expected = (
+            one.predict(scale * rows().to(kind)) for one, kind in ((single, torch.float32), (double, torch.float64))
+        )
         for name in ("probs", "mutual_information", "ood_score"):
             value = getattr(found, name)
             assert value.dtype == torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -43,6 +44,10 @@ class Curvature:
         return self.structure.spectrum(self.factors, self.likelihood)
 
 
+_door = threading.RLock()
+"""Posteriors are made by one thread at a time. One for all components: a lock of their own could not be copied or saved."""
+
+
 class Component(nn.Module):
     """A network whose logits are Gaussian: trained ones as mean, and the last layer's posterior as spread.
 
@@ -74,12 +79,18 @@ class Component(nn.Module):
         """Build the posterior, if there is curvature, and move it to where the network is."""
         if self.curvature is None or self.head is None:
             return None
-        if self._posterior is None:
-            self._posterior = self.curvature.spectrum.posterior(self.precision)
         # The network's owner may have moved it since. Any parameter tells: reading `weight` may compute it.
         like = next(self.head.layer.parameters())
-        self._posterior.follow(like.device, like.dtype)
-        return self._posterior
+        ready = self._posterior
+        if ready is None or not ready.is_at(like.device, like.dtype):
+            # Made anew and published when it is done: another thread may be predicting with the one there is.
+            with _door:
+                ready = self._posterior
+                if ready is None or not ready.is_at(like.device, like.dtype):
+                    ready = self.curvature.spectrum.posterior(self.precision)
+                    ready.follow(like.device, like.dtype)
+                    self._posterior = ready
+        return ready
 
     def _check_head(self, head: Head, curvature: Curvature) -> None:
         """Notice a head that was trained further: the old posterior is not the new network's.
@@ -94,7 +105,7 @@ class Component(nn.Module):
             return
         weights = head.trained_weights()
         rounded = (curvature.trained.to(kind).to(weights) for kind in (weights.dtype, torch.float16, torch.bfloat16))
-        if not any(torch.equal(weights, expected) for expected in rounded):
+        if not any(head.agrees(weights, expected) for expected in rounded):
             message = (
                 f"the weights of head {head.name!r} changed since the posterior was fitted. Fit again: mola.fit(...)."
             )

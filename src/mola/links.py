@@ -162,7 +162,9 @@ class MeanField(Link):
     def _probabilities(self, mean: Tensor, variances: Callable[[slice, slice, slice], Tensor]) -> Tensor:
         classes = mean.shape[1]
         # No exponential of a cooled margin is beyond that of the largest margin: most are far from where it overflows.
-        plain = float((mean.amax(1) - mean.amin(1)).max()) < math.log(torch.finfo(mean.dtype).max) - math.log(2 * classes)
+        plain = float((mean.amax(1) - mean.amin(1)).max()) < math.log(torch.finfo(mean.dtype).max) - math.log(
+            2 * classes
+        )
         width = -(-classes // -(-classes // CLASSES_AT_ONCE)) if plain else classes
         at_once = max(1, PAIRS_IN_CACHE // width**2)
         probs = []

@@ -14,13 +14,17 @@ from mola.choices import counted, one_of
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.features import batch_count, batches_of, peek
-from mola.networks import Inputs, as_batch, undisturbed
+from mola.networks import Inputs, as_batch, one_batch, undisturbed
 from mola.prediction import Prediction
 from mola.randomness import seed_from
 from mola.uncertainty import max_probability_score, mutual_information
 from mola.weights import check_weights, uniform_weights
 
 __all__ = ["Mixture", "Predictor", "describe_networks", "describe_numbers", "describe_weights"]
+
+
+KEPT = 2**28
+"""Bytes of features that a prediction keeps at most, for fields that are computed when they are first read."""
 
 
 class Predictor(Protocol):
@@ -63,7 +67,7 @@ class Mixture(nn.Module):
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Probabilities (n, C); the generator is for members that draw."""
-        return self._mix(self._member_probs(inputs, seed_from(generator)))
+        return self._mix(self._member_probs(one_batch(inputs), seed_from(generator)))
 
     def _mix(self, member_probs: Sequence[Tensor]) -> Tensor:
         total = torch.zeros_like(member_probs[0])
@@ -100,8 +104,11 @@ class Mixture(nn.Module):
     ) -> Iterator[Prediction]:
         """Predict batch by batch, in bounded memory.
 
+        Until its costly fields are read, a prediction keeps the features of its inputs in memory: drop it, or read them.
+
         Args:
-            inputs: a tensor, mapping or tuple of inputs (one batch), or an iterable of batches; labels are ignored.
+            inputs: one batch (a tensor, a tuple of positional or a mapping of keyword arguments of the networks), or an
+                iterable of batches, whose labels are ignored.
             generator: source of randomness for links that draw; None uses the link's own seed.
             progress: whether to show a progress bar on stderr, if that is a terminal.
 
@@ -122,8 +129,12 @@ class Mixture(nn.Module):
     ) -> Prediction:
         """Probabilities and uncertainty of one batch or of all batches of a loader.
 
+        Costly fields are computed when they are first read. Until then the features of the inputs are kept for them, up to
+        `KEPT` bytes; of a loader that makes more, the fields of the other batches are computed at once.
+
         Args:
-            inputs: a tensor, mapping or tuple of inputs (one batch), or an iterable of batches; labels are ignored.
+            inputs: one batch (a tensor, a tuple of positional or a mapping of keyword arguments of the networks), or an
+                iterable of batches, whose labels are ignored.
             generator: source of randomness for links that draw; None uses the link's own seed.
             progress: whether to show a progress bar on stderr, if that is a terminal.
             team: the processes that predict together, each with its own shard, which may be empty; every one gets the predictions of
@@ -133,11 +144,16 @@ class Mixture(nn.Module):
             The prediction, in main memory.
         """
         if team is None or team.size == 1:
-            return Prediction.concatenate(list(self.predict_batches(inputs, generator=generator, progress=progress)))
+            parts = []
+            held = 0
+            for part in self.predict_batches(inputs, generator=generator, progress=progress):
+                held += part.held
+                parts.append(part if held <= KEPT else part.computed())
+            return Prediction.concatenate(parts)
         with team.work("predict"):
             seed, parts = seed_from(generator), []
             for place, batch in _batches(inputs, progress=progress, some=False):
-                parts.append(self._predict_batch(batch, seed, place).cpu())
+                parts.append(self._predict_batch(batch, seed, place).cpu().computed())
                 team.check()
             return Prediction.gather(parts, team)
 
@@ -190,30 +206,41 @@ def _batches(inputs: Any, *, progress: bool, some: bool = True) -> Iterator[tupl
         Words for the place, and inputs.
 
     Raises:
-        DataError: for an array, which could be meant either way.
+        DataError: for an array or a list [x, y], which could be meant either way.
     """
     if isinstance(inputs, np.ndarray):
         message = "the prediction loader: expected tensors, got an ndarray. Use predict_proba(array), or torch.from_numpy(array)."
         raise DataError(message)
-    if isinstance(inputs, (Tensor, Mapping)) or _is_labelled(inputs):
-        nothing = not some and isinstance(inputs, Tensor) and len(inputs) == 0
-        batches: Iterable[Any] = [] if nothing else [inputs]
-    elif isinstance(inputs, tuple):
-        batches = [(inputs,)]
-    else:
-        where = "the prediction loader"
-        batches = peek(inputs, where)[1] if some else batches_of(inputs, where)
-    total = None if isinstance(inputs, Tensor) else batch_count(inputs)
-    for index, raw in enumerate(tqdm(batches, desc="predict", total=total, disable=None if progress else True)):
+    if isinstance(inputs, (Tensor, Mapping, tuple)):
+        if some or not _is_empty(inputs):
+            yield "batch 0 of the prediction loader", _without_labels(inputs)
+        return
+    if isinstance(inputs, list) and _is_labelled(inputs):
+        message = (
+            "the prediction loader: [x, y] may be one batch with labels, or two batches. Pass the inputs x alone, or a list of "
+            "batches: [(x, y)]."
+        )
+        raise DataError(message)
+    where = "the prediction loader"
+    batches = peek(inputs, where)[1] if some else batches_of(inputs, where)
+    bar = tqdm(batches, desc="predict", total=batch_count(inputs), disable=None if progress else True)
+    for index, raw in enumerate(bar):
         place = f"batch {index} of the prediction loader"
         yield place, as_batch(raw, place).inputs
 
 
-def _is_labelled(inputs: Any) -> bool:
-    """Whether this is one batch of a loader, `[x, y]` or `(x, y)`: a whole number for each input."""
-    if not (
-        isinstance(inputs, (list, tuple)) and len(inputs) == 2 and all(isinstance(part, Tensor) for part in inputs)
-    ):
+def _without_labels(inputs: Any) -> Inputs:
+    """One batch as the networks take it; a mapping may hold labels."""
+    return as_batch(inputs, "the batch", empty=True).inputs if isinstance(inputs, Mapping) else inputs
+
+
+def _is_empty(inputs: Any) -> bool:
+    return isinstance(inputs, Tensor) and len(inputs) == 0
+
+
+def _is_labelled(inputs: list[Any]) -> bool:
+    """Whether this looks like one batch of a loader, `[x, y]`: a whole number for each input."""
+    if not (len(inputs) == 2 and all(isinstance(part, Tensor) for part in inputs)):
         return False
     first, second = inputs
     whole = not (second.is_floating_point() or second.is_complex() or second.dtype == torch.bool)

@@ -24,8 +24,8 @@ from mola.laplace import LogitMoments, in_range
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
 from mola.mixture import Mixture, describe_networks, describe_numbers, describe_weights
-from mola.networks import Inputs, undisturbed, without_autocast
-from mola.prediction import Prediction
+from mola.networks import Inputs, one_batch, undisturbed, without_autocast
+from mola.prediction import Prediction, later
 from mola.prior import Rule, choose_together
 from mola.randomness import seed_from
 from mola.sampling import WeightSamples, draw_weights
@@ -34,6 +34,13 @@ from mola.uncertainty import entropy, epistemic_share, far_field_score, max_prob
 from mola.weights import check_weighting, evidence_weights, stacking_weights
 
 __all__ = ["MoLA"]
+
+
+def _ood_score(moments: Sequence[LogitMoments], mean: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
+    lengths = [one.posterior.mahalanobis(one.features) for one in moments if one.posterior is not None]
+    if len(lengths) < len(moments):
+        return max_probability_score(probs)
+    return far_field_score(mean, torch.stack(lengths), weights)
 
 
 class MoLA(Mixture):
@@ -126,7 +133,7 @@ class MoLA(Mixture):
         seed = seed_from(generator)
         self._look()
         with undisturbed(*self.networks):
-            moments = self._moments(inputs)
+            moments = self._moments(one_batch(inputs))
         with without_autocast(moments[0].mean.device):
             return moments[0].returned(self._mix([self.link(one, seed) for one in moments]))
 
@@ -147,19 +154,19 @@ class MoLA(Mixture):
         with located(place), undisturbed(*self.networks):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
-            probs = self._mix([self.link(one, seed) for one in moments])
+            probs, weights = self._mix([self.link(one, seed) for one in moments]), self.weights
             mean = torch.stack([one.mean for one in moments])
-            variance = torch.stack([one.variance for one in moments])
-            spread = entropy(probs) * epistemic_share(moments, self.weights.tolist(), seed or 0)
-            score, name = self._ood_score(moments, mean, probs)
-        probs, spread, score, mean, variance = map(moments[0].returned, (probs, spread, score, mean, variance))
-        return Prediction(probs, spread, score, name, mean, variance)
-
-    def _ood_score(self, moments: Sequence[LogitMoments], mean: Tensor, probs: Tensor) -> tuple[Tensor, str]:
-        lengths = [one.posterior.mahalanobis(one.features) for one in moments if one.posterior is not None]
-        if len(lengths) < len(moments):
-            return max_probability_score(probs), "max-probability"
-        return far_field_score(mean, torch.stack(lengths), self.weights.to(mean)), "far-field"
+        kept = [one.kept(values) for one, values in zip(moments, mean, strict=True)]
+        back = moments[0].returned
+        return Prediction(
+            back(probs),
+            later(lambda: back(entropy(probs) * epistemic_share(kept, weights.tolist(), seed or 0)), mean.device),
+            later(lambda: back(_ood_score(kept, mean, probs, weights.to(mean))), mean.device),
+            "far-field" if all(one.posterior is not None for one in kept) else "max-probability",
+            back(mean),
+            later(lambda: back(torch.stack([one.variance for one in kept])), mean.device),
+            held=sum(one.features.nbytes for one in kept),
+        )
 
     def of_held_out(self, data: HeldOut, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         """What `predict` says of data that the networks have seen already, without running them again.
@@ -179,10 +186,13 @@ class MoLA(Mixture):
             moments.append(
                 LogitMoments(logits[part].to(like.device, dtype), features[part].to(like.device, dtype), posterior)
             )
+        moments = in_range(moments)
         with torch.no_grad(), without_autocast(moments[0].mean.device):
             mean = torch.stack([one.mean for one in moments])
             probs = self._mix([self.link(one, None) for one in moments])
-            return mean.cpu(), probs.cpu(), self._ood_score(moments, mean, probs)[0].cpu()
+            score = _ood_score(moments, mean, probs, self.weights.to(mean))
+        mean, probs, score = (moments[0].returned(values).cpu() for values in (mean, probs, score))
+        return mean, probs, score
 
     # --- new values from this one -----------------------------------------------------------------------------------
 
@@ -372,7 +382,7 @@ class MoLA(Mixture):
         require_probit(self.link)
         self._look()
         with undisturbed(*self.networks):
-            moments = self._moments(inputs)
+            moments = self._moments(one_batch(inputs))
         with without_autocast(moments[0].mean.device):
             members = [one.returned(self.link(one)).cpu() for one in moments]
         bounds = torch.stack([component_bounds(component, members[0].shape[1]) for component in self.components])

@@ -2,35 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from mola.distributed import Team
 from mola.errors import DataError
+from mola.networks import without_autocast
 from mola.uncertainty import entropy
 
-__all__ = ["Prediction"]
+__all__ = ["Later", "Prediction", "later"]
+
+Later = Tensor | Callable[[], Tensor]
+"""A field, or what computes it when it is first read."""
 
 
-@dataclass(frozen=True, repr=False)
+def later(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """What computes a field when it is first read, alike under any of torch's modes that are on then.
+
+    Args:
+        compute: gives the field.
+        device: where it computes.
+
+    Returns:
+        What gives the field.
+    """
+
+    def computed() -> Tensor:
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
+            return compute()
+
+    return computed
+
+
+FIELDS = ("probs", "mutual_information", "ood_score", "ood_score_name", "logit_mean", "logit_variance")
+
+
 class Prediction:
-    """Probabilities of n inputs over C classes, with their uncertainty taken apart."""
+    """Probabilities of n inputs over C classes, with their uncertainty taken apart.
 
-    probs: Tensor
-    """(n, C)"""
-    mutual_information: Tensor
-    """(n,): the epistemic part of the entropy, in nats."""
-    ood_score: Tensor
-    """(n,): higher = more outlying."""
-    ood_score_name: str
-    """Which score it is: "far-field" where there is curvature, else "max-probability"."""
-    logit_mean: Tensor | None = None
-    """(K, n, C), where the members have logits."""
-    logit_variance: Tensor | None = None
-    """(K, n, C)"""
+    What is costly is computed when it is first read, and then kept: `mutual_information` (and `epistemic`, `aleatoric`),
+    `ood_score` and `logit_variance`. The numbers do not depend on when that is, nor on what is read before.
+
+    Args:
+        probs: (n, C).
+        mutual_information: (n,), or what computes it.
+        ood_score: (n,), or what computes it.
+        ood_score_name: which score it is.
+        logit_mean: (K, n, C), where the members have logits.
+        logit_variance: (K, n, C), where they have, or what computes it.
+        held: bytes that fields keep in memory until they are computed.
+    """
+
+    def __init__(
+        self,
+        probs: Tensor,
+        mutual_information: Later,
+        ood_score: Later,
+        ood_score_name: str,
+        logit_mean: Tensor | None = None,
+        logit_variance: Later | None = None,
+        *,
+        held: int = 0,
+    ) -> None:
+        """Keep the fields, and what computes the others."""
+        values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance)
+        vars(self)["_values"] = dict(zip(FIELDS, values, strict=True))
+        vars(self)["_held"] = held
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse: a prediction is a value.
+
+        Raises:
+            AttributeError: always.
+        """
+        message = f"a Prediction cannot be changed: {name}."
+        raise AttributeError(message)
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def _read(self, name: str) -> Any:
+        # One dictionary entry is either of the two at any time: threads that read at once compute the same numbers.
+        value = self._values[name]
+        if callable(value):
+            value = self._values[name] = value()
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All fields, computed: a file holds numbers."""
+        return {"_values": {name: self._read(name) for name in FIELDS}, "_held": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields."""
+        vars(self).update(state)
+
+    @property
+    def held(self) -> int:
+        """Bytes that fields which were not read yet keep in memory: the features of the inputs."""
+        waiting = any(callable(value) for value in self._values.values())
+        return self._held if waiting else 0
+
+    def computed(self) -> Self:
+        """The same prediction with every field computed now, and nothing kept for later."""
+        for name in FIELDS:
+            self._read(name)
+        return self
+
+    @property
+    def probs(self) -> Tensor:
+        """(n, C)."""
+        return self._read("probs")
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """(n,): the epistemic part of the entropy, in nats."""
+        return self._read("mutual_information")
+
+    @property
+    def ood_score(self) -> Tensor:
+        """(n,): higher = more outlying."""
+        return self._read("ood_score")
+
+    @property
+    def ood_score_name(self) -> str:
+        """Which score it is: "far-field" where there is curvature, else "max-probability"."""
+        return self._read("ood_score_name")
+
+    @property
+    def logit_mean(self) -> Tensor | None:
+        """(K, n, C), where the members have logits."""
+        return self._read("logit_mean")
+
+    @property
+    def logit_variance(self) -> Tensor | None:
+        """(K, n, C), where the members have logits."""
+        return self._read("logit_variance")
 
     @property
     def label(self) -> Tensor:
@@ -72,36 +180,47 @@ class Prediction:
         )
 
     def cpu(self) -> Prediction:
-        """The same in main memory."""
-        return Prediction(
-            self.probs.cpu(),
-            self.mutual_information.cpu(),
-            self.ood_score.cpu(),
-            self.ood_score_name,
-            None if self.logit_mean is None else self.logit_mean.cpu(),
-            None if self.logit_variance is None else self.logit_variance.cpu(),
-        )
+        """The same in main memory; what is not computed yet, once it is."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.cpu()
+            return (lambda: value().cpu()) if callable(value) else value
+
+        return Prediction(*[moved(self._values[name]) for name in FIELDS], held=self._held)
 
     @staticmethod
     def concatenate(parts: Sequence[Prediction]) -> Prediction:
-        """Predictions of several batches as one."""
+        """Predictions of several batches as one. What they have not computed yet is computed when it is first read.
 
-        def joined(name: str, axis: int) -> Tensor | None:
-            values = [getattr(part, name) for part in parts]
-            return None if values[0] is None else torch.cat(values, dim=axis)
+        Args:
+            parts: at least one.
 
-        return Prediction(
-            torch.cat([part.probs for part in parts]),
-            torch.cat([part.mutual_information for part in parts]),
-            torch.cat([part.ood_score for part in parts]),
-            parts[0].ood_score_name,
-            joined("logit_mean", 1),
-            joined("logit_variance", 1),
-        )
+        Returns:
+            All of them, in their order.
+        """
+        if len(parts) == 1:
+            return parts[0]
+
+        def joined(name: str) -> Any:
+            values = [part._values[name] for part in parts]
+            if values[0] is None:
+                return None
+            axis = 1 if name.startswith("logit") else 0
+            if any(callable(value) for value in values):
+                # By part, so that a part is computed once, whoever asks.
+                return lambda: torch.cat([part._read(name) for part in parts], dim=axis)
+            return torch.cat(values, dim=axis)
+
+        tensors = {name: joined(name) for name in FIELDS if name != "ood_score_name"}
+        held = sum(part.held for part in parts)
+        return Prediction(ood_score_name=parts[0].ood_score_name, **tensors, held=held)
 
     @staticmethod
     def gather(parts: Sequence[Prediction], team: Team) -> Prediction:
         """Predictions of all processes as one, in the order of the ranks, on every rank. Call it inside `team.work(...)`.
+
+        All fields are computed: processes meet now, and not when one of them reads.
 
         Args:
             parts: of this process; there may be none, if others have some.
@@ -114,12 +233,14 @@ class Prediction:
             DataError: if no process has any.
         """
         own = Prediction.concatenate(parts) if parts else None
-        kinds = team.collect(None if own is None else [own.ood_score_name, own.logit_mean is not None])
+        kinds = team.collect(
+            None if own is None else [own.ood_score_name, own.logit_mean is not None, own.logit_variance is not None]
+        )
         kind = next((one for one in kinds or () if one is not None), None)
         if team.first and kind is None:
             message = "the prediction loader is empty on every rank: it yielded no batch."
             raise DataError(message)
-        name, has_logits = team.share(kind)
+        name, has_logits, has_variance = team.share(kind)
 
         def joined(values: Tensor | None, axis: int = 0) -> Tensor:
             return team.rows(None if values is None else values.transpose(0, axis)).transpose(0, axis)
@@ -130,5 +251,5 @@ class Prediction:
             joined(None if own is None else own.ood_score),
             name,
             joined(None if own is None else own.logit_mean, 1) if has_logits else None,
-            joined(None if own is None else own.logit_variance, 1) if has_logits else None,
+            joined(None if own is None else own.logit_variance, 1) if has_variance else None,
         )

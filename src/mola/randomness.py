@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
+from torch import Tensor
 
 from mola.errors import OptionError
 
-__all__ = ["check_generator", "check_seed", "seed_from"]
+__all__ = ["check_generator", "check_seed", "even_normals", "seed_from"]
+
+EVEN_COORDINATES = 4096
+"""Of a point that Sobol's sequence spreads evenly; in those beyond, the gain is lost and a table would take long to make."""
+
+
+@lru_cache(maxsize=8)
+def even_normals(count: int, size: int, seed: int) -> Tensor:
+    """Standard normals that fill space more evenly than random ones: a scrambled Sobol sequence.
+
+    A mean over them has the same expectation as over random ones, and a smaller error where few coordinates matter.
+
+    Args:
+        count: number of points, a power of two.
+        size: coordinates of each.
+        seed: of the scrambling.
+
+    Returns:
+        (count, size) in float64, on the CPU. Shared by all callers: do not write into it.
+    """
+    even = min(size, EVEN_COORDINATES)
+    engine = torch.quasirandom.SobolEngine(even, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
+    least = torch.finfo(torch.float64).eps
+    points = engine.draw(count, dtype=torch.float64).clamp(least, 1 - least)
+    normals = torch.special.ndtri(points)
+    if size == even:
+        return normals
+    generator = torch.Generator("cpu").manual_seed(seed)
+    rest = torch.randn(count, size - even, generator=generator, dtype=torch.float64, device="cpu")
+    return torch.cat([normals, rest], dim=1)
 
 
 def seed_from(generator: torch.Generator | None) -> int | None:

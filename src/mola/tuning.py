@@ -207,15 +207,20 @@ def read_held_out(
         )
     ):
         for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
-            features[index].append((one.features if head is None else head.lift(one.features)).cpu())
-            logits[index].append(one.logits.cpu())
+            # Copies, in any case: a loader, or a network, may use its memory again for the next batch.
+            features[index].append(_copy(one.features if head is None else head.lift(one.features)))
+            logits[index].append(_copy(one.logits))
         if batch_labels is not None:
-            labels.append(batch_labels.cpu())
+            labels.append(_copy(batch_labels))
         together.check()
     if together.size > 1:
         _settle(together, where, heads, features, logits, labels)
     joined = [torch.cat(parts) for parts in features], [torch.cat(parts) for parts in logits]
     return HeldOut(*joined, torch.cat(labels) if labels else None, team=together)
+
+
+def _copy(values: Tensor) -> Tensor:
+    return torch.empty_like(values, device="cpu").copy_(values)
 
 
 def _settle(
@@ -423,7 +428,9 @@ class _Scores:
 def _duration(seconds: float) -> str:
     """In words: minutes, or hours where there are many."""
     minutes = seconds / 60
-    return f"{minutes:.0f} minutes" if 1.5 <= minutes < 90 else "1 minute" if minutes < 90 else f"{minutes / 60:.1f} hours"
+    return (
+        f"{minutes:.0f} minutes" if 1.5 <= minutes < 90 else "1 minute" if minutes < 90 else f"{minutes / 60:.1f} hours"
+    )
 
 
 def _log(probs: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ __all__ = [
     "alarm_threshold",
     "energy_score",
     "entropy",
+    "entropy_of_all",
     "entropy_score",
     "epistemic_share",
     "far_field_score",
@@ -30,7 +31,9 @@ __all__ = [
     "max_logit_score",
     "max_probability_score",
     "mutual_information",
+    "share_of",
     "softmax_and_entropy",
+    "spread_draws",
 ]
 
 
@@ -38,7 +41,23 @@ ROUNDING = 1e-12
 """0.29 of 100 data are 29, whatever float64 makes of it."""
 
 SPREAD_DRAWS = 64
-"""Draws of the logits behind the aleatoric-epistemic split of a prediction."""
+"""Most draws of the logits behind the aleatoric-epistemic split of a prediction."""
+
+LEAST_DRAWS = 16
+"""Fewest: their quarters must still be means of several."""
+
+DRAWN_LOGITS = 2**14
+"""Draws times classes, between these two: the split is to cost about as much as the probabilities."""
+
+SLOWEST = 0.75
+"""Factor by which each doubling of the draws brings the entropy of their mean closer to its limit, at most. With many draws it
+is 1/2; where each draw is sure of another of many classes, the first doublings gain nearly as much each."""
+
+CERTAIN = 1.1
+"""A softmax's normaliser, relative to its largest term, below which the entropy is computed with more care."""
+
+IN_CACHE = 2**19
+"""Logits that are drawn at once: what leaves the processor's cache takes several times as long."""
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -55,13 +74,12 @@ def fine_entropy(probs: Tensor) -> Tensor:
     Returns:
         (...).
     """
-    terms = -probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+    plain = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
     top = probs.amax(-1, keepdim=True)
-    below = probs < top
-    rest = torch.where(below, probs, 0).sum(-1)
-    fine = torch.where(below, terms, 0).sum(-1) - top[..., 0] * _log_of_one_plus(-rest)
-    # Above one half, no other class can be the largest too.
-    return torch.where(top[..., 0] > 0.5, fine, terms.sum(-1))
+    rest = torch.where(probs < top, probs, 0).sum(-1)
+    # The logarithm of the largest has lost the digits of what is missing to 1. Above one half, no other can be as large.
+    largest = top[..., 0]
+    return torch.where(largest > 0.5, plain + largest * (largest.log() - _log_of_one_plus(-rest)), plain)
 
 
 def _log_of_one_plus(values: Tensor) -> Tensor:
@@ -161,8 +179,8 @@ def far_field_score(logit_mean: Tensor, length: Tensor, weights: Tensor) -> Tens
     """
     centred = logit_mean - logit_mean.mean(-1, keepdim=True)
     # A feature vector of length 0 has all its logits at the bias: nothing is known there.
-    scaled = torch.where(length[..., None] > 0, centred / length[..., None], torch.zeros_like(centred))
-    return -torch.einsum("k,knc->nc", weights, scaled).max(-1).values
+    factors = torch.where(length > 0, weights[:, None] / length, 0)
+    return -torch.einsum("kn,knc->nc", factors, centred).max(-1).values
 
 
 def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
@@ -257,11 +275,44 @@ def _numbers(scores: Any) -> Tensor:
         raise DataError(message) from error
 
 
+def spread_draws(classes: int) -> int:
+    """How many draws the split of a prediction over so many classes takes: a power of two."""
+    affordable = 2 ** int(math.log2(max(1, DRAWN_LOGITS // classes)))
+    return max(LEAST_DRAWS, min(SPREAD_DRAWS, affordable))
+
+
+def entropy_of_all(by_quarter: Tensor) -> Tensor:
+    r"""Entropy of the mean over all draws there could be, from the means over the quarters of a few.
+
+    The entropy of a mean of S draws is too small, by an amount that falls as S grows: to a half with each doubling where S is
+    large, and more slowly where each draw is sure of another class. So it is taken of the quarters, the halves and the whole,
+    and the gains of these two doublings are continued as a geometric series.
+
+    Args:
+        by_quarter: (n, 4, C), probabilities.
+
+    Returns:
+        (n,), at least the entropy of the mean of the quarters and at most `log C`.
+    """
+    halves = (by_quarter[:, 0::2] + by_quarter[:, 1::2]) / 2
+    whole = fine_entropy(halves.mean(1))
+    half, quarter = fine_entropy(halves).mean(1), fine_entropy(by_quarter).mean(1)
+    last, before = (whole - half).clamp_min(0), (half - quarter).clamp_min(0)
+    factor = (last / before.clamp_min(torch.finfo(before.dtype).tiny)).clamp(0.5, SLOWEST)
+    limit = whole + last * factor / (1 - factor)
+    return torch.maximum(whole, limit.clamp_max(math.log(by_quarter.shape[-1])))
+
+
+def share_of(total: Tensor, within: Tensor) -> Tensor:
+    """Share (n,) of a total entropy that is not within the draws; 0 where there is no entropy to share, NaN where it is NaN."""
+    return (1 - torch.where(total <= 0, 1.0, within / total)).clamp(0, 1)
+
+
 def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], seed: int) -> Tensor:
     """Share (n,) of a mixture's entropy that is mutual information between label and weights.
 
-    Within a component it has no closed form, so it is measured on draws; as a share of the draws' own entropy it lies
-    between 0 and 1 whatever the link, and it is exact where the components have no covariance.
+    Within a component it has no closed form, so it is measured on evenly spread draws (`even_normals`); as a share of the
+    draws' own entropy it lies between 0 and 1 whatever the link, and it is exact where the components have no covariance.
 
     Args:
         moments: of the logits under each component.
@@ -271,13 +322,42 @@ def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], s
     Returns:
         (n,), between 0 and 1.
     """
-    mixed, within = torch.zeros_like(moments[0].mean), torch.zeros_like(moments[0].mean[:, 0])
-    for weight, one in zip(weights, moments, strict=True):
-        draws = 1 if one.posterior is None else SPREAD_DRAWS
-        for drawn in one.draws(draws, torch.Generator("cpu").manual_seed(seed), "logits"):
-            # A share of a small entropy, times the link's larger one: rounding of 1e-7 would show as 3e-5.
-            probs, entropies = softmax_and_entropy(drawn, -1)
-            mixed += weight / draws * probs.sum(1)
-            within += weight / draws * entropies.sum(1)
-    total = fine_entropy(mixed)
-    return torch.where(total > 0, 1 - within / total, torch.zeros_like(total)).clamp(0, 1)
+    mean = moments[0].mean
+    count, classes = mean.shape
+    draws = spread_draws(classes)
+    made = [None if one.posterior is None else one.even_draws(draws, seed) for one in moments]
+    rows = max(1, IN_CACHE // (draws * classes))
+    shares = []
+    for start in range(0, count, rows):
+        part = slice(start, start + rows)
+        size = min(rows, count - start)
+        mixed, within = mean.new_zeros(size, 4, classes), mean.new_zeros(size)
+        for weight, one, draw in zip(weights, moments, made, strict=True):
+            if draw is None:
+                probs, entropies = softmax_and_entropy(one.mean[part], -1)
+                mixed += weight * probs[:, None]
+                within += weight * entropies
+            else:
+                _add_draws(draw(part), weight, mixed, within)
+        shares.append(share_of(entropy_of_all(mixed), within))
+    return torch.cat(shares) if shares else mean.new_zeros(0)
+
+
+def _add_draws(drawn: Tensor, weight: float, mixed: Tensor, within: Tensor) -> None:
+    """Add what draws (n, S, C) of the logits say to (n, 4, C) and (n,): probabilities by quarters, and entropies.
+
+    As `softmax_and_entropy`, which graphs use, with fewer passes over memory; the draws are overwritten.
+    """
+    count, draws, classes = drawn.shape
+    below = drawn.sub_(drawn.amax(-1, keepdim=True))
+    raised = below.exp()
+    scale = raised.sum(-1)
+    rest = scale - 1
+    if bool((scale < CERTAIN).any()):
+        # Of a sure prediction, rounding of 1e-7 times the link's larger entropy would show as 3e-5: without the largest, which
+        # is 1, the others are summed with all their digits.
+        rest = torch.where(scale < CERTAIN, (raised - raised.floor()).sum(-1), rest)
+    entropies = rest.log1p() - torch.linalg.vecdot(raised, below) / scale
+    within += weight * entropies.mean(1)
+    shares = (4 * weight / draws / scale).view(count, 4, 1, draws // 4)
+    mixed += (shares @ raised.view(count, 4, draws // 4, classes))[:, :, 0]

@@ -24,7 +24,7 @@ from mola.features import check_finite
 from mola.fingerprints import Watch
 from mola.fitting import ensemble
 from mola.mixture import Mixture
-from mola.networks import Inputs, undisturbed, without_autocast
+from mola.networks import Inputs, one_batch, undisturbed, without_autocast
 from mola.prediction import Prediction
 from mola.tuning import read_held_out
 from mola.uncertainty import entropy, max_probability_score, mutual_information
@@ -106,7 +106,7 @@ class TemperatureScaled(Mixture):
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Probabilities (n, C); nothing is drawn, so the generator, which a mixture hands on, is not read."""
-        logits = self._logits(inputs)
+        logits = self._logits(one_batch(inputs))
         with without_autocast(logits.device):
             return self._probabilities(logits)[0]
 

@@ -18,7 +18,7 @@ from mola.features import capture
 from mola.laplace import SPARE
 from mola.networks import undisturbed
 from mola.posterior import MoLA
-from mola.uncertainty import SPREAD_DRAWS, fine_entropy, softmax_and_entropy
+from mola.uncertainty import entropy_of_all, share_of, softmax_and_entropy, spread_draws
 
 __all__ = ["OUTPUTS", "Exported", "check_outputs"]
 
@@ -149,15 +149,15 @@ class Exported(nn.Module):
 
     def _epistemic_share(self, mean: Tensor, joint: Joint | None) -> Tensor:
         """`mola.uncertainty.epistemic_share`, on the same draws."""
-        drawn = mean[:, :, None]
-        if joint is not None:
-            drawn = drawn + joint.deviations(SPREAD_DRAWS, 0, "logits")
+        if joint is None:
+            probs, entropies = softmax_and_entropy(mean, 1)
+            by_quarter = self._mixed(probs)[:, None].expand(-1, 4, -1)
+            return share_of(entropy_of_all(by_quarter), self._mixed(entropies))
+        drawn = mean[:, :, None] + joint.deviations(spread_draws(mean.shape[1]), 0, "evenly")
         # Draws are the last axis: reductions over the classes then run along memory.
         probs, entropies = softmax_and_entropy(drawn, 1)
-        within = self._mixed(entropies.mean(-1))
-        total = fine_entropy(self._mixed(probs.mean(2)))
-        # Without entropy there is nothing to share: 1 - 1.
-        return (1 - torch.where(total <= 0, 1.0, within / total)).clamp(0, 1)
+        by_quarter = self._mixed(probs.unflatten(2, (4, -1)).mean(3)).transpose(1, 2)
+        return share_of(entropy_of_all(by_quarter), self._mixed(entropies.mean(-1)))
 
     def _ood_score(self, mean: Tensor, joint: Joint | None, probs: Tensor) -> Tensor:
         if joint is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mola.export.folding import Draws, Folded
 from mola.laplace import SPARE, LogitMoments, or_nan
+from mola.randomness import even_normals
 
 __all__ = ["Joint", "JointMoments"]
 
@@ -68,7 +69,16 @@ class Joint:
         return torch.cat(parts)
 
     def deviations(self, count: int, seed: int, over: str) -> Tensor:
-        """Deviations (K n, C, S) of the logits: the draws that the library makes with this seed, as constants."""
+        """Deviations (K n, C, S) of the logits: the draws that the library makes with this seed, as constants.
+
+        Args:
+            count: number of draws.
+            seed: of the draws.
+            over: "logits", "weights" of the last layer, or "evenly": logits, evenly spread.
+
+        Returns:
+            The deviations.
+        """
 
         def weights(posterior: Any) -> Tensor:
             return posterior.spectrum.deviations(posterior.precision, count, torch.Generator("cpu").manual_seed(seed))
@@ -77,7 +87,10 @@ class Joint:
             generator = torch.Generator("cpu").manual_seed(seed)
             return torch.randn(count, posterior.noise_size, generator=generator, dtype=torch.float64, device="cpu")
 
-        make = weights if over == "weights" else noise
+        def even(posterior: Any) -> Tensor:
+            return even_normals(count, posterior.noise_size, seed)
+
+        make = {"weights": weights, "logits": noise, "evenly": even}[over]
         parts = []
         for one, features, projected in zip(self.folded, self.features, self.projected, strict=True):
             draws = Draws(f"draws_{count}_{seed}_over_{over}", count, partial(make, one.posterior))

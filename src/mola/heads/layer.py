@@ -7,10 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.weight_norm import WeightNorm
 
 from mola.errors import HeadError
 
 __all__ = ["Head", "LayerCall", "NamedCall", "head_by_name"]
+
+
+ROUNDINGS = 8
+"""Roundings, at most, between the parameters of a layer that computes its weight and the weight, relative to the row's largest."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,26 @@ class Head:
     def trained_weights(self) -> Tensor:
         """The same in the layer's own precision, as a copy."""
         with torch.no_grad():
-            weight = self.layer.weight.detach().cpu()
+            weight = _weight_of(self.layer).detach().cpu()
             if self.layer.bias is None:
                 return weight.clone()
             return torch.cat([weight, self.layer.bias.detach().cpu()[:, None]], dim=1)
+
+    def agrees(self, weights: Tensor, expected: Tensor) -> bool:
+        """Whether weights are the expected ones: exactly, or to rounding where the layer computes them from others.
+
+        Args:
+            weights: (C, P), as they are.
+            expected: (C, P), in the same precision.
+
+        Returns:
+            True if they are.
+        """
+        if torch.equal(weights, expected) or "weight" in self.layer._parameters:
+            return torch.equal(weights, expected)
+        # Under weight normalisation, `.half()` rounds lengths and directions, and the weights follow.
+        allowed = ROUNDINGS * torch.finfo(weights.dtype).eps * expected.abs().amax(1, keepdim=True).double()
+        return bool(((weights.double() - expected.double()).abs() <= allowed).all())
 
     def lift(self, features: Tensor) -> Tensor:
         """Features (n, P) of the bias trick: a column of ones joins the layer's input."""
@@ -58,6 +79,14 @@ class Head:
             return features
         # Not functional.pad: it took ten times as long.
         return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1)
+
+
+def _weight_of(layer: nn.Linear) -> Tensor:
+    """The weight that the layer's next pass will use: torch's older weight normalisation leaves that of the last one behind."""
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm) and hook.name == "weight":
+            return hook.compute_weight(layer)
+    return layer.weight
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ exactly instead of reading it off an eigenvalue that should be zero.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -340,9 +341,18 @@ class Posterior(nn.Module, ABC):
 
     def follow(self, device: torch.device, dtype: torch.dtype) -> None:
         """Be on a device, in a precision of at least float32."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        if self._place != (device, dtype):
-            self._set(device, dtype)
+        if not self.is_at(device, dtype):
+            self._set(device, torch.promote_types(dtype, torch.float32))
+
+    def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether it is on a device, in a precision, or in float32 where that is lower."""
+        return self._place == (device, torch.promote_types(dtype, torch.float32))
+
+    def as_it_is(self) -> Self:
+        """The same posterior, which stays where it is when this one is moved."""
+        twin = copy.copy(self)
+        twin._buffers = dict(self._buffers)
+        return twin
 
     @property
     def dtype(self) -> torch.dtype:

@@ -121,6 +121,14 @@ class DampedFeatures(Posterior):
         """`sqrt(phi' B^-1 phi)`."""
         return quadratic(features, self.outlier_root).sqrt()
 
+    @abstractmethod
+    def class_draws(self, noise: Tensor) -> Tensor:
+        """Draws (S, C) with covariance U, up to a common shift, driven by standard normals (S, noise_size)."""
+
+    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
+        """`sqrt(phi' V phi)` times draws of covariance U."""
+        return self.scale(features).sqrt()[:, None, None] * self.class_draws(noise)
+
     def variance(self, features: Tensor) -> Tensor:
         """`(phi' V phi) U_cc`."""
         return self.scale(features)[:, None] * self.class_variance

@@ -300,6 +300,6 @@ class DampedPosterior(DampedFeatures, KronPosterior):
             self._differences = (self.class_root, (own[:, None] + own - 2 * visible).clamp_min(0))
         return self._differences[1]
 
-    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
-        """`sqrt(phi' V phi) U^1/2 noise`."""
-        return self.scale(features).sqrt()[:, None, None] * (noise @ self.class_root[:, : self.noise_size].T)
+    def class_draws(self, noise: Tensor) -> Tensor:
+        """`U^1/2 noise`."""
+        return noise @ self.class_root[:, : self.noise_size].T

@@ -285,7 +285,6 @@ class KronDiagPosterior(DampedFeatures):
         found = self.own[:, None] + self.own + (self.shared[:, None] - self.shared).square()
         return found.fill_diagonal_(0)
 
-    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
-        """`sqrt(phi' V phi) (sqrt(gamma) * noise + k * one more)`."""
-        drawn = noise[:, :-1] * self.own.sqrt() + noise[:, -1:] * self.shared
-        return self.scale(features).sqrt()[:, None, None] * drawn
+    def class_draws(self, noise: Tensor) -> Tensor:
+        """`sqrt(gamma) * noise + k * one more`."""
+        return noise[:, :-1] * self.own.sqrt() + noise[:, -1:] * self.shared

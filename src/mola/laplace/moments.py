@@ -13,6 +13,8 @@ from torch import Tensor
 from mola.errors import DataError, located
 from mola.exactness import exact
 from mola.laplace.base import Posterior, Spectrum
+from mola.laplace.damped import DampedFeatures
+from mola.randomness import even_normals
 
 __all__ = ["Candidate", "LogitMoments", "in_range", "or_nan"]
 
@@ -91,18 +93,44 @@ class LogitMoments:
         posterior = self.posterior._posterior if isinstance(self.posterior, Candidate) else self.posterior
         return LogitMoments(self.mean[part], self.features[part], posterior, self.given)
 
+    def kept(self, mean: Tensor) -> LogitMoments:
+        """The same moments for later: in memory of their own, and with a posterior that stays where it is.
+
+        Args:
+            mean: a copy of the mean.
+
+        Returns:
+            The moments, with all that was computed of them.
+        """
+        if self.posterior is None:
+            return LogitMoments(mean, mean[:, :0], None, self.given)
+        posterior = self.posterior.as_it_is() if isinstance(self.posterior, Posterior) else self.posterior
+        twin = LogitMoments(mean, self.features.clone(), posterior, self.given)
+        vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
+        return twin
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """The number (n,) by which Algorithm 1 multiplies a fixed covariance, kept: it is most of the work of every moment."""
+        assert isinstance(self.posterior, DampedFeatures)
+        return self.posterior.scale(self.features)
+
     @cached_property
     def variance(self) -> Tensor:
         """Variance (n, C) of each logit."""
-        return (
-            torch.zeros_like(self.mean) if self.posterior is None else _traced(self.posterior.variance(self.features))
-        )
+        if self.posterior is None:
+            return torch.zeros_like(self.mean)
+        if isinstance(self.posterior, DampedFeatures):
+            return _traced(self.scale[:, None] * self.posterior.class_variance)
+        return _traced(self.posterior.variance(self.features))
 
     @cached_property
     def contrast_variance(self) -> Tensor:
         """Variance (n, C) of each logit less the mean of all."""
         if self.posterior is None:
             return torch.zeros_like(self.mean)
+        if isinstance(self.posterior, DampedFeatures):
+            return _traced(self.scale[:, None] * self.posterior.contrast_class_variance)
         return _traced(self.posterior.contrast_variance(self.features))
 
     @cached_property
@@ -141,6 +169,25 @@ class LogitMoments:
             return (own[rows, first, None] + own[rows, None, second] - 2 * joint).clamp_min(0)
 
         return of
+
+    def even_draws(self, count: int, seed: int) -> Callable[[slice], Tensor]:
+        """Evenly spread draws of the logits, up to a common shift, the same for all data; only where there is a posterior.
+
+        Args:
+            count: number of draws, a power of two.
+            seed: of the draws.
+
+        Returns:
+            What gives the draws (n, count, C) of some of the data, in memory of their own.
+        """
+        assert self.posterior is not None
+        posterior, mean = self.posterior, self.mean
+        noise = even_normals(count, posterior.noise_size, seed).to(mean)
+        if isinstance(posterior, DampedFeatures):  # one number for each datum, times draws that are fixed
+            lengths = self.scale.sqrt()
+            fixed = posterior.class_draws(noise)
+            return lambda part: torch.addcmul(mean[part, None], lengths[part, None, None], fixed)
+        return lambda part: mean[part, None] + posterior.perturb(self.features[part], noise)
 
     def draws(self, count: int, generator: torch.Generator, over: str) -> Iterator[Tensor]:
         """Draws of the logits, up to a common shift, in portions (n, s, C) that fit in memory.

@@ -1,6 +1,6 @@
 """Call any network on any batch, and leave no trace."""
 
-from mola.networks.calling import Batch, Inputs, as_batch, call, device_of, to_device, without_autocast
+from mola.networks.calling import Batch, Inputs, as_batch, call, device_of, one_batch, to_device, without_autocast
 from mola.networks.visiting import undisturbed, visited
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "as_batch",
     "call",
     "device_of",
+    "one_batch",
     "to_device",
     "undisturbed",
     "visited",

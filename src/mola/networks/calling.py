@@ -3,6 +3,8 @@
 A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A batch is what a
 loader yields: `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a
 tuple of positional arguments, or a mapping of keyword arguments.
+
+What is passed by itself, and not by a loader, is inputs: a tuple always holds positional arguments, and never labels.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import DataError, HeadError, MolaError
+from mola.networks.habits import Drawing, Habits, copied, habits_of, remember, same_values, versions_of
+from mola.networks.passes import Differentiable, WithTensors
 
-__all__ = ["Batch", "Inputs", "as_batch", "call", "device_of", "to_device", "without_autocast"]
+__all__ = ["Batch", "Inputs", "as_batch", "call", "device_of", "one_batch", "to_device", "without_autocast"]
 
 Inputs = Any
 """A tensor, a tuple of them (positional arguments), or a mapping of them (keyword arguments)."""
@@ -33,12 +37,13 @@ class Batch(NamedTuple):
     labels: Tensor | None
 
 
-def as_batch(raw: Any, where: str) -> Batch:
+def as_batch(raw: Any, where: str, *, empty: bool = False) -> Batch:
     """Read what a loader yielded.
 
     Args:
         raw: `(inputs, labels)`, `[inputs, labels]`, `(inputs,)`, a tensor, or a mapping.
         where: words for the error message.
+        empty: whether inputs may have size 0.
 
     Returns:
         Inputs and labels apart.
@@ -47,10 +52,31 @@ def as_batch(raw: Any, where: str) -> Batch:
         DataError: if the batch has none of these forms, or size 0.
     """
     batch = _split(raw, where)
-    if _has_empty(batch.inputs):
+    if not empty and _has_empty(batch.inputs):
         message = f"{where} is empty: its inputs have size 0. Remove empty batches from the loader."
         raise DataError(message)
     return batch
+
+
+def one_batch(inputs: Inputs) -> Inputs:
+    """Inputs that were passed by themselves, as a call takes them.
+
+    Args:
+        inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments; of any size, 0 included.
+
+    Returns:
+        The same.
+
+    Raises:
+        DataError: for a list, which is an iterable of batches.
+    """
+    if isinstance(inputs, list):
+        message = (
+            "expected one batch, got a list, which is an iterable of batches: pass it to predict. One batch is a tensor, a "
+            "tuple of positional arguments or a mapping of keyword arguments; of [x, y], pass x."
+        )
+        raise DataError(message)
+    return inputs
 
 
 def _split(raw: Any, where: str) -> Batch:
@@ -114,6 +140,7 @@ def call(network: nn.Module, inputs: Inputs, device: torch.device | None = None)
     """Logits (n, C) of one forward pass without gradients, on the network's own device.
 
     `no_grad` rather than `inference_mode`: a network that caches a tensor during the pass must still train afterwards.
+    A network that writes into its inputs gets a copy: the next network, and the caller, see them as they were.
 
     Args:
         network: any module that returns logits, or an object or mapping with `logits`.
@@ -129,19 +156,58 @@ def call(network: nn.Module, inputs: Inputs, device: torch.device | None = None)
         OutOfMemoryError: as raised inside.
     """
     device = device or device_of(network)
+    if device is not None and device.type == "meta":
+        message = (
+            f"{type(network).__name__} is on the meta device: its weights have shapes and no values. Load them first, or "
+            f"make them with network.to_empty(device='cpu') and network.load_state_dict(...)."
+        )
+        raise DataError(message)
     if device is not None:
         inputs = to_device(inputs, device)
     try:
         with torch.no_grad():
-            return _logits_of(_run(network, inputs))
+            return _logits_of(_run(network, inputs) if torch.compiler.is_compiling() else _watched(network, inputs))
     except (MolaError, torch.OutOfMemoryError):
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
         message = (
             f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. "
             f"Pass inputs of the shape and type that the network was trained on.{_left_over(network, inputs)}"
         )
         raise DataError(message) from error
+
+
+def _watched(network: nn.Module, inputs: Inputs) -> Any:
+    """Run a network on its inputs, or on a copy if it is one that writes into them, and learn from its first pass.
+
+    Raises:
+        DataError: if a network writes into its inputs that did not before.
+    """
+    own = network
+    while isinstance(own, (Differentiable, WithTensors)):
+        own = own.network
+    habits = habits_of(own)
+    if habits is not None and not habits.writes:
+        versions = versions_of(inputs)
+        output = _run(network, inputs)
+        if versions_of(inputs) != versions:
+            remember(own, Habits(writes=True, draws=habits.draws))
+            message = (
+                f"{type(own).__name__} changed its inputs in place, which it had not done before. Pass the inputs again; or "
+                f"let the network compute a new tensor: x = x - mean instead of x -= mean."
+            )
+            raise DataError(message)
+        return output
+    given, inputs = inputs, copied(inputs)
+    # Inside vmap numbers cannot be looked at, and a compiled network would be compiled anew for being watched.
+    if habits is not None or hasattr(own, "_orig_mod") or torch._C._functorch.peek_interpreter_stack() is not None:
+        return _run(network, inputs)
+    versions = versions_of(inputs)
+    with Drawing() as drawing:
+        output = _run(network, inputs)
+    writes = versions_of(inputs) != versions or not same_values(given, inputs)
+    remember(own, Habits(writes, drawing.seen))
+    return output
 
 
 def _run(network: nn.Module, inputs: Inputs) -> Any:

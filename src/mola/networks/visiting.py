@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
 
 import torch
 from torch import Tensor, nn
+
+from mola.networks.habits import habits_of
 
 __all__ = ["undisturbed", "visited"]
 
@@ -22,18 +24,39 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
     buffers (which ones, and their values) and the random state of the CPU and of the networks' devices are restored.
     Nothing but buffers is copied.
 
+    The random state belongs to all threads: put back, it repeats what another thread has drawn meanwhile. So it is left
+    alone where every network was seen to draw nothing, as nearly all do when they are evaluated.
+
     Yields:
         Nothing.
     """
     modules = list({id(module): module for network in networks for module in network.modules()}.values())
     tracing = torch.compiler.is_compiling()  # nothing runs then: no values or random numbers to protect
     accelerators = _accelerators(networks) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with nullcontext() if tracing else torch.random.fork_rng(devices=accelerators):
-        _enter(modules, copy_values=not tracing)
-        try:
-            yield
-        finally:
-            _leave(modules)
+    drawn = [] if tracing or all(map(_is_quiet, networks)) else [(None, torch.get_rng_state())]
+    drawn += [(index, torch.cuda.get_rng_state(index)) for index in accelerators if drawn]
+    _enter(modules, copy_values=not tracing)
+    try:
+        yield
+    finally:
+        _leave(modules)
+        if drawn and not all(map(_is_quiet, networks)):
+            _put_back(drawn)
+
+
+def _is_quiet(network: nn.Module) -> bool:
+    """Whether a network was seen to draw no random numbers."""
+    habits = habits_of(network)
+    return habits is not None and not habits.draws
+
+
+def _put_back(states: Sequence[tuple[int | None, Tensor]]) -> None:
+    """Restore the random state of the CPU (None) and of cards."""
+    for card, state in states:
+        if card is None:
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, card)
 
 
 def _accelerators(networks: Sequence[nn.Module]) -> list[int]:

@@ -16,7 +16,7 @@ from mola.laplace import LogitMoments
 from mola.links import Link, Probit
 from mola.mixture import Mixture, describe_networks, describe_numbers, describe_weights
 from mola.networks import Inputs, undisturbed, without_autocast
-from mola.prediction import Prediction
+from mola.prediction import Prediction, later
 from mola.prior import Rule, as_rule
 from mola.tuning import Tuning
 from mola.uncertainty import entropy, epistemic_share, max_probability_score, mutual_information
@@ -141,12 +141,18 @@ class WholeMoLA(Mixture):
                 )
             moments = self._moments(inputs)
             probs = self._mix(self._linked(self.link, moments, seed))
-        with without_autocast(probs.device), torch.no_grad():
-            spread = entropy(probs) * epistemic_share(moments, self.weights.tolist(), seed or 0)
-            mean = torch.stack([one.returned(one.mean) for one in moments])
-            variance = torch.stack([one.returned(one.variance) for one in moments])
+        weights = self.weights.tolist()
+        mean = torch.stack([one.mean for one in moments])
+        kept = [one.kept(values) for one, values in zip(moments, mean, strict=True)]
+        back = moments[0].returned
         return Prediction(
-            probs, moments[0].returned(spread), max_probability_score(probs), "max-probability", mean, variance
+            probs,
+            later(lambda: back(entropy(probs) * epistemic_share(kept, weights, seed or 0)), mean.device),
+            max_probability_score(probs),
+            "max-probability",
+            back(mean),
+            later(lambda: back(torch.stack([one.variance for one in kept])), mean.device),
+            held=sum(one.features.nbytes for one in kept),
         )
 
     # --- new values from this one -----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from mola.laplace import LogitMoments, Posterior
 from mola.likelihood import CATEGORICAL
 from mola.links import Link
 from mola.networks import Inputs, as_batch, call, undisturbed
+from mola.networks.habits import copied
 from mola.tuning import HeldOut, Problem
 from mola.whole.component import WholeComponent
 from mola.whole.jacobians import Directions
@@ -64,12 +65,12 @@ def read_inputs(
             if batch.labels is None and labelled:
                 message = f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
                 raise DataError(message)
-            inputs.append(batch.inputs)
+            inputs.append(copied(batch.inputs))  # a loader may use its memory again for the next batch
             for own, component in zip(logits, components, strict=True):
                 with located(place):
-                    own.append(call(component.network, batch.inputs).cpu())
+                    own.append(call(component.network, batch.inputs).cpu().clone())
             if batch.labels is not None:
-                labels.append(CATEGORICAL.check_labels(batch.labels, logits[0][-1], place).cpu())
+                labels.append(CATEGORICAL.check_labels(batch.labels, logits[0][-1], place).cpu().clone())
     if labels and len(labels) < len(inputs):
         message = f"the {where}: {len(labels)} of {len(inputs)} batches have labels. Give them to all, or to none."
         raise DataError(message)
@@ -154,7 +155,10 @@ class _Tried:
     def joints(self) -> tuple[Tensor, list[Tensor]]:
         """Logits (n, C), and for each candidate their covariance (n, C, C) along `seen_and_shift`."""
         portions = [
-            (exact(logits).cpu(), [exact(self.component.covariance(rows, spectrum, one)).cpu() for one in self.precisions])
+            (
+                exact(logits).cpu(),
+                [exact(self.component.covariance(rows, spectrum, one)).cpu() for one in self.precisions],
+            )
             for logits, rows, spectrum in self.component.rows(self.inputs, seen_and_shift)
         ]
         mean = torch.cat([logits for logits, _ in portions])
