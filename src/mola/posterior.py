@@ -411,7 +411,7 @@ class MoLA(Mixture):
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> Path:
-        """Save all but the networks: factors, prior precisions, weights, link, and a fingerprint of each head.
+        """Save all but the networks: factors, prior precisions, weights, link, and checksums of each network.
 
         Args:
             directory: folder to write to; what it held before stays readable until all is written.
