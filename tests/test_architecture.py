@@ -27,6 +27,7 @@ ROOMS = (
     "links",
     "metrics",
     "uncertainty",
+    "compare",
     "detectors",
     "search",
     "tuning",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mola import __version__, storage
 from mola.choices import one_of
+from mola.compare import Answer, Tally
 from mola.distributed import Team
 from mola.errors import OptionError, warn
 from mola.fitting import fit
@@ -24,7 +25,6 @@ from mola.jobs.networks import Built, build_networks, checksum, is_whole, weight
 from mola.jobs.order import check_order, said, warn_of_guessing
 from mola.jobs.output import BUNDLED, holds_posterior
 from mola.jobs.rows import Account, Loader
-from mola.jobs.tally import Tally
 from mola.jobs.toml import to_toml
 from mola.laplace import STRUCTURES
 from mola.links import LINKS
@@ -229,9 +229,11 @@ def _measure(posterior: MoLA, val: Loader, team: Team) -> dict[str, Any]:
         labels = batch["labels"] if isinstance(batch, dict) else batch[1]
         (prediction,) = posterior.predict_batches([batch])
         assert prediction.logit_mean is not None  # a mixture of Laplace approximations has logits
-        plain.add(torch.softmax(prediction.logit_mean, -1).mean(0), labels)
-        whole.add(prediction.probs, labels, prediction.ood_score)
-    plain, whole = plain.together(team, scored=False), whole.together(team, scored=True)
+        # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
+        shares = posterior.weights.to(prediction.logit_mean)
+        plain.add(Answer(torch.einsum("k,knc->nc", shares, torch.softmax(prediction.logit_mean, -1))), labels)
+        whole.add(Answer(prediction.probs, ood_score=prediction.ood_score), labels)
+    plain, whole = plain.together(team), whole.together(team)
     scores = whole.score
     assert scores is not None
     return {
