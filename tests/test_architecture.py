@@ -32,6 +32,7 @@ ROOMS = (
     "class_order",
     "overlap",
     "uncertainty",
+    "compare",
     "detectors",
     "search",
     "tuning",

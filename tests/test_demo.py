@@ -90,17 +90,17 @@ def test_the_table_tells_what_the_predictions_were(result):
     for kind, found in digits.detection.items():
         for method in METHODS:
             outliers, inliers = digits.confidences[kind][method], digits.confidences["test digits"][method]
-            assert found[method].confidence == outliers.mean()
+            assert found[method].confidence == pytest.approx(outliers.mean(), rel=1e-12)
             wins = (outliers[:, None] < inliers).mean() + (outliers[:, None] == inliers).mean() / 2
             assert found[method].auroc == pytest.approx(wins)
 
 
 def test_the_ood_score_sees_direction_and_not_length(result):
-    scores = result.digits.ood_score_auroc
     for method in ("LLLA", "MoLA"):
-        assert scores[FAR][method] == pytest.approx(scores["noise"][method], abs=1e-3)
-        assert scores[FAR_DIGITS][method] == pytest.approx(0.5, abs=1e-3)
-        assert scores["noise"][method] > result.digits.detection["noise"][method].auroc
+        scores = {kind: found[method].scores["ood score"][0] for kind, found in result.digits.detection.items()}
+        assert scores[FAR] == pytest.approx(scores["noise"], abs=1e-3)
+        assert scores[FAR_DIGITS] == pytest.approx(0.5, abs=1e-3)
+        assert scores["noise"] > result.digits.detection["noise"][method].auroc
 
 
 def test_rotation_hurts_mola_less(result):
@@ -258,12 +258,23 @@ def test_figures_and_numbers_stand_beside_the_page(written, result):
     assert stored["rotated"]["45"]["DE"]["nll"] == result.digits.rotated[45]["DE"].nll
 
 
-def test_the_best_is_marked_by_what_the_reader_sees():
-    columns = [Column("loss", better="low", digits=1), Column("score", better="high", digits=1), Column("size")]
-    table = make_table("", "", columns, {"a": (0.11, 0.5, 1), "b": (0.14, 0.9, 2)}, aside={"c": (0.0, 1.0, None)})
-    marks = {row.name: [cell.best for cell in row.cells] for row in table.rows}
-    assert marks == {"a": [True, False, False], "b": [True, True, False], "c": [False, False, False]}
-    assert [cell.text for cell in table.rows[2].cells] == ["0.0", "1.0", "\N{EN DASH}"]
+def test_a_table_marks_what_was_found_to_lead():
+    columns = [Column("loss", better="low", digits=1), Column("size")]
+    values = {"a": (0.11, 1), "b": (0.14, 2)}
+    table = make_table("", "", columns, values, aside={"c": (0.0, None)}, best={("b", 0)})
+    assert [[cell.best for cell in row.cells] for row in table.rows] == [[False, False], [True, False], [False, False]]
+    assert [cell.text for cell in table.rows[2].cells] == ["0.0", "\N{EN DASH}"]
+
+
+def test_every_method_is_shown_by_every_score_that_it_has(result):
+    for kind, by_method in result.digits.detection.items():
+        for method, found in by_method.items():
+            own = {"ood score"} if method in ("LLLA", "MoLA") else set()
+            assert set(found.scores) == {"max probability", "entropy", "energy", "maximum logit"} | own, (kind, method)
+            assert found.auroc == found.scores["max probability"][0]
+    table = demo_tables(result)[-1]
+    assert [row.name for row in table.rows].count("DE, energy") == 1
+    assert not any(row.aside for row in table.rows)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +300,8 @@ def test_the_command_prints_the_tables_and_writes_the_page(result, tmp_path):
     assert outcome.exit_code == 0, outcome.output
     for method in METHODS:
         assert f"{100 * result.digits.detection['noise'][method].auroc:.1f}" in outcome.stdout
-    assert "MoLA, ood_score" in outcome.stdout
+    assert "MoLA, ood score" in outcome.stdout
+    assert "DE, energy" in outcome.stdout
     assert "drawing moons" in outcome.stderr
     stored = json.loads((tmp_path / "deep" / "out" / "numbers.json").read_text(encoding="utf-8"))
     assert stored["settings"] == asdict(DemoSettings(seed=7))

@@ -262,9 +262,20 @@ def check_evaluation(root, command, environment):
     for method, one in alone["methods"].items():
         assert shared["methods"][method]["scores"] == pytest.approx(one["scores"], rel=1e-4), method
         found, expected = (each["outside"]["strange"] for each in (shared["methods"][method], one))
-        figures = [name for name, value in expected.items() if isinstance(value, float)]
-        assert [found[name] for name in figures] == pytest.approx([expected[name] for name in figures], rel=1e-4)
-        assert figures
+        assert found["confidence"] == pytest.approx(expected["confidence"], rel=1e-4)
+        assert list(found["scores"]) == list(expected["scores"])
+        for score, other in expected["scores"].items():
+            for name in ("auroc", "auroc_error", "fpr95"):
+                assert found["scores"][score][name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), (
+                    method,
+                    score,
+                    name,
+                )
+        assert shared["methods"][method]["errors"] == pytest.approx(one["errors"], rel=1e-4)
+        assert shared["methods"][method]["classes"].keys() == one["classes"].keys()
+    assert {name: found["best"] for name, found in shared["leads"].items()} == {
+        name: list(found["best"]) for name, found in alone["leads"].items()
+    }
 
 
 @pytest.mark.parametrize("size", [1, PIECE - 4, PIECE - 2, PIECE, 5 * PIECE])

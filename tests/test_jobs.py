@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import mola
 from mola import metrics
+from mola.compare import SCORES, Answer, Tally, area_between
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
 from mola.jobs import pictures
 from mola.jobs import scores as kept_scores
@@ -32,7 +33,6 @@ from mola.jobs.order import check_order, warn_of_guessing
 from mola.jobs.predict import run_predict
 from mola.jobs.preparation import Intake
 from mola.jobs.scores import alarm, usual_alarm
-from mola.jobs.tally import Tally
 from mola.jobs.toml import to_toml
 from mola.models.checkpoints import load_weights, save_weights
 from tests.own_work import CLASSES, as_of_old, build, fit_at, job_for, make_desk
@@ -592,7 +592,7 @@ def test_a_tally_over_batches_is_the_metric_of_all():
     probs, labels = torch.softmax(3 * torch.randn(101, 4), 1), torch.randint(4, (101,))
     tally = Tally()
     for part, some in zip(probs.split(13), labels.split(13), strict=True):
-        tally.add(part, some)
+        tally.add(Answer(part), some)
     assert tally.labelled() == pytest.approx(
         {
             "accuracy": metrics.accuracy(probs, labels),
@@ -629,14 +629,53 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count)
         assert found.scores["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-5)
         assert found.scores["ece"] == pytest.approx(metrics.expected_calibration_error(inside.probs, labels), rel=1e-4)
         assert out.confidence == pytest.approx(metrics.mean_confidence(outside.probs), rel=1e-5)
-        assert out.auroc == pytest.approx(metrics.auroc(-inside.confidence, -outside.confidence))
-        assert out.fpr95 == pytest.approx(metrics.fpr_at_tpr(-inside.confidence, -outside.confidence))
-        if name in ("LLLA", "MoLA"):
-            assert out.ood_auroc == pytest.approx(metrics.auroc(inside.ood_score, outside.ood_score))
-        else:
-            assert out.ood_auroc is None
+        # Every score that the method has what it takes for, and no other; by the method's own logits, temperature and all.
+        direct = {}
+        for which, one in (("inside", inside), ("outside", outside)):
+            scale = result.chosen.get(f"temperature of {name}", 1.0)
+            members = (
+                one.logit_mean
+                if one.logit_mean is not None
+                else methods[name[:-2]].predict(test if which == "inside" else strange).logit_mean
+            )
+            direct[which] = {
+                "max probability": -one.confidence.double(),
+                "entropy": one.entropy.double(),
+                "energy": -torch.logsumexp(members.double() / scale, -1).mean(0),
+                "maximum logit": -members.double().amax(-1).mean(0) / scale,
+            } | ({"ood score": one.ood_score.double()} if name in ("LLLA", "MoLA") else {})
+        assert list(out.scores) == list(direct["inside"]) == list(SCORES[: 5 if name in ("LLLA", "MoLA") else 4])
+        for score, detection in out.scores.items():
+            pair = direct["inside"][score], direct["outside"][score]
+            assert detection.auroc == pytest.approx(metrics.auroc(*pair), abs=2e-3), score
+            assert detection.auroc_error == pytest.approx(area_between(*pair).error, abs=2e-3), score
+            assert detection.fpr95 == pytest.approx(metrics.fpr_at_tpr(*pair), abs=0.1), score
+            assert sum(detection.inside) == pytest.approx(1)
+            assert sum(detection.outside) == pytest.approx(1)
+        assert sum(one.count for one in found.classes.values()) == len(labels)
+        right = sum(one.count * one.accuracy for one in found.classes.values())
+        assert right / len(labels) == pytest.approx(found.scores["accuracy"])
         assert sum(found.histogram) == pytest.approx(1)
     json.dumps(result.plain())
+
+
+@pytest.mark.parametrize("mixing", ["stacking", "evidence"])
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_plain_ensemble_has_the_weights_of_the_mixture(desk, tmp_path, mixing):
+    run_fit(job_for(desk, weights=tuple(desk.weights(3)), mixing=mixing), tmp_path / "posterior")
+    opened = open_folder(tmp_path / "posterior")
+    weights = opened.posterior.weights.tolist()
+    assert max(weights) > min(weights) + 0.01
+    result = run_evaluate(opened, "test")
+    (test, labels), val = desk.inputs("test"), [desk.inputs("val")]
+    plain = mola.ensemble(desk.networks(3)).with_weights(weights)
+    scaled = mola.temperature_scaled(desk.networks(3), val, weights=weights, progress=False)
+    for name, one in (("DE", plain), ("DE-T", scaled)):
+        expected = metrics.negative_log_likelihood(one(test), labels)
+        assert result.methods[name].scores["nll"] == pytest.approx(expected, rel=1e-4), name
+    assert any("same weights in DE, DE-T and MoLA" in note for note in result.notes)
+    held = opened.document["result"]["validation"]["networks"]
+    assert held["nll"] == pytest.approx(metrics.negative_log_likelihood(plain(val[0][0]), val[0][1]), rel=1e-4)
 
 
 INTAKE_ALL = Intake(mode="RGB", shape=(3, 6, 6))

@@ -116,17 +116,16 @@ def test_the_best_is_bold_and_the_paper_does_not_compete(suite):
         assert row.aside == row.name.startswith("paper: ")
 
 
-def test_whatever_rounds_to_the_best_is_best():
+def test_only_a_clear_lead_is_bold():
     values = {
-        "a": [Estimate(0.9449, 0.1, 2)],
-        "b": [Estimate(0.9351, 0.2, 3)],
-        "c": [Estimate(0.9349, None, 1)],
-        "d": [None],
+        "a": [Estimate(0.95, 0.001, 4), Estimate(0.95, 0.01, 4), 0.95],
+        "b": [Estimate(0.94, 0.002, 4), Estimate(0.94, 0.02, 4), 0.90],
+        "c": [Estimate(0.90, None, 1), Estimate(0.94, 0.00, 4), 0.10],
+        "d": [None, None, None],
     }
-    table = make_table("t", "", [Column("x", better="high", digits=2)], values, aside={"e": [Estimate(2.0, None, 1)]})
-    assert [row.cells[0].best for row in table.rows] == [True, True, False, False, False]
-    lowest = make_table("t", "", [Column("x", better="low", digits=2)], values)
-    assert [row.cells[0].best for row in lowest.rows] == [False, False, True, False]
+    columns = [Column(name, better="high", digits=2) for name in ("clear", "by chance", "without errors")]
+    table = make_table("t", "", columns, values, aside={"e": [Estimate(2.0, None, 1)] * 3})
+    assert [[cell.best for cell in row.cells] for row in table.rows] == [[True, False, False], *[[False] * 3] * 4]
 
 
 def test_the_difference_from_the_paper_has_the_error_of_a_difference(suite):

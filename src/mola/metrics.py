@@ -72,9 +72,14 @@ def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
     return bin_sums(confidence, predicted == labels, bins)
 
 
+def bin_index(confidence: Tensor, bins: int) -> Tensor:
+    """Which of the equal-width bins, closed on the right, each confidence lies in."""
+    return (torch.ceil(confidence * bins).long() - 1).clamp_(0, bins - 1)
+
+
 def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
     """The same from confidences (..., n) in float64 and whether they were right: (..., bins, 3)."""
-    index = (torch.ceil(confidence * bins).long() - 1).clamp_(0, bins - 1)
+    index = bin_index(confidence, bins)
     sums = confidence.new_zeros(3, *confidence.shape[:-1], bins)
     for total, values in zip(sums, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
         total.scatter_add_(-1, index, values)
@@ -221,7 +226,12 @@ def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
     return float(risk_coverage_curve(uncertainty, correct)[1].mean())
 
 
-def _checked(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
+def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores in float64.
+
+    Raises:
+        DataError: unless there are some of both, one for each input and none nan.
+    """
     for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
         if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
             message = (
@@ -234,7 +244,7 @@ def _checked(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Ten
 
 def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
     """Probability that an outlier scores higher than an inlier, ties counting half. Higher score = more outlying."""
-    scores = torch.cat(_checked(inlier_scores, outlier_scores))
+    scores = torch.cat(check_scores(inlier_scores, outlier_scores))
     _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     # Mean rank of tied values: those below, plus half of those tied.
     ranks = (counts.cumsum(0) - counts).double() + (counts.double() + 1) / 2
@@ -254,13 +264,13 @@ def _average_precision(positives: Tensor, negatives: Tensor) -> float:
 
 def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
     """Average precision of finding the inliers by low scores. It depends on the share of outliers, unlike AUROC."""
-    inliers, outliers = _checked(inlier_scores, outlier_scores)
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(-inliers, -outliers)
 
 
 def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
     """Average precision of finding the outliers by high scores. It depends on the share of outliers, unlike AUROC."""
-    inliers, outliers = _checked(inlier_scores, outlier_scores)
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return _average_precision(outliers, inliers)
 
 
@@ -277,7 +287,14 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
         tpr: share of inliers that should pass.
 
     Returns:
-        Between 0 and 1; 0 is best.
+        Between 0 and 1; 0 is best. `OptionError` if tpr is not between 0 and 1.
+    """
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
+    return float((outliers <= passing_threshold(inliers, tpr)).double().mean())
+
+
+def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
+    """The score up to which inputs pass if `tpr` of the inliers should: a quantile of their scores (n,).
 
     Raises:
         OptionError: if tpr is not between 0 and 1.
@@ -285,12 +302,10 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
     if not 0 <= tpr <= 1:
         message = f"tpr must be between 0 and 1 (the share of inliers that pass), got {tpr!r}."
         raise OptionError(message)
-    inliers, outliers = _checked(inlier_scores, outlier_scores)
     ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)
     if abs(position - round(position)) < 1e-12 * len(inliers):  # 0.57 of 100 is 57, not 56.99999999999999
         position = round(position)
     below, above = ordered[int(position)], ordered[min(int(position) + 1, len(ordered) - 1)]
     share = position - int(position)
     # Equal neighbours are not averaged: rounding must not move the threshold off a tie, nor infinities cancel.
-    threshold = below if share == 0 or below == above else (1 - share) * below + share * above
-    return float((outliers <= threshold).double().mean())
+    return below if share == 0 or below == above else (1 - share) * below + share * above

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mola.bench.methods import METHODS
+from mola.compare import Lead
 
 __all__ = [
     "METHODS",
@@ -58,14 +59,20 @@ class Scores:
     brier: float
     confidence: float
     """Mean of the largest probability (MMC)."""
+    errors: dict[str, float | None]
+    """Standard errors of the above, by name."""
 
 
 @dataclass(frozen=True)
 class Detection:
-    """A method on outliers, told apart from the test digits by the largest probability."""
+    """A method on outliers, told apart from the test digits."""
 
     confidence: float
+    confidence_error: float | None
     auroc: float
+    """By the largest probability."""
+    scores: dict[str, tuple[float, float | None]]
+    """AUROC and its standard error by every outlier score that the method has."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +104,10 @@ class DigitsResult:
     """By angle and method: (bins, 3) of count, and sums of confidence and of correct predictions."""
     detection: dict[str, dict[str, Detection]]
     """By set of outliers and method."""
-    ood_score_auroc: dict[str, dict[str, float]]
-    """By set of outliers and method (LLLA and MoLA): detection by `Prediction.ood_score`."""
+    leads: dict[int, dict[str, Lead]]
+    """By angle and score (nll, brier, ece): which method leads."""
+    detection_leads: dict[str, dict[str, Lead]]
+    """By set of outliers: by confidence, by auroc of the largest probability, and by auroc of any score ("any")."""
     confidences: dict[str, dict[str, Array]]
     """By set (`TEST`, and outliers) and method: the confidence of each input."""
     examples: dict[str, Examples]
@@ -178,6 +187,5 @@ class DemoResult:
                 outliers: {name: asdict(found) for name, found in by_method.items()}
                 for outliers, by_method in digits.detection.items()
             },
-            "ood_score_auroc": digits.ood_score_auroc,
             "far_field": {"limit": self.distance.limits, "bound": self.distance.bounds},
         }

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from mola import metrics
 from mola.bench.demo_result import TEST, Array, Detection, DigitsResult, Examples, Scores
 from mola.bench.methods import Contestants, four_methods
+from mola.compare import Answer, Lead, Measured, Tally, area_between, lead, mean_of
 from mola.data.digits import CLASSES, SIDE, Digits
 from mola.data.labelled import Labelled
 from mola.data.outliers import natural_patches, uniform_noise
@@ -76,19 +76,26 @@ def compare_on_digits(
     contestants = four_methods(networks, digits.train.batches(), digits.val.batches())
     methods, tuned = contestants.predictors, contestants.tuned()
     rotated: dict[int, dict[str, Scores]] = {}
+    leads: dict[int, dict[str, Lead]] = {}
     reliability: dict[int, dict[str, Array]] = {}
     turned = {angle: rotate(digits.test.inputs, angle) for angle in ANGLES}
     for angle, inputs in turned.items():
         probs = {name: method(inputs) for name, method in methods.items()}
-        rotated[angle] = {name: _scores(values, digits.test.labels) for name, values in probs.items()}
+        measured = {name: _measured(values, digits.test.labels) for name, values in probs.items()}
+        rotated[angle] = {name: _scores(found) for name, found in measured.items()}
+        leads[angle] = {
+            score: lead({(name,): found[score] for name, found in measured.items()}, "low")
+            for score in ("nll", "brier", "ece")
+        }
         reliability[angle] = {
             name: metrics.bin_confidences(values, digits.test.labels, bins=10).numpy() for name, values in probs.items()
         }
     sets = dict([(TEST, digits.test.inputs), *outliers.items()])
-    confidences = {
-        kind: {name: _confidence(method, inputs) for name, method in methods.items()} for kind, inputs in sets.items()
+    tallies = {
+        kind: {name: _tally(method, inputs, own=name in tuned) for name, method in methods.items()}
+        for kind, inputs in sets.items()
     }
-    inlier_scores = {name: posterior.predict(digits.test.inputs).ood_score for name, posterior in tuned.items()}
+    detection = {kind: _detection(tallies[TEST], tallies[kind]) for kind, _ in outliers.items()}
     shown = {TEST: digits.test.inputs, "rotated by 45°": turned[45], "rotated by 90°": turned[90], **outliers.near}
     result = DigitsResult(
         sizes={"train": len(digits.train), "val": len(digits.val), "test": len(digits.test)},
@@ -98,40 +105,64 @@ def compare_on_digits(
         notes=contestants.notes,
         rotated=rotated,
         reliability=reliability,
-        detection={
-            kind: {name: _detection(confidences[TEST][name], confidences[kind][name]) for name in methods}
-            for kind, _ in outliers.items()
+        detection={kind: found for kind, (found, _) in detection.items()},
+        leads=leads,
+        detection_leads={kind: found for kind, (_, found) in detection.items()},
+        confidences={
+            kind: {name: tally["confidence"].numpy() for name, tally in by_method.items()}
+            for kind, by_method in tallies.items()
         },
-        ood_score_auroc={
-            kind: {
-                name: metrics.auroc(inlier_scores[name], posterior.predict(inputs).ood_score)
-                for name, posterior in tuned.items()
-            }
-            for kind, inputs in outliers.items()
-        },
-        confidences=confidences,
         examples={kind: _examples(methods, inputs) for kind, inputs in shown.items()},
     )
     return result, contestants
 
 
-def _scores(probs: Tensor, labels: Tensor) -> Scores:
+def _measured(probs: Tensor, labels: Tensor) -> dict[str, Measured]:
+    tally = Tally()
+    tally.add(Answer(probs), labels)
+    return tally.measured()
+
+
+def _scores(found: dict[str, Measured]) -> Scores:
     return Scores(
-        accuracy=metrics.accuracy(probs, labels),
-        nll=metrics.negative_log_likelihood(probs, labels),
-        ece=metrics.expected_calibration_error(probs, labels),
-        brier=metrics.brier(probs, labels),
-        confidence=metrics.mean_confidence(probs),
+        **{name: one.value for name, one in found.items()}, errors={name: one.error for name, one in found.items()}
     )
+
+
+def _tally(method: MoLA, inputs: Tensor, *, own: bool) -> Tally:
+    """A method on unlabelled inputs, with the outlier score that it has of its own, if it has one."""
+    found, tally = method.predict(inputs), Tally()
+    tally.add(Answer(found.probs, found.logit_mean, method.weights, found.ood_score if own else None))
+    return tally
 
 
 def _confidence(method: MoLA, inputs: Tensor) -> Array:
     return np.asarray(method(inputs).double().max(1).values.numpy())
 
 
-def _detection(inliers: Array, outliers: Array) -> Detection:
-    auroc = metrics.auroc(-torch.from_numpy(inliers), -torch.from_numpy(outliers))
-    return Detection(float(outliers.mean()), auroc)
+def _detection(inside: dict[str, Tally], outside: dict[str, Tally]) -> tuple[dict[str, Detection], dict[str, Lead]]:
+    """Every method by every score that it has, and who leads."""
+    sure = {name: mean_of(tally["confidence"]) for name, tally in outside.items()}
+    areas: dict[tuple[str, ...], Measured] = {
+        (name, score): area_between(inside[name][score], far)
+        for name, tally in outside.items()
+        for score, far in tally.scores.items()
+    }
+    found = {
+        name: Detection(
+            sure[name].value,
+            sure[name].error,
+            areas[name, "max probability"].value,
+            {score: (areas[name, score].value, areas[name, score].error) for score in tally.scores},
+        )
+        for name, tally in outside.items()
+    }
+    leads = {
+        "confidence": lead({(name,): one for name, one in sure.items()}, "low"),
+        "auroc": lead({(name,): areas[name, "max probability"] for name in outside}, "high"),
+        "any": lead(areas, "high"),
+    }
+    return found, leads
 
 
 def _examples(methods: dict[str, MoLA], inputs: Tensor) -> Examples:

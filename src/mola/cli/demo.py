@@ -13,6 +13,7 @@ from mola.bench.demo import run_demo
 from mola.bench.demo_result import DemoSettings
 from mola.cli.progress import showing_progress
 from mola.report.tables import demo_tables, for_terminal
+from mola.report.terminal import fitting
 from mola.report.words import headlines, tuning_words
 
 __all__ = ["demo"]
@@ -51,7 +52,8 @@ def demo(
         return
     console = Console(highlight=False)
     for table in demo_tables(result):
-        console.print(for_terminal(table))
+        for part in fitting(table, console.width):
+            console.print(for_terminal(part))
     for headline in headlines(result):
         console.print(
             f"[bold]{escape(headline.title)}[/bold]: MAP {headline.before}, MoLA {headline.after}. {escape(headline.sentence)}"

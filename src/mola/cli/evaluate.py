@@ -21,6 +21,9 @@ __all__ = ["evaluate"]
 DRAWING_BEGINS = 0.8
 """Share of the whole time after which figures are drawn."""
 
+WORST = 5
+"""Classes that the terminal shows; the page shows all."""
+
 
 def evaluate(
     context: typer.Context,
@@ -47,8 +50,9 @@ def evaluate(
 ) -> None:
     """Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.
 
-    Accuracy, log loss, Brier score and calibration error on the test data; on data of no class how sure each method is of them
-    and how well it tells them apart. Writes index.html, which needs nothing else, numbers.json, tables.md and the figures,
+    Accuracy, log loss, Brier score and calibration error on the test data, also class by class; on data of no class how sure each
+    method is of them and how well it tells them apart, by every outlier score that it has. All with standard errors, and bold only
+    what leads by more than chance. Writes index.html, which needs nothing else, numbers.json, tables.md and the figures,
     and run.toml, which makes the run again: `mola evaluate --config report/run.toml`.
 
         mola evaluate posterior --test images/test --ood images/strange --output report
@@ -62,7 +66,7 @@ def evaluate(
     from mola.jobs.folder import open_folder
     from mola.jobs.rows import Account
     from mola.report.demo import prepare_folder
-    from mola.report.evaluation.tables import evaluation_tables
+    from mola.report.evaluation.tables import class_table, evaluation_tables
     from mola.report.evaluation.words import findings, remarks
     from mola.report.evaluation.writing import write_evaluation
 
@@ -91,7 +95,7 @@ def evaluate(
     write_run(context, output / "run.toml")
     if not quiet and not as_json:
         console = Console(highlight=False)
-        for table in evaluation_tables(result):
+        for table in [*evaluation_tables(result), class_table(result, WORST)]:
             for part in fitting(table, console.width):
                 console.print(for_terminal(part))
         for title, text in findings(result):

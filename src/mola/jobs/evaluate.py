@@ -19,18 +19,18 @@ from torch import Tensor
 
 from mola import __version__
 from mola.baselines.temperature import fit_temperature
+from mola.compare import Answer, Tally
 from mola.distributed import Team
 from mola.errors import DataError, MolaWarning, OptionError
 from mola.jobs.built_in import overlap
 from mola.jobs.datasets import UserSet
-from mola.jobs.evaluation import Evaluation, MethodResult, outside, shares
+from mola.jobs.evaluation import Evaluation, compare_inside, compare_outside
 from mola.jobs.fit import make_rule
 from mola.jobs.folder import Fitted
 from mola.jobs.material import Progress
 from mola.jobs.order import check_order
 from mola.jobs.rows import Account, Loader
 from mola.jobs.shards import divided
-from mola.jobs.tally import Tally
 from mola.posterior import MoLA
 
 __all__ = ["run_evaluate"]
@@ -48,21 +48,29 @@ class _Contest:
     temperatures: dict[str, float]
     outputs: int
 
-    def ask(self, batch: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Probabilities, and an outlier score where the method has one, of every method."""
+    def ask(self, batch: Any) -> dict[str, Answer]:
+        """What every method says of a batch; the plain ensemble has the posterior's weights."""
         (whole,) = self.posterior.predict_batches([batch])
         assert whole.logit_mean is not None  # a mixture of Laplace approximations has logits
-        logits = whole.logit_mean
-        answers: dict[str, tuple[Tensor, Tensor | None]] = {SINGLE: (torch.softmax(logits[0], -1), None)}
+        logits, weights = whole.logit_mean, self.posterior.weights
+        answers = {SINGLE: _mixed(logits[:1], None)}
         if SINGLE_T in self.temperatures:
-            answers[SINGLE_T] = torch.softmax(logits[0] / self.temperatures[SINGLE_T], -1), None
+            answers[SINGLE_T] = _mixed(logits[:1] / self.temperatures[SINGLE_T], None)
         if len(logits) == 1:
-            return {**answers, LAPLACE: (whole.probs, whole.ood_score)}
-        answers[ENSEMBLE] = torch.softmax(logits, -1).mean(0), None
+            return {**answers, LAPLACE: Answer(whole.probs, logits, None, whole.ood_score)}
+        answers[ENSEMBLE] = _mixed(logits, weights)
         if ENSEMBLE_T in self.temperatures:
-            answers[ENSEMBLE_T] = torch.softmax(logits / self.temperatures[ENSEMBLE_T], -1).mean(0), None
+            answers[ENSEMBLE_T] = _mixed(logits / self.temperatures[ENSEMBLE_T], weights)
         (one,) = self.single.predict_batches([batch])
-        return {**answers, LAPLACE: (one.probs, one.ood_score), MIXTURE: (whole.probs, whole.ood_score)}
+        answers[LAPLACE] = Answer(one.probs, one.logit_mean, None, one.ood_score)
+        return {**answers, MIXTURE: Answer(whole.probs, logits, weights, whole.ood_score)}
+
+
+def _mixed(logits: Tensor, weights: Tensor | None) -> Answer:
+    """Networks without a posterior, by their logits (K, n, C); without weights, one network."""
+    shares = [1.0] if weights is None else weights.tolist()
+    probs = torch.stack([share * torch.softmax(one, -1) for share, one in zip(shares, logits, strict=True)]).sum(0)
+    return Answer(probs, logits, weights)
 
 
 def run_evaluate(
@@ -135,18 +143,15 @@ def run_evaluate(
         account = account.together(together)
     progress("done", 1.0)
     inside = tallies[test]
+    outside = {name: compare_outside(inside, tallies[name]) for name in outliers}
+    classes = fitted.classes or [str(index) for index in range(fitted.outputs)]
+    methods, leads = compare_inside(inside, classes, {name: results for name, (results, _) in outside.items()})
     return Evaluation(
         test=test,
         count=next(iter(inside.values())).count,
-        methods={
-            method: MethodResult(
-                scores=tally.labelled(),
-                reliability=tally.bins.tolist(),
-                histogram=shares(tally.confidence),
-                outside={name: outside(tally, tallies[name][method]) for name in outliers},
-            )
-            for method, tally in inside.items()
-        },
+        methods=methods,
+        leads=leads,
+        outside_leads={name: found for name, (_, found) in outside.items()},
         components=len(fitted.posterior.components),
         chosen={
             **{f"prior precision of {LAPLACE}": contest.single.prior_precision[0]},
@@ -184,9 +189,13 @@ def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None, team: T
         for name, some in wanted.items():
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", MolaWarning)
-                temperatures[name] = fit_temperature(some, labels)
+                temperatures[name] = fit_temperature(some, labels, posterior.weights if len(some) > 1 else None)
             notes += [f"{name}: {one.message}" for one in caught]
     single = posterior
+    shares = posterior.weights.tolist()
+    if max(shares) - min(shares) > 1e-9:
+        listed = ", ".join(f"{share:.3f}" for share in shares)
+        notes.append(f"The networks have the same weights in {ENSEMBLE}, {ENSEMBLE_T} and {MIXTURE}: {listed}.")
     if len(posterior.components) > 1:
         single = MoLA(posterior.components[:1], posterior.link)
         rule = make_rule(fitted.job, exposed)
@@ -222,22 +231,22 @@ def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
         if loader.labelled:
             labels = batch["labels"] if isinstance(batch, dict) else batch[1]
         answers = contest.ask(batch)
-        for method, (probs, score) in answers.items():
-            tallies.setdefault(method, Tally()).add(probs, labels, score)
+        for method, answer in answers.items():
+            tallies.setdefault(method, Tally()).add(answer, labels)
         if labels is not None:
-            pairs.append(torch.stack([labels, answers[SINGLE][0].argmax(1)], 1))
+            pairs.append(torch.stack([labels, answers[SINGLE].probs.argmax(1)], 1))
         team.check()
     if loader.labelled:
         every = team.rows(torch.cat(pairs) if pairs else None)
         check_order(every, contest.outputs, None, loader.source.name)
     if team.size == 1:
         return tallies
-    everyone = team.collect({method: bool(tally.scores) for method, tally in tallies.items()})
-    methods = team.share(next((one for one in everyone or () if one), {}))
+    everyone = team.collect(list(tallies))
+    methods = team.share(next((one for one in everyone or () if one), []))
     if not methods:
         message = f"{loader.source.name} holds no input that can be used."
         raise DataError(message)
-    return {method: tallies.get(method, Tally()).together(team, scored=scored) for method, scored in methods.items()}
+    return {method: tallies.get(method, Tally()).together(team) for method in methods}
 
 
 def _warnings(fitted: Fitted, test: str, tuned_on: str | None) -> list[str]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mola import __version__, archive, storage
 from mola.choices import one_of
+from mola.compare import Answer, Tally
 from mola.distributed import Team
 from mola.errors import OptionError, warn
 from mola.features import find_heads
@@ -28,7 +29,6 @@ from mola.jobs.order import check_order, warn_of_guessing
 from mola.jobs.output import BUNDLED, holds_posterior
 from mola.jobs.rows import Account, Loader
 from mola.jobs.scores import keep_scores, remove_others, usual_alarm
-from mola.jobs.tally import Tally
 from mola.jobs.toml import to_toml
 from mola.laplace import STRUCTURES
 from mola.links import LINKS
@@ -266,9 +266,11 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArra
         for start in range(0, len(held_out), ROWS):
             part = slice(start, start + ROWS)
             logits, probs, score = posterior.of_held_out(held_out, part)
-            plain.add(torch.softmax(logits, -1).mean(0), held_out.labels[part])
-            whole.add(probs, held_out.labels[part], score)
-        plain, whole = plain.together(team, scored=False), whole.together(team, scored=True)
+            # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
+            alone = torch.einsum("k,knc->nc", posterior.weights.to(logits), torch.softmax(logits, -1))
+            plain.add(Answer(alone), held_out.labels[part])
+            whole.add(Answer(probs, ood_score=score), held_out.labels[part])
+        plain, whole = plain.together(team), whole.together(team)
     scores = whole.score
     assert scores is not None
     threshold, rate = usual_alarm(scores)

@@ -1,12 +1,18 @@
-"""A number that was measured several times: mean and standard error."""
+"""A number that was measured several times: mean and standard error, and whether one leads another by more than chance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-__all__ = ["Estimate"]
+from mola.compare import CLEAR
+
+__all__ = ["Estimate", "leaders"]
+
+SAME = 1e-9
+"""Means that differ by less, in every run, are of one method under two names."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,8 @@ class Estimate:
     error: float | None
     """Standard error of the mean; None if there was one run only."""
     runs: int
+    by_run: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
+    """The values by run, where these are known: what two methods have in common in a run cancels in their difference."""
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Estimate | None:
@@ -33,14 +41,75 @@ class Estimate:
             return None
         return cls(math.fsum(known) / len(known), _error(known), len(known))
 
+    @classmethod
+    def over(cls, values: Mapping[int, float | None]) -> Estimate | None:
+        """The same of values by run, which are kept to be compared run by run."""
+        known = {run: value for run, value in values.items() if value is not None}
+        found = cls.of(known.values())
+        return None if found is None else cls(found.mean, found.error, found.runs, known)
+
+    def minus(self, other: Estimate) -> Estimate:
+        """The difference: over the runs that both have, or of the means where there are fewer than two of these.
+
+        A method of one run is then taken to spread as the other does; where both have one run, no error is known.
+        """
+        shared = [run for run in self.by_run if run in other.by_run]
+        if len(shared) > 1:
+            gaps = [self.by_run[run] - other.by_run[run] for run in shared]
+            return Estimate(math.fsum(gaps) / len(gaps), _error(gaps), len(gaps))
+        errors = [self._error_beside(other), other._error_beside(self)]
+        known = [error for error in errors if error is not None]
+        error = math.hypot(*known) if len(known) == 2 else None
+        return Estimate(self.mean - other.mean, error, min(self.runs, other.runs))
+
+    def _error_beside(self, other: Estimate) -> float | None:
+        """The own error; for one run, what the other's would be if it had one run."""
+        if self.error is not None or other.error is None:
+            return self.error
+        return other.error * math.sqrt(other.runs / self.runs)
+
     def scaled(self, factor: float) -> Estimate:
         """The same in another unit."""
-        return Estimate(factor * self.mean, None if self.error is None else abs(factor) * self.error, self.runs)
+        error = None if self.error is None else abs(factor) * self.error
+        return Estimate(
+            factor * self.mean, error, self.runs, {run: factor * value for run, value in self.by_run.items()}
+        )
 
     def text(self, digits: int) -> str:
         """Such as `98.9 ± 0.1`, or `98.9` where no error is known."""
         mean = f"{self.mean:z.{digits}f}"
         return mean if self.error is None else f"{mean} \N{PLUS-MINUS SIGN} {self.error:.{digits}f}"
+
+
+def leaders(found: Mapping[str, float | Estimate | None], better: Literal["low", "high"]) -> list[str]:
+    """Who is best beyond doubt: ahead of every other by more than `mola.compare.CLEAR` errors of the difference.
+
+    Args:
+        found: estimates by name; numbers without an error cannot lead.
+        better: which end is best.
+
+    Returns:
+        The best, with those that are the same in every run; nobody, if the lead may be chance.
+    """
+    sign = 1 if better == "high" else -1
+    known = {
+        name: one if isinstance(one, Estimate) else Estimate(one, None, 1)
+        for name, one in found.items()
+        if one is not None
+    }
+    if len(known) < 2:
+        return []
+    first = max(known, key=lambda name: sign * known[name].mean)
+    best = [first]
+    for name, other in known.items():
+        if name == first:
+            continue
+        gap = known[first].minus(other)
+        if gap.error is not None and max(sign * gap.mean, gap.error) < SAME:
+            best.append(name)
+        elif gap.error is None or sign * gap.mean <= CLEAR * gap.error:
+            return []
+    return best if len(best) < len(known) else []
 
 
 def _error(values: Sequence[float]) -> float | None:

@@ -13,6 +13,15 @@ from mola.report.tables import Table
 
 __all__ = ["document", "figure_markup", "inline_svg", "table_markup"]
 
+SCREENS = (700, 900, 1100, 1300)
+"""Widths in pixels up to which a hint can be shown; page.css has a rule for each."""
+
+PHONE = 44
+"""Characters of a table's row that fit on a phone, where letters are smaller and names wrap."""
+
+LETTER, PADDING, MARGINS, PAGE = 8.1, 22.4, 40, 1100
+"""Pixels: of a letter in a table, around a cell, around the page, and of a folded part of the page at its widest."""
+
 
 def document(title: str, styles: str, body: str) -> str:
     """A complete HTML document.
@@ -46,8 +55,16 @@ def figure_markup(figure: Drawn, title: str, caption: str, heading: str = "h2") 
     )
 
 
-def table_markup(table: Table) -> str:
-    """The table in a box that scrolls sideways, and its caption below."""
+def table_markup(table: Table, *, tall: bool = False) -> str:
+    """The table in a box that scrolls sideways, with a hint on the screens on which it has to, and its caption below.
+
+    Args:
+        table: what to show.
+        tall: whether the box scrolls up and down too, for tables of many rows.
+
+    Returns:
+        HTML.
+    """
     groups = [(name, len(list(columns))) for name, columns in groupby(column.group for column in table.columns)]
     grouped = any(name for name, _ in groups)
     starts = {sum(size for _, size in groups[:index]) for index in range(len(groups))} if grouped else set()
@@ -71,10 +88,29 @@ def table_markup(table: Table) -> str:
         )
         aside = ' class="aside"' if row.aside else ""
         rows.append(f'<tr{aside}><th scope="row">{escape(row.name)}</th>{cells}</tr>')
+    kind = _hint_kind(table)
+    hint = f'<p class="hint {kind}" aria-hidden="true">scroll sideways &rarr;</p>' if kind else ""
+    box = f'{hint}<div class="scroll{" tall" * tall}" tabindex="0" role="region" aria-label="{escape(table.title, quote=True)}">'
     return (
-        f'<div class="scroll"><table><thead>{head}<tr><th></th>{names}</tr></thead>'
+        f"{box}<table><thead>{head}<tr><th></th>{names}</tr></thead>"
         f'<tbody>{"".join(rows)}</tbody></table></div><p class="caption">{escape(table.caption)}</p>'
     )
+
+
+def _hint_kind(table: Table) -> str:
+    """The narrowest screen on which the table still fits, by an estimate that rather hints too often."""
+    names = max((len(row.name) for row in table.rows), default=0)
+    widths = [
+        max([len(column.name), *[len(row.cells[index].text) for row in table.rows]])
+        for index, column in enumerate(table.columns)
+    ]
+    starts = sum(1 for _ in groupby(column.group for column in table.columns))
+    pixels = LETTER * (names + sum(widths)) + PADDING * (1 + len(widths)) + 10 * starts
+    if pixels > PAGE:
+        return "always"
+    if names + sum(widths) + 3 * len(widths) <= PHONE:
+        return ""
+    return f"below-{min(screen for screen in SCREENS if screen >= min(pixels + MARGINS, SCREENS[-1]))}"
 
 
 def inline_svg(svg: str, label: str) -> str:

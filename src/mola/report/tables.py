@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mola.bench.demo_result import METHODS, DemoResult
+from mola.compare import CLEAR
 from mola.errors import MissingExtraError
-from mola.report.estimate import Estimate
+from mola.report.estimate import Estimate, leaders
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["MISSING", "Cell", "Column", "Number", "Row", "Table", "demo_tables", "for_terminal", "make_table"]
+__all__ = ["BOLD", "MISSING", "Cell", "Column", "Number", "Row", "Table", "demo_tables", "for_terminal", "make_table"]
 
 Number = float | Estimate | None
 
@@ -67,108 +68,121 @@ def make_table(
     columns: Sequence[Column],
     values: Mapping[str, Sequence[Number]],
     aside: Mapping[str, Sequence[Number]] | None = None,
+    best: Collection[tuple[str, int]] | None = None,
 ) -> Table:
-    """Format numbers and mark the best of each column; those that look the same as the best are best too.
+    """Format numbers and mark the best of each column, where it leads by more than chance.
 
     Args:
         title: of the table.
         caption: what to know when reading it.
         columns: what the numbers are.
-        values: one number, estimate or None for each column, by row. Estimates compete by their means.
+        values: one number, estimate or None for each column, by row.
         aside: further rows that do not compete.
+        best: row and column of each cell to mark, where that was decided before. None compares the estimates over runs: the best
+            mean is marked if it leads every other clearly, see `mola.report.estimate.leaders`.
 
     Returns:
         The table.
     """
-    best: list[str | None] = []
-    for index, column in enumerate(columns):
-        numbers = [_mean(number) for row in values.values() if (number := row[index]) is not None]
-        choose = {"low": min, "high": max}.get(column.better or "")
-        best.append(None if choose is None or not numbers else _text(choose(numbers), column.digits))
+    if best is None:
+        best = {
+            (name, index)
+            for index, column in enumerate(columns)
+            if column.better is not None
+            for name in leaders({name: row[index] for name, row in values.items()}, column.better)
+        }
 
-    def cells(row: Sequence[Number], *, competes: bool) -> tuple[Cell, ...]:
-        shown = []
-        for number, column, top in zip(row, columns, best, strict=True):
-            if number is None:
-                shown.append(Cell(MISSING))
-            else:
-                leads = competes and _text(_mean(number), column.digits) == top
-                shown.append(Cell(_text(number, column.digits), leads))
-        return tuple(shown)
+    def cells(row: Sequence[Number], name: str | None = None) -> tuple[Cell, ...]:
+        return tuple(
+            Cell(MISSING) if number is None else Cell(_text(number, column.digits), (name, index) in best)
+            for index, (number, column) in enumerate(zip(row, columns, strict=True))
+        )
 
-    rows = [Row(name, cells(row, competes=True)) for name, row in values.items()]
-    rows += [Row(name, cells(row, competes=False), aside=True) for name, row in (aside or {}).items()]
+    rows = [Row(name, cells(row, name)) for name, row in values.items()]
+    rows += [Row(name, cells(row), aside=True) for name, row in (aside or {}).items()]
     return Table(title, caption, tuple(columns), tuple(rows))
-
-
-def _mean(number: float | Estimate) -> float:
-    return number.mean if isinstance(number, Estimate) else number
 
 
 def _text(number: float | Estimate, digits: int) -> str:
     return number.text(digits) if isinstance(number, Estimate) else f"{number:z.{digits}f}"
 
 
+BOLD = (
+    f"Bold: leads every other method{{}} by more than {CLEAR:g} standard errors of their difference, which is taken input by "
+    f"input; where nothing is bold, no lead is clear."
+)
+"""What bold means where errors are those of the data, not of several runs."""
+
+
 def demo_tables(result: DemoResult) -> list[Table]:
-    """In distribution, under rotation, and against outliers."""
-    return [_in_distribution(result), _rotated(result), _outliers(result)]
+    """In distribution, under rotation, and against outliers: by confidence, and by every score."""
+    return [_in_distribution(result), _rotated(result), _outliers(result), _scores(result)]
+
+
+def _measured(value: float, error: float | None, factor: float = 1.0) -> Estimate:
+    return Estimate(value, error, 1).scaled(factor)
 
 
 def _in_distribution(result: DemoResult) -> Table:
     digits = result.digits
-    count = digits.sizes["test"]
-    accuracy = digits.clean["MAP"].accuracy
-    noise = 100 * (accuracy * (1 - accuracy) / count) ** 0.5
-    columns = [
-        Column("accuracy %"),
-        Column("NLL", better="low", digits=3),
-        Column("Brier", better="low", digits=3),
-        Column("ECE %", better="low"),
-        Column("mean conf. %"),
-    ]
+    columns = {
+        "accuracy": (Column("accuracy %"), 100),
+        "nll": (Column("NLL", better="low", digits=3), 1),
+        "brier": (Column("Brier", better="low", digits=3), 1),
+        "ece": (Column("ECE %", better="low"), 100),
+        "confidence": (Column("mean conf. %"), 100),
+    }
     values = {
-        name: (100 * scores.accuracy, scores.nll, scores.brier, 100 * scores.ece, 100 * scores.confidence)
+        name: [
+            _measured(getattr(scores, score), scores.errors[score], factor) for score, (_, factor) in columns.items()
+        ]
         for name, scores in digits.clean.items()
     }
+    places = list(columns)
+    best = {(name, places.index(score)) for score, found in digits.leads[0].items() for (name,) in found.clear}
     caption = (
-        f"{count} test digits: chance alone moves an accuracy by {noise:.1f} points. NLL: log loss. ECE: expected "
-        f"calibration error, 15 bins. What the methods cost or gain where nothing is wrong."
+        f"{digits.sizes['test']} test digits, with standard errors. NLL: log loss. ECE: expected calibration error, 15 bins. "
+        f"{BOLD.format('')}"
     )
-    return make_table("In distribution", caption, columns, values)
+    return make_table("In distribution", caption, [column for column, _ in columns.values()], values, best=best)
 
 
 def _rotated(result: DemoResult) -> Table:
+    shown = (("accuracy", "acc. %", 100, 1), ("nll", "NLL", 1, 2), ("ece", "ECE %", 100, 1))
     columns = [
-        column
+        Column(title, group=f"{angle}°", better=None if score == "accuracy" else "low", digits=digits)
         for angle in TABLE_ANGLES
-        for column in (
-            Column("acc. %", group=f"{angle}°"),
-            Column("NLL", group=f"{angle}°", better="low", digits=2),
-            Column("ECE %", group=f"{angle}°", better="low"),
-        )
+        for score, title, _, digits in shown
     ]
     values = {
         name: [
-            number
+            _measured(getattr(scores, score), scores.errors[score], factor)
             for angle in TABLE_ANGLES
             for scores in [result.digits.rotated[angle][name]]
-            for number in (100 * scores.accuracy, scores.nll, 100 * scores.ece)
+            for score, _, factor, _ in shown
         ]
         for name in METHODS
     }
+    best = {
+        (name, 3 * index + place)
+        for index, angle in enumerate(TABLE_ANGLES)
+        for place, score in ((1, "nll"), (2, "ece"))
+        for (name,) in result.digits.leads[angle][score].clear
+    }
     return make_table(
         "Under rotation",
-        "The test digits, turned counter-clockwise. MAP and LLLA are the first network alone.",
+        f"The test digits, turned counter-clockwise. MAP and LLLA are the first network alone. {BOLD.format('')}",
         columns,
         values,
+        best=best,
     )
 
 
 def _outliers(result: DemoResult) -> Table:
-    sets = list(result.digits.detection)
+    detection, leads = result.digits.detection, result.digits.detection_leads
     columns = [
         column
-        for kind in sets
+        for kind in detection
         for column in (
             Column("MMC", group=kind, better="low"),
             Column("AUROC", group=kind, better="high"),
@@ -177,20 +191,44 @@ def _outliers(result: DemoResult) -> Table:
     values = {
         name: [
             number
-            for kind in sets
-            for found in [result.digits.detection[kind][name]]
-            for number in (100 * found.confidence, 100 * found.auroc)
+            for found in (by_method[name] for by_method in detection.values())
+            for number in (
+                _measured(found.confidence, found.confidence_error, 100),
+                _measured(*found.scores["max probability"], 100),
+            )
         ]
         for name in METHODS
     }
-    scored: list[Number] = []
-    for kind in sets:
-        scored += [None, 100 * result.digits.ood_score_auroc[kind]["MoLA"]]
+    best = {
+        (name, 2 * index + place)
+        for index, kind in enumerate(detection)
+        for place, what in ((0, "confidence"), (1, "auroc"))
+        for (name,) in leads[kind][what].clear
+    }
     caption = (
-        "In %. MMC: mean confidence. AUROC: how well outliers are told from test digits by low confidence; 50 is guessing. "
-        "Last row: told apart by MoLA's ood_score instead, which reads the direction of the features and not their length."
+        f"In %. MMC: mean confidence. AUROC: how well outliers are told from test digits by low confidence; 50 is guessing. "
+        f"{BOLD.format('')}"
     )
-    return make_table("Out of distribution", caption, columns, values, aside={"MoLA, ood_score": scored})
+    return make_table("Out of distribution, by confidence", caption, columns, values, best=best)
+
+
+def _scores(result: DemoResult) -> Table:
+    detection, leads = result.digits.detection, result.digits.detection_leads
+    rows = [(name, score) for name, found in next(iter(detection.values())).items() for score in found.scores]
+    values = {
+        f"{name}, {score}": [_measured(*by_method[name].scores[score], 100) for by_method in detection.values()]
+        for name, score in rows
+    }
+    best = {
+        (f"{name}, {score}", index) for index, kind in enumerate(detection) for name, score in leads[kind]["any"].clear
+    }
+    caption = (
+        f"AUROC in %, every method by every score that it has. Energy and maximum logit come from the logits alone, so LLLA has "
+        f"MAP's and MoLA has DE's; the ood score reads the direction of the features and not their length. "
+        f"{BOLD.format(', by whichever score,')}"
+    )
+    columns = [Column(kind, better="high") for kind in detection]
+    return make_table("Out of distribution, by every score", caption, columns, values, best=best)
 
 
 def for_terminal(table: Table) -> Group:

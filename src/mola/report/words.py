@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mola.bench.demo_result import DemoResult
+from mola.bench.demo_result import DemoResult, Detection
 
 __all__ = ["CAPTIONS", "TITLES", "Headline", "headlines", "near_one", "tuning_words"]
 
@@ -90,8 +90,8 @@ def headlines(result: DemoResult) -> list[Headline]:
             "confidence in natural patches",
             f"{100 * found_plain.confidence:.0f}%",
             f"{100 * found.confidence:.0f}%",
-            f"AUROC by confidence {100 * found_plain.auroc:.0f} and {100 * found.auroc:.0f}%; by MoLA's ood_score "
-            f"{100 * digits.ood_score_auroc[patches]['MoLA']:.0f}%.",
+            f"AUROC by confidence {100 * found_plain.auroc:.0f} and {100 * found.auroc:.0f}%; by the best score of each "
+            f"{_best_score(found_plain)} and {_best_score(found)}.",
         ),
         Headline(
             "confidence in noise, far away",
@@ -101,6 +101,11 @@ def headlines(result: DemoResult) -> list[Headline]:
             f"prior precision is {near_one(bound)}.",
         ),
     ]
+
+
+def _best_score(found: Detection) -> str:
+    best = max(found.scores, key=lambda score: found.scores[score][0])
+    return f"{100 * found.scores[best][0]:.0f}% ({best})"
 
 
 def near_one(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Figures of an evaluation: reliability, and histograms of confidence."""
+"""Figures of an evaluation: reliability, and histograms of confidence and of outlier scores."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mola.compare import SCORES
 from mola.jobs.evaluation import CONFIDENCE_BINS, Evaluation
-from mola.report.evaluation.tables import short
+from mola.report.evaluation.tables import SCORE_NAMES, short
 from mola.report.style import INK, Figure, Shape, canvas, explain, quiet_axes
 from mola.report.suites.palette import colours, strokes
 
@@ -25,6 +26,10 @@ def evaluation_figures(result: Evaluation) -> dict[str, Callable[[Shape], Figure
     return {
         "reliability": lambda shape: draw_reliability(result, shape),
         "confidence": lambda shape: draw_confidence(result, shape),
+        **{
+            f"scores-{index}": lambda shape, name=name: draw_scores(result, name, shape)  # type: ignore[misc]
+            for index, name in enumerate(result.outside[:MOST_SETS])
+        },
     }
 
 
@@ -76,7 +81,7 @@ def draw_confidence(result: Evaluation, shape: Shape) -> Figure:
             out = one.outside[sets[column]]
             panel.stairs(out.histogram, edges, color=painted[method], fill=True, alpha=0.75)
             panel.axvline(out.confidence, color=painted[method], linestyle=(0, (2, 1.5)), linewidth=1.3)
-            words = f"mean {out.confidence:.2f}, AUROC {out.auroc:.3f}"
+            words = f"mean {out.confidence:.2f}, AUROC {out.scores['max probability'].auroc:.3f}"
         panel.stairs(one.histogram, edges, color=INK, linewidth=1.0)
         panel.text(0.0, 1.04, words, transform=panel.transAxes, va="bottom", fontsize=8)
         if index < columns and sets:
@@ -95,4 +100,40 @@ def draw_confidence(result: Evaluation, shape: Shape) -> Figure:
         explain(figure, shape, "filled: the outliers named at the top", "dashed: their mean", "outline: the test data")
     else:
         explain(figure, shape, "share of the test data")
+    return figure
+
+
+def draw_scores(result: Evaluation, name: str, shape: Shape) -> Figure:
+    """Every method by every score on one set of outliers; on a phone the networks alone beside the posterior."""
+    methods = list(result.methods) if shape.wide else [result.baseline, result.own]
+    known = [score for score in SCORES if any(score in result.methods[one].outside[name].scores for one in methods)]
+    pairs = [(method, score) for method in methods for score in known]
+    if not shape.wide:
+        pairs = [(method, score) for score in known for method in methods]
+    rows, columns = (len(methods), len(known)) if shape.wide else (len(known), len(methods))
+    figure, panels = canvas(shape, rows, columns, 1.25, sharey=True)
+    painted = colours(result.methods)
+    for index, (panel, (method, score)) in enumerate(zip(panels, pairs, strict=True)):
+        row, column = divmod(index, columns)
+        over, beside = (SCORE_NAMES[score], method) if shape.wide else (method, SCORE_NAMES[score])
+        if row == 0:
+            panel.set_title(over, pad=16)
+        if column == 0:
+            panel.set_ylabel(beside, fontweight="bold")
+        found = result.methods[method].outside[name].scores.get(score)
+        panel.set_xticks([])
+        panel.set_yscale("function", functions=(np.sqrt, np.square))
+        panel.set_ylim(0, 1)
+        panel.set_yticks([0, 0.1, 0.5, 1], ["0", "0.1", "0.5", "1"])
+        if found is None:
+            panel.text(0.5, 0.5, "has none", transform=panel.transAxes, ha="center", va="center", fontsize=8)
+            continue
+        quiet_axes(panel)
+        panel.stairs(found.outside, found.edges, color=painted[method], fill=True, alpha=0.75)
+        panel.stairs(found.inside, found.edges, color=INK, linewidth=1.0)
+        words = f"AUROC {found.auroc:.3f}"
+        panel.text(0.0, 1.04, words, transform=panel.transAxes, va="bottom", fontsize=8)
+    explain(
+        figure, shape, f"filled: {short(name, result.outside)}", "outline: the test data", "more outlying to the right"
+    )
     return figure

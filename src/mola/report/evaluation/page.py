@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from html import escape
 
 from mola.jobs.evaluation import Evaluation
-from mola.report.evaluation.tables import evaluation_tables
-from mola.report.evaluation.words import CAPTIONS, METHOD_WORDS, TITLES, findings, remarks
+from mola.report.evaluation.tables import class_table, evaluation_tables, short
+from mola.report.evaluation.words import (
+    CAPTIONS,
+    METHOD_WORDS,
+    SCORES_CAPTION,
+    SCORES_TITLE,
+    TITLES,
+    findings,
+    remarks,
+)
 from mola.report.figures import Drawn
 from mola.report.markup import document, figure_markup, table_markup
 from mola.report.suites.palette import colours
@@ -34,7 +42,8 @@ def render_page(result: Evaluation, figures: Sequence[Drawn]) -> str:
         _methods(result),
         *[f"<p><strong>{escape(title)}.</strong> {escape(text)}</p>" for title, text in findings(result)],
         *[f"<h2>{escape(table.title)}</h2>{table_markup(table)}" for table in evaluation_tables(result)],
-        *[_figure(figure) for figure in figures],
+        *[_figure(figure, result) for figure in figures],
+        f"<h2>Class by class</h2>{table_markup(class_table(result), tall=True)}",
         "<h2>Small print</h2><ul>" + "".join(f"<li>{escape(one)}</li>" for one in remarks(result)) + "</ul>",
         _footer(result),
     ]
@@ -51,8 +60,12 @@ def _methods(result: Evaluation) -> str:
     return '<dl class="methods">' + "".join(rows) + "</dl>"
 
 
-def _figure(figure: Drawn) -> str:
-    return figure_markup(figure, TITLES[figure.name], CAPTIONS[figure.name])
+def _figure(figure: Drawn, result: Evaluation) -> str:
+    kind, _, index = figure.name.partition("-")
+    if kind == "scores":
+        name = short(result.outside[int(index)], result.outside)
+        return figure_markup(figure, SCORES_TITLE.format(name), SCORES_CAPTION)
+    return figure_markup(figure, TITLES[kind], CAPTIONS[kind])
 
 
 def _footer(result: Evaluation) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from mola.compare import CLEAR, Lead
 from mola.jobs.evaluation import Evaluation
-from mola.report.evaluation.tables import short
+from mola.report.evaluation.tables import SCORE_NAMES, short, worst_classes
 
-__all__ = ["CAPTIONS", "METHOD_WORDS", "TITLES", "findings", "remarks"]
+__all__ = ["CAPTIONS", "METHOD_WORDS", "SCORES_CAPTION", "SCORES_TITLE", "TITLES", "findings", "remarks"]
+
+NAMED = 5
+"""Classes that are named in a sentence."""
 
 METHOD_WORDS = {
     "MAP": "the first network as it is",
@@ -26,21 +30,25 @@ CAPTIONS = {
     "confidence": "Shares of inputs by confidence, on a square-root scale.",
 }
 
+SCORES_TITLE = "How outlier scores are spread: {}"
+SCORES_CAPTION = (
+    "Shares of inputs by each outlier score, on a square-root scale, higher scores to the right. The less the two overlap, the "
+    "better the score tells outliers from the test data. The outermost bins hold all beyond."
+)
+
 
 def findings(result: Evaluation) -> list[tuple[str, str]]:
     """A title and a sentence each."""
-    methods = result.methods
-    best = min(methods, key=lambda name: methods[name].scores["nll"])
-    own = "MoLA" if "MoLA" in methods else "LLLA"
-    plain = methods["MAP"].scores
+    methods, own, baseline = result.methods, result.own, result.baseline
+    plain, mine, best = methods["MAP"].scores, methods[own].scores, result.leads["nll"]
     found = [
         (
             "On the test data",
-            f"{best} has the lowest log loss, {methods[best].scores['nll']:.4f} (MAP {plain['nll']:.4f}, {own} "
-            f"{methods[own].scores['nll']:.4f}). MAP is {_gap(plain)}; {own} is {_gap(methods[own].scores)}.",
+            f"{_said(best, 4)} for the lowest log loss (MAP {plain['nll']:.4f}, {own} {mine['nll']:.4f}). MAP is {_gap(plain)}; "
+            f"{own} is {_gap(mine)}.",
         )
     ]
-    if methods[own].scores["nll"] > 1.05 * methods[best].scores["nll"] and result.made["rule"] == "threshold":
+    if mine["nll"] > 1.05 * best.value and result.made["rule"] == "threshold":
         found.append(
             (
                 "Log loss or caution",
@@ -48,23 +56,60 @@ def findings(result: Evaluation) -> list[tuple[str, str]]:
             )
         )
     for name in result.outside:
-        by_confidence = max(methods, key=lambda method: methods[method].outside[name].auroc)
-        one, first = methods[own].outside[name], methods["MAP"].outside[name]
-        if one.ood_auroc is None:
-            continue
+        outside = {method: one.outside[name] for method, one in methods.items()}
+        each = "; ".join(_best_score(result, name, method) for method in dict.fromkeys(("MAP", baseline, own)))
         found.append(
             (
                 f"Outliers: {short(name, result.outside)}",
-                f"{by_confidence} tells them apart best by confidence, with an AUROC of {_best(result, name):.1f} % (MAP "
-                f"{100 * first.auroc:.1f} %); {own}'s ood_score reaches {100 * one.ood_auroc:.1f} %. Mean confidence in them: "
-                f"MAP {100 * first.confidence:.1f} %, {own} {100 * one.confidence:.1f} %.",
+                f"{_said(result.outside_leads[name]['auroc'], 2, 100, ' %')} for the highest AUROC of all methods and scores. The best "
+                f"score of each: {each}. Mean confidence in them: MAP {100 * outside['MAP'].confidence:.1f} %, {own} "
+                f"{100 * outside[own].confidence:.1f} %.",
             )
         )
-    return found
+    return [*found, *_worst(result)]
 
 
-def _best(result: Evaluation, name: str) -> float:
-    return 100 * max(one.outside[name].auroc for one in result.methods.values())
+def _named(one: tuple[str, ...]) -> str:
+    """A method, or a method by a score."""
+    return one[0] if len(one) == 1 else f"{one[0]} by {SCORE_NAMES[one[1]]}"
+
+
+def _said(found: Lead, digits: int, factor: float = 1.0, unit: str = "") -> str:
+    """Such as: MoLA leads with 0.1832, ahead of DE by 0.0048 +- 0.0010,"""
+    value = f"{factor * found.value:.{digits}f}{unit}"
+    if found.rival is None or found.ahead is None:
+        return f"All methods are level at {value}"
+    names = _named(found.best)
+    if found.level:
+        names += f" (level with {', '.join(_named(one) for one in found.level)})"
+    by = f"{factor * found.ahead:.{digits}f}"
+    if found.error is not None:
+        by += f" \N{PLUS-MINUS SIGN} {factor * found.error:.{digits}f}"
+    if found.best in found.clear:
+        return f"{names} leads with {value}, ahead of {_named(found.rival)} by {by},"
+    return (
+        f"No method leads clearly: {names} has {value}, which is within {CLEAR:g} standard errors of {_named(found.rival)} "
+        f"({by} ahead),"
+    )
+
+
+def _best_score(result: Evaluation, name: str, method: str) -> str:
+    scores = result.methods[method].outside[name].scores
+    best = max(scores, key=lambda score: scores[score].auroc)
+    return f"{method} {100 * scores[best].auroc:.2f} % by {SCORE_NAMES[best]}"
+
+
+def _worst(result: Evaluation) -> list[tuple[str, str]]:
+    classes = result.methods[result.own].classes
+    if len(classes) < 3:
+        return []
+    worst = [
+        f"{name} ({100 * classes[name].accuracy:.1f} % of {classes[name].count})"
+        for name in worst_classes(result)[:NAMED]
+        if classes[name].accuracy < 1
+    ]
+    told = f"{result.own} is least often right about {', '.join(worst)}." if worst else "No class has an error."
+    return [("Worst classes", told)]
 
 
 def _gap(scores: dict[str, float]) -> str:

@@ -11,7 +11,7 @@ from mola.jobs.evaluation import Evaluation
 from mola.report.demo import prepare_folder
 from mola.report.evaluation.figures import evaluation_figures
 from mola.report.evaluation.page import render_page
-from mola.report.evaluation.tables import evaluation_tables
+from mola.report.evaluation.tables import FEW, class_table, evaluation_tables
 from mola.report.evaluation.words import findings, remarks
 from mola.report.figures import render, write_figure
 from mola.report.formats import as_markdown
@@ -56,5 +56,5 @@ def write_evaluation(
 
 def _markdown(result: Evaluation) -> str:
     lines = [f"* **{title}.** {text}" for title, text in findings(result)]
-    lines += ["", *[as_markdown(table) for table in evaluation_tables(result)]]
+    lines += ["", *[as_markdown(table) for table in [*evaluation_tables(result), class_table(result, FEW)]]]
     return "\n".join([*lines, *[f"* {one}" for one in remarks(result)], ""])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
 from typing import Any
 
 from mola.report.figures import Drawn
@@ -19,15 +18,6 @@ from mola.report.suites.words import FIGURE_WORDS, METHOD_WORDS, findings
 from mola.report.tables import Table
 
 __all__ = ["SuiteReport", "render_page"]
-
-SCREENS = (700, 900, 1100, 1300)
-"""Widths in pixels up to which a hint can be shown; suites.css has a rule for each."""
-
-PHONE = 44
-"""Characters of a table's row that fit on a phone, where letters are smaller and names wrap."""
-
-LETTER, PADDING, MARGINS, PAGE = 8.1, 22.4, 40, 1100
-"""Pixels: of a letter in a table, around a cell, around the page, and of a folded part of the page at its widest."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ def _ablations(report: SuiteReport) -> list[str]:
             parts.append(_titled(report.tables["variants"]))
             parts.append(_folded("In distribution and against outliers", [report.tables["ablation variants"]]))
         else:
-            parts.append(_table(report.tables[f"ablation {group}"]))
+            parts.append(table_markup(report.tables[f"ablation {group}"]))
     return parts
 
 
@@ -145,35 +135,11 @@ def _shown(report: SuiteReport, name: str) -> str:
     if name not in report.tables:
         return ""
     table = report.tables[name]
-    return f"<h3>{escape(table.title)}</h3>{_table(table)}"
-
-
-def _table(table: Table) -> str:
-    """The table, with a hint on those screens on which it has to be scrolled."""
-    kind = _hint_kind(table)
-    hint = f'<p class="hint {kind}" aria-hidden="true">scroll sideways &rarr;</p>' if kind else ""
-    box = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title, quote=True)}">'
-    return hint + table_markup(table).replace('<div class="scroll">', box, 1)
-
-
-def _hint_kind(table: Table) -> str:
-    """The narrowest screen on which the table still fits, by an estimate that rather hints too often."""
-    names = max((len(row.name) for row in table.rows), default=0)
-    widths = [
-        max([len(column.name), *[len(row.cells[index].text) for row in table.rows]])
-        for index, column in enumerate(table.columns)
-    ]
-    starts = sum(1 for _ in groupby(column.group for column in table.columns))
-    pixels = LETTER * (names + sum(widths)) + PADDING * (1 + len(widths)) + 10 * starts
-    if pixels > PAGE:
-        return "always"
-    if names + sum(widths) + 3 * len(widths) <= PHONE:
-        return ""
-    return f"below-{min(screen for screen in SCREENS if screen >= min(pixels + MARGINS, SCREENS[-1]))}"
+    return f"<h3>{escape(table.title)}</h3>{table_markup(table)}"
 
 
 def _titled(table: Table) -> str:
-    return f"<h4>{escape(table.title)}</h4>{_table(table)}"
+    return f"<h4>{escape(table.title)}</h4>{table_markup(table)}"
 
 
 def _folded(summary: str, tables: Sequence[Table]) -> str:

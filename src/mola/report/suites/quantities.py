@@ -17,7 +17,7 @@ BY_CONFIDENCE = "max probability"
 
 def estimate(records: Iterable[Record], quantity: Quantity, factor: float = 1.0) -> Estimate | None:
     """Mean and standard error over runs, in another unit if asked for."""
-    found = Estimate.of(quantity(record) for record in records)
+    found = Estimate.over({record.run: quantity(record) for record in records})
     return None if found is None else found.scaled(factor)
 
 

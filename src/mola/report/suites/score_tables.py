@@ -50,8 +50,8 @@ def score_digest(suite: SuiteResults) -> Table | None:
         for score in scores
     }
     caption = (
-        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {runs_words(suite.main)} Bold: the best score of each "
-        f"method. Higher scores mean more outlying; the sign of confidence and of logits is turned."
+        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {runs_words(suite.main)} The scores of "
+        f"a method compete with each other. Higher scores mean more outlying; the sign of confidence and of logits is turned."
     )
     columns = [Column(method, better="high") for method in suite.main]
     return make_table(f"{suite.title}: outliers by every score", caption, columns, values)

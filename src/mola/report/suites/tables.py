@@ -54,8 +54,11 @@ def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
     """Over what the means of these methods are taken."""
     counted = runs_counted(methods)
     if counted == "one run":
-        return "One run, so no spread is known."
-    return f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}."
+        return "One run, so no spread is known and nothing is bold."
+    return (
+        f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}. Bold: leads every other by more than twice the standard error of "
+        f"their difference, run by run."
+    )
 
 
 def outlier_table(suite: SuiteResults) -> Table | None:
@@ -70,7 +73,7 @@ def outlier_table(suite: SuiteResults) -> Table | None:
     aside = {paper_name(method): [row.get(title) for title in titles] for method, row in paper.items()}
     caption = (
         f"In %. {runs_words(suite.main)} MMC: mean confidence. AUROC: how well outliers are told from test data by low "
-        f"confidence; 50 is guessing. Bold: the best of the methods measured here, with all that round to the same."
+        f"confidence; 50 is guessing."
     )
     return make_table(
         f"{suite.title} against outliers", caption + _paper_words(suite, bool(aside)), columns, values, aside

@@ -1,0 +1,18 @@
+"""Methods compared on the same data: tallies that add up, numbers with their errors, and which lead is more than chance."""
+
+from mola.compare.measured import CLEAR, Lead, Measured, area_between, calibration_error, lead, mean_of, pass_rate
+from mola.compare.tally import SCORES, Answer, Tally
+
+__all__ = [
+    "CLEAR",
+    "SCORES",
+    "Answer",
+    "Lead",
+    "Measured",
+    "Tally",
+    "area_between",
+    "calibration_error",
+    "lead",
+    "mean_of",
+    "pass_rate",
+]

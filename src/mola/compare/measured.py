@@ -1,0 +1,156 @@
+r"""Numbers with their errors, and differences of numbers that were measured on the same data.
+
+Every number here is, to first order, a sum of means over data: over the test data, and for outlier scores also over the
+outliers. Let :math:`m_i` be what datum i contributes to such a mean. Then
+
+.. math:: \mathrm{error}^2 = \sum_{\text{samples}} \frac{1}{n (n - 1)} \sum_i (m_i - \bar m)^2,
+
+and the error of the difference of two methods follows from the differences of their contributions. Methods that are compared
+on the same data go up and down together, so that their difference is known better than either number.
+
+* log loss, Brier score, accuracy, mean confidence: the contribution of a datum is its own loss.
+* AUROC: its placement, the share of the other sample that it is on the right side of (DeLong et al., 1988). The error is
+  DeLong's, and the error of a difference has his covariance in it.
+* ECE: confidence minus correctness, with the sign that this has on average in the datum's bin (the delta method). Chance
+  alone lifts every ECE above 0; that is not in the error.
+* FPR at 95 % TPR: whether the outlier passes, and through the threshold, which moves with the inliers, whether the inlier
+  does, times the slope of the curve there (Bahadur's representation of a quantile).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mola.metrics import bin_index, bin_sums, calibration_gap, check_scores, fpr_at_tpr, passing_threshold
+
+__all__ = ["CLEAR", "Lead", "Measured", "area_between", "calibration_error", "lead", "mean_of", "pass_rate"]
+
+CLEAR = 2.0
+"""Standard errors by which a number must lead every other before it is called the best: about 95 % of chance lie within."""
+
+SAME = 1e-6
+"""Numbers that differ by less, with an error of less, are the same: rounding may swap two inputs that are all but tied."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A number, and what each datum contributes to it.
+
+    Args:
+        value: the number.
+        contributions: (n,) for each sample, in float64 and in the order of the data; constants do not matter.
+    """
+
+    value: float
+    contributions: tuple[Tensor, ...]
+
+    @property
+    def error(self) -> float | None:
+        """Standard error; None where a sample is a single datum."""
+        if any(len(one) < 2 for one in self.contributions):
+            return None
+        return math.sqrt(sum(float(one.var()) / len(one) for one in self.contributions))
+
+    def minus(self, other: Measured) -> Measured:
+        """The difference to a number measured on the same data."""
+        pairs = zip(self.contributions, other.contributions, strict=True)
+        return Measured(self.value - other.value, tuple(mine - theirs for mine, theirs in pairs))
+
+
+def mean_of(values: Tensor) -> Measured:
+    """A mean over data (n,)."""
+    return Measured(float(values.mean()), (values,))
+
+
+def calibration_error(confidence: Tensor, correct: Tensor, bins: int) -> Measured:
+    """Expected calibration error from confidences (n,) in float64 and whether they were right (n,), 1 or 0."""
+    binned = bin_sums(confidence, correct, bins)
+    signs = torch.sign(binned[:, 1] - binned[:, 2])
+    return Measured(calibration_gap(binned), (signs[bin_index(confidence, bins)] * (confidence - correct),))
+
+
+def _placements(scores: Tensor, among: Tensor) -> Tensor:
+    """For each score the share of the others that lie below it, ties counting half."""
+    ordered = among.sort().values
+    below, not_above = torch.searchsorted(ordered, scores), torch.searchsorted(ordered, scores, right=True)
+    return (below + not_above).double() / (2 * len(among))
+
+
+def area_between(inlier_scores: Tensor, outlier_scores: Tensor) -> Measured:
+    """AUROC of scores that are higher for what is more outlying; see `mola.metrics.auroc`."""
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
+    found = _placements(outliers, inliers)
+    return Measured(float(found.mean()), (1 - _placements(inliers, outliers), found))
+
+
+def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> Measured:
+    """Share of outliers that pass where `tpr` of the inliers do; see `mola.metrics.fpr_at_tpr`."""
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
+    threshold = passing_threshold(inliers, tpr)
+    # The slope of the curve, measured over the stretch that chance moves the threshold in.
+    reach = 2 * math.sqrt(tpr * (1 - tpr) / len(inliers))
+    low, high = (passing_threshold(inliers, min(1.0, max(0.0, tpr + step))) for step in (-reach, reach))
+    rise, run = (float(((scores > low) & (scores <= high)).double().mean()) for scores in (outliers, inliers))
+    slope = rise / run if run else 0.0
+    passed = ((inliers <= threshold).double(), (outliers <= threshold).double())
+    return Measured(fpr_at_tpr(inliers, outliers, tpr), (-slope * passed[0], passed[1]))
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Who is best by a number, and whether that is more than chance. Names are `(method,)` or `(method, score)`."""
+
+    best: tuple[str, ...]
+    value: float
+    level: tuple[tuple[str, ...], ...]
+    """Those of other methods that are the same as the best to every digit, such as scores made from the same logits."""
+    rival: tuple[str, ...] | None
+    """The next best of the other methods; where the lead is not clear, the closest in units of the error of the difference."""
+    ahead: float | None
+    """By how much the best leads the rival."""
+    error: float | None
+    """Standard error of that difference."""
+    clear: tuple[tuple[str, ...], ...]
+    """All that lead everything of every other method by more than `CLEAR` standard errors of the difference."""
+
+
+def lead(found: Mapping[tuple[str, ...], Measured], better: Literal["low", "high"]) -> Lead:
+    """Compare methods by numbers that were measured on the same data.
+
+    Args:
+        found: by name, the method first; a method may have several. At least one.
+        better: which end is best.
+
+    Returns:
+        Who leads, and how clearly.
+    """
+    sign = 1 if better == "high" else -1
+
+    def rivals(name: tuple[str, ...]) -> dict[tuple[str, ...], tuple[float, float, float | None]]:
+        """Of the other methods: how many errors they are behind, by how much, and the error; not those that are the same."""
+        behind: dict[tuple[str, ...], tuple[float, float, float | None]] = {}
+        for other, theirs in found.items():
+            gap = found[name].minus(theirs)
+            ahead, error = sign * gap.value, gap.error
+            if other[0] == name[0] or (error is not None and max(abs(ahead), error) < SAME):
+                continue
+            times = 0.0 if error is None else math.copysign(math.inf, ahead) if error == 0 else ahead / error
+            behind[other] = (times, ahead, error)
+        return behind
+
+    best = max(found, key=lambda name: sign * found[name].value)
+    others = rivals(best)
+    clear = tuple(
+        name for name in found if (behind := rivals(name)) and min(times for times, *_ in behind.values()) > CLEAR
+    )
+    # The next best; but where the lead is not clear, the one that stands in its way.
+    rival = min(others, key=lambda name: others[name][1] if best in clear else others[name][0], default=None)
+    _, ahead, error = (0.0, None, None) if rival is None else others[rival]
+    level = tuple(name for name in found if name[0] != best[0] and name not in others)
+    return Lead(best, found[best].value, level, rival, ahead, error, clear)

@@ -1,0 +1,145 @@
+"""What a method said of a set of data, one row of numbers for each input: tallies of batches and of processes add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mola.compare.measured import Measured, calibration_error, mean_of
+from mola.distributed import Team
+from mola.metrics import bin_sums
+from mola.uncertainty import energy_score, entropy_score, max_logit_score, max_probability_score
+
+__all__ = ["BINS", "SCORES", "Answer", "Tally"]
+
+BINS = 15
+
+SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
+"""Outlier scores by which every method is shown that has what they are made from, higher for what is more outlying."""
+
+LABELLED = ("label", "correct", "nll", "brier")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a method says of a batch."""
+
+    probs: Tensor
+    """(n, C)"""
+    logits: Tensor | None = None
+    """(K, n, C), of the networks it is made of, where it has logits."""
+    weights: Tensor | None = None
+    """(K,) of these networks; None is 1 / K each."""
+    ood_score: Tensor | None = None
+    """(n,), where the method has a score of its own."""
+
+    def scores(self) -> dict[str, Tensor]:
+        """Every one of `SCORES` that the answer allows, (n,) in float64.
+
+        Energy and largest logit of several networks are the weighted means over them.
+        """
+        probs = self.probs.double()
+        found = {"max probability": max_probability_score(probs), "entropy": entropy_score(probs)}
+        if self.logits is not None:
+            logits = self.logits.double()
+            count = len(logits)
+            weights = torch.full((count,), 1 / count) if self.weights is None else self.weights
+            for name, score in (("energy", energy_score), ("maximum logit", max_logit_score)):
+                found[name] = torch.einsum("k,kn->n", weights.to(logits), score(logits))
+        if self.ood_score is not None:
+            found["ood score"] = self.ood_score.double()
+        return found
+
+
+@dataclass
+class Tally:
+    """What a method said so far."""
+
+    columns: tuple[str, ...] = ()
+    """Names of the numbers: confidence, then those of `LABELLED` where there are labels, then outlier scores."""
+    parts: list[Tensor] = field(default_factory=list)
+    """(n, columns) of each batch, in float64."""
+
+    def add(self, answer: Answer, labels: Tensor | None = None) -> None:
+        """Take a batch.
+
+        Args:
+            answer: what the method says of it.
+            labels: (n,), where there are any.
+        """
+        probs = answer.probs
+        exact = probs.double()
+        confidence, predicted = exact.max(1)
+        row = {"confidence": confidence}
+        if labels is not None:
+            chosen = probs.gather(1, labels[:, None]).squeeze(1)
+            one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
+            row["label"], row["correct"] = labels, predicted == labels
+            row["nll"] = -chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log()
+            row["brier"] = (exact - one_hot).square().sum(1)
+        row |= answer.scores()
+        self.columns = tuple(row)
+        self.parts.append(torch.stack([column.double() for column in row.values()], dim=1))
+
+    def __add__(self, other: Tally) -> Tally:
+        """Of both sets of data, those of the first one first."""
+        return Tally(self.columns or other.columns, self.parts + other.parts)
+
+    def together(self, team: Team) -> Tally:
+        """What all processes counted, on every one. Call it inside `team.work(...)`."""
+        if team.size == 1:
+            return self
+        # A process without data does not know the columns.
+        everyone = team.collect(list(self.columns))
+        columns = team.share(next((one for one in everyone or () if one), []))
+        return Tally(tuple(columns), [team.rows(torch.cat(self.parts) if self.parts else None)])
+
+    @property
+    def count(self) -> int:
+        """How many inputs there were."""
+        return sum(len(part) for part in self.parts)
+
+    def __getitem__(self, column: str) -> Tensor:
+        """One number of each input (n,), by its name."""
+        index = self.columns.index(column)
+        return torch.cat([part[:, index] for part in self.parts])
+
+    @property
+    def scores(self) -> dict[str, Tensor]:
+        """Outlier scores of each input, by name, in the order of `SCORES`."""
+        return {name: self[name] for name in SCORES if name in self.columns}
+
+    @property
+    def score(self) -> NDArray[np.float64] | None:
+        """The method's own outlier score of each input, if it has one."""
+        return self["ood score"].numpy() if "ood score" in self.columns else None
+
+    @property
+    def bins(self) -> Tensor:
+        """For each bin of confidence: count, sum of confidences, correct predictions."""
+        return bin_sums(self["confidence"], self["correct"], BINS)
+
+    def measured(self) -> dict[str, Measured]:
+        """The numbers on labelled data, with what each datum contributes to them."""
+        return {
+            "accuracy": mean_of(self["correct"]),
+            "nll": mean_of(self["nll"]),
+            "brier": mean_of(self["brier"]),
+            "ece": calibration_error(self["confidence"], self["correct"], BINS),
+            "confidence": mean_of(self["confidence"]),
+        }
+
+    def labelled(self) -> dict[str, float]:
+        """The numbers on labelled data, as `mola.metrics` defines them."""
+        return {name: one.value for name, one in self.measured().items()}
+
+    def by_class(self, classes: int) -> tuple[list[int], list[float], list[float]]:
+        """Number of data, correct predictions and sum of confidences of each class."""
+        labels = self["label"].long()
+        counts = torch.bincount(labels, minlength=classes)
+        right, sure = (torch.bincount(labels, self[name], classes) for name in ("correct", "confidence"))
+        return counts.tolist(), right.tolist(), sure.tolist()
