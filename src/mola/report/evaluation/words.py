@@ -61,8 +61,8 @@ def findings(result: Evaluation) -> list[tuple[str, str]]:
         found.append(
             (
                 f"Outliers: {short(name, result.outside)}",
-                f"{_said(result.outside_leads[name]['auroc'], 2, 100, ' %')} for the highest AUROC of all methods and scores. The best "
-                f"score of each: {each}. Mean confidence in them: MAP {100 * outside['MAP'].confidence:.1f} %, {own} "
+                f"{_said(result.outside_leads[name]['auroc'], 2, 100, ' %')} for the highest AUROC of all methods and scores. "
+                f"The best score of each: {each}. Mean confidence in them: MAP {100 * outside['MAP'].confidence:.1f} %, {own} "
                 f"{100 * outside[own].confidence:.1f} %.",
             )
         )
@@ -75,7 +75,7 @@ def _named(one: tuple[str, ...]) -> str:
 
 
 def _said(found: Lead, digits: int, factor: float = 1.0, unit: str = "") -> str:
-    """Such as: MoLA leads with 0.1832, ahead of DE by 0.0048 +- 0.0010,"""
+    """Such as: MoLA leads with 0.1832, ahead of DE by 0.0048 +- 0.0010."""
     value = f"{factor * found.value:.{digits}f}{unit}"
     if found.rival is None or found.ahead is None:
         return f"All methods are level at {value}"
