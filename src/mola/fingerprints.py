@@ -171,11 +171,13 @@ class _Memory:
         self.placed = [tensor for tensor in tensors if tensor.layout == torch.strided]
         self.versions, self.addresses = self._versions(), self._addresses()
         self.views = [_sample(tensor.detach()) for tensor in tensors]
-        self.numbers = [view.clone() for view in self.views]
         groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for view in self.views:
             groups.setdefault((view.dtype, view.device), []).append(view)
         self.samples = [(group, torch.cat(group)) for group in groups.values()]
+        self.numbers: dict[int, Tensor] = {}
+        for group, numbers in self.samples:
+            self.numbers.update(zip(map(id, group), torch.split(numbers, list(map(len, group))), strict=True))
 
     def in_place(self) -> bool:
         """Whether everything hangs where it did."""
@@ -202,11 +204,11 @@ class _Memory:
 
     def still_known(self) -> dict[tuple[int, int, int], str]:
         """Records of the tensors that do not look different, by object and mark."""
-        known = zip(self.tensors, self.marks, self.records, self.views, self.numbers, strict=True)
+        known = zip(self.tensors, self.marks, self.records, self.views, strict=True)
         return {
             (id(tensor), *mark): record
-            for tensor, mark, record, view, numbers in known
-            if _mark(tensor) == mark and torch.equal(view, numbers)
+            for tensor, mark, record, view in known
+            if _mark(tensor) == mark and torch.equal(view, self.numbers[id(view)])
         }
 
 

@@ -273,5 +273,5 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         return read_sealed_tensors(path)[0]
     except StorageError as error:
-        message = f"this is not a whole file of activations: {error} Delete it: it will be computed again."
+        message = f"{path} is not a whole file of activations ({error}) Delete it: it will be computed again."
         raise StorageError(message) from error

@@ -71,7 +71,7 @@ class Checkpoint:
         try:
             tensors, metadata = read_sealed_tensors(self.path)
         except StorageError as error:
-            message = f"this is not a whole checkpoint: {error} Delete it to train this network from the start."
+            message = f"{self.path} is not a whole checkpoint ({error}) Delete it to train this network from the start."
             raise StorageError(message) from error
         if metadata.get("format") != FORMAT:
             message = (
