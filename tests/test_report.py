@@ -22,6 +22,7 @@ from mola.errors import OptionError, StorageError
 from mola.report import paper_numbers
 from mola.report.estimate import Estimate
 from mola.report.formats import as_latex, as_markdown, escape_latex, latex_document
+from mola.report.markup import document, table_markup
 from mola.report.style import NARROW, WIDE, drawing
 from mola.report.suites.confidence_figures import draw_histograms, draw_reliability
 from mola.report.suites.contents import suite_figures, suite_tables
@@ -445,6 +446,21 @@ def test_broad_tables_hint_at_scrolling_on_screens_that_cut_them(suite, columns,
     shown = re.search(r'<h3>t</h3>(?:<p class="hint ([^"]*)")?', page)
     assert shown[1] == kind
     assert kind in (None, "always") or f"(max-width: {kind.removeprefix('below-')}px)" in page
+
+
+@pytest.mark.parametrize("columns", [2, 5, 11])
+def test_on_every_page_a_table_scrolls_in_its_own_box_with_a_sign_where_it_is_cut(columns):
+    """One piece of markup and one style sheet for the demo, evaluations and suites."""
+    cells = tuple(Cell("99.12 ± 0.10") for _ in range(columns))
+    table = Table("t", "", tuple(Column(f"score {index}") for index in range(columns)), (Row("MAP-T", cells),))
+    page = document("title", "page.css", table_markup(table))
+    assert page.count("<table>") == len(re.findall(r'<div class="scroll"[^>]*><table>', page)) == 1
+    assert ('<p class="hint' in page) is (columns > 2)
+    assert re.search(r"\.scroll \{[^}]*overflow-x: auto;[^}]*local,[^}]*scroll;", page), (
+        "shadows where there is more to see"
+    )
+    phone = page[page.index("@media (max-width: 700px)") :]
+    assert ".hint.below-700 { display: block; }" in phone
 
 
 def test_a_second_report_draws_nothing_and_is_the_same(results, written, monkeypatch):
