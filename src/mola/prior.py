@@ -209,7 +209,7 @@ class ValidationScore:
         Raises:
             OptionError: if it is unknown.
         """
-        if not isinstance(self.score, str) or self.score not in ("nll", "brier", "ece"):
+        if self.score not in ("nll", "brier", "ece"):
             message = f"score must be 'nll', 'brier' or 'ece', got {self.score!r}."
             raise OptionError(message)
 
