@@ -46,6 +46,7 @@ from typing import Any
 import numpy as np
 import record
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -262,7 +263,8 @@ class Bench(Work):
             found[str(path.relative_to(folder))] = json.dumps(document, sort_keys=True)
         for path in sorted((folder / "activations").rglob("*")):
             if path.is_file() and not path.name.endswith(".partial"):
-                found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+                tensors = load_file(path)  # what is said about them beside stands in any order
+                found[str(path.relative_to(folder))] = digest(*(tensors[name].numpy() for name in sorted(tensors)))
         return found
 
     def whole(self, found: Any, old: Any, new: Any) -> bool:
@@ -403,6 +405,14 @@ class Arena:
         self.must(read)
         return json.loads(output.read_text())
 
+    def which(self, found: Any) -> str:
+        """Of several files, those that are other ones."""
+        if not (isinstance(found, dict) and isinstance(self.new, dict)):
+            return ""
+        return ": " + ", ".join(
+            sorted(name for name in found.keys() | self.new.keys() if found.get(name) != self.new.get(name))
+        )
+
     def kill(self, rng: np.random.Generator) -> str:
         """Do the work, and end it somewhere; says how."""
         way = str(rng.choice(["time", "time", "operation", "write"]))
@@ -459,7 +469,7 @@ class Arena:
         except RuntimeError as error:
             return "lost", how, str(error)
         if again != self.new:
-            return "differs", how, "doing it again gave other bits"
+            return "differs", how, f"doing it again gave other bits{self.which(again)}"
         left = sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.partial"))
         if left:
             return "leftover", how, ", ".join(left)

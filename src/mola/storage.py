@@ -208,21 +208,6 @@ def read_sealed_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _place(directory: str | Path) -> Path:
-    """The folder that a user names.
-
-    Raises:
-        StorageError: if it cannot be the name of one.
-    """
-    try:
-        place = Path(directory)
-        place.exists()
-    except (TypeError, ValueError) as error:
-        message = f"expected the path of a folder, got {directory!r}."
-        raise StorageError(message) from error
-    return place
-
-
 def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Save a document and its tensors.
 
@@ -235,18 +220,14 @@ def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[s
         The folder.
 
     Raises:
-        StorageError: if the path is a file, or the folder cannot be made.
+        StorageError: if the path is a file.
     """
-    folder = _place(directory)
+    folder = _place(directory, make=True)
     if folder.exists() and not folder.is_dir():
         message = f"{folder} is a file; expected a folder to save the posterior in."
         raise StorageError(message)
     _keep_others(folder, str(document.get("kind", "posterior")))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"{folder} cannot be made: {error.strerror}. Choose another folder."
-        raise StorageError(message) from error
+    folder.mkdir(parents=True, exist_ok=True)
     content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     checksum = hashlib.sha256(content).hexdigest()
     name = f"factors-{checksum[:16]}.safetensors"
@@ -377,3 +358,22 @@ def _read_tensors(folder: Path, document: dict[str, Any]) -> dict[str, Tensor]:
     except (SafetensorError, ValueError) as error:
         message = f"{path} is not a safetensors file: {error}"
         raise StorageError(message) from error
+
+
+def _place(directory: str | Path, *, make: bool = False) -> Path:
+    """The folder that a user names; with `make`, one that can be written to, or a file.
+
+    Raises:
+        StorageError: if it is no path, or the folder cannot be made.
+    """
+    try:
+        place = Path(directory)
+        if make and not place.exists():
+            place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{directory} cannot be made: {error.strerror}. Choose another folder."
+        raise StorageError(message) from error
+    except (TypeError, ValueError) as error:
+        message = f"expected the path of a folder, got {directory!r}."
+        raise StorageError(message) from error
+    return place
