@@ -49,6 +49,10 @@ class Joint:
         """Length (K n,) of each feature vector relative to the training features."""
         return self._each(lambda one, values: one.length(values))
 
+    def alone(self) -> list[Joint]:
+        """Each posterior by itself."""
+        return [Joint([one], [values]) for one, values in zip(self.folded, self.features, strict=True)]
+
     def deviations(self, count: int, seed: int, over: str) -> Tensor:
         """Deviations (K n, C, S) of the logits: the draws that the library makes with this seed, as constants.
 

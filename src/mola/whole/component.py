@@ -78,6 +78,9 @@ class WholeComponent(nn.Module):
         now = tuple((parameter.data_ptr(), parameter._version) for parameter in self.network.parameters())
         if now == self._checked:
             return
+        if any(parameter.is_meta for parameter in self.network.parameters()):
+            message = "the network is on the meta device: its weights have shapes and no values. Load them first."
+            raise OptionError(message)
         if not storage.same_signature(folders.signature_of(self.network), self.curvature.signature):
             message = "the network's weights changed since the posterior was fitted. Fit again: mola.fit_whole(...)."
             raise OptionError(message)
@@ -94,6 +97,10 @@ class WholeComponent(nn.Module):
         for logits, rows, spectrum in self.rows(inputs, seen_and_shift):
             means.append(logits)
             joints.append(spectrum.covariance(rows, self.precision))
+        if not means:
+            like, classes = next(self.network.parameters()), self.curvature.classes
+            nothing = torch.zeros(0, classes, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+            return logit_moments(nothing, nothing[:, :, None].expand(-1, -1, classes))
         return logit_moments(torch.cat(means), torch.cat(joints))
 
     def variances(self, inputs: Inputs, precisions: Tensor, directions: Directions) -> tuple[Tensor, Tensor]:
