@@ -334,7 +334,6 @@ def test_inputs_that_the_network_cannot_take(name, who, how, scene):
 LOADERS = {
     "empty": (lambda: [], r"prediction loader is empty"),
     "used-up generator": (used_up, r"prediction loader is empty.*read before"),
-    "empty tensor": (lambda: X[:0], r"is empty.*size 0"),
     "empty batch": (lambda: changed(2, x=lambda x: x[:0]), r"batch 2 of the prediction loader is empty"),
     "NaN": (lambda: changed(2, x=put(NAN, slice(1, 4))), r"batch 2 of the prediction loader, models\[0\].*NaN.*3 of 8"),
     "infinite": (lambda: changed(1, x=put(INF)), r"batch 1 of the prediction loader, models\[0\].*infinite.*1 of 1"),
@@ -491,10 +490,12 @@ def test_an_ensemble_of_networks_with_a_softmax_is_refused():
         mola.ensemble(nn.Sequential(make_network(), nn.Softmax(1))).predict(X)
 
 
-def test_a_batch_of_a_loader_is_a_batch():
+def test_a_batch_of_a_loader_goes_in_a_list():
     posterior = mola.fit(make_network(), LOADER)
-    assert torch.equal(posterior.predict([X, Y]).probs, posterior.predict(X).probs)
-    assert torch.equal(posterior.predict((X, Y)).probs, posterior.predict(X).probs)
+    for batch in ([X, Y], (X, Y)):
+        assert torch.equal(posterior.predict([batch]).probs, posterior.predict(X).probs)
+        with pytest.raises(mola.DataError):
+            posterior.predict(batch)
 
 
 @pytest.mark.parametrize("arguments", [(LOADER, 0.9), (LOADER, mola.Evidence), (mola.Evidence(),)], ids=str)

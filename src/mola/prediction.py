@@ -56,6 +56,9 @@ class Prediction:
         held: bytes that fields keep in memory until they are computed.
     """
 
+    _values: dict[str, Any]
+    _held: int
+
     def __init__(
         self,
         probs: Tensor,

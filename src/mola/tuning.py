@@ -22,6 +22,7 @@ from mola.laplace import Candidate, LogitMoments, Posterior, Spectrum
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, cooled_softmax
 from mola.metrics import bin_sums, calibration_gaps
+from mola.networks import without_autocast
 
 __all__ = ["HeldOut", "Problem", "Tuning", "read_held_out"]
 
@@ -215,7 +216,8 @@ def read_held_out(
         together.check()
     if together.size > 1:
         _settle(together, where, heads, features, logits, labels)
-    joined = [torch.cat(parts) for parts in features], [torch.cat(parts) for parts in logits]
+    with without_autocast(torch.device("cpu")):  # which refuses to join tensors of another half precision than its own
+        joined = [torch.cat(parts) for parts in features], [torch.cat(parts) for parts in logits]
     return HeldOut(*joined, torch.cat(labels) if labels else None, team=together)
 
 

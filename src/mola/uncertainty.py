@@ -43,11 +43,15 @@ ROUNDING = 1e-12
 SPREAD_DRAWS = 64
 """Most draws of the logits behind the aleatoric-epistemic split of a prediction."""
 
-LEAST_DRAWS = 16
+LEAST_DRAWS = 8
 """Fewest: their quarters must still be means of several."""
 
-DRAWN_LOGITS = 2**14
-"""Draws times classes, between these two: the split is to cost about as much as the probabilities."""
+DRAWN_LOGITS = 2**13
+"""Draws times classes that are always affordable, and worth it: with few classes, the error of few draws is large."""
+
+PRODUCTS_A_DRAW = 90
+"""Multiplications of a matrix product that take as long as drawing one logit, times its share of the time of a prediction: with
+so many for each logit in the last layer and in the variance, one more draw is affordable."""
 
 SLOWEST = 0.75
 """Factor by which each doubling of the draws brings the entropy of their mean closer to its limit, at most. With many draws it
@@ -76,6 +80,8 @@ def fine_entropy(probs: Tensor) -> Tensor:
     """
     plain = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
     top = probs.amax(-1, keepdim=True)
+    if not torch.compiler.is_compiling() and bool((top < 0.9).all()):
+        return plain
     rest = torch.where(probs < top, probs, 0).sum(-1)
     # The logarithm of the largest has lost the digits of what is missing to 1. Above one half, no other can be as large.
     largest = top[..., 0]
@@ -275,10 +281,21 @@ def _numbers(scores: Any) -> Tensor:
         raise DataError(message) from error
 
 
-def spread_draws(classes: int) -> int:
-    """How many draws the split of a prediction over so many classes takes: a power of two."""
-    affordable = 2 ** int(math.log2(max(1, DRAWN_LOGITS // classes)))
-    return max(LEAST_DRAWS, min(SPREAD_DRAWS, affordable))
+def spread_draws(classes: int, features: int) -> int:
+    """How many draws the split of a component's prediction takes: a power of two.
+
+    The split is to cost about as much as the probabilities: more draws are affordable with few classes, whose logits are few,
+    and with many features, which make the probabilities costly.
+
+    Args:
+        classes: C.
+        features: P.
+
+    Returns:
+        How many.
+    """
+    affordable = max(DRAWN_LOGITS // classes, int(features * (1 + features / classes)) // PRODUCTS_A_DRAW, LEAST_DRAWS)
+    return 2 ** (min(affordable, SPREAD_DRAWS).bit_length() - 1)
 
 
 def entropy_of_all(by_quarter: Tensor) -> Tensor:
@@ -324,9 +341,12 @@ def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], s
     """
     mean = moments[0].mean
     count, classes = mean.shape
-    draws = spread_draws(classes)
-    made = [None if one.posterior is None else one.even_draws(draws, seed) for one in moments]
-    rows = max(1, IN_CACHE // (draws * classes))
+    draws = [spread_draws(classes, one.features.shape[1]) for one in moments]
+    made = [
+        None if one.posterior is None else one.even_draws(number, seed)
+        for one, number in zip(moments, draws, strict=True)
+    ]
+    rows = max(1, IN_CACHE // (max(draws) * classes))
     shares = []
     for start in range(0, count, rows):
         part = slice(start, start + rows)

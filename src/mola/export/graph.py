@@ -153,11 +153,16 @@ class Exported(nn.Module):
             probs, entropies = softmax_and_entropy(mean, 1)
             by_quarter = self._mixed(probs)[:, None].expand(-1, 4, -1)
             return share_of(entropy_of_all(by_quarter), self._mixed(entropies))
-        drawn = mean[:, :, None] + joint.deviations(spread_draws(mean.shape[1]), 0, "evenly")
-        # Draws are the last axis: reductions over the classes then run along memory.
-        probs, entropies = softmax_and_entropy(drawn, 1)
-        by_quarter = self._mixed(probs.unflatten(2, (4, -1)).mean(3)).transpose(1, 2)
-        return share_of(entropy_of_all(by_quarter), self._mixed(entropies.mean(-1)))
+        counts = [spread_draws(mean.shape[1], one.width) for one in joint.folded]
+        if len(set(counts)) == 1:
+            drawn = mean[:, :, None] + joint.deviations(counts[0], 0, "evenly")
+            by_quarter, within = _by_quarter(drawn)
+        else:  # networks of very different widths: one after the other
+            parts = zip(self._by_component(mean), joint.alone(), counts, strict=True)
+            each = [_by_quarter(own[:, :, None] + one.deviations(count, 0, "evenly")) for own, one, count in parts]
+            by_quarter, within = (torch.cat(values) for values in zip(*each, strict=True))
+        mixed = self._mixed(by_quarter.flatten(1)).view(-1, 4, mean.shape[1])
+        return share_of(entropy_of_all(mixed), self._mixed(within))
 
     def _ood_score(self, mean: Tensor, joint: Joint | None, probs: Tensor) -> Tensor:
         if joint is None:
@@ -168,6 +173,14 @@ class Exported(nn.Module):
         least = (torch.finfo(mean.dtype).tiny * SPARE) ** 0.5
         scaled = torch.where((length < least) & (centred != 0), math.nan, centred / length.clamp_min(least))
         return -self._mixed(scaled).amax(-1)
+
+
+def _by_quarter(drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean probabilities (n, 4, C) of each quarter of the draws (n, C, S), and the mean entropy (n,) of all."""
+    # Draws are the last axis: reductions over the classes then run along memory.
+    probs, entropies = softmax_and_entropy(drawn, 1)
+    quarters = probs.view(*probs.shape[:2], 4, probs.shape[2] // 4)
+    return quarters.mean(3).transpose(1, 2), entropies.mean(-1)
 
 
 def _entropy(probs: Tensor) -> Tensor:

@@ -68,6 +68,10 @@ class Joint:
             parts.append(variance)
         return torch.cat(parts)
 
+    def alone(self) -> list[Joint]:
+        """Each posterior by itself."""
+        return [Joint([one], [values]) for one, values in zip(self.folded, self.features, strict=True)]
+
     def deviations(self, count: int, seed: int, over: str) -> Tensor:
         """Deviations (K n, C, S) of the logits: the draws that the library makes with this seed, as constants.
 

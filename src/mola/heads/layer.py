@@ -10,9 +10,12 @@ from torch.nn import functional
 from torch.nn.utils.weight_norm import WeightNorm
 
 from mola.errors import HeadError
+from mola.networks import without_autocast
 
 __all__ = ["Head", "LayerCall", "NamedCall", "head_by_name"]
 
+
+CPU = torch.device("cpu")
 
 ROUNDINGS = 8
 """Roundings, at most, between the parameters of a layer that computes its weight and the weight, relative to the row's largest."""
@@ -51,7 +54,8 @@ class Head:
 
     def trained_weights(self) -> Tensor:
         """The same in the layer's own precision, as a copy."""
-        with torch.no_grad():
+        # Without autocast, which refuses to join tensors of another half precision than its own.
+        with torch.no_grad(), without_autocast(CPU):
             weight = _weight_of(self.layer).detach().cpu()
             if self.layer.bias is None:
                 return weight.clone()
@@ -78,7 +82,8 @@ class Head:
         if not self.has_bias:
             return features
         # Not functional.pad: it took ten times as long.
-        return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1)
+        with without_autocast(features.device):
+            return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1)
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:

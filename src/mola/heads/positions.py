@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mola.errors import HeadError
 from mola.heads.layer import Head
-from mola.networks import Inputs, call
+from mola.networks import Inputs, call, without_autocast
 
 __all__ = ["Carried"]
 
@@ -51,7 +51,8 @@ class Carried:
         *keywords, output = rest
         features = arguments[0] if arguments else keywords[0]["input"]
         self._dtype = output.dtype
-        return torch.cat([output, features], dim=-1)
+        with without_autocast(output.device):  # which refuses to join tensors of another half precision than its own
+            return torch.cat([output, features], dim=-1)
 
     def pass_of(self, network: nn.Module, inputs: Inputs, device: torch.device | None = None) -> Tensor:
         """One forward pass of the network, without gradients: what it returns, with what is carried."""

@@ -162,9 +162,9 @@ def call(network: nn.Module, inputs: Inputs, device: torch.device | None = None)
             f"make them with network.to_empty(device='cpu') and network.load_state_dict(...)."
         )
         raise DataError(message)
-    if device is not None:
-        inputs = to_device(inputs, device)
     try:
+        if device is not None:
+            inputs = to_device(inputs, device)
         with torch.no_grad():
             return _logits_of(_run(network, inputs) if torch.compiler.is_compiling() else _watched(network, inputs))
     except (MolaError, torch.OutOfMemoryError):

@@ -51,7 +51,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self) -> None:
         """Nothing was drawn yet."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,6 +11,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
+from mola.networks.calling import without_autocast
 from mola.networks.habits import habits_of
 
 __all__ = ["undisturbed", "visited"]
@@ -33,7 +34,8 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
     modules = list({id(module): module for network in networks for module in network.modules()}.values())
     tracing = torch.compiler.is_compiling()  # nothing runs then: no values or random numbers to protect
     accelerators = _accelerators(networks) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    drawn = [] if tracing or all(map(_is_quiet, networks)) else [(None, torch.get_rng_state())]
+    drawn: list[tuple[int | None, Tensor]] = []
+    drawn += [] if tracing or all(map(_is_quiet, networks)) else [(None, torch.get_rng_state())]
     drawn += [(index, torch.cuda.get_rng_state(index)) for index in accelerators if drawn]
     _enter(modules, copy_values=not tracing)
     try:
@@ -167,5 +169,6 @@ class _BufferValues:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    with torch.no_grad():
+    # Without autocast, which refuses to join tensors of another half precision than its own.
+    with torch.no_grad(), without_autocast(tensors[0].device):
         return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])

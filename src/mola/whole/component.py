@@ -77,6 +77,9 @@ class WholeComponent(nn.Module):
         Raises:
             OptionError: if its weights are not those that were fitted.
         """
+        if any(parameter.is_meta for parameter in self.network.parameters()):
+            message = "the network is on the meta device: its weights have shapes and no values. Load them first."
+            raise OptionError(message)
         changed = self.curvature.watch.changed(thorough=thorough)
         if changed:
             message = (
@@ -95,6 +98,10 @@ class WholeComponent(nn.Module):
         for logits, rows, spectrum in self.rows(inputs, seen_and_shift):
             means.append(logits)
             joints.append(self.covariance(rows, spectrum, self.precision))
+        if not means:
+            like, classes = next(self.network.parameters()), self.curvature.classes
+            nothing = torch.zeros(0, classes, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+            return logit_moments(nothing, nothing[:, :, None].expand(-1, -1, classes))
         place = means[0].device, means[0].dtype
         joint = torch.cat(joints)  # in float64, where one is
         if joint.dtype == place[1]:

@@ -52,6 +52,11 @@ class Folded(nn.Module, ABC):
         """What is folded."""
         return self._source[0]
 
+    @property
+    def width(self) -> int:
+        """Number of features P, the constant 1 included."""
+        return int(self.posterior.spectrum.features)
+
     def constant(
         self, name: str, make: Callable[[dict[str, Tensor]], Tensor], dtype: torch.dtype | None = None
     ) -> Tensor:
