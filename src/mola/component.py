@@ -69,7 +69,6 @@ class Component(nn.Module):
         self.precision = check_precision(precision)
         # Registered while it is empty, too: an attribute of that name would later hide the module.
         self.register_module("_posterior", None)
-        self._checked: object = None
 
     def at(self, precision: float) -> Component:
         """The same network and curvature at another prior precision."""
@@ -91,26 +90,6 @@ class Component(nn.Module):
                     ready.follow(like.device, like.dtype)
                     self._posterior = ready
         return ready
-
-    def _check_head(self, head: Head, curvature: Curvature) -> None:
-        """Notice a head that was trained further: the old posterior is not the new network's.
-
-        Raises:
-            HeadError: if its weights are not those that were fitted, in whatever precision.
-        """
-        if torch.compiler.is_compiling():
-            return
-        now = tuple((parameter.data_ptr(), parameter._version) for parameter in head.layer.parameters())
-        if now == self._checked:
-            return
-        weights = head.trained_weights()
-        rounded = (curvature.trained.to(kind).to(weights) for kind in (weights.dtype, torch.float16, torch.bfloat16))
-        if not any(head.agrees(weights, expected) for expected in rounded):
-            message = (
-                f"the weights of head {head.name!r} changed since the posterior was fitted. Fit again: mola.fit(...)."
-            )
-            raise HeadError(message)
-        self._checked = now
 
     def check_network(self, *, thorough: bool = False) -> None:
         """Notice a network that was changed since it was fitted. Call it outside of `undisturbed(network)`.
@@ -141,8 +120,6 @@ class Component(nn.Module):
         if posterior is None or self.head is None:
             dtype = torch.promote_types(seen.logits.dtype, torch.float32)
             return LogitMoments(seen.logits.to(dtype), seen.features.to(dtype), None)
-        if self.curvature is not None:
-            self._check_head(self.head, self.curvature)
         features = self.head.lift(seen.features.to(posterior.dtype))
         return LogitMoments(seen.logits.to(posterior.dtype), features, posterior)
 

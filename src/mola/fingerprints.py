@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mola.exactness import exact
-from mola.networks import visited
+from mola.networks import device_of, visited
+from mola.networks.calling import check_values
 from mola.schema import check
 
 __all__ = ["NETWORK", "Watch", "fingerprint", "same_network", "same_signature", "signature"]
@@ -45,6 +46,7 @@ def signature(network: nn.Module) -> dict[str, Any]:
 
 def _numbers_of(network: nn.Module) -> dict[str, Tensor]:
     """What a network computes with: parameters and buffers by name, without counters and other whole numbers."""
+    check_values(network, device_of(network))
     named = chain(network.named_parameters(), network.named_buffers())
     return {name: tensor for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()}
 

@@ -17,9 +17,6 @@ __all__ = ["Head", "LayerCall", "NamedCall", "head_by_name"]
 
 CPU = torch.device("cpu")
 
-ROUNDINGS = 8
-"""Roundings, at most, between the parameters of a layer that computes its weight and the weight, relative to the row's largest."""
-
 
 @dataclass(frozen=True)
 class Head:
@@ -60,22 +57,6 @@ class Head:
             if self.layer.bias is None:
                 return weight.clone()
             return torch.cat([weight, self.layer.bias.detach().cpu()[:, None]], dim=1)
-
-    def agrees(self, weights: Tensor, expected: Tensor) -> bool:
-        """Whether weights are the expected ones: exactly, or to rounding where the layer computes them from others.
-
-        Args:
-            weights: (C, P), as they are.
-            expected: (C, P), in the same precision.
-
-        Returns:
-            True if they are.
-        """
-        if torch.equal(weights, expected) or "weight" in self.layer._parameters:
-            return torch.equal(weights, expected)
-        # Under weight normalisation, `.half()` rounds lengths and directions, and the weights follow.
-        allowed = ROUNDINGS * torch.finfo(weights.dtype).eps * expected.abs().amax(1, keepdim=True).double()
-        return bool(((weights.double() - expected.double()).abs() <= allowed).all())
 
     def lift(self, features: Tensor) -> Tensor:
         """Features (n, P) of the bias trick: a column of ones joins the layer's input."""

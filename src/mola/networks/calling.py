@@ -22,7 +22,17 @@ from mola.errors import DataError, HeadError, MolaError
 from mola.networks.habits import Drawing, Habits, copied, habits_of, remember, same_values, versions_of
 from mola.networks.passes import Differentiable, WithTensors
 
-__all__ = ["Batch", "Inputs", "as_batch", "call", "device_of", "one_batch", "to_device", "without_autocast"]
+__all__ = [
+    "Batch",
+    "Inputs",
+    "as_batch",
+    "call",
+    "check_values",
+    "device_of",
+    "one_batch",
+    "to_device",
+    "without_autocast",
+]
 
 Inputs = Any
 """A tensor, a tuple of them (positional arguments), or a mapping of them (keyword arguments)."""
@@ -136,6 +146,24 @@ def device_of(network: nn.Module) -> torch.device | None:
     return next((tensor.device for tensor in chain(network.parameters(), network.buffers())), None)
 
 
+def check_values(network: nn.Module, device: torch.device | None) -> None:
+    """Refuse a network whose weights have no values.
+
+    Args:
+        network: any module.
+        device: where it is.
+
+    Raises:
+        DataError: if that is the meta device.
+    """
+    if device is not None and device.type == "meta":
+        message = (
+            f"{type(network).__name__} is on the meta device: its weights have shapes and no values. Load them first, or "
+            f"make them with network.to_empty(device='cpu') and network.load_state_dict(...)."
+        )
+        raise DataError(message)
+
+
 def call(network: nn.Module, inputs: Inputs, device: torch.device | None = None) -> Tensor:
     """Logits (n, C) of one forward pass without gradients, on the network's own device.
 
@@ -156,12 +184,7 @@ def call(network: nn.Module, inputs: Inputs, device: torch.device | None = None)
         OutOfMemoryError: as raised inside.
     """
     device = device or device_of(network)
-    if device is not None and device.type == "meta":
-        message = (
-            f"{type(network).__name__} is on the meta device: its weights have shapes and no values. Load them first, or "
-            f"make them with network.to_empty(device='cpu') and network.load_state_dict(...)."
-        )
-        raise DataError(message)
+    check_values(network, device)
     try:
         if device is not None:
             inputs = to_device(inputs, device)

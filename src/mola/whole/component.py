@@ -77,9 +77,6 @@ class WholeComponent(nn.Module):
         Raises:
             OptionError: if its weights are not those that were fitted.
         """
-        if any(parameter.is_meta for parameter in self.network.parameters()):
-            message = "the network is on the meta device: its weights have shapes and no values. Load them first."
-            raise OptionError(message)
         changed = self.curvature.watch.changed(thorough=thorough)
         if changed:
             message = (
