@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mola.choices import resolve, whole_number
 from mola.errors import OptionError
-from mola.laplace import LogitMoments
+from mola.laplace import LogitMoments, or_nan
 from mola.likelihood import CATEGORICAL
 
 __all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo", "Probit", "as_link", "cooled_softmax"]
@@ -162,7 +162,9 @@ class MeanField(Link):
     def _probabilities(self, mean: Tensor, variances: Callable[[slice, slice, slice], Tensor]) -> Tensor:
         classes = mean.shape[1]
         # No exponential of a cooled margin is beyond that of the largest margin: most are far from where it overflows.
-        plain = float((mean.amax(1) - mean.amin(1)).max()) < math.log(torch.finfo(mean.dtype).max) - math.log(2 * classes)
+        plain = float((mean.amax(1) - mean.amin(1)).max()) < math.log(torch.finfo(mean.dtype).max) - math.log(
+            2 * classes
+        )
         width = -(-classes // -(-classes // CLASSES_AT_ONCE)) if plain else classes
         at_once = max(1, PAIRS_IN_CACHE // width**2)
         probs = []
@@ -176,7 +178,7 @@ class MeanField(Link):
 
     @staticmethod
     def _by_logarithms(mean: Tensor, of_difference: Tensor) -> Tensor:
-        margins = _cool(mean[:, :, None] - mean[:, None, :], of_difference)
+        margins = _cool(mean[:, :, None] - mean[:, None, :], or_nan(of_difference))
         # In logarithms: a margin of -1e4 would overflow as exp(1e4), and is simply a very small probability.
         return torch.softmax(-torch.logsumexp(-margins, dim=2), dim=1)
 

@@ -338,7 +338,9 @@ class _Scores:
 def _duration(seconds: float) -> str:
     """In words: minutes, or hours where there are many."""
     minutes = seconds / 60
-    return f"{minutes:.0f} minutes" if 1.5 <= minutes < 90 else "1 minute" if minutes < 90 else f"{minutes / 60:.1f} hours"
+    return (
+        f"{minutes:.0f} minutes" if 1.5 <= minutes < 90 else "1 minute" if minutes < 90 else f"{minutes / 60:.1f} hours"
+    )
 
 
 def _log(probs: Tensor) -> Tensor:

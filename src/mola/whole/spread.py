@@ -42,9 +42,7 @@ def seen_and_shift(logits: Tensor) -> Tensor:
     return basis(logits.shape[1]).T.to(logits)[:, None].expand(-1, len(logits), -1)
 
 
-def logit_moments(
-    mean: Tensor, joint: Tensor, given: tuple[torch.device, torch.dtype] | None = None
-) -> LogitMoments:
+def logit_moments(mean: Tensor, joint: Tensor, given: tuple[torch.device, torch.dtype] | None = None) -> LogitMoments:
     """What a link sees.
 
     Args:

@@ -154,7 +154,10 @@ class _Tried:
     def joints(self) -> tuple[Tensor, list[Tensor]]:
         """Logits (n, C), and for each candidate their covariance (n, C, C) along `seen_and_shift`."""
         portions = [
-            (exact(logits).cpu(), [exact(self.component.covariance(rows, spectrum, one)).cpu() for one in self.precisions])
+            (
+                exact(logits).cpu(),
+                [exact(self.component.covariance(rows, spectrum, one)).cpu() for one in self.precisions],
+            )
             for logits, rows, spectrum in self.component.rows(self.inputs, seen_and_shift)
         ]
         mean = torch.cat([logits for logits, _ in portions])
