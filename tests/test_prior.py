@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import warnings
 
 import pytest
 import torch
@@ -405,3 +406,20 @@ def test_an_unknown_name_of_a_rule_is_refused_with_the_nearest(trained):
     members, train, validation = trained
     with pytest.raises(mola.OptionError, match=r"rule must be one of threshold, nll, .*'nil'.*mean 'nll'"):
         mola.fit(members, train).tune(validation, rule="nil")
+
+
+def test_what_takes_long_is_said_after_the_first_candidate(monkeypatch):
+    problem = make_problem()
+    posterior = mola.fit(problem.network, problem.loader, link="mean-field")
+    rule = mola.ValidationScore("nll", grid=(0.1, 1.0, 10.0))
+    monkeypatch.setattr("mola.search.LARGEST", 1.0)  # no growth, and no other warning but that of an end that wins
+    monkeypatch.setattr("mola.search.SMALLEST", 1.0)
+    for patience, said in ((1e9, False), (0.0, True)):
+        monkeypatch.setattr("mola.tuning.PATIENCE", patience)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            posterior.tune(problem.loader, rule, progress=False)
+        told = [str(one.message) for one in caught if "will take about" in str(one.message)]
+        assert len(told) == said, told
+    assert "link 'mean-field'" in told[0]
+    assert "each of 2 more prior precisions" in told[0]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mola.choices import one_of, resolve, whole_number
 from mola.errors import OptionError
-from mola.laplace import LogitMoments
+from mola.laplace import LogitMoments, or_nan
 from mola.likelihood import CATEGORICAL
 
 __all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo", "Probit", "as_link", "cooled_softmax"]
@@ -178,7 +178,7 @@ class MeanField(Link):
 
     @staticmethod
     def _by_logarithms(mean: Tensor, of_difference: Tensor) -> Tensor:
-        margins = _cool(mean[:, :, None] - mean[:, None, :], of_difference)
+        margins = _cool(mean[:, :, None] - mean[:, None, :], or_nan(of_difference))
         # In logarithms: a margin of -1e4 would overflow as exp(1e4), and is simply a very small probability.
         return torch.softmax(-torch.logsumexp(-margins, dim=2), dim=1)
 

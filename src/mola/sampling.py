@@ -48,7 +48,8 @@ def draw_weights(
     check_generator(generator)
     curvatures = [component.require_curvature("sampling weights")[1] for component in components]
     needed = 8 * count * max(curvature.weights.numel() for curvature in curvatures)
-    if needed > (free := free_memory()):
+    free = free_memory()
+    if free is not None and needed > free:
         message = f"{count} draws of the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: draw fewer at a time."
         raise StructureTooLargeError(message)
     choice = torch.multinomial(weights, count, replacement=True, generator=generator)

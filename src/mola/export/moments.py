@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,9 +58,7 @@ class Joint:
         for one, features, projected in zip(self.folded, self.features, self.projected, strict=True):
             variance = or_nan(one.contrast_variance(projected))
             if not one.bias:  # the constant 1 is not 0
-                average = one.constant(
-                    "average_contrast_variance", lambda _, one=one: one.posterior.exactly().average_contrast_variance()
-                )
+                average = one.constant("average_contrast_variance", partial(_average, one.posterior))
                 # Near the lower end of the range the ratios are lost.
                 lost = variance.amax(1, keepdim=True) < torch.finfo(variance.dtype).tiny * SPARE
                 variance = torch.where(lost, math.nan, variance)
@@ -103,6 +101,12 @@ class Joint:
         return torch.cat(parts)
 
 
+def _average(posterior: Any, _: dict[str, Tensor]) -> Tensor:
+    """A constant of a graph."""
+    found: Tensor = posterior.exactly().average_contrast_variance()
+    return found
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Some rows of a joint posterior's covariance, for links that take turns."""
@@ -121,8 +125,8 @@ class JointMoments(LogitMoments):
     @cached_property
     def relative_contrast_variance(self) -> Tensor:
         """As for one posterior, written without a choice."""
-        joint: Any = self.posterior
-        return joint.relative_contrast_variance()  # type: ignore[no-any-return]
+        joint = cast("Joint", self.posterior)
+        return joint.relative_contrast_variance()
 
     def rows(self, start: int, count: int) -> LogitMoments:
         """The moments of some of the rows, for links that need the covariance."""

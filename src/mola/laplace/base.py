@@ -250,6 +250,7 @@ class Posterior(nn.Module, ABC):
 
     noise_size: int
     """Number of independent normals that one draw of the logits takes."""
+    _reach: tuple[float, float] | None
 
     def __init__(self, spectrum: Spectrum, precision: float) -> None:
         """Bind `spectrum` to a prior `precision`; buffers start in float64 on the CPU."""
@@ -331,7 +332,7 @@ class Posterior(nn.Module, ABC):
             self.register_buffer(name, tensor.to(device, dtype), persistent=False)
         # Kept apart: asking a module for its buffers takes as long as a small matrix product, for every batch.
         self._place = (next(self.buffers()).device, dtype)
-        self._reach: tuple[float, float] | None = None
+        self._reach = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Rebuilt from float64 rather than cast: .half() must not lose the posterior, and .double() must gain it.

@@ -158,15 +158,17 @@ class LogitMoments:
 
     def difference_variances(self) -> Callable[[slice, slice, slice], Tensor]:
         """Variances of the differences of logits: by data, first and second logits, to (rows, first, second)."""
-        faster = getattr(self.posterior, "difference_variances", None)
+        faster: Callable[[Tensor], Callable[[slice, slice, slice], Tensor]] | None = getattr(
+            self.posterior, "difference_variances", None
+        )
         if faster is not None:
-            return faster(self.features)  # type: ignore[no-any-return]
+            return faster(self.features)
         covariance = self.contrast_covariance
         own = covariance.diagonal(dim1=1, dim2=2)
 
         def of(rows: slice, first: slice, second: slice) -> Tensor:
             joint = covariance[rows, first, second]
-            return (own[rows, first, None] + own[rows, None, second] - 2 * joint).clamp_min(0)
+            return or_nan((own[rows, first, None] + own[rows, None, second] - 2 * joint).clamp_min(0))
 
         return of
 
