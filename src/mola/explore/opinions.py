@@ -119,7 +119,10 @@ class Explorer:
             )
         ]
         return Opinions(
-            probs={name: _row(probs[0]) for name, probs in _methods(prediction, plain).items()},
+            probs={
+                name: _row(probs[0])
+                for name, probs in _methods(prediction, plain, self.subject.posterior.weights).items()
+            },
             aleatoric=max(0.0, float(prediction.aleatoric[0])),
             epistemic=float(prediction.epistemic[0]),
             score=float(prediction.ood_score[0]),
@@ -141,7 +144,7 @@ class Explorer:
         angles = sorted({*(float(angle) for angle in range(-180, 181, self.step)), float(changes.rotation)})
         turned = torch.cat([self.values(pixels, replace(changes, rotation=angle)) for angle in angles])
         prediction = self._predict(self.subject.sight.inputs(turned))
-        methods = _methods(prediction, _plain(prediction))
+        methods = _methods(prediction, _plain(prediction), self.subject.posterior.weights)
         return Turned(
             angles=tuple(angles),
             confidence={name: _row(probs.max(-1).values) for name, probs in methods.items()},
@@ -176,8 +179,10 @@ def _plain(prediction: Prediction) -> Tensor:
     return CATEGORICAL.probabilities(prediction.logit_mean)
 
 
-def _methods(prediction: Prediction, plain: Tensor) -> dict[str, Tensor]:
-    return dict(zip(METHODS, (plain[0], plain.mean(0), prediction.probs), strict=True))
+def _methods(prediction: Prediction, plain: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Probabilities (n, C) by method: the first network, the networks with the mixture's weights, and the mixture."""
+    ensemble = torch.einsum("k,knc->nc", weights.to(plain), plain)
+    return dict(zip(METHODS, (plain[0], ensemble, prediction.probs), strict=True))
 
 
 def _row(values: Tensor) -> Probabilities:
