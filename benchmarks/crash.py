@@ -259,7 +259,8 @@ class Bench(Work):
         found = {}
         for path in sorted((folder / "results").rglob("*.json")):
             document = json.loads(path.read_bytes())
-            document.pop("seconds", None)
+            for name in ("seconds", "sha256"):  # the checksum is of all of it, the seconds included
+                document.pop(name, None)
             found[str(path.relative_to(folder))] = json.dumps(document, sort_keys=True)
         for path in sorted((folder / "activations").rglob("*")):
             if path.is_file() and not path.name.endswith(".partial"):

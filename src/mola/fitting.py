@@ -106,9 +106,10 @@ def fit(
         chosen_structure, chosen_link = as_structure(structure), as_link(link)
         weighting = check_weighting(weights, count)
         precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
-        names: list[str | None] = [head] * count if head is None or isinstance(head, str) else list(head)
-        if len(names) != count:
-            message = f"head: expected one name, or {count} of them (one for each model); got {len(names)}."
+        single = head is None or isinstance(head, str) or not isinstance(head, Iterable)
+        names: list[Any] = [head] * count if single else list(head or ())
+        if len(names) != count or not all(isinstance(name, str | None) for name in names):
+            message = f"head: expected one name, or {count} of them (one for each model); got {head!r}."
             raise OptionError(message)
         options = {
             "prior_precision": precisions,

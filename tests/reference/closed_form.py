@@ -224,6 +224,10 @@ class Component:
     def diagonal(self) -> Array:
         """Of the Hessian (C, P)."""
         others = self.probs @ (1 - np.eye(self.classes))  # 1 - p would lose what little is left
+        if self.rng is not None:
+            others = np.abs(
+                others + 4 * EPS * self.rng.standard_normal(others.shape)
+            )  # but who sums them all may lose it
         return (self.probs * others).T @ self.features**2
 
     def moments(self, features: Array, logits: Array) -> Moments:
