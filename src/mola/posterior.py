@@ -118,7 +118,7 @@ class MoLA(Mixture):
             Probabilities, in float64 for networks in float64, else in float32.
         """
         seed = seed_from(generator)
-        with undisturbed(*self.networks):
+        with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
         with without_autocast(moments[0].mean.device):
             return self._mix([self.link(one, seed) for one in moments])
@@ -136,7 +136,7 @@ class MoLA(Mixture):
         return moments
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
-        with located(place), undisturbed(*self.networks):
+        with located(place), undisturbed(*self.networks, passes_only=True):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
             probs, weights = self._mix([self.link(one, seed) for one in moments]), self.weights
@@ -284,7 +284,7 @@ class MoLA(Mixture):
             (n,), or (K, n) with `lemma`; `BoundError` for a link other than the probit.
         """
         require_probit(self.link)
-        with undisturbed(*self.networks):
+        with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
         with without_autocast(moments[0].mean.device):
             members = [self.link(one).cpu() for one in moments]
@@ -305,7 +305,7 @@ class MoLA(Mixture):
             Probabilities (n, C); `BoundError` if a network's features do not scale, or the link is not the probit.
         """
         require_probit(self.link)
-        with undisturbed(*self.networks):
+        with undisturbed(*self.networks, passes_only=True):
             pairs = zip(self.components, self._moments(inputs), self._moments(SCALE * inputs), strict=True)
             limits = [far_field_logits(component, once, scaled) for component, once, scaled in pairs]
         return self._mix([CATEGORICAL.probabilities(logits) for logits in limits])

@@ -46,7 +46,7 @@ def _forget(key: int, gone: weakref.ref[nn.Module]) -> None:
         del _known[key]
 
 
-class Drawing(TorchDispatchMode):  # type: ignore[misc]
+class Drawing(TorchDispatchMode):
     """Notices operations that draw from torch's own generators, in this thread alone."""
 
     def __init__(self) -> None:
