@@ -82,7 +82,7 @@ class Mixture(nn.Module):
             return member(inputs, generator=torch.Generator("cpu").manual_seed(seed))
 
         modules = [predictor for predictor in self.predictors if isinstance(predictor, nn.Module)]
-        with undisturbed(*modules), torch.no_grad():
+        with undisturbed(*modules, passes_only=True), torch.no_grad():
             members = [_as_probabilities(index, ask(member)) for index, member in enumerate(self.predictors)]
         shapes = [tuple(probs.shape) for probs in members]
         if len({classes for _, classes in shapes}) > 1:

@@ -132,7 +132,7 @@ class MoLA(Mixture):
         """
         seed = seed_from(generator)
         self._look()
-        with undisturbed(*self.networks):
+        with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
         with without_autocast(moments[0].mean.device):
             return moments[0].returned(self._mix([self.link(one, seed) for one in moments]))
@@ -151,7 +151,7 @@ class MoLA(Mixture):
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
         self._look()
-        with located(place), undisturbed(*self.networks):
+        with located(place), undisturbed(*self.networks, passes_only=True):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
             probs, weights = self._mix([self.link(one, seed) for one in moments]), self.weights
@@ -381,7 +381,7 @@ class MoLA(Mixture):
         """
         require_probit(self.link)
         self._look()
-        with undisturbed(*self.networks):
+        with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
         with without_autocast(moments[0].mean.device):
             members = [one.returned(self.link(one)).cpu() for one in moments]
@@ -403,7 +403,7 @@ class MoLA(Mixture):
         """
         require_probit(self.link)
         self._look()
-        with undisturbed(*self.networks):
+        with undisturbed(*self.networks, passes_only=True):
             pairs = zip(self.components, self._moments(inputs), self._moments(SCALE * inputs), strict=True)
             limits = [far_field_logits(component, once, scaled) for component, once, scaled in pairs]
         return self._mix([CATEGORICAL.probabilities(logits) for logits in limits])

@@ -49,7 +49,7 @@ LEAST_DRAWS = 8
 DRAWN_LOGITS = 2**13
 """Draws times classes that are always affordable, and worth it: with few classes, the error of few draws is large."""
 
-PRODUCTS_A_DRAW = 90
+PRODUCTS_A_DRAW = 150
 """Multiplications of a matrix product that take as long as drawing one logit, times its share of the time of a prediction: with
 so many for each logit in the last layer and in the variance, one more draw is affordable."""
 

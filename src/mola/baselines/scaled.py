@@ -113,7 +113,7 @@ class TemperatureScaled(Mixture):
     def _logits(self, inputs: Inputs) -> Tensor:
         members = []
         self._check_networks()
-        with undisturbed(*self.networks):
+        with undisturbed(*self.networks, passes_only=True):
             for index, component in enumerate(self.components):
                 with located(f"models[{index}]"):
                     members.append(component.moments(inputs).mean)

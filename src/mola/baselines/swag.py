@@ -210,7 +210,7 @@ class Swag(Mixture):
         return {name: tensor.to(own[name].device, own[name].dtype) for name, tensor in drawn.items()}
 
     def _member_probs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        with undisturbed(self.network):
+        with undisturbed(self.network, passes_only=True):
             return super()._member_probs(inputs, seed)
 
     # --- files ------------------------------------------------------------------------------------------------------

@@ -225,11 +225,13 @@ def _watched(network: nn.Module, inputs: Inputs) -> Any:
     # Inside vmap numbers cannot be looked at, and a compiled network would be compiled anew for being watched.
     if habits is not None or hasattr(own, "_orig_mod") or torch._C._functorch.peek_interpreter_stack() is not None:
         return _run(network, inputs)
-    versions = versions_of(inputs)
+    versions, state = versions_of(inputs), torch.get_rng_state()
     with Drawing() as drawing:
         output = _run(network, inputs)
     writes = versions_of(inputs) != versions or not same_values(given, inputs)
-    remember(own, Habits(writes, drawing.seen))
+    if drawing.seen or torch.equal(torch.get_rng_state(), state):
+        remember(own, Habits(writes, drawing.seen))
+    # Else the network seeds the generator, or another thread drew: nothing is known, and the next pass is watched again.
     return output
 
 

@@ -18,15 +18,19 @@ __all__ = ["undisturbed", "visited"]
 
 
 @contextmanager
-def undisturbed(*networks: nn.Module) -> Iterator[None]:
+def undisturbed(*networks: nn.Module, passes_only: bool = False) -> Iterator[None]:
     """Evaluate networks inside; afterwards they, and the random state, are exactly as they were.
 
     Inside, every module is in eval mode. Afterwards, also when an exception strikes, training flags, plain attributes,
     buffers (which ones, and their values) and the random state of the CPU and of the networks' devices are restored.
     Nothing but buffers is copied.
 
-    The random state belongs to all threads: put back, it repeats what another thread has drawn meanwhile. So it is left
-    alone where every network was seen to draw nothing, as nearly all do when they are evaluated.
+    The random state belongs to all threads: put back, it repeats what another thread has drawn meanwhile. So predictions leave
+    it alone where every network was seen to draw nothing, as nearly all do when they are evaluated.
+
+    Args:
+        networks: the networks.
+        passes_only: whether nothing but passes of the networks happens inside. A loader that is read there may draw, too.
 
     Yields:
         Nothing.
@@ -35,21 +39,25 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
     tracing = torch.compiler.is_compiling()  # nothing runs then: no values or random numbers to protect
     accelerators = _accelerators(networks) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     drawn: list[tuple[int | None, Tensor]] = []
-    drawn += [] if tracing or all(map(_is_quiet, networks)) else [(None, torch.get_rng_state())]
+    if not tracing and not (passes_only and all(map(_is_quiet, networks))):
+        drawn.append((None, torch.get_rng_state()))
     drawn += [(index, torch.cuda.get_rng_state(index)) for index in accelerators if drawn]
     _enter(modules, copy_values=not tracing)
     try:
         yield
     finally:
         _leave(modules)
-        if drawn and not all(map(_is_quiet, networks)):
+        if drawn and not (passes_only and all(map(_is_quiet, networks))):
             _put_back(drawn)
 
 
 def _is_quiet(network: nn.Module) -> bool:
     """Whether a network was seen to draw no random numbers."""
     habits = habits_of(network)
-    return habits is not None and not habits.draws
+    if habits is None:  # a mixture runs none but its own
+        inner = getattr(network, "networks", ())
+        return bool(inner) and isinstance(inner, tuple) and all(map(_is_quiet, inner))
+    return not habits.draws
 
 
 def _put_back(states: Sequence[tuple[int | None, Tensor]]) -> None:

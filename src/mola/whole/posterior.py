@@ -110,7 +110,7 @@ class WholeMoLA(Mixture):
     def _moments(self, inputs: Inputs) -> list[LogitMoments]:
         moments = []
         self._look()
-        with undisturbed(*self.networks):
+        with undisturbed(*self.networks, passes_only=True):
             for index, component in enumerate(self.components):
                 with located(f"models[{index}]"):
                     moments.append(component.moments(inputs))
@@ -124,7 +124,7 @@ class WholeMoLA(Mixture):
     def _draws(self, inputs: Inputs, link: WeightDraws, seed: int | None) -> list[Tensor]:
         drawn = []
         self._look()
-        with undisturbed(*self.networks), torch.no_grad():
+        with undisturbed(*self.networks, passes_only=True), torch.no_grad():
             for index, component in enumerate(self.components):
                 with located(f"models[{index}]"):
                     drawn.append(component.draws(inputs, link.samples, link.seed if seed is None else seed))
