@@ -460,7 +460,7 @@ def test_the_users_own_architecture_can_be_named(tmp_path, monkeypatch):
     for wrong, message in (
         ("no_such_module_here:build", "cannot import"),
         ("own_network_for_test:missing", "has no 'missing'"),
-        ("own_network_for_test:", "expected a network as package.module:function"),
+        ("own_network_for_test:", "expected a function as package.module:function"),
     ):
         with pytest.raises(mola.OptionError, match=message):
             SUITES["mnist"].builder(wrong)

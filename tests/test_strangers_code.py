@@ -230,7 +230,9 @@ def test_a_path_is_no_module(place, name):
     job.write_text(re.sub(r"network = \[.*\]", lambda _: f"network = [{json.dumps(name)}]", job.read_text(), count=1))
     with pytest.raises(OptionError, match="unknown network"):
         open_folder(folder)
-    with pytest.raises(OptionError, match=r"expected code as package\.module:function.*Modules are named, not files"):
+    with pytest.raises(
+        OptionError, match=r"expected a function as package\.module:function.*Modules are named, not files"
+    ):
         import_builder(name)
     assert not place.witness.exists()
 

@@ -41,7 +41,7 @@ def split_name(name: str) -> tuple[str, str]:
             if is_path(name)
             else ""
         )
-        message = f"expected code as package.module:function, got {name!r}.{hint}"
+        message = f"expected a function as package.module:function, got {name!r}.{hint}"
         raise OptionError(message)
     return module, function
 
