@@ -100,7 +100,8 @@ def spread_is_settled(scene: Scene, reference: dense.Mixture, seen: tuple[list[n
         exact = component.moments(*pair)
         size = np.abs(exact.contrast).max(axis=(1, 2), keepdims=True)
         shaken = [component.shaken(noise, scene.rounding).moments(*pair) for noise in dense.noises(scene.rng, PAIRS)]
-        if not all((np.abs(one.contrast - exact.contrast) <= UNSETTLED * size).all() for one in shaken):
+        most = UNSETTLED if reference.link == "mc" else 0.5
+        if not all((np.abs(one.contrast - exact.contrast) <= most * size).all() for one in shaken):
             return False
     return True
 

@@ -224,7 +224,7 @@ def draw(seed: int, *, small: bool = False) -> Scene:
         precision=[float(one) for one in precision],
         weights=weighting,
         extreme=kind in ("huge", "tiny", "all zero", "zero rows"),
-        wild=kind in ("huge", "tiny", "large", "mixed"),
+        wild=kind in ("huge", "mixed"),
         exact_features=body == "identity",
         labelled=labelled,
     )
