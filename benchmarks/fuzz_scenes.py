@@ -41,6 +41,8 @@ class Scene:
     weights: Any
     extreme: bool
     """Whether numbers are so large or so small that a refusal is an answer."""
+    wild: bool
+    """Whether numbers differ so much in size that float64 itself may be at its end."""
     exact_features: bool
     labelled: bool = True
     told: list[str] = field(default_factory=list)
@@ -222,6 +224,7 @@ def draw(seed: int, *, small: bool = False) -> Scene:
         precision=[float(one) for one in precision],
         weights=weighting,
         extreme=kind in ("huge", "tiny", "all zero", "zero rows"),
+        wild=kind in ("huge", "mixed"),
         exact_features=body == "identity",
         labelled=labelled,
     )

@@ -1,5 +1,6 @@
 """The long campaigns, in short: a few random calls against the closed form, and a few kills. `make fuzz` and `make crash` do many."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -9,6 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def fuzz():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("fuzz")
 
 
 def run(script, *options):
@@ -23,6 +31,18 @@ def test_random_calls_say_what_the_closed_form_says():
     counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)", done.stdout.splitlines()[-1].split(": ")[1])}
     assert counts["right"] > 90, "most calls must be compared, and not refused or unsettled"
     assert counts["refused rightly"] > 15
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_every_kind_of_hostile_call_is_refused(fuzz, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for index, name in enumerate(fuzz.ATTACKS):
+        for turn in range(6):
+            scene = fuzz.draw(100 * index + turn, small=True)
+            try:
+                fuzz.hostile(scene, name)
+            except Exception as error:
+                pytest.fail(f"{name}, {scene.told}: {type(error).__name__}: {error}")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills are those of a forked process")

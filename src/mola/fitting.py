@@ -109,7 +109,7 @@ def fit(
         single = head is None or isinstance(head, str) or not isinstance(head, Iterable)
         names: list[Any] = [head] * count if single else list(head or ())
         if len(names) != count or not all(isinstance(name, str | None) for name in names):
-            message = f"head: expected one name, or {count} of them (one for each model); got {head!r}."
+            message = f"head: expected one name, or {count} of them (one for each model); got {len(names)}: {head!r}."
             raise OptionError(message)
         options = {
             "prior_precision": precisions,

@@ -243,7 +243,13 @@ class Component:
         elif self.structure == "full":
             values, vectors = self.decomposed
             root = np.einsum("np,cpm->ncm", features, vectors) / np.sqrt(values + prior)
-            found = self._with_common(logits, root @ root.transpose(0, 2, 1), (features**2).sum(1) / prior)
+            contrast = root @ root.transpose(0, 2, 1)
+            if (
+                self.rng is not None
+            ):  # who sums up the covariance of the weights first has entries of 1 / prior that cancel
+                size = EPS * (features**2).sum(1) / (values.min() + prior)
+                contrast = contrast + size[:, None, None] * symmetric_noise(self.rng, self.classes)
+            found = self._with_common(logits, contrast, (features**2).sum(1) / prior)
         elif self.structure == "kron-exact":
             (a, left), (b, right) = self.seen, self.known
             spread = (features @ right) ** 2 @ (1 / (self.count * a[:, None] * b + prior)).T
