@@ -1,7 +1,7 @@
 """What the costly fields of a prediction cost, in plain calls, and how close the epistemic share comes with few draws.
 
-Five networks, 1000 classes, 256 inputs. Costs are CPU times of one thread, the least of several interleaved turns. Errors are root mean
-squares over inputs and seeds against many draws, beside those of 64 random draws with the entropy of their mean.
+Five networks, 1000 classes, 256 inputs. Costs are CPU times of one thread, the least of several interleaved turns. Errors are root
+mean squares over inputs and seeds against many draws, beside those of 64 random draws with the entropy of their mean.
 
     python benchmarks/prediction_fields.py [--features 512] [--turns 9]
 """
