@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from mola.compare import (
     mean_of,
     pass_rate,
 )
-from mola.report.estimate import Estimate, leaders
+from mola.report.estimate import Estimate, leaders, within
 
 
 def answers(count=60, members=3, classes=4, seed=0):
@@ -172,6 +173,19 @@ def test_over_runs_what_decides_is_the_difference_run_by_run(runs, marked):
     assert leaders({name: one.mean for name, one in found.items()}, "high") == [], "no error, no lead"
 
 
+@pytest.mark.parametrize(
+    ("freedom", "times"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (7, 2.36462), (30, 2.04227)]
+)
+def test_few_runs_are_judged_by_students_t(freedom, times):
+    """Quantiles of 95 % from the tables; and a lead of three errors is clear after many runs, and nothing after two."""
+    assert within(times, freedom) == pytest.approx(0.95, abs=1e-5)
+    gaps = [3.0, 5.0] if freedom == 1 else torch.linspace(-1, 1, freedom + 1).tolist()
+    spread = Estimate.of(gaps).error
+    ahead = {run: 3 * spread + gap - Estimate.of(gaps).mean for run, gap in enumerate(gaps)}
+    found = {"a": Estimate.over(ahead), "b": Estimate.over(dict.fromkeys(ahead, 0.0))}
+    assert leaders(found, "high") == (["a"] if freedom >= 4 else [])
+
+
 def test_differences_of_estimates_are_those_of_the_runs_that_both_have():
     one, other = Estimate.over({0: 1.0, 1: 2.0, 2: None, 3: 5.0}), Estimate.over({1: 1.5, 2: 9.0, 3: 3.5})
     gap = one.minus(other)
@@ -261,3 +275,22 @@ def test_every_pair_of_methods_is_compared():
     assert lead(found, "high").rival == ("third",)
     for order in itertools.permutations(found):
         assert lead({name: found[name] for name in order}, "high").rival == ("third",)
+
+
+def test_sentences_say_who_has_what_and_whether_it_is_clear():
+    from mola.report.evaluation.words import _said
+
+    one, other = paired(2.1 / 400**0.5, 1.0)
+    clear = lead({("MoLA",): one, ("DE",): other}, "low")
+    assert re.fullmatch(
+        r"MoLA has the lowest log loss, -?[\d.]+, clearly ahead of DE \(by 0\.1050 \N{PLUS-MINUS SIGN} 0\.0500\)",
+        _said(clear, "the lowest log loss", 4),
+    )
+    one, other = paired(1.9 / 400**0.5, 1.0)
+    told = _said(lead({("MoLA",): one, ("DE",): other}, "low"), "the lowest log loss", 4)
+    assert told.endswith(
+        "but is not clearly ahead of DE (by 0.0950 \N{PLUS-MINUS SIGN} 0.0500, within 2 standard errors)"
+    )
+    assert _said(lead({("MoLA",): one, ("DE",): one}, "low"), "x", 4).startswith("All methods share x, ")
+    single = lead({("MoLA",): mean_of(torch.tensor([1.0])), ("DE",): mean_of(torch.tensor([2.0]))}, "low")
+    assert _said(single, "x", 1) == "MoLA has x, 1.0, but is not clearly ahead of DE (by 1.0, of a single input)"

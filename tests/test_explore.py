@@ -469,7 +469,8 @@ def test_shares_are_those_of_the_data():
 def test_a_reference_comes_back_from_what_fitting_writes():
     scores = torch.randn(300)
     reference = Reference.of(scores, "val")
-    document = {"count": 300, "outlier_quantiles": quantiles(scores.numpy())}
+    threshold = mola.alarm_threshold(scores, 0.05)
+    document = {"count": 300, "outlier_quantiles": quantiles(scores.numpy()), "outlier_threshold": threshold}
     assert Reference.from_plain(document, "val") == reference
     assert (LEVELS[0], LEVELS[-1]) == (0.0, 1.0)
     assert all(a < b for a, b in pairwise(LEVELS))
@@ -582,16 +583,20 @@ def test_the_reason_for_doubt_is_held_against_the_networks_themselves(epistemic,
     assert ("which is neither" in " ".join(more)) == (not ambiguous)
 
 
-def test_the_line_of_the_alarm_stands_where_95_percent_of_the_validation_data_end():
+def test_the_line_of_the_alarm_is_the_threshold_of_mola_predict():
+    few = torch.arange(20.0)  # where the plain quantile, 18.05, is another number
+    assert Reference.of(few, "val").alarm == mola.alarm_threshold(few, 0.05) == 19.0
+    unknown = Reference((0.0, 1.0), (0.0, 1.0), 20, "val")
+    assert "data-alarm" not in score_card(opinions_of([(0.7, 0.1, 0.1, 0.1)] * 3, score=0.5), unknown)
     scores = torch.arange(1001) / 1000
     reference = Reference.of(scores, "val")
     figure = score_card(opinions_of([(0.7, 0.1, 0.1, 0.1)] * 3, score=0.5), reference)
-    assert float(re.search(r'data-alarm="([\d.]+)"', figure)[1]) == pytest.approx(0.95)
+    assert float(re.search(r'data-alarm="([\d.]+)"', figure)[1]) == pytest.approx(mola.alarm_threshold(scores, 0.05))
     (place,) = re.findall(r'class="alarm"[^>]* x1="([\d.]+)"', figure)
     (now,) = re.findall(r'circle class="marker" cx="([\d.]+)"', figure)
     axis = [float(one) for one in re.search(r'class="axis" x1="([\d.]+)" x2="([\d.]+)"', figure).groups()]
     per_unit = (axis[1] - axis[0]) / 1.08  # the axis has a margin of 4 % on both sides
-    assert float(place) - float(now) == pytest.approx(0.45 * per_unit, abs=0.11)
+    assert float(place) - float(now) == pytest.approx((reference.alarm - 0.5) * per_unit, abs=0.11)
 
 
 class Balanced(HTMLParser):

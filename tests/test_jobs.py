@@ -30,6 +30,7 @@ from mola.jobs.folder import describe_inputs, example_of, open_folder
 from mola.jobs.information import read_information
 from mola.jobs.job import read_job
 from mola.jobs.order import check_order, warn_of_guessing
+from mola.jobs.output import holds_posterior
 from mola.jobs.predict import run_predict
 from mola.jobs.preparation import Intake
 from mola.jobs.scores import alarm, usual_alarm
@@ -510,6 +511,37 @@ def test_the_validation_data_are_read_once(desk, tmp_path, monkeypatch, changes)
     assert len(validation) == 18
 
 
+def test_files_that_are_not_ours_are_neither_taken_for_ours_nor_removed(tmp_path):
+    for name in ("scores-2024.csv", "scores-of-last-year.safetensors", "factors-old.safetensors"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        with pytest.raises(OptionError, match="holds no posterior but"):
+            holds_posterior(folder, None)
+        kept_scores.remove_others(folder, None)
+        assert (folder / name).read_text() == "mine"
+    ours = tmp_path / "interrupted"
+    ours.mkdir()
+    kept_scores.keep_scores(ours, np.arange(20.0))
+    assert not holds_posterior(ours, None)
+    kept_scores.remove_others(ours, None)
+    assert not list(ours.iterdir())
+
+
+@pytest.mark.parametrize("rule", ["threshold", "nll", "evidence"])
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_evaluating_reads_the_validation_data_once(desk, tmp_path, monkeypatch, rule):
+    run_fit(job_for(desk, weights=tuple(desk.weights(3)), rule=rule), tmp_path / "posterior")
+    opened, decode = [], pictures.decode
+    monkeypatch.setattr(pictures, "decode", lambda path, *rest: opened.append(str(path)) or decode(path, *rest))
+    found = run_evaluate(open_folder(tmp_path / "posterior"), "test.npz").chosen
+    assert len(opened) == len(set(opened)) == 18
+    # LLLA is tuned as if it had read the data for itself; what DE-T says is held by the test of its weights.
+    if rule != "evidence":
+        alone = mola.fit(desk.networks(1), [desk.inputs("train")], [desk.inputs("val")], rule=rule, progress=False)
+        assert found["prior precision of LLLA"] == pytest.approx(alone.prior_precision[0], rel=0.02)
+
+
 def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
     """What `mola predict` and `mola export` take is what a program would have found with `mola.alarm_threshold`."""
     inputs, _ = desk.inputs("val")
@@ -532,6 +564,7 @@ def test_scores_of_very_many_data_are_thinned_so_that_alarms_are_no_more_frequen
     entry = kept_scores.keep_scores(tmp_path, every)
     document = {"result": {"validation": {"count": 1234, "scores": entry, "outlier_threshold": 0.0}}}
     thinned = replace(fitted, document=document, folder=tmp_path)
+    assert alarm(thinned, 0.05) == usual_alarm(every)[0], "to ask for the usual rate is to ask for nothing"
     for rate in (0.001, 0.01, 0.05, 0.3, 0.9):
         exact, found = mola.alarm_threshold(every, rate), alarm(thinned, rate)
         assert found >= exact

@@ -243,7 +243,7 @@ def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[s
     if not (folder / name).exists():  # another writer, at work at the same time, took it for an old one
         write_atomically(folder / name, content)
     if read_document(folder)["tensors"]["file"] == name:
-        for stale in folder.glob("factors-*.safetensors"):
+        for stale in folder.glob(f"factors-{'[0-9a-f]' * 16}.safetensors"):  # other names are not ours
             if stale.name != name:
                 stale.unlink(missing_ok=True)
     return folder

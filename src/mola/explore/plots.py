@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from mola.explore.bars import card, legend
 from mola.explore.opinions import METHODS, Opinions, Turned
 from mola.explore.reference import Reference
-from mola.explore.words import ODD, percent
+from mola.explore.words import percent
 
 __all__ = ["score_card", "turned_card"]
 
@@ -46,11 +46,13 @@ def score_card(opinions: Opinions, reference: Reference | None) -> str:
         f'<circle class="marker" cx="{at:.1f}" cy="{TOP}" r="4"/>'
         f'<text class="now" x="{at + nudge:.1f}" y="{TOP + 4}" text-anchor="{side}">this picture</text>'
     )
-    limit = reference.score_at(ODD)
-    alarm = (
-        f'<line class="alarm" data-alarm="{limit:.6g}" x1="{across(limit):.1f}" x2="{across(limit):.1f}" '
-        f'y1="{2 * TOP}" y2="{base}"/>'
-    )
+    limit, alarm, red = reference.alarm, "", ""
+    if limit is not None:
+        alarm = (
+            f'<line class="alarm" data-alarm="{limit:.6g}" x1="{across(limit):.1f}" x2="{across(limit):.1f}" '
+            f'y1="{2 * TOP}" y2="{base}"/>'
+        )
+        red = f" Red: the line of the alarm, {limit:.3f}; what lies above it is called outlying."
     axis = (
         f'<line class="axis" x1="{LEFT / 2}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>'
         f'<text x="{LEFT / 2}" y="{HEIGHT - 8}">more typical</text>'
@@ -60,8 +62,8 @@ def score_card(opinions: Opinions, reference: Reference | None) -> str:
     figure = _svg(bars + axis + alarm + marker, f"Outlier score {opinions.score:.3f}: {words}")
     body = f'{figure}<p class="words" data-compared>{words.capitalize()}</p>'
     hint = (
-        f"Bars: outlier scores of {reference.count:,} validation images. This picture's: <b data-score>{opinions.score:.3f}</b>. "
-        f"Red: the line of the alarm, {limit:.3f}, which {100 * ODD:.0f} % of them stay below."
+        f"Bars: outlier scores of {reference.count:,} validation images. This picture's: <b data-score>{opinions.score:.3f}</b>."
+        f"{red}"
     )
     return card("score", title, body, hint)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mola.errors import DataError, StorageError
 from mola.jobs.fit import quantiles
+from mola.jobs.scores import usual_alarm
 
 __all__ = ["Reference"]
 
@@ -25,12 +26,14 @@ class Reference:
         scores: that these shares stay below, never falling.
         count: how many inputs it was made of.
         name: of the data.
+        alarm: the score above which `mola predict` calls an input outlying; None where that is not known.
     """
 
     levels: tuple[float, ...]
     scores: tuple[float, ...]
     count: int
     name: str
+    alarm: float | None = None
 
     @classmethod
     def of(cls, scores: Tensor, name: str) -> Reference:
@@ -49,8 +52,8 @@ class Reference:
         if not len(scores):
             message = f"{name} holds no input that can be used, so that scores cannot be held against it."
             raise DataError(message)
-        pairs = quantiles(scores.double().cpu().numpy())
-        return cls(*_columns(pairs), count=len(scores), name=name)
+        values = scores.double().cpu().numpy()
+        return cls(*_columns(quantiles(values)), count=len(scores), name=name, alarm=usual_alarm(values)[0])
 
     @classmethod
     def from_plain(cls, validation: Mapping[str, Any] | None, name: str) -> Reference | None:
@@ -75,20 +78,18 @@ class Reference:
             rising = all(a <= b for a, b in pairwise(scores))
             whole = (levels[0], levels[-1]) == (0.0, 1.0) and bool(np.isfinite(scores).all())
             sound, count = ordered and rising and whole, int(validation["count"])
+            limit = validation.get("outlier_threshold")
+            alarm = None if limit is None else float(limit)
         except (TypeError, ValueError, KeyError, IndexError):
-            sound, count = False, 0
+            sound, count, alarm = False, 0, None
         if not sound or count < 1:
             message = "the saved quantiles of the outlier score are garbled: expected pairs of a share and a score, both rising."
             raise StorageError(message)
-        return cls(levels, scores, count, name)
+        return cls(levels, scores, count, name, alarm)
 
     def share_below(self, score: float) -> float:
         """Share of the data whose score is lower."""
         return float(np.interp(score, self.scores, self.levels))
-
-    def score_at(self, level: float) -> float:
-        """Score that this share of the data stays below."""
-        return float(np.interp(level, self.levels, self.scores))
 
     def histogram(self, edges: Sequence[float]) -> list[float]:
         """Shares of the data between one edge and the next; edges rise."""

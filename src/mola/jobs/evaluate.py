@@ -1,7 +1,8 @@
 """`mola evaluate`: MAP, temperature scaling, deep ensemble, LLLA and MoLA side by side, on a user's own test data.
 
 All methods but LLLA follow from the logits that predicting with the posterior gives anyway, so the data are read once and the
-networks run once; LLLA runs the first network once more.
+networks run once; LLLA runs the first network once more. The validation data, too, are read once: temperatures and LLLA are tuned
+on what the networks made of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from mola.jobs.material import Progress
 from mola.jobs.order import check_order
 from mola.jobs.rows import Account, Loader
 from mola.jobs.shards import divided
+from mola.networks import undisturbed
 from mola.posterior import MoLA
+from mola.tuning import HeldOut, read_held_out
 
 __all__ = ["run_evaluate"]
 
@@ -179,11 +182,13 @@ def run_evaluate(
 def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None, team: Team) -> tuple[_Contest, list[str]]:
     posterior, notes = fitted.posterior, []
     temperatures: dict[str, float] = {}
+    held: HeldOut | None = None
     if val is None:
         notes.append("There are no validation data, so no temperatures: name some with --val.")
     else:
         with team.work("reading the validation data"):
-            logits, labels = _logits(posterior, val, team)
+            held = _held_out(posterior, val, team)
+            logits, labels = _logits(held, team)
         check_order(torch.stack([labels, logits[0].argmax(1)], 1), logits.shape[2], None, val.source.name)
         wanted = {SINGLE_T: logits[:1]} | ({ENSEMBLE_T: logits} if len(logits) > 1 else {})
         for name, some in wanted.items():
@@ -203,24 +208,31 @@ def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None, team: T
             with warnings.catch_warnings():
                 # What tuning warns of is kept in its notes, which the report shows.
                 warnings.simplefilter("ignore", MolaWarning)
-                held = None if fitted.job.rule == "evidence" else val
-                single = single.tune(held, rule=rule, progress=False, team=team)
+                first = held if held is None else HeldOut(held.features[:1], held.logits[:1], held.labels, team=team)
+                single = single.tune(
+                    None if fitted.job.rule == "evidence" else first, rule=rule, progress=False, team=team
+                )
     for name, one in ((LAPLACE, single), (MIXTURE, posterior)):
         if one.tuning is not None and (name == LAPLACE or one is not single):
             notes += [f"{name}: {note}" for note in one.tuning.notes]
     return _Contest(posterior, single, temperatures, fitted.outputs), notes
 
 
-def _logits(posterior: MoLA, loader: Loader, team: Team) -> tuple[Tensor, Tensor]:
-    """Logits (K, n, C) and labels (n,) of labelled data, those of all processes."""
-    logits, labels = [], []
-    for batch in loader:
-        (prediction,) = posterior.predict_batches([batch])
-        assert prediction.logit_mean is not None
-        logits.append(prediction.logit_mean)
-        labels.append(batch["labels"] if isinstance(batch, dict) else batch[1])
-    rows = team.rows(torch.cat(logits, dim=1).transpose(0, 1) if logits else None)
-    return rows.transpose(0, 1), team.rows(torch.cat(labels) if labels else None)
+def _held_out(posterior: MoLA, loader: Loader, team: Team) -> HeldOut:
+    """What the networks make of labelled data; each process holds its own part."""
+    heads = [component.head for component in posterior.components]
+    posterior.check_networks()
+    with undisturbed(*posterior.networks):
+        return read_held_out(
+            posterior.networks, heads, loader, where="validation data", labelled=True, progress=False, team=team
+        )
+
+
+def _logits(held: HeldOut, team: Team) -> tuple[Tensor, Tensor]:
+    """Logits (K, n, C) and labels (n,) of the data of all processes."""
+    kind = torch.promote_types(held.logits[0].dtype, torch.float32)
+    rows = team.rows(torch.stack([some.to(kind) for some in held.logits], dim=1) if len(held) else None)
+    return rows.transpose(0, 1), team.rows(held.labels if len(held) else None)
 
 
 def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:

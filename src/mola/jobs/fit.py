@@ -203,13 +203,12 @@ def run_fit(
         elif job.weights:
             # The files one by one: what joins a folder later is no part of this posterior.
             job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
+        if together.first and measured is not None and scores is not None:
+            # Named by what they hold, and written first: what is here stays intact until the new posterior names them.
+            output.mkdir(parents=True, exist_ok=True)
+            measured["scores"] = keep_scores(output, scores)
         document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
         if together.first:
-            # Named by what they hold, and written first: what is here stays intact until the new posterior names them.
-            if measured is not None and scores is not None:
-                output.mkdir(parents=True, exist_ok=True)
-                measured["scores"] = keep_scores(output, scores)
-            document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
             _write(posterior, document, output)
             remove_others(output, None if measured is None else measured["scores"]["file"])
             if bundle:

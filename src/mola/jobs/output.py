@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from mola import storage
@@ -13,6 +14,9 @@ __all__ = ["BUNDLED", "holds_posterior"]
 
 BUNDLED = "weights"
 """Folder for copies of the weights, inside a posterior's folder."""
+
+LEFT_BEHIND = re.compile(r"\..*|(factors|scores)-[0-9a-f]{16}\.safetensors")
+"""Names of what a system hides, and of what an interrupted fit leaves."""
 
 
 def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
@@ -45,12 +49,11 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     if kind not in (None, "posterior"):
         message = f"{output} holds a saved {kind}, which is not replaced by a posterior: choose another --output."
         raise OptionError(message)
-    # What an interrupted fit leaves is no stranger's; nor is a job to be done there, nor what a system hides.
+    # What an interrupted fit leaves is no stranger's; nor is a job to be done there. Only whole names of ours: a user's own
+    # scores-2024.csv is a stranger's.
     known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
     strange = sorted(
-        path.name
-        for path in output.iterdir()
-        if path.name not in known and not path.name.startswith((".", "factors-", "scores-"))
+        path.name for path in output.iterdir() if path.name not in known and not LEFT_BEHIND.fullmatch(path.name)
     )
     if kind is None and strange:
         message = (

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,10 @@ FALSE_ALARMS = 0.05
 """The false-alarm rate, where the user asks for no other."""
 
 MOST = 100_000
-"""Scores that are kept; of more, so many at even distances, and the largest."""
+"""Scores that are kept; of more, about so many at even distances, the largest, and the threshold at the usual rate."""
+
+FILE = re.compile(r"scores-[0-9a-f]{16}\.safetensors")
+"""Names of their files; others in the folder are not ours to remove."""
 
 ENTRY = {"count": int, "scores": {"file": str, "sha256": str}}
 
@@ -45,9 +49,11 @@ def keep_scores(folder: Path, scores: NDArray[np.float64]) -> dict[str, Any]:
         What `job.toml` says of them.
     """
     count = len(scores)
-    ranks = (
-        np.arange(1, count + 1) if count <= MOST else np.unique(np.linspace(1, count, MOST).round().astype(np.int64))
-    )
+    ranks = np.arange(1, count + 1)
+    if count > MOST:
+        # With the usual one, so that asking for 0.05 gives the threshold that not asking gives.
+        even = np.linspace(1, count, MOST).round().astype(np.int64)
+        ranks = np.union1d(even, [alarm_rank(count, FALSE_ALARMS)])
     values = torch.from_numpy(np.sort(scores)[ranks - 1].copy())
     content = save({"scores": values, "ranks": torch.from_numpy(ranks.astype(np.int64))})
     checksum = hashlib.sha256(content).hexdigest()
@@ -58,8 +64,8 @@ def keep_scores(folder: Path, scores: NDArray[np.float64]) -> dict[str, Any]:
 
 def remove_others(folder: Path, name: str | None) -> None:
     """Remove the scores of posteriors that this one replaced."""
-    for path in folder.glob("scores-*.safetensors"):
-        if path.name != name:
+    for path in folder.iterdir():
+        if FILE.fullmatch(path.name) and path.name != name:
             path.unlink(missing_ok=True)
 
 

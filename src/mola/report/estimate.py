@@ -9,7 +9,7 @@ from typing import Literal
 
 from mola.compare import CLEAR
 
-__all__ = ["Estimate", "leaders"]
+__all__ = ["Estimate", "leaders", "within"]
 
 SAME = 1e-9
 """Means that differ by less, in every run, are of one method under two names."""
@@ -60,7 +60,9 @@ class Estimate:
         errors = [self._error_beside(other), other._error_beside(self)]
         known = [error for error in errors if error is not None]
         error = math.hypot(*known) if len(known) == 2 else None
-        return Estimate(self.mean - other.mean, error, min(self.runs, other.runs))
+        # So many runs stand behind the error: the fewer of the two, but not the one that has none of its own.
+        runs = min((one.runs for one in (self, other) if one.error is not None), default=1)
+        return Estimate(self.mean - other.mean, error, runs)
 
     def _error_beside(self, other: Estimate) -> float | None:
         """The own error; for one run, what the other's would be if it had one run."""
@@ -82,7 +84,9 @@ class Estimate:
 
 
 def leaders(found: Mapping[str, float | Estimate | None], better: Literal["low", "high"]) -> list[str]:
-    """Who is best beyond doubt: ahead of every other by more than `mola.compare.CLEAR` errors of the difference.
+    """Who leads by more than chance: as sure of being ahead of every other as `mola.compare.CLEAR` errors are for many data.
+
+    An error that is itself known from a few runs asks for more: 2.9 errors with five runs, 14 with two (Student's t).
 
     Args:
         found: estimates by name; numbers without an error cannot lead.
@@ -107,9 +111,28 @@ def leaders(found: Mapping[str, float | Estimate | None], better: Literal["low",
         gap = known[first].minus(other)
         if gap.error is not None and max(sign * gap.mean, gap.error) < SAME:
             best.append(name)
-        elif gap.error is None or sign * gap.mean <= CLEAR * gap.error:
+        elif gap.error is None or not _clear(sign * gap.mean, gap.error, gap.runs):
             return []
     return best if len(best) < len(known) else []
+
+
+def _clear(ahead: float, error: float, runs: int) -> bool:
+    """Whether Student's t with runs - 1 degrees of freedom exceeds `ahead / error` as rarely as a normal exceeds `CLEAR`."""
+    if ahead <= 0 or runs < 2:
+        return False
+    return within(math.inf if error == 0 else ahead / error, runs - 1) > math.erf(CLEAR / math.sqrt(2))
+
+
+def within(times: float, freedom: int) -> float:
+    """Probability that |t| of Student is below `times`: a finite sum for whole degrees of freedom."""
+    angle = math.atan(times / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for power in range(odd, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
 def _error(values: Sequence[float]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from mola.choices import counted
 from mola.compare import SCORES
 from mola.jobs.evaluation import Evaluation
 from mola.report.estimate import Estimate
@@ -55,7 +56,7 @@ def _inside(result: Evaluation) -> Table:
     places = list(columns)
     best = {(method, places.index(name)) for name, found in result.leads.items() for (method,) in found.clear}
     caption = (
-        f"{result.count:,} inputs of {result.test}, with standard errors: how far chance alone moves a number on so many "
+        f"{counted(result.count, 'input')} of {result.test}, with standard errors: how far chance alone moves a number on so many "
         f"inputs. {BOLD.format('')} NLL: log loss. ECE: expected calibration error, 15 bins."
     )
     return make_table("On the test data", caption, [column for column, _ in columns.values()], values, best=best)
@@ -71,9 +72,9 @@ def _outside(result: Evaluation, name: str) -> tuple[Table, Table]:
     columns = _score_columns(areas, group="AUROC %", better="high")
     count = next(iter(outside.values())).count
     caption = (
-        f"{count:,} inputs of {name}, with standard errors. MMC: mean confidence in them. AUROC: how well a score tells them from "
-        f"the test data; 50 is guessing. Every method is shown by every score that it has; energy and largest logit come from the "
-        f"logits alone, so LLLA has MAP's and MoLA has the ensemble's. {BOLD.format(', by whichever score,')}"
+        f"{counted(count, 'input')} of {name}, with standard errors. MMC: mean confidence in them. AUROC: how well a score tells them "
+        f"from the test data; 50 is guessing. Every method is shown by every score that it has; energy and largest logit come from "
+        f"the logits alone, so LLLA has MAP's and MoLA has the ensemble's. {BOLD.format(', by whichever score,')}"
     )
     apart = make_table(
         f"Outliers: {title}",
@@ -147,7 +148,7 @@ def class_table(result: Evaluation, most: int | None = None) -> Table:
     least = min(result.methods[result.own].classes[name].count for name in shown)
     caption = (
         f"Classes that {result.own} gets wrong most often first. Mean confidence far above accuracy: overconfident there. A class of "
-        f"{least} inputs can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
+        f"{counted(least, 'input')} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
     )
     return make_table(title, caption, columns, values)
 

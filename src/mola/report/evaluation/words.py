@@ -44,7 +44,7 @@ def findings(result: Evaluation) -> list[tuple[str, str]]:
     found = [
         (
             "On the test data",
-            f"{_said(best, 4)} for the lowest log loss (MAP {plain['nll']:.4f}, {own} {mine['nll']:.4f}). MAP is {_gap(plain)}; "
+            f"{_said(best, 'the lowest log loss', 4)} (MAP: {plain['nll']:.4f}, {own}: {mine['nll']:.4f}). MAP is {_gap(plain)}; "
             f"{own} is {_gap(mine)}.",
         )
     ]
@@ -61,7 +61,7 @@ def findings(result: Evaluation) -> list[tuple[str, str]]:
         found.append(
             (
                 f"Outliers: {short(name, result.outside)}",
-                f"{_said(result.outside_leads[name]['auroc'], 2, 100, ' %')} for the highest AUROC of all methods and scores. "
+                f"{_said(result.outside_leads[name]['auroc'], 'the highest AUROC of all scores', 2, 100, ' %')}. "
                 f"The best score of each: {each}. Mean confidence in them: MAP {100 * outside['MAP'].confidence:.1f} %, {own} "
                 f"{100 * outside[own].confidence:.1f} %.",
             )
@@ -74,11 +74,11 @@ def _named(one: tuple[str, ...]) -> str:
     return one[0] if len(one) == 1 else f"{one[0]} by {SCORE_NAMES[one[1]]}"
 
 
-def _said(found: Lead, digits: int, factor: float = 1.0, unit: str = "") -> str:
-    """Such as: MoLA leads with 0.1832, ahead of DE by 0.0048 +- 0.0010."""
-    value = f"{factor * found.value:.{digits}f}{unit}"
+def _said(found: Lead, what: str, digits: int, factor: float = 1.0, unit: str = "") -> str:
+    """Such as: MoLA has the lowest log loss, 0.1832, clearly ahead of DE (by 0.0048 +- 0.0010)."""
+    value = f"{what}, {factor * found.value:.{digits}f}{unit}"
     if found.rival is None or found.ahead is None:
-        return f"All methods are level at {value}"
+        return f"All methods share {value}"
     names = _named(found.best)
     if found.level:
         names += f" (level with {', '.join(_named(one) for one in found.level)})"
@@ -86,11 +86,9 @@ def _said(found: Lead, digits: int, factor: float = 1.0, unit: str = "") -> str:
     if found.error is not None:
         by += f" \N{PLUS-MINUS SIGN} {factor * found.error:.{digits}f}"
     if found.best in found.clear:
-        return f"{names} leads with {value}, ahead of {_named(found.rival)} by {by},"
-    return (
-        f"No method leads clearly: {names} has {value}, which is within {CLEAR:g} standard errors of {_named(found.rival)} "
-        f"({by} ahead),"
-    )
+        return f"{names} has {value}, clearly ahead of {_named(found.rival)} (by {by})"
+    why = f"within {CLEAR:g} standard errors" if found.error is not None else "of a single input"
+    return f"{names} has {value}, but is not clearly ahead of {_named(found.rival)} (by {by}, {why})"
 
 
 def _best_score(result: Evaluation, name: str, method: str) -> str:

@@ -56,8 +56,8 @@ def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
     if counted == "one run":
         return "One run, so no spread is known and nothing is bold."
     return (
-        f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}. Bold: leads every other by more than twice the standard error of "
-        f"their difference, run by run."
+        f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}. Bold: leads every other, run by run, by more than chance "
+        f"(Student's t, 95 %)."
     )
 
 
