@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from mola.class_order import guessed, other_order
 from mola.distributed import Team
 from mola.errors import DataError, warn
-from mola.features import batch_count, batches_of, check_loader, stream
+from mola.features import batch_count, batches_of, stream
 from mola.heads import Head
 from mola.laplace import Candidate, LogitMoments, Posterior, Spectrum
 from mola.likelihood import CATEGORICAL
@@ -192,8 +192,7 @@ def read_held_out(
         Features, logits and labels of all the data that the loader yields.
     """
     together = Team.alone() if team is None else team
-    check_loader(loader, f"the {where}")
-    batches: Iterable[Any] | None = loader
+    batches: Any = loader
     if together.size > 1:  # a shard may be empty, as long as another is not
         every = batches_of(loader, f"the {where}")
         first = next(every, None)
@@ -203,7 +202,7 @@ def read_held_out(
     labels: list[Tensor] = []
     for seen, batch_labels in (
         ()
-        if batches is None
+        if batches is None and together.size > 1
         else stream(
             networks, heads, batches, where=where, progress=progress, total=batch_count(loader), labelled=labelled
         )
