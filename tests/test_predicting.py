@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
 import pickle
@@ -10,6 +11,7 @@ import random
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from torch import nn
 import mola
 from mola.export import Exported
 from mola.export.signature import Signature
+from mola.links import LINKS
+from mola.tuning import read_held_out
 from mola.uncertainty import SPREAD_DRAWS, entropy_of_all, epistemic_share, spread_draws
 from tests.conftest import STRUCTURES
 
@@ -97,6 +101,37 @@ class TestOneBatch:
         for field in ("label", "confidence", "entropy", "mutual_information", "ood_score", "aleatoric"):
             assert getattr(prediction, field).shape == (0,)
 
+    @pytest.mark.parametrize("link", LINKS)
+    @pytest.mark.parametrize("structure", STRUCTURES)
+    def test_no_link_minds_an_empty_batch(self, structure, link):
+        posterior = mola.fit(pair(), LOADER, structure=structure, link=link, progress=False)
+        assert posterior(X[:0]).shape == posterior.predict(X[:0]).computed().probs.shape == (0, 3)
+
+    @pytest.mark.parametrize("link", LINKS)
+    @pytest.mark.parametrize("structure", STRUCTURES)
+    def test_what_was_read_gives_what_is_predicted(self, structure, link):
+        posterior = mola.fit(
+            [one.float() for one in pair()], [(X.float(), Y)], structure=structure, link=link, progress=False
+        )
+        read = read_held_out(
+            posterior.networks,
+            [one.head for one in posterior.components],
+            [(X.float(), Y)],
+            where="validation loader",
+            labelled=True,
+            progress=False,
+        )
+        prediction = posterior.predict(X.float())
+        for found, expected in zip(
+            posterior.of_held_out(read, slice(None)),
+            (prediction.logit_mean, prediction.probs, prediction.ood_score),
+            strict=True,
+        ):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        for use in (lambda data: posterior.tune(data, "nll", progress=False), posterior.reweight):
+            with pytest.raises(mola.DataError, match="has no labels"):
+                use(replace(read, labels=None))
+
     def test_a_list_could_be_either_and_is_refused(self, make):
         posterior = make(pair(), LOADER)
         with pytest.raises(mola.DataError, match=r"\[x, y\] may be one batch with labels, or two batches"):
@@ -129,6 +164,27 @@ def counted(monkeypatch):
 
 
 class TestCostlyFields:
+    def test_nothing_is_kept_twice_beyond_the_limit(self, monkeypatch):
+        monkeypatch.setattr("mola.mixture.KEPT", 20_000)
+        posterior = mola.fit(pair(), LOADER, progress=False)
+        posterior(X)
+
+        def alive():
+            gc.collect()
+            tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+            return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+        before = alive()
+        prediction = posterior.predict([X] * 200)
+        lazy = alive() - before
+        assert prediction.held <= 20_000
+        least = prediction.probs.nbytes + prediction.logit_mean.nbytes
+        prediction.computed()
+        assert alive() - before <= lazy + 20_000
+        # Fields that some batches have are kept for the whole, and the fields that all have are kept once.
+        costly = sum(getattr(prediction, name).nbytes for name in ("mutual_information", "ood_score", "logit_variance"))
+        assert lazy <= least + costly + 2 * 20_000
+
     def test_nobody_pays_for_what_is_not_read(self, counted, tmp_path):
         posterior = mola.fit(pair(), LOADER, LOADER, progress=False).tune(LOADER, progress=False).reweight(LOADER)
         prediction = posterior.predict(LOADER)
@@ -185,7 +241,8 @@ class TestCostlyFields:
     def test_features_are_kept_up_to_a_limit_and_dropped_once_read(self, counted, monkeypatch):
         posterior = mola.fit(pair(), LOADER, progress=False)
         held = posterior.predict(LOADER[0][0]).held
-        assert held == 2 * 10 * 7 * 8  # of each network: 10 inputs, 6 features and the constant 1, in float64
+        # Of 10 inputs, in float64: 3 probabilities; of each network 6 features and the constant 1, 3 logits, their variances, a scale.
+        assert held == 10 * (3 + 2 * (7 + 3 + 3 + 1)) * 8
         monkeypatch.setattr("mola.mixture.KEPT", held)
         prediction = posterior.predict(LOADER)
         assert counted == [14]  # what did not fit was computed at once

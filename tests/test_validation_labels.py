@@ -132,6 +132,10 @@ def test_guessing_is_told_from_knowing():
     assert guessed(0.0, 1000, 10)
     assert not guessed(0.15, 1000, 10)
     assert not guessed(1.0, 0, 10)
+    for count in range(1, 30):
+        for outputs in (2, 3, 10):
+            assert guessed(1 / outputs, count, outputs)
+            assert not guessed(0.8, count, outputs), (count, outputs)
 
 
 # --- data that were not held out ---------------------------------------------------------------------------------------
@@ -187,6 +191,29 @@ def test_a_part_of_the_training_data_is_known_by_its_rows(bench, size):
         tuned = mola.fit(bench.networks, train, part)
     assert sum("training data" in note for note in tuned.tuning.notes) == 1
     mola.fit(bench.networks, train, [bench.val])  # others are not taken for these
+
+
+def test_a_few_blank_rows_in_both_are_no_evidence():
+    """One picture in fifty is black, in batches of which few rows are remembered; then the same with any of 200 pictures."""
+    generator = torch.Generator().manual_seed(0)
+    for kinds in (1, 200):
+        common = torch.randn(kinds, 3, generator=generator)
+
+        def data(batches, rows, common=common):
+            for _ in range(batches):
+                batch = torch.randn(rows, 3, generator=generator)
+                chosen = torch.rand(rows, generator=generator) < 0.02
+                batch[chosen] = common[torch.randint(len(common), (int(chosen.sum()),), generator=generator)]
+                yield batch
+
+        sides = Remembering(list(data(200, 512))), Remembering(list(data(100, 512)))
+        for side in sides:
+            list(side)
+        assert len(set(sides[0].keys) & set(sides[1].keys)) >= min(kinds, 5)
+        assert shared_rows(*sides) is None
+        part = Remembering([sides[0].loader[index] for index in range(0, 200, 4)])
+        list(part)
+        assert "among the training data" in shared_rows(sides[0], part)
 
 
 def test_rows_that_repeat_themselves_in_any_data_are_no_evidence():

@@ -86,6 +86,10 @@ def guessed(right: float, count: int, outputs: int) -> bool:
         outputs: number of classes.
 
     Returns:
-        Whether the share is at most that of guessing, give or take what chance does to so many labels.
+        Whether the share is at most that of guessing, give or take what chance does to so many labels: of a few, at most a quarter
+        of the way to all.
     """
-    return count > 0 and right <= 1 / outputs + 2 * math.sqrt((1 - 1 / outputs) / (outputs * count))
+    by_chance = 1 / outputs
+    return count > 0 and right <= by_chance + min(
+        2 * math.sqrt(by_chance * (1 - by_chance) / count), (1 - by_chance) / 4
+    )

@@ -157,6 +157,8 @@ class MeanField(Link):
             return self._by_logarithms(moments.mean, moments.difference_variances()(everything, everything, everything))
         portion = max(1, PAIRS_AT_ONCE // classes**2)
         parts = (moments.rows(start, portion) for start in range(0, count, portion))
+        if count == 0:
+            return torch.zeros_like(moments.mean)
         return torch.cat([self._probabilities(some.mean, some.difference_variances()) for some in parts])
 
     def _probabilities(self, mean: Tensor, variances: Callable[[slice, slice, slice], Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ __all__ = ["Mixture", "Predictor", "describe_networks", "describe_numbers", "des
 
 
 KEPT = 2**28
-"""Bytes of features that a prediction keeps at most, for fields that are computed when they are first read."""
+"""Bytes of features and moments that a prediction keeps at most, for fields that are computed when they are first read."""
 
 
 class Predictor(Protocol):
@@ -129,7 +129,7 @@ class Mixture(nn.Module):
     ) -> Prediction:
         """Probabilities and uncertainty of one batch or of all batches of a loader.
 
-        Costly fields are computed when they are first read. Until then the features of the inputs are kept for them, up to
+        Costly fields are computed when they are first read. Until then the features and logits of the inputs are kept for them, up to
         `KEPT` bytes; of a loader that makes more, the fields of the other batches are computed at once.
 
         Args:

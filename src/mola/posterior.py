@@ -165,7 +165,7 @@ class MoLA(Mixture):
             "far-field" if all(one.posterior is not None for one in kept) else "max-probability",
             back(mean),
             later(lambda: back(torch.stack([one.variance for one in kept])), mean.device),
-            held=sum(one.features.nbytes for one in kept),
+            held=probs.nbytes + sum(one.nbytes for one in kept),
         )
 
     def of_held_out(self, data: HeldOut, part: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,11 +181,9 @@ class MoLA(Mixture):
         moments = []
         for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
             posterior = component.prepare()
-            like = logits[:0] if posterior is None else next(posterior.buffers())[:0]
-            dtype = torch.promote_types(like.dtype, torch.float32)
-            moments.append(
-                LogitMoments(logits[part].to(like.device, dtype), features[part].to(like.device, dtype), posterior)
-            )
+            own = logits.device, torch.promote_types(logits.dtype, torch.float32)
+            device, dtype = own if posterior is None else (posterior.device, posterior.dtype)
+            moments.append(LogitMoments(logits[part].to(device, dtype), features[part].to(device, dtype), posterior))
         moments = in_range(moments)
         with torch.no_grad(), without_autocast(moments[0].mean.device):
             mean = torch.stack([one.mean for one in moments])
@@ -294,6 +292,9 @@ class MoLA(Mixture):
         self, loader: Iterable[Any] | HeldOut, where: str, *, labelled: bool, progress: bool, team: Team
     ) -> HeldOut:
         if isinstance(loader, HeldOut):
+            if labelled and loader.labels is None:
+                message = f"the {where}: what was read of it has no labels. Read (inputs, labels)."
+                raise DataError(message)
             return loader
         heads = [component.head for component in self.components]
         self.check_networks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -103,7 +104,7 @@ class Prediction:
 
     @property
     def held(self) -> int:
-        """Bytes that fields which were not read yet keep in memory: the features of the inputs."""
+        """Bytes that fields which were not read yet keep in memory: the features of the inputs, and what was made of them."""
         waiting = any(callable(value) for value in self._values.values())
         return self._held if waiting else 0
 
@@ -211,8 +212,11 @@ class Prediction:
                 return None
             axis = 1 if name.startswith("logit") else 0
             if any(callable(value) for value in values):
-                # By part, so that a part is computed once, whoever asks.
-                return lambda: torch.cat([part._read(name) for part in parts], dim=axis)
+                # By part, so that a part is computed once, whoever asks. Of a part that has the field, nothing else is kept.
+                waiting = [
+                    partial(part._read, name) if callable(part._values[name]) else part._values[name] for part in parts
+                ]
+                return lambda: torch.cat([one() if callable(one) else one for one in waiting], dim=axis)
             return torch.cat(values, dim=axis)
 
         tensors = {name: joined(name) for name in FIELDS if name != "ood_score_name"}

@@ -360,6 +360,11 @@ class Posterior(nn.Module, ABC):
         """Precision of the computation: float64, or float32 for everything below."""
         return self._place[1]
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._place[0]
+
 
 def beside_tables(precisions: Sequence[float]) -> Tensor:
     """Prior precisions as (L, 1, 1), to go with tables (C, P)."""

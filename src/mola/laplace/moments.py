@@ -109,6 +109,11 @@ class LogitMoments:
         vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
         return twin
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the mean, of the features and of all that was computed of them."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
     @cached_property
     def scale(self) -> Tensor:
         """The number (n,) by which Algorithm 1 multiplies a fixed covariance, kept: it is most of the work of every moment."""
@@ -205,7 +210,7 @@ class LogitMoments:
         Yields:
             Portions whose sizes s add up to count.
         """
-        portion = max(1, DRAWS_AT_ONCE // self.mean.numel())
+        portion = max(1, DRAWS_AT_ONCE // max(1, self.mean.numel()))
         if self.posterior is None:
             yield self.mean[:, None, :].expand(-1, count, -1)
         elif over == "logits":

@@ -152,7 +152,7 @@ class WholeMoLA(Mixture):
             "max-probability",
             back(mean),
             later(lambda: back(torch.stack([one.variance for one in kept])), mean.device),
-            held=sum(one.features.nbytes for one in kept),
+            held=probs.nbytes + sum(one.nbytes for one in kept),
         )
 
     # --- new values from this one -----------------------------------------------------------------------------------
