@@ -495,6 +495,25 @@ def test_a_network_that_draws_leaves_the_random_state_as_it_was():
             assert torch.equal(torch.get_rng_state(), before)
 
 
+class Branching(nn.Module):
+    """Chooses between two ways with an operator that torch's dispatch modes refuse."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.cond(x.sum() > 1e9, torch.sin, torch.relu, (self.body(x),)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_network_that_branches_is_taken_as_it_is():
+    net = Branching()
+    posterior = mola.fit(net, list(zip(X.split(7), Y.split(7), strict=True)), progress=False)
+    same = mola.ensemble(nn.Sequential(net.body, nn.ReLU(), net.head))
+    torch.testing.assert_close(posterior.with_prior_precision(1e30)(X), same(X))
+
+
 def test_posteriors_can_be_copied_and_saved_after_use():
     posterior = mola.fit(pair(), LOADER, progress=False)
     expected = posterior(X)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import DataError, HeadError, MolaError
-from mola.networks.habits import Drawing, Habits, copied, habits_of, remember, same_values, versions_of
+from mola.networks.habits import Habits, copied, habits_of, random_states, remember, same_values, versions_of
 from mola.networks.passes import Differentiable, WithTensors
 
 __all__ = [
@@ -214,7 +214,7 @@ def _watched(network: nn.Module, inputs: Inputs) -> Any:
         versions = versions_of(inputs)
         output = _run(network, inputs)
         if versions_of(inputs) != versions:
-            remember(own, Habits(writes=True, draws=habits.draws))
+            remember(own, Habits(writes=True))
             message = (
                 f"{type(own).__name__} changed its inputs in place, which it had not done before. Pass the inputs again; or "
                 f"let the network compute a new tensor: x = x - mean instead of x -= mean."
@@ -225,13 +225,13 @@ def _watched(network: nn.Module, inputs: Inputs) -> Any:
     # Inside vmap numbers cannot be looked at, and a compiled network would be compiled anew for being watched.
     if habits is not None or hasattr(own, "_orig_mod") or torch._C._functorch.peek_interpreter_stack() is not None:
         return _run(network, inputs)
-    versions, state = versions_of(inputs), torch.get_rng_state()
-    with Drawing() as drawing:
-        output = _run(network, inputs)
+    device = device_of(own)
+    versions, states = versions_of(inputs), random_states(device)
+    output = _run(network, inputs)
     writes = versions_of(inputs) != versions or not same_values(given, inputs)
-    if drawing.seen or torch.equal(torch.get_rng_state(), state):
-        remember(own, Habits(writes, drawing.seen))
-    # Else the network seeds the generator, or another thread drew: nothing is known, and the next pass is watched again.
+    if all(map(torch.equal, random_states(device), states)):
+        remember(own, Habits(writes))
+    # Else the network draws or seeds, or another thread drew: nothing is known, and the next pass is watched again.
     return output
 
 

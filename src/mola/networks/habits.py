@@ -1,4 +1,4 @@
-"""What a network was seen to do in its first pass: whether it writes into its inputs, and whether it draws random numbers."""
+"""What a network was seen to do in a pass: whether it writes into its inputs, and that it draws no random numbers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Drawing", "Habits", "copied", "habits_of", "remember", "same_values", "tensors_of", "versions_of"]
+__all__ = ["Habits", "copied", "habits_of", "random_states", "remember", "same_values", "tensors_of", "versions_of"]
 
 
 @dataclass(frozen=True)
 class Habits:
-    """What one pass showed."""
+    """What a pass showed that left the random state alone."""
 
     writes: bool
     """Into its own inputs, as `x -= mean` does."""
-    draws: bool
-    """Random numbers from torch's own generators, although it is evaluated."""
 
 
 _known: dict[int, tuple[weakref.ref[nn.Module], Habits]] = {}
@@ -29,7 +26,7 @@ _known: dict[int, tuple[weakref.ref[nn.Module], Habits]] = {}
 
 
 def habits_of(network: nn.Module) -> Habits | None:
-    """What is known of a network; None before its first pass."""
+    """What is known of a network; None before its first pass, and as long as random numbers are drawn in its passes."""
     found = _known.get(id(network))
     return None if found is None or found[0]() is not network else found[1]
 
@@ -46,25 +43,10 @@ def _forget(key: int, gone: weakref.ref[nn.Module]) -> None:
         del _known[key]
 
 
-class Drawing(TorchDispatchMode):
-    """Notices operations that draw from torch's own generators, in this thread alone."""
-
-    def __init__(self) -> None:
-        """Nothing was drawn yet."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and look at the generator before and after where it may draw."""
-        keywords = kwargs or {}
-        if self.seen or torch.Tag.nondeterministic_seeded not in func.tags or keywords.get("generator") is not None:
-            return func(*args, **keywords)
-        # Attention has the tag and draws only for dropout. A card's generator is not looked at: it counts as drawn from.
-        before = torch.get_rng_state()
-        result = func(*args, **keywords)
-        on_card = any(tensor.device.type != "cpu" for tensor in tensors_of([result]))
-        self.seen = on_card or not torch.equal(before, torch.get_rng_state())
-        return result
+def random_states(device: torch.device | None) -> list[Tensor]:
+    """The state of torch's own generators: that of the CPU, and that of a network's card."""
+    card = [torch.cuda.get_rng_state(device)] if device is not None and device.type == "cuda" else []
+    return [torch.get_rng_state(), *card]
 
 
 def tensors_of(inputs: Any) -> Iterator[Tensor]:

@@ -53,11 +53,10 @@ def undisturbed(*networks: nn.Module, passes_only: bool = False) -> Iterator[Non
 
 def _is_quiet(network: nn.Module) -> bool:
     """Whether a network was seen to draw no random numbers."""
-    habits = habits_of(network)
-    if habits is None:  # a mixture runs none but its own
-        inner = getattr(network, "networks", ())
-        return bool(inner) and isinstance(inner, tuple) and all(map(_is_quiet, inner))
-    return not habits.draws
+    if habits_of(network) is not None:
+        return True
+    inner = getattr(network, "networks", ())  # a mixture runs none but its own
+    return bool(inner) and isinstance(inner, tuple) and all(map(_is_quiet, inner))
 
 
 def _put_back(states: Sequence[tuple[int | None, Tensor]]) -> None:
