@@ -62,7 +62,7 @@ def check_generator(generator: torch.Generator | None) -> None:
     Raises:
         OptionError: if it is not.
     """
-    if not isinstance(generator, torch.Generator | None):
+    if generator is not None and not isinstance(getattr(generator, "device", None), torch.device):
         message = f"generator must be a torch.Generator or None, got {generator!r}. Make one with torch.Generator().manual_seed(0)."
         raise OptionError(message)
     if generator is not None and generator.device.type != "cpu":
