@@ -87,6 +87,31 @@ def test_files_are_no_networks_and_the_message_says_how_to_make_them_so(models):
             make()
 
 
+@pytest.mark.parametrize("form", [lambda state: state, lambda state: [state, state]], ids=["one", "list"])
+def test_weights_without_a_network_are_named(form):
+    with pytest.raises(OptionError, match=r"got a state dict.*network\.load_state_dict\(state_dict\)"):
+        mola.fit(form(nn.Linear(3, 2).state_dict()), [])
+
+
+def test_a_tuple_that_the_network_does_not_take_is_explained():
+    ensemble = mola.ensemble(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    for use in (ensemble, ensemble.predict):
+        with pytest.raises(mola.DataError, match=r"A tuple holds the network's arguments.*pass the inputs alone"):
+            use((x, torch.arange(4)))
+
+
+def test_a_file_is_not_a_folder(tmp_path):
+    network = nn.Linear(3, 2)
+    mola.fit(network, [torch.randn(5, 3)], progress=False).save(tmp_path)
+    with pytest.raises(mola.StorageError, match=r"is a file; pass the folder that holds it"):
+        mola.load(tmp_path / "posterior.json", network)
+
+
+def test_an_empty_prediction_shows_no_nan():
+    assert repr(mola.ensemble(nn.Linear(3, 2)).predict(torch.zeros(0, 3))) == "Prediction(0 inputs, 2 classes)"
+
+
 # --- rule= --------------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,20 @@ __all__ = ["ensemble", "fit", "load"]
 def _as_networks(models: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         return [models]  # a Sequential can be iterated, but is one network
-    networks = list(models) if isinstance(models, Iterable) and not isinstance(models, str) else [models]
+    alone = isinstance(models, (str, Mapping)) or not isinstance(models, Iterable)
+    networks: list[Any] = [models] if alone else list(models)
     named = next((one for one in networks if isinstance(one, (str, Path))), None)
     if named is not None:
         message = (
             f"models: expected one nn.Module or a list of them, got the name of a file, {str(named)!r}. Build the network and load "
             f"its weights first: network.load_state_dict(torch.load({str(named)!r}, weights_only=True)). The command `mola fit` takes "
             f"files."
+        )
+        raise OptionError(message)
+    if any(isinstance(one, Mapping) for one in networks):
+        message = (
+            "models: expected one nn.Module or a list of them, got a state dict: weights without a network. Build the network, call "
+            "network.load_state_dict(state_dict), and pass the network."
         )
         raise OptionError(message)
     if not networks or not all(isinstance(network, nn.Module) for network in networks):

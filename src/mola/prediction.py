@@ -178,6 +178,8 @@ class Prediction:
     def __repr__(self) -> str:
         """Size and averages, not the numbers."""
         count, classes = self.probs.shape
+        if not count:
+            return f"Prediction(0 inputs, {classes} classes)"
         return (
             f"Prediction({count} inputs, {classes} classes, mean confidence {float(self.confidence.mean()):.3f}, "
             f"mean entropy {float(self.entropy.mean()):.3f} of which epistemic {float(self.epistemic.mean()):.3f})"

@@ -316,7 +316,9 @@ def read_document(folder: Path) -> dict[str, Any]:
     path = folder / DOCUMENT
     if not path.is_file():
         message = (
-            f"{folder} holds no saved posterior: {DOCUMENT} is missing. Pass the folder given to posterior.save(...)."
+            f"{folder} is a file; pass the folder that holds it: {str(folder.parent)!r}."
+            if folder.is_file()
+            else f"{folder} holds no saved posterior: {DOCUMENT} is missing. Pass the folder given to posterior.save(...)."
         )
         raise StorageError(message)
     try:

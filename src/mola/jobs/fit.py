@@ -175,9 +175,9 @@ def run_fit(
         if job.download and together.first:
             together.share(None)
     # Before the training data, which may take hours: a wrong order of the classes is seen here. Nothing reads them again.
-    seen = Remembering(data.loader(data.train, "fitting", 0.15, 0.7, labelled=False))
     held = None if data.val is None else Remembering(data.loader(data.val, READING, 0.05, 0.15))
     held_out = None if held is None else _read_validation(built, job, data, held)
+    seen = Remembering(data.loader(data.train, "fitting", 0.15, 0.7, labelled=False))
     posterior = fit(
         built.networks,
         seen,

@@ -264,7 +264,9 @@ def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 
 def _left_over(network: nn.Module, inputs: Inputs) -> str:
-    """Words about the entries of a mapping that `forward` has no argument for, where it has arguments for the others."""
+    """Words about arguments that `forward` does not take: members of a tuple, or entries of a mapping."""
+    if isinstance(inputs, tuple) and len(inputs) > 1:
+        return " A tuple holds the network's arguments, as in network(x, ids): if the last one are labels, pass the inputs alone."
     if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
         return ""
     known = inspect.signature(network.forward).parameters
