@@ -237,6 +237,22 @@ class TestPredictions:
         for field in ("logit_mean", "logit_variance"):
             assert relatively_close(getattr(parts, field), getattr(whole, field)), field
 
+    @given(problem=problems(), shares=st.lists(st.integers(1, 20), min_size=2, max_size=4))
+    def test_without_spread_the_epistemic_part_is_that_of_the_weighted_members(self, problem, shares):
+        classes = problem.network[-1].out_features
+        members = [make_problem(seed=seed, classes=classes).network for seed in range(len(shares))]
+        weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
+        probs = torch.stack([torch.softmax(member(problem.inputs), 1) for member in members]).detach()
+        within = torch.einsum("k,kn->n", weights, torch.special.entr(probs).sum(2))
+        total = torch.special.entr(torch.einsum("k,knc->nc", weights, probs)).sum(1)
+        plain = mola.ensemble(members, weights).predict(problem.inputs)
+        sure = mola.fit(members, problem.loader, weights=weights, prior_precision=1e30, progress=False).predict(
+            problem.inputs
+        )
+        for prediction in (plain, sure):
+            assert close(prediction.entropy, total, 1e-9)
+            assert close(prediction.mutual_information, total - within, 1e-9)
+
 
 class TestFiles:
     @given(
