@@ -712,7 +712,7 @@ def test_a_broken_document_is_named(tmp_path, name, entries, words):
 
 
 def test_an_unknown_suite_lists_the_known_ones(results, tmp_path):
-    with pytest.raises(OptionError, match=r"mnist; got 'mnits'. Did you mean 'mnist'"):
+    with pytest.raises(OptionError, match=r"'mnist'; got 'mnits'. Did you mean 'mnist'"):
         read_suites(results, ["mnits"])
     with pytest.raises(StorageError, match="holds no results"):
         read_suites(tmp_path)

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,17 @@ from mola.jobs.fit import run_fit
 from mola.jobs.folder import open_folder
 from mola.jobs.networks import build_networks
 from mola.models.imported import import_builder, import_function
+from mola.schema import sealed
 from tests.own_work import job_for, make_desk
+
+
+def forge(job, text):
+    """Let a folder say what a stranger likes, in both of its documents and with a checksum that is right."""
+    job.write_text(text)
+    path = job.with_name("posterior.json")
+    document = {name: one for name, one in json.loads(path.read_text()).items() if name != "sha256"}
+    path.write_text(json.dumps(sealed(document | {"job": tomllib.loads(text)})))
+
 
 OWN_WORD_OR_TRUST = r"name it on your command: --(network|val) \S+\. .*add --trust"
 PLACED = (
@@ -83,7 +94,7 @@ def place(bundle, tmp_path, monkeypatch):
                 text = text.replace(f"{desk.module}:build", honest)
             elif code:
                 text = text.replace(f"{desk.module}:build", f"{code}:build")
-            job.write_text(text)
+            forge(job, text)
             return Path(path)
 
         def own(self):
@@ -227,7 +238,7 @@ def test_a_path_is_no_module(place, name):
     place.module("dl/evil.py")
     folder = place.posterior("dl/posterior")
     job = place.root / folder / "job.toml"
-    job.write_text(re.sub(r"network = \[.*\]", lambda _: f"network = [{json.dumps(name)}]", job.read_text(), count=1))
+    forge(job, re.sub(r"network = \[.*\]", lambda _: f"network = [{json.dumps(name)}]", job.read_text(), count=1))
     with pytest.raises(OptionError, match="unknown network"):
         open_folder(folder)
     with pytest.raises(
@@ -393,6 +404,6 @@ def test_a_program_is_not_read_because_a_folder_names_it(place):
     (place.root / "dl" / "evil.pt2").write_bytes(b"unread")
     job = place.root / folder / "job.toml"
     text = re.sub(r"weights = \[[^]]*\]", "weights = []", job.read_text(), count=1)
-    job.write_text(re.sub(r"network = \[.*\]", 'network = ["../evil.pt2"]', text, count=1))
+    forge(job, re.sub(r"network = \[.*\]", 'network = ["../evil.pt2"]', text, count=1))
     with pytest.raises(OptionError, match=r"evil\.pt2 is an exported program.*add --trust"):
         open_folder(folder)

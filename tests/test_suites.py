@@ -258,7 +258,7 @@ def test_a_truncated_file_is_named_with_its_checksum(mnist, tmp_path):
         (["bench", "mnist", "--conventions", "author"], "Did you mean 'authors'?"),
         (["bench", "mnist", "--networks", "nowhere"], "holds no trained networks"),
         (["train", "imagenet", "--networks", "1"], "does not train networks"),
-        (["train", "mnist", "--network", "alexnet"], "network must be one of lenet"),
+        (["train", "mnist", "--network", "alexnet"], "network must be 'lenet'"),
         (["train", "mnist", "--learning-rate", "0"], "learning_rate must be above 0"),
         (["bench", "cifar10", "--network", "nope:build"], "cannot import"),
     ],

@@ -293,12 +293,15 @@ class DampedPosterior(DampedFeatures, KronPosterior):
 
     def class_differences(self) -> Tensor:
         """`U_ii + U_jj - 2 U_ij` (C, C), made once: C^3 products."""
-        if self._differences is None or self._differences[0] is not self.class_root:
-            root = self.class_root[:, : self.noise_size]
-            visible = root @ root.T
-            own = visible.diagonal()
-            self._differences = (self.class_root, (own[:, None] + own - 2 * visible).clamp_min(0))
-        return self._differences[1]
+        if self._differences is not None and self._differences[0] is self.class_root:
+            return self._differences[1]
+        root = self.class_root[:, : self.noise_size]
+        visible = root @ root.T
+        own = visible.diagonal()
+        made = (own[:, None] + own - 2 * visible).clamp_min(0)
+        if not torch.compiler.is_compiling():  # a trace has its own tensors, which are nothing to keep
+            self._differences = (self.class_root, made)
+        return made
 
     def class_draws(self, noise: Tensor) -> Tensor:
         """`U^1/2 noise`."""
