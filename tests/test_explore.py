@@ -359,7 +359,11 @@ def test_all_three_methods_say_what_their_public_forms_say(subject):
     opinions = explorer.look(pixels, changes)
     inputs = subject.sight.inputs(apply(pixels[None].float() / 255, changes))
     networks = list(subject.posterior.networks)
-    expected = {"MAP": mola.ensemble([networks[0]]), "DE": mola.ensemble(networks), "MoLA": subject.posterior}
+    expected = {
+        "MAP": mola.ensemble([networks[0]]),
+        "DE": mola.ensemble(networks, subject.posterior.weights),
+        "MoLA": subject.posterior,
+    }
     for method, predictor in expected.items():
         assert opinions.probs[method] == pytest.approx(predictor(inputs)[0].tolist(), abs=1e-6)
     prediction = subject.posterior.predict(inputs)
@@ -377,7 +381,7 @@ def test_the_components_make_up_the_mixture(subject):
     assert weights == pytest.approx([0.5, 0.3, 0.2])
     mixed = np.einsum("k,kc->c", weights, np.array([member.laplace for member in opinions.members]))
     assert mixed == pytest.approx(opinions.probs["MoLA"], abs=1e-6)
-    plain = np.mean([member.network for member in opinions.members], axis=0)
+    plain = np.einsum("k,kc->c", weights, np.array([member.network for member in opinions.members]))
     assert plain == pytest.approx(opinions.probs["DE"], abs=1e-6)
     assert opinions.members[0].network == pytest.approx(opinions.probs["MAP"])
     for method in METHODS:

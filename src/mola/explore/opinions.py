@@ -2,9 +2,10 @@ r"""What MAP, the deep ensemble and MoLA say of one picture, and of the same pic
 
 One pass of the networks gives all three: with :math:`f_k` the logits of network k,
 
-.. math:: p_{MAP} = \sigma(f_1), \qquad p_{DE} = \tfrac1K \sum_k \sigma(f_k), \qquad p_{MoLA} = \sum_k \pi_k\, \ell(f_k, v_k),
+.. math:: p_{MAP} = \sigma(f_1), \qquad p_{DE} = \sum_k \pi_k\, \sigma(f_k), \qquad p_{MoLA} = \sum_k \pi_k\, \ell(f_k, v_k),
 
-the link :math:`\ell` being that of the posterior. They are `mola.ensemble([network])`, `mola.ensemble(networks)` and the posterior.
+the link :math:`\ell` being that of the posterior. They are `mola.ensemble([network])`, `mola.ensemble(networks, weights)`
+with the posterior's weights, so that only the Laplace approximations differ, and the posterior.
 """
 
 from __future__ import annotations
