@@ -163,6 +163,7 @@ OPTIONS = {
     "no draws": (lambda s: mola.MonteCarlo(samples=0), r"at least 1, got 0"),
     "draws over what": (lambda s: mola.MonteCarlo(over="inputs"), r"logits, weights; got 'inputs'"),
     "running average of 1": (lambda s: mola.Kron(running_average=1.0), r"between 0 and 1.*got 1\.0"),
+    "bytes for a prior precision": (lambda s: s.posterior.with_prior_precision(b"12"), r"above 0, got b'12'"),
     "no samples": (lambda s: s.posterior.sample(-1), r"-1"),
     "generator of another device": (
         lambda s: s.posterior.predict(X, generator=Elsewhere()),

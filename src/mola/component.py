@@ -177,7 +177,7 @@ def per_component(value: Any, count: int, name: str) -> list[Any]:
     Raises:
         OptionError: if they are not `count`.
     """
-    single = isinstance(value, (int, float, str)) or value is None or getattr(value, "ndim", 1) == 0
+    single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
     try:
         values = [value] * count if single else list(value)
     except TypeError as error:
