@@ -35,7 +35,7 @@ check: $(READY)  ## format, lint, type-check, check the architecture (with CI=tr
 	$(BIN)/ruff format $(if $(CI),--check) .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python -m pytest -q tests/house/test_architecture.py
 
 # Every script fails where a bar is missed; all are run, and the target fails if one did. `make bench QUICK=--quick` takes a few
 # minutes, writes no file and leaves laplace-torch out, whose turns take longer than all the rest. DATA and NETWORKS are the folders

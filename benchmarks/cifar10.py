@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mola.features import find_heads, stream
-from mola.models.resnet import resnet20
-from mola.networks import undisturbed
+from mola.lab.models import resnet20
+from mola.network import find_heads, stream, undisturbed
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)

@@ -51,15 +51,15 @@ from torch import nn
 from tqdm.auto import tqdm
 
 import mola
-from mola.bench.run import Order, carry_out
-from mola.bench.suite import DataOptions
-from mola.bench.suites import find_suite
-from mola.jobs.fit import run_fit
-from mola.jobs.folder import open_folder
-from mola.jobs.job import Job
-from mola.jobs.predict import run_predict
-from mola.models.checkpoints import save_weights
-from mola.models.registry import build_network
+from mola.app.jobs.fit import run_fit
+from mola.app.jobs.folder import open_folder
+from mola.app.jobs.job import Job
+from mola.app.jobs.predict import run_predict
+from mola.lab.models import build_network
+from mola.lab.run import Order, carry_out
+from mola.lab.suite import DataOptions
+from mola.lab.suites.registry import find_suite
+from mola.saving.weights_files import save_weights
 
 KILLS = 100
 FAILURES = ("lost", "half-written", "differs", "leftover")

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import mola
 from mola.export import OUTPUTS
-from mola.models.checkpoints import load_weights
-from mola.models.registry import build_network
+from mola.lab.models import build_network
+from mola.saving.weights_files import load_weights
 
 BAR = 1.03
 TURN_SECONDS = 0.03

@@ -27,8 +27,7 @@ from pairing import Inside, PairedBatches, now, since, timed
 from torch import Tensor, nn
 
 import mola
-from mola.models.lenet import lenet
-from mola.models.resnet import resnet20
+from mola.lab.models import lenet, resnet20
 
 STRUCTURES = ("kron", "kron-exact", "diag", "full")
 KRONECKER = STRUCTURES[:2]

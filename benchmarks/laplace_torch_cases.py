@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mola
-from mola.models.lenet import lenet
+from mola.lab.models import lenet
 
 TOLERANCE = 1e-8
 """Eigendecomposition here, Cholesky there: at prior precision 1e-3 the posterior precisions have condition numbers of 1e6 and

@@ -19,10 +19,10 @@ from safetensors import safe_open
 
 import mola
 from mola import metrics
-from mola.bench.mnist_suite import MNIST
-from mola.bench.suite import DataOptions
-from mola.models.checkpoints import load_weights
-from mola.models.lenet import lenet
+from mola.lab.models import lenet
+from mola.lab.suite import DataOptions
+from mola.lab.suites.mnist import MNIST
+from mola.saving.weights_files import load_weights
 
 SETS = ("test", "fashion-mnist", "kmnist")
 

@@ -31,9 +31,9 @@ from torch import nn
 
 import mola
 from mola.distributed import Team
+from mola.lab.models import lenet
 from mola.laplace import Kron
 from mola.likelihood import CATEGORICAL
-from mola.models.lenet import lenet
 
 BATCH = 256
 FEATURES, CLASSES, ROWS = 2049, 1000, 512

@@ -24,9 +24,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mola.report.suites.contents import suite_tables
-from mola.report.suites.writing import read_suites
-from mola.report.tables import Column, Table
+from mola.compare.report.suites.contents import suite_tables
+from mola.compare.report.suites.writing import read_suites
+from mola.compare.report.tables import Column, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- /= -->)", re.DOTALL)

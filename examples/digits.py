@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mola
 from mola import metrics
-from mola.data.rotation import rotate
+from mola.lab.data.transforms import rotate
 
 NETWORKS = 5
 ANGLES = range(0, 181, 30)

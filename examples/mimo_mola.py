@@ -15,7 +15,7 @@ from torch import nn
 
 import mola
 from mola import metrics
-from mola.data.outliers import natural_patches, uniform_noise
+from mola.lab.data.embedded import natural_patches, uniform_noise
 
 MEMBERS = 3
 EPOCHS = 60

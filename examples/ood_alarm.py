@@ -18,8 +18,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import mola
-from mola.data.outliers import natural_patches, uniform_noise
-from mola.data.rotation import rotate
+from mola.lab.data.embedded import natural_patches, uniform_noise
+from mola.lab.data.transforms import rotate
 
 NETWORKS = 5
 RATES = (0.01, 0.05, 0.10)

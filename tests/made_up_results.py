@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mola.bench.record import CONFIDENCE_BINS, Examples, LabelledResult, OutlierResult, Record
-from mola.bench.store import Store
+from mola.compare.record import CONFIDENCE_BINS, Examples, LabelledResult, OutlierResult, Record
+from mola.compare.store import Store
 
 QUALITY = {"MAP": 0, "MAP-T": 1, "DE": 2, "DE-T": 3, "LLLA": 4, "MoLA": 6, "MoLA (NLL)": 5}
 """A method is better by a fixed step for each of these."""

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from torch import nn
 
-from mola.data.folder import Preparation
-from mola.data.normalisation import NORMALISATIONS
-from mola.jobs.fit import run_fit
-from mola.jobs.folder import Fitted, open_folder
-from mola.jobs.job import Job
-from mola.models.checkpoints import save_weights
+from mola.app.jobs.fit import run_fit
+from mola.app.jobs.folder import Fitted, open_folder
+from mola.app.jobs.job import Job
+from mola.lab.data.folder import Preparation
+from mola.lab.data.images import NORMALISATIONS
+from mola.saving.weights_files import save_weights
 
 
 def as_of_old(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""One process of a team: what `tests/test_distributed.py` starts several of, and what they write is compared there."""
+"""One process of a team: what `tests/library/test_distributed.py` starts several of, and what they write is compared there."""
 
 import json
 import os

@@ -19,9 +19,21 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mola
-from mola.data.moons import two_moons
-from mola.models.mlp import mlp
-from mola.report.style import COLOURS, INK, NARROW, WIDE, Figure, Shape, as_png, canvas, drawing, explain, quiet_axes
+from mola.compare.report.style import (
+    COLOURS,
+    INK,
+    NARROW,
+    WIDE,
+    Figure,
+    Shape,
+    as_png,
+    canvas,
+    drawing,
+    explain,
+    quiet_axes,
+)
+from mola.lab.data.embedded import two_moons
+from mola.training.mlps import mlp
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODES, POINTS, PRECISION = 5, 200, 0.1

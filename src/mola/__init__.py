@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 from mola.baselines.dropout import McDropout as McDropout
 from mola.baselines.mimo import Mimo as Mimo
 from mola.baselines.mimo import mimo_mola as mimo_mola
-from mola.baselines.multi_swag import MultiSwag as MultiSwag
-from mola.baselines.multi_swag import multi_swag as multi_swag
-from mola.baselines.scaled import TemperatureScaled as TemperatureScaled
-from mola.baselines.scaled import temperature_scaled as temperature_scaled
+from mola.baselines.swag import MultiSwag as MultiSwag
 from mola.baselines.swag import Swag as Swag
+from mola.baselines.swag import multi_swag as multi_swag
+from mola.baselines.temperature import TemperatureScaled as TemperatureScaled
 from mola.baselines.temperature import fit_member_temperatures as fit_member_temperatures
 from mola.baselines.temperature import fit_pooled_temperature as fit_pooled_temperature
 from mola.baselines.temperature import fit_temperature as fit_temperature
+from mola.baselines.temperature import temperature_scaled as temperature_scaled
+from mola.component import WeightSamples as WeightSamples
 from mola.distributed import Team as Team
 from mola.distributed import join as join
 from mola.distributed import shard as shard
@@ -50,27 +51,26 @@ from mola.mixture import Mixture as Mixture
 from mola.mixture import Predictor as Predictor
 from mola.posterior import MoLA as MoLA
 from mola.prediction import Prediction as Prediction
-from mola.prior import ConfidenceThreshold as ConfidenceThreshold
-from mola.prior import Evidence as Evidence
-from mola.prior import OutlierExposure as OutlierExposure
-from mola.prior import Rule as Rule
-from mola.prior import ValidationScore as ValidationScore
-from mola.sampling import WeightSamples as WeightSamples
-from mola.tuning import Tuning as Tuning
+from mola.tuning.candidates import Tuning as Tuning
+from mola.tuning.rules import ConfidenceThreshold as ConfidenceThreshold
+from mola.tuning.rules import Evidence as Evidence
+from mola.tuning.rules import OutlierExposure as OutlierExposure
+from mola.tuning.rules import Rule as Rule
+from mola.tuning.rules import ValidationScore as ValidationScore
 from mola.uncertainty import alarm_threshold as alarm_threshold
 from mola.whole.fitting import fit_whole as fit_whole
 from mola.whole.links import WeightDraws as WeightDraws
 from mola.whole.posterior import WholeMoLA as WholeMoLA
 
 if TYPE_CHECKING:
-    from mola.estimators import MolaClassifier as MolaClassifier
     from mola.hub import load_from_hub_folder as load_from_hub_folder
     from mola.hub import save_to_hub_folder as save_to_hub_folder
+    from mola.sklearn import MolaClassifier as MolaClassifier
 
 __version__ = "0.1.0"
 
 _ON_FIRST_USE = {
-    "MolaClassifier": "mola.estimators",
+    "MolaClassifier": "mola.sklearn",
     "load_from_hub_folder": "mola.hub",
     "save_to_hub_folder": "mola.hub",
 }

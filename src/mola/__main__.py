@@ -23,7 +23,7 @@ def main() -> None:
     """
     warnings.showwarning = _show_warning
     try:
-        from mola.cli import app
+        from mola.app.cli import app
 
         app()
     except MolaError as error:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mola.component import Component
 from mola.errors import BoundError
-from mola.exactness import exact
+from mola.float64 import exact
 from mola.laplace import LogitMoments, in_range
 from mola.links import Link
 

@@ -1,24 +1,29 @@
-"""One component of a mixture: a trained network, and a Laplace approximation on its last layer (or none)."""
+"""One component of a mixture: a trained network, and a Laplace approximation on its last layer (or none).
+
+Draws of last-layer weights from a mixture.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mola.errors import HeadError, OptionError
-from mola.features import capture
-from mola.fingerprints import Watch
-from mola.heads import Head
+from mola.errors import HeadError, OptionError, StructureTooLargeError
 from mola.laplace import Factors, LogitMoments, Posterior, Spectrum, Structure, check_precision
+from mola.laplace.memory import free_memory
 from mola.likelihood import CATEGORICAL, Likelihood
-from mola.networks import Inputs
+from mola.network import Head, Inputs, capture
+from mola.network.fingerprint import Watch
+from mola.options import whole_number
+from mola.randomness import check_generator
 
-__all__ = ["Component", "Curvature", "per_component"]
+__all__ = ["Component", "Curvature", "WeightSamples", "draw_weights", "per_component"]
 
 
 @dataclass(frozen=True)
@@ -187,3 +192,50 @@ def per_component(value: Any, count: int, name: str) -> list[Any]:
         message = f"{name}: expected one number, or {count} of them (one for each component); got {len(values)}."
         raise OptionError(message)
     return values
+
+
+class WeightSamples(NamedTuple):
+    """Draws of the last layer's weights from the mixture."""
+
+    weights: Tensor | list[Tensor]
+    """(S, C, P), the bias as last column where the head has one; a list of (C, P) where the networks' widths differ."""
+    component: Tensor
+    """(S,): which component, and so which network's features, each draw belongs to."""
+
+
+def draw_weights(
+    components: Sequence[Component], weights: Tensor, count: int, generator: torch.Generator | None
+) -> WeightSamples:
+    """Draw from the mixture: a component by its weight, then weights from its posterior.
+
+    Args:
+        components: with curvature.
+        weights: (K,) of the mixture.
+        count: number of draws.
+        generator: on the CPU; None draws from torch's own.
+
+    Returns:
+        Weights in float64, and the component of each; `OptionError` if count is no whole number above 0, a component has no
+        curvature, or the generator is not on the CPU.
+
+    Raises:
+        StructureTooLargeError: if there are so many that memory does not hold them.
+    """
+    count = whole_number(count, "n")
+    check_generator(generator)
+    curvatures = [component.require_curvature("sampling weights")[1] for component in components]
+    needed = 8 * count * max(curvature.weights.numel() for curvature in curvatures)
+    free = free_memory()
+    if free is not None and needed > free:
+        message = f"{count} draws of the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: draw fewer at a time."
+        raise StructureTooLargeError(message)
+    choice = torch.multinomial(weights, count, replacement=True, generator=generator)
+    drawn: list[Tensor] = [torch.empty(0)] * count
+    for index, (component, curvature) in enumerate(zip(components, curvatures, strict=True)):
+        places = (choice == index).nonzero().flatten().tolist()
+        if places:
+            deviations = curvature.spectrum.deviations(component.precision, len(places), generator)
+            for place, deviation in zip(places, deviations, strict=True):
+                drawn[place] = curvature.weights + deviation
+    alike = len({one.shape for one in drawn}) == 1
+    return WeightSamples(torch.stack(drawn) if alike else drawn, choice)

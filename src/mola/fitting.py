@@ -9,21 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mola import archive, storage
 from mola.component import Component, Curvature, per_component
 from mola.distributed import Team, check_sampler
 from mola.errors import OptionError
-from mola.features import check_loader
-from mola.fingerprints import Watch
 from mola.laplace import Structure, as_structure, check_precision
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
-from mola.networks import undisturbed
-from mola.overlap import Remembering, shared_rows
+from mola.network import check_loader, undisturbed
+from mola.network.fingerprint import Watch
 from mola.posterior import MoLA
-from mola.prior import Rule, check_rule
-from mola.summing import Keeper, sum_up
-from mola.weights import check_weighting
+from mola.saving import archive, storage
+from mola.sums import Keeper, sum_up
+from mola.tuning.data_checks import Remembering, shared_rows
+from mola.tuning.rules import Rule, check_rule
+from mola.tuning.weights import check_weighting
 
 __all__ = ["ensemble", "fit", "load"]
 

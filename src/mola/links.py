@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mola.choices import one_of, resolve, whole_number
 from mola.errors import OptionError
 from mola.laplace import LogitMoments, or_nan
 from mola.likelihood import CATEGORICAL
+from mola.options import one_of, resolve, whole_number
 
 __all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo", "Probit", "as_link", "cooled_softmax"]
 

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from mola.choices import counted, one_of
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
-from mola.features import batch_count, batches_of, peek
-from mola.networks import Inputs, as_batch, one_batch, undisturbed
+from mola.network import Inputs, as_batch, batch_count, batches_of, one_batch, peek, undisturbed
+from mola.options import counted, one_of
 from mola.prediction import Prediction
 from mola.randomness import seed_from
+from mola.tuning.weights import check_weights, uniform_weights
 from mola.uncertainty import max_probability_score, mutual_information
-from mola.weights import check_weights, uniform_weights
 
 __all__ = ["Mixture", "Predictor", "describe_networks", "describe_numbers", "describe_weights"]
 

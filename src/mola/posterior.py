@@ -14,24 +14,22 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from mola import archive, storage
 from mola.bounds import SCALE, component_bounds, far_field_logits, require_probit
-from mola.component import Component, per_component
+from mola.component import Component, WeightSamples, draw_weights, per_component
 from mola.distributed import Team
 from mola.errors import DataError, located, warn
-from mola.features import check_finite
 from mola.laplace import LogitMoments, in_range
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
 from mola.mixture import Mixture, describe_networks, describe_numbers, describe_weights
-from mola.networks import Inputs, one_batch, undisturbed, without_autocast
+from mola.network import Inputs, check_finite, one_batch, undisturbed, without_autocast
 from mola.prediction import Prediction, later
-from mola.prior import Rule, choose_together
 from mola.randomness import seed_from
-from mola.sampling import WeightSamples, draw_weights
-from mola.tuning import NOT_HELD_OUT, HeldOut, Problem, Tuning, read_held_out
+from mola.saving import archive, storage
+from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, Problem, Tuning, read_held_out
+from mola.tuning.rules import Rule, choose_together
+from mola.tuning.weights import check_weighting, evidence_weights, stacking_weights
 from mola.uncertainty import entropy, epistemic_share, far_field_score, max_probability_score
-from mola.weights import check_weighting, evidence_weights, stacking_weights
 
 __all__ = ["MoLA"]
 

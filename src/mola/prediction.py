@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mola.distributed import Team
 from mola.errors import DataError
-from mola.networks import without_autocast
+from mola.network import without_autocast
 from mola.uncertainty import entropy
 
 __all__ = ["Later", "Prediction", "later"]

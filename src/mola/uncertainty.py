@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.choices import counted
 from mola.errors import DataError, OptionError
 from mola.laplace import LogitMoments
+from mola.options import counted
 
 __all__ = [
     "alarm_rank",

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from mola import folders
-from mola.baselines.seeds import check_seed, derived_seeds
-from mola.choices import whole_number
+from mola.baselines.sgd import check_seed, derived_seeds
 from mola.errors import OptionError, located
-from mola.features import check_finite
-from mola.heads import check_logits
 from mola.likelihood import CATEGORICAL
 from mola.mixture import Mixture
-from mola.networks import Inputs, call, undisturbed
+from mola.network import Inputs, call, check_finite, check_logits, undisturbed
+from mola.options import whole_number
+from mola.saving import folders
 
 __all__ = ["McDropout"]
 

@@ -1,7 +1,13 @@
-r"""SWAG (Maddox et al., 2019): a Gaussian fitted to the path of SGD, and the average prediction of draws from it.
+r"""SWAG's parts as a JSON document and tensors, and back onto a network of the same architecture.
+
+Networks drawn from SWAG's Gaussian: their weights, made anew from a seed, and the BatchNorm statistics of each.
+
+SWAG (Maddox et al., 2019): a Gaussian fitted to the path of SGD, and the average prediction of draws from it.
 
 A `Swag` owns a copy of the network, whose parameters are the mean; yours is never touched. Drawn weights are made anew
 from the moments and a seed for every pass and are not stored; the BatchNorm statistics that belong to each draw are.
+
+MultiSWAG (Wilson and Izmailov, 2020): the mixture of several SWAGs, each from a trained network of its own.
 """
 
 from __future__ import annotations
@@ -11,30 +17,213 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
-from mola.baselines import swag_files
-from mola.baselines.draws import draw, statistics_of_draws
-from mola.baselines.keeping import all_tensors
-from mola.baselines.learning_rates import LearningRateTuning, as_rates, choose_learning_rate
-from mola.baselines.seeds import check_seed
-from mola.baselines.sgd_path import SgdPath, trainable
-from mola.baselines.snapshots import Moments
-from mola.choices import is_real, whole_number
-from mola.errors import OptionError, located
-from mola.features import check_finite
+from mola.baselines.sgd import (
+    LearningRateTuning,
+    as_rates,
+    check_seed,
+    choose_learning_rate,
+    derived_seeds,
+    has_statistics,
+    recompute_statistics,
+    seeded,
+)
+from mola.baselines.swag_path import Moments, SgdPath, trainable
+from mola.errors import OptionError, StorageError, located
 from mola.fitting import ensemble
-from mola.heads import check_logits
 from mola.likelihood import CATEGORICAL
 from mola.mixture import Mixture
-from mola.networks import Inputs, call, undisturbed
-from mola.networks.passes import WithTensors
-from mola.prior import ConfidenceThreshold
+from mola.network import Inputs, call, check_finite, check_logits, undisturbed
+from mola.network.calling import WithTensors
+from mola.options import is_real, whole_number
+from mola.saving import folders
+from mola.saving.storage import DOCUMENT
+from mola.saving.training_checkpoint import all_tensors
+from mola.schema import Optional
+from mola.tuning.rules import ConfidenceThreshold
 
-__all__ = ["ONE_RATE", "Swag"]
+__all__ = [
+    "ONE_RATE",
+    "MultiSwag",
+    "Swag",
+    "SwagParts",
+    "draw",
+    "multi_swag",
+    "read_swag",
+    "statistics_of_draws",
+    "write_swag",
+]
+
+SCHEMA = {
+    "snapshots": int,
+    "rank": int,
+    "samples": int,
+    "scale": float,
+    "seed": int,
+    "tuning": Optional({"rule": str, "learning_rate": float, "curve": {str: [float]}, "notes": [str]}),
+}
+
+
+class SwagParts(NamedTuple):
+    """What a SWAG is made of beside the network."""
+
+    moments: Moments
+    statistics: dict[str, Tensor]
+    samples: int
+    scale: float
+    seed: int
+    tuning: LearningRateTuning | None
+
+
+def _rest(network: nn.Module, moved: set[str]) -> dict[str, Tensor]:
+    """What of a network did not move: frozen parameters, and buffers."""
+    named = [*network.named_parameters(), *network.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named if name not in moved}
+
+
+def write_swag(directory: str | Path, network: nn.Module, parts: SwagParts) -> Path:
+    """Save the parts, and what of the network did not move."""
+    document: dict[str, Any] = {"snapshots": parts.moments.count, "rank": parts.moments.rank}
+    document |= {"samples": parts.samples, "scale": parts.scale, "seed": parts.seed}
+    document["tuning"] = None if parts.tuning is None else parts.tuning.as_json()
+    tensors = {f"moments.{name}": tensor for name, tensor in parts.moments.tensors().items()}
+    tensors |= {f"statistics.{name}": tensor for name, tensor in parts.statistics.items()}
+    tensors |= {f"network.{name}": tensor for name, tensor in _rest(network, set(parts.moments.mean)).items()}
+    return folders.save(directory, "swag", document, tensors)
+
+
+def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def read_swag(directory: str | Path, network: nn.Module) -> SwagParts:
+    """Load the parts, and put back what of the network did not move.
+
+    Args:
+        directory: folder that `write` made.
+        network: of your own and of the same architecture: what did not move is written over.
+
+    Returns:
+        The parts.
+
+    Raises:
+        StorageError: if the files are damaged, or the snapshots are of another network.
+    """
+    document, tensors = folders.load(directory, "swag", SCHEMA)
+    moved = set(_below(tensors, "moments.mean."))
+    rest = _rest(network, moved)
+    expected = _expected_shapes(document, network, moved, rest, set(_below(tensors, "statistics.")))
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = sorted({name for name, _ in found.items() ^ expected.items()})
+    if (
+        wrong
+        or not moved
+        or min(document["snapshots"], document["samples"]) < 1
+        or document["rank"] == 1
+        or document["scale"] < 0
+    ):
+        named = f"{wrong[0]} and {len(wrong) - 1} more" if wrong else "a number"
+        message = (
+            f"{directory} does not fit {type(network).__name__}: {named} of the saved SWAG is missing, unknown, or of "
+            f"another shape or size. Pass a network of the same architecture as the one it was made from."
+        )
+        raise StorageError(message)
+    with torch.no_grad():
+        for name, tensor in rest.items():
+            tensor.copy_(tensors[f"network.{name}"])
+    moments = Moments.from_tensors(document["snapshots"], _below(tensors, "moments."))
+    statistics = _below(tensors, "statistics.")
+    tuning = None if document["tuning"] is None else LearningRateTuning.from_json(document["tuning"])
+    return SwagParts(moments, statistics, document["samples"], float(document["scale"]), document["seed"], tuning)
+
+
+def _expected_shapes(
+    document: dict[str, Any], network: nn.Module, moved: set[str], rest: dict[str, Tensor], statistics: set[str]
+) -> dict[str, tuple[int, ...]]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.named_parameters() if name in moved}
+    buffers = {name: tuple(tensor.shape) for name, tensor in network.named_buffers() if name in statistics}
+    expected = {f"network.{name}": tuple(tensor.shape) for name, tensor in rest.items()}
+    for kind, leading in (("mean", ()), ("squares", ()), ("columns", (document["rank"],))):
+        expected |= {f"moments.{kind}.{name}": (*leading, *shape) for name, shape in shapes.items()}
+    return expected | {f"statistics.{name}": (document["samples"], *shape) for name, shape in buffers.items()}
+
+
+KIND = "swag-draw"
+
+DRAWS, PASSES = 1, 2
+"""Purposes of the seeds of the draws, and of the passes that make their statistics."""
+
+
+def draw(moments: Moments, seed: int, index: int, scale: float) -> dict[str, Tensor]:
+    """Weights of draw number `index`, by name; more draws of the same seed begin with the same ones."""
+    return moments.draw(derived_seeds(seed, DRAWS, index + 1)[index], scale)
+
+
+def statistics_of_draws(
+    network: nn.Module,
+    moments: Moments,
+    loader: Iterable[Any] | None,
+    samples: int,
+    scale: float,
+    seed: int,
+    checkpoint: Path | None,
+    *,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """BatchNorm statistics of every draw, each from a pass over the training data.
+
+    Args:
+        network: of your own: its parameters are written over.
+        moments: of the parameters that moved.
+        loader: training data, read once for every draw; None will do for a network without BatchNorm.
+        samples: number of draws.
+        scale: of the covariance.
+        seed: of the draws and of dropout and augmentation in the passes.
+        checkpoint: folder to keep the statistics of each draw in, and to take them up from; None keeps nothing.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
+
+    Returns:
+        Buffers (samples, ...) by name; none where the network keeps no statistics.
+
+    Raises:
+        OptionError: if there are statistics to make, and no data.
+    """
+    if not has_statistics(network):
+        return {}
+    if loader is None:
+        message = "the network has BatchNorm, whose statistics belong to each draw: pass train_loader to make them."
+        raise OptionError(message)
+    parameters, passes = dict(network.named_parameters()), derived_seeds(seed, PASSES, samples)
+    found: list[dict[str, Tensor]] = []
+    bar = tqdm(range(samples), desc="BatchNorm statistics", disable=None if progress else True, leave=False)
+    for index in bar:
+        with torch.no_grad():
+            for name, tensor in draw(moments, seed, index, scale).items():
+                parameters[name].copy_(tensor)
+        identity = {"seed": seed, "scale": scale, "network": folders.signature_of(network)}
+        folder = None if checkpoint is None else checkpoint / "draws" / str(index)
+        made = None if folder is None else _kept(folder, identity)
+        if made is None:
+            with undisturbed(network), seeded(network, passes[index]):
+                made = recompute_statistics(network, loader)
+            if folder is not None:
+                folders.save(folder, KIND, {"identity": identity}, made)
+        found.append(made)
+    return {name: torch.stack([one[name].to(found[0][name].device) for one in found]) for name in found[0]}
+
+
+def _kept(folder: Path, identity: dict[str, Any]) -> dict[str, Tensor] | None:
+    """What was kept of this very draw, if it was."""
+    if not (folder / DOCUMENT).exists():
+        return None
+    document, tensors = folders.load(folder, KIND, {"identity": {}})
+    return tensors if document["identity"] == identity else None
+
 
 ONE_RATE = "val_loader and rule choose among learning rates: pass several, learning_rate=[...]."
 
@@ -224,8 +413,8 @@ class Swag(Mixture):
         Returns:
             The folder, for `mola.Swag.load(directory, model)`.
         """
-        parts = swag_files.SwagParts(self.moments, self.statistics, self.samples, self.scale, self.seed, self.tuning)
-        return swag_files.write(directory, self.network, parts)
+        parts = SwagParts(self.moments, self.statistics, self.samples, self.scale, self.seed, self.tuning)
+        return write_swag(directory, self.network, parts)
 
     @classmethod
     def load(cls, directory: str | Path, model: nn.Module) -> Swag:
@@ -239,7 +428,7 @@ class Swag(Mixture):
             The predictor; `StorageError` if the files are damaged, or the snapshots are of another network.
         """
         network = _own_copy(model)
-        return cls(network, *swag_files.read(directory, network))
+        return cls(network, *read_swag(directory, network))
 
 
 def _sampled(swag: Swag, index: int, inputs: Inputs) -> Tensor:
@@ -289,3 +478,115 @@ def _checked_scale(scale: float | None, rank: int) -> float:
         message = f"scale must be a finite number, not negative; got {scale!r}."
         raise OptionError(message)
     return float(scale)
+
+
+MEMBERS = 3
+"""Purpose of the seeds of the members."""
+
+
+class MultiSwag(Mixture):
+    """The uniform mixture of SWAGs. Made by `mola.multi_swag` or `mola.MultiSwag.load`.
+
+    Args:
+        swags: one for each trained network.
+        tuning: how their learning rate was chosen, if it was.
+    """
+
+    def __init__(self, swags: Sequence[Swag], tuning: LearningRateTuning | None = None) -> None:
+        """Bind the SWAGs."""
+        super().__init__(swags)
+        self.swags, self.tuning = tuple(swags), tuning
+
+    def save(self, directory: str | Path) -> Path:
+        """Save every SWAG in a folder of its own inside this one.
+
+        Args:
+            directory: folder to write to.
+
+        Returns:
+            The folder, for `mola.MultiSwag.load(directory, models)`.
+        """
+        names = [f"swag-{index}" for index in range(len(self.swags))]
+        for name, swag in zip(names, self.swags, strict=True):
+            swag.save(Path(directory) / name)
+        tuning = None if self.tuning is None else self.tuning.as_json()
+        return folders.save(directory, "multi-swag", {"swags": names, "tuning": tuning}, {})
+
+    @classmethod
+    def load(cls, directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MultiSwag:
+        """Load what `save` wrote.
+
+        Args:
+            directory: folder that `save` wrote.
+            models: one network of the same architecture for all, or one for each; copies are used.
+
+        Returns:
+            The predictor.
+
+        Raises:
+            StorageError: if the files are damaged, or there are not as many networks.
+        """
+        document, _ = folders.load(directory, "multi-swag", {"swags": [str], "tuning": SCHEMA["tuning"]})
+        names = document["swags"]
+        networks = ensemble(models).networks
+        networks = networks * len(names) if len(networks) == 1 else networks
+        if not names or len(networks) != len(names):
+            message = f"{directory} was saved with {len(names)} SWAGs, got {len(networks)} models."
+            raise StorageError(message)
+        tuning = None if document["tuning"] is None else LearningRateTuning.from_json(document["tuning"])
+        return cls(
+            [Swag.load(Path(directory) / Path(name).name, own) for name, own in zip(names, networks, strict=True)],
+            tuning,
+        )
+
+
+def multi_swag(
+    models: Sequence[nn.Module],
+    train_loader: Iterable[Any],
+    val_loader: Iterable[Any] | None = None,
+    *,
+    learning_rate: float | Sequence[float] = 1e-2,
+    rule: ConfidenceThreshold | None = None,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+    **options: Any,
+) -> MultiSwag:
+    """MultiSWAG: the uniform mixture of one SWAG from each trained network.
+
+    Args:
+        models: K trained classifiers; they are not modified.
+        train_loader: training data with labels.
+        val_loader: validation data, to choose among several learning rates.
+        learning_rate: one number, or several: one is chosen for all, the largest with which the mixture's mean
+            confidence on the validation data meets the threshold.
+        rule: the threshold; None is the paper's, a little below the networks' own mean accuracy.
+        seed: from which each SWAG has its own.
+        checkpoint: folder to keep the paths in.
+        **options: of `Swag.fit`, for each: epochs, rank, samples, ...
+
+    Returns:
+        The mixture.
+
+    Raises:
+        OptionError: if an option cannot be used.
+    """
+    networks = ensemble(models).networks
+    seeds = derived_seeds(seed, MEMBERS, len(networks))
+
+    def make(rate: float) -> MultiSwag:
+        members = []
+        for index, (network, own) in enumerate(zip(networks, seeds, strict=True)):
+            folder = None if checkpoint is None else Path(checkpoint) / f"model-{index}-learning-rate-{rate:g}"
+            swag = Swag.fit(network, train_loader, learning_rate=rate, seed=own, checkpoint=folder, **options)
+            members.append(swag)
+        return MultiSwag(members)
+
+    rates, several = as_rates(learning_rate)
+    if not several:
+        if val_loader is not None or rule is not None:
+            raise OptionError(ONE_RATE)
+        return make(rates[0])
+    plain = [ensemble(network) for network in networks]
+    chosen = choose_learning_rate(rates, make, plain, val_loader, rule)
+    chosen.predictor.tuning = chosen.tuning
+    return chosen.predictor

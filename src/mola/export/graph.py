@@ -1,26 +1,183 @@
-"""From inputs to probabilities and uncertainty as one module without choices: what is written to a file."""
+"""The inputs of a graph: any batch that a network takes, as tensors with names, and back.
+
+Bytes to what a network is given, inside the graph: a file that takes images as they lie on disk.
+
+From inputs to probabilities and uncertainty as one module without choices: what is written to a file.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from mola.choices import did_you_mean
-from mola.errors import OptionError
+from mola.errors import DataError, OptionError
 from mola.export.folding import fold
 from mola.export.moments import Joint, JointMoments
-from mola.export.signature import Signature
-from mola.features import capture
 from mola.laplace import SPARE
-from mola.networks import undisturbed
+from mola.network import Inputs, capture, undisturbed
+from mola.options import did_you_mean
 from mola.posterior import MoLA
 from mola.uncertainty import entropy_of_all, share_of, softmax_and_entropy, spread_draws
 
-__all__ = ["OUTPUTS", "Exported", "check_outputs"]
+__all__ = ["OUTPUTS", "Exported", "Pixels", "Signature", "check_outputs"]
+
+LABELS = "labels"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Names of the tensors among a network's inputs, and what else it is called with.
+
+    Args:
+        kind: "tensor", "tuple" (positional arguments) or "mapping" (keyword arguments).
+        names: of the tensors, in order.
+        places: where each tensor stands: its position or key.
+        fixed: what is no tensor (flags, None), by position or key: part of the graph.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    places: tuple[Any, ...] = ()
+    fixed: Mapping[Any, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(example: Inputs, network: nn.Module) -> Signature:
+        """The signature of a batch.
+
+        Args:
+            example: a tensor, a tuple of positional or a mapping of keyword arguments.
+            network: says how its positional arguments are called.
+
+        Returns:
+            Names and places.
+
+        Raises:
+            DataError: if the example is none of these, or its tensors are not batches of one size.
+        """
+        if isinstance(example, Tensor):
+            found = Signature("tensor", ("input",), (0,))
+        elif isinstance(example, (Mapping, tuple, list)):
+            items = dict(example.items() if isinstance(example, Mapping) else enumerate(example))
+            items.pop(LABELS, None)
+            places = tuple(key for key, value in items.items() if isinstance(value, Tensor))
+            kind = "mapping" if isinstance(example, Mapping) else "tuple"
+            names = tuple(map(str, places)) if kind == "mapping" else _positional_names(network, places)
+            fixed = {key: value for key, value in items.items() if not isinstance(value, Tensor)}
+            found = Signature(kind, names, places, fixed)
+        else:
+            found = Signature("none", ())
+        nested = [key for key, value in found.fixed.items() if isinstance(value, (Mapping, tuple, list))]
+        if not found.names or nested:
+            message = (
+                f"example: expected one batch as a tensor, a tuple of tensors or a mapping of tensors; got "
+                f"{type(example).__name__}{f' with nested values at {nested}' if nested else ''}. Pass what posterior.predict takes."
+            )
+            raise DataError(message)
+        found._check_batch(example)
+        return found
+
+    def _check_batch(self, example: Inputs) -> None:
+        sizes = {name: tuple(tensor.shape) for name, tensor in zip(self.names, self.tensors(example), strict=True)}
+        if (
+            any(not shape or shape[0] == 0 for shape in sizes.values())
+            or len({shape[0] for shape in sizes.values()}) > 1
+        ):
+            message = (
+                f"example: expected the batch as first axis of every tensor, at least one row; got shapes {sizes}."
+            )
+            raise DataError(message)
+        for name, tensor in zip(self.names, self.tensors(example), strict=True):
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                message = f"example: {name} holds NaN or infinite numbers. Pass a batch as the network sees it."
+                raise DataError(message)
+
+    def tensors(self, inputs: Inputs) -> list[Tensor]:
+        """The tensors of a batch, in order.
+
+        Args:
+            inputs: a batch like the example; arrays are taken too.
+
+        Returns:
+            One for each name.
+
+        Raises:
+            DataError: if it has another form.
+        """
+        try:
+            values = [inputs] if self.kind == "tensor" else [inputs[place] for place in self.places]
+            return [torch.as_tensor(value) for value in values]
+        except (TypeError, KeyError, IndexError, ValueError, RuntimeError) as error:
+            expected = {"tensor": "one tensor", "tuple": "a tuple of tensors", "mapping": "a mapping of tensors"}[
+                self.kind
+            ]
+            message = f"inputs: expected {expected} for {', '.join(self.names)}; got {type(inputs).__name__}."
+            raise DataError(message) from error
+
+    def inputs(self, tensors: Sequence[Tensor]) -> Inputs:
+        """What the network is called with."""
+        if self.kind == "tensor":
+            return tensors[0]
+        values = dict(zip(self.places, tensors, strict=True)) | dict(self.fixed)
+        return values if self.kind == "mapping" else tuple(values[position] for position in sorted(values))
+
+    def as_json(self) -> dict[str, Any]:
+        """Kind, names and places."""
+        return {"kind": self.kind, "names": [*self.names], "places": [*self.places]}
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Signature:
+        """What `as_json` made."""
+        return Signature(entry["kind"], tuple(entry["names"]), tuple(entry["places"]))
+
+
+def _positional_names(network: nn.Module, places: Sequence[int]) -> tuple[str, ...]:
+    """How a network calls its positional arguments, or else by number."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = [name for name, one in inspect.signature(network.forward).parameters.items() if one.kind in kinds]
+    return tuple(known[place] if place < len(known) else f"input_{place}" for place in places)
+
+
+class Pixels(nn.Module):
+    """`(x / 255 - mean) / std` by channel, of bytes (n, channels, height, width).
+
+    Args:
+        mean: of pixels between 0 and 1; one for each channel, or one for all.
+        std: standard deviations likewise.
+
+    Raises:
+        OptionError: if there are not equally many, or a deviation is not positive.
+    """
+
+    def __init__(self, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> None:
+        """Keep the statistics as constants.
+
+        Raises:
+            OptionError: if they do not fit together.
+        """
+        super().__init__()
+        if not len(mean) or len(mean) != len(std) or not all(value > 0 for value in std):
+            message = f"Pixels: expected as many means as positive standard deviations, got {mean} and {std}."
+            raise OptionError(message)
+        self.statistics = tuple(mean), tuple(std)
+        self.register_buffer("mean", torch.tensor(self.statistics[0], dtype=torch.float32).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(self.statistics[1], dtype=torch.float32).view(-1, 1, 1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Normalised pixels in float32."""
+        mean, std = self.get_buffer("mean"), self.get_buffer("std")
+        return (pixels.to(torch.float32) / 255 - mean) / std
+
+    def extra_repr(self) -> str:
+        """The statistics."""
+        mean, std = self.statistics
+        return f"mean={mean}, std={std}"
+
 
 OUTPUTS = ("probabilities", "label", "confidence", "entropy", "mutual_information", "ood_score")
 """What a graph can give, and gives unless told otherwise."""

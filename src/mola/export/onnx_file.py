@@ -11,12 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import ExportError, MissingExtraError, OptionError
-from mola.export.agreement import check_agreement
 from mola.export.graph import OUTPUTS
 from mola.export.information import as_properties
-from mola.export.tracing import Settings, Traced, quietly, reason, root_of, trace
-from mola.export.writing import Written, check_path, write_file
-from mola.networks import Inputs
+from mola.export.tracing import (
+    Settings,
+    Traced,
+    Written,
+    check_agreement,
+    check_path,
+    quietly,
+    reason,
+    root_of,
+    trace,
+    write_file,
+)
+from mola.network import Inputs
 from mola.posterior import MoLA
 
 __all__ = ["export_onnx", "onnx_session"]

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from mola.errors import DataError, StorageError
+from mola.export.graph import Signature
 from mola.export.information import from_properties
 from mola.export.onnx_file import onnx_session, run_session
-from mola.export.signature import Signature
 from mola.export.torch_file import read_program, run_program
-from mola.networks import Inputs
+from mola.network import Inputs
 
 __all__ = ["LoadedExport", "load_exported"]
 

@@ -1,28 +1,49 @@
-"""A posterior and an example batch as a traced program that takes batches of any size."""
+"""A posterior and an example batch as a traced program that takes batches of any size.
+
+Whether a file gives the numbers that PyTorch gives.
+
+Write a file in one step, and say what was written.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
+import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mola.component import Component
-from mola.errors import ExportError, OptionError
-from mola.export.graph import OUTPUTS, Exported
+from mola.errors import ExportError, OptionError, StorageError
+from mola.export.graph import OUTPUTS, Exported, Signature
 from mola.export.information import describe
-from mola.export.signature import Signature
-from mola.heads import head_by_name
-from mola.networks import Inputs, undisturbed
+from mola.network import Inputs, head_by_name, undisturbed
 from mola.posterior import MoLA
+from mola.saving.storage import write_atomically
 
-__all__ = ["Settings", "Traced", "quietly", "reason", "root_of", "trace"]
+__all__ = [
+    "FLOAT16_TOLERANCE",
+    "TOLERANCE",
+    "Settings",
+    "Traced",
+    "Written",
+    "check_agreement",
+    "check_path",
+    "expected_outputs",
+    "probing_inputs",
+    "quietly",
+    "reason",
+    "root_of",
+    "trace",
+    "write_file",
+]
 
 
 @dataclass(frozen=True)
@@ -174,3 +195,178 @@ def quietly() -> Iterator[None]:
 def _is_news(record: logging.LogRecord) -> bool:
     """Not that the optimiser could not fold a constant: it leaves the node as it is, and the graph says the same."""
     return not str(record.msg).startswith("Evaluation failed")
+
+
+TOLERANCE = 1e-4
+"""Largest difference of any output at which a file is kept. Measured ones are below 1e-5, see tests/library/test_export.py."""
+
+FLOAT16_TOLERANCE = 5e-2
+"""The same for networks in half precision, whose numbers have three digits: runtimes round at other places than PyTorch."""
+
+BATCHES = (1, 3, 8)
+"""Sizes of the batches that are compared."""
+
+
+def expected_outputs(traced: Traced, example: Inputs) -> dict[str, Tensor]:
+    """What `posterior.predict` says of a batch, by the names of a file's outputs."""
+    prediction = traced.posterior.predict(network_inputs(example, traced.graph.signature, traced.graph))
+    names = {"probabilities": "probs"}
+    return {name: getattr(prediction, names.get(name, name)) for name in traced.graph.outputs}
+
+
+def probing_inputs(traced: Traced, example: Inputs, rows: int, seed: int) -> Inputs:
+    """A random batch like the example: its rows, floating-point ones with noise of their own size; bytes are all random."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    tensors = []
+    for tensor in traced.graph.signature.tensors(example):
+        picked = tensor.detach().cpu()[torch.arange(seed, seed + rows) % len(tensor)]
+        if tensor.is_floating_point():
+            noise = torch.randn(picked.shape, generator=generator, dtype=torch.float32, device="cpu")
+            scale = float(tensor.detach().float().std(correction=0)) or 1.0
+            picked = picked + (noise * scale).to(picked.dtype)
+        elif tensor.dtype == torch.uint8:
+            picked = torch.randint(256, picked.shape, generator=generator, dtype=torch.uint8, device="cpu")
+        tensors.append(picked)
+    return traced.graph.signature.inputs(tensors)
+
+
+def check_agreement(
+    traced: Traced, example: Inputs, run: Callable[[Sequence[Tensor]], Mapping[str, Tensor]], runtime: str
+) -> dict[str, float]:
+    """Compare a file with PyTorch on random batches of several sizes.
+
+    Args:
+        traced: what was exported.
+        example: a batch to make others of.
+        run: the file, from tensors to outputs by name.
+        runtime: what runs the file, for the message.
+
+    Returns:
+        Largest difference of each output. A label counts as different (1) only where the two best classes are not tied.
+
+    Raises:
+        ExportError: if a difference is too large, or an output is not a number.
+    """
+    worst = dict.fromkeys(traced.graph.outputs, 0.0)
+    for seed, rows in enumerate(BATCHES):
+        inputs = probing_inputs(traced, example, rows, seed)
+        expected = expected_outputs(traced, inputs)
+        found = run(traced.graph.signature.tensors(inputs))
+        for name, value in expected.items():
+            difference = (found[name].double() - value.double()).abs()
+            if name == "label":
+                difference = (difference > 0).double() * (~_tied(traced, inputs)).double()
+            worst[name] = max(worst[name], float(difference.nan_to_num(nan=torch.inf).max()))
+    limit = FLOAT16_TOLERANCE if traced.graph.float16 else TOLERANCE
+    wrong = {name: value for name, value in worst.items() if value > limit}
+    if wrong:
+        told = ", ".join(f"{name} by {value:.2g}" for name, value in wrong.items())
+        message = (
+            f"the file disagrees with PyTorch in {runtime}: {told}, and at most {limit:g} is expected. It was not written. "
+            f"{_remedy(traced)}"
+        )
+        raise ExportError(message)
+    return worst
+
+
+def _remedy(traced: Traced) -> str:
+    if traced.graph.float16:
+        return "These networks need more than half precision: export without float16."
+    return "Does a network depend on more than its inputs, such as random numbers or how often it was called?"
+
+
+def _tied(traced: Traced, inputs: Inputs) -> Tensor:
+    """Whether the two most probable classes differ by no more than rounding."""
+    probs = traced.posterior.predict(network_inputs(inputs, traced.graph.signature, traced.graph)).probs
+    first, second = probs.double().topk(2).values.T
+    return first - second < (FLOAT16_TOLERANCE if traced.graph.float16 else TOLERANCE)
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """An input or output of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    """Sizes; "batch" is any."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that was exported."""
+
+    path: Path
+    bytes: int
+    inputs: tuple[NamedTensor, ...]
+    outputs: tuple[NamedTensor, ...]
+    differences: dict[str, float] | None
+    """Largest difference of each output from PyTorch's; None where it was not checked."""
+    document: dict[str, Any]
+    """What the file says of itself."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {"path": str(self.path)}
+
+
+def _named(nodes: Sequence[Any], names: Sequence[str]) -> tuple[NamedTensor, ...]:
+    """What a traced graph's nodes are, sizes that are free called "batch"."""
+    found = []
+    for node, name in zip(nodes, names, strict=True):
+        value = node.meta["val"]
+        shape = tuple(size if isinstance(size, int) else "batch" for size in value.shape)
+        found.append(NamedTensor(name, str(value.dtype).removeprefix("torch."), shape))
+    return tuple(found)
+
+
+def check_path(path: str | Path) -> Path:
+    """A path that can be written, found out before the work.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The same.
+
+    Raises:
+        StorageError: if it is a folder, or its folder does not exist or cannot be written to.
+    """
+    path = Path(path)
+    if path.is_dir():
+        message = f"{path} is a folder; expected the name of a file to write."
+        raise StorageError(message)
+    if not path.parent.is_dir():
+        message = f"{path} cannot be written: there is no folder {path.parent}. Make it first."
+        raise StorageError(message)
+    if not os.access(path.parent, os.W_OK):
+        message = f"{path} cannot be written: no permission for folder {path.parent}."
+        raise StorageError(message)
+    return path
+
+
+def write_file(path: Path, content: bytes, traced: Traced, differences: dict[str, float] | None) -> Written:
+    """Write all of a file or nothing.
+
+    Args:
+        path: of the file.
+        content: all of it.
+        traced: what it was made of.
+        differences: from PyTorch.
+
+    Returns:
+        What was written.
+
+    Raises:
+        StorageError: if the disk is full, or the system refuses.
+    """
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror}. Nothing was left behind."
+        raise StorageError(message) from error
+    nodes, graph = {node.name: node for node in traced.program.graph.nodes}, traced.graph
+    signature = traced.program.graph_signature
+    inputs = _named([nodes[name] for name in signature.user_inputs], graph.signature.names)
+    outputs = _named([nodes[name] for name in signature.user_outputs], graph.outputs)
+    return Written(path, len(content), inputs, outputs, differences, traced.document)

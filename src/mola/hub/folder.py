@@ -21,13 +21,11 @@ from torch import nn
 
 from mola.errors import MissingExtraError, OptionError, StorageError
 from mola.fitting import ensemble, load
-from mola.hub.card import model_card
-from mola.hub.measuring import Measured
-from mola.hub.picture import draw_reliability
-from mola.models.checkpoints import load_weights, save_weights
+from mola.hub.card import Measured, draw_reliability, model_card
 from mola.posterior import MoLA
+from mola.saving.storage import write_atomically
+from mola.saving.weights_files import load_weights, save_weights
 from mola.schema import Optional, check, check_seal, parse, sealed
-from mola.storage import write_atomically
 
 __all__ = ["is_hub_folder", "load_from_hub_folder", "save_to_hub_folder"]
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import OptionError
-from mola.exactness import exact_device
+from mola.float64 import exact_device
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = [

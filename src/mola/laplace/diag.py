@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mola.laplace.base import Factors, Posterior, Spectrum, Structure, beside_tables, mahalanobis_weights
-from mola.laplace.basis import centred_diagonal, centred_variance
+from mola.laplace.symmetric import centred_diagonal, centred_variance
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = ["Diag", "DiagFactors"]

@@ -43,9 +43,8 @@ import torch
 from torch import Tensor
 
 from mola.laplace.base import Factors, Posterior, Spectrum, Structure
-from mola.laplace.basis import centred_diagonal, centred_variance, eigensystem
-from mola.laplace.damped import Damped, DampedFeatures
-from mola.laplace.symmetric import add_gram, pack, packed_size, unpack
+from mola.laplace.kron import Damped, DampedFeatures
+from mola.laplace.symmetric import add_gram, centred_diagonal, centred_variance, eigensystem, pack, packed_size, unpack
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = ["KronDiag", "KronDiagFactors", "KronDiagPosterior", "graph_of_degrees"]

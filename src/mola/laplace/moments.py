@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mola.errors import DataError, located
-from mola.exactness import exact
+from mola.float64 import exact
 from mola.laplace.base import Posterior, Spectrum
-from mola.laplace.damped import DampedFeatures
+from mola.laplace.kron import DampedFeatures
 from mola.randomness import even_normals
 
 __all__ = ["Candidate", "LogitMoments", "in_range", "or_nan"]

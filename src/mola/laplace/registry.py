@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mola.choices import resolve
 from mola.laplace.base import Structure
 from mola.laplace.diag import Diag
 from mola.laplace.full import Full
 from mola.laplace.kron import Kron
 from mola.laplace.kron_diag import KronDiag
 from mola.laplace.kron_exact import KronExact
+from mola.options import resolve
 
 __all__ = ["STRUCTURES", "as_structure"]
 

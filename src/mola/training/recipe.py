@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 
-from mola.choices import one_of
 from mola.errors import OptionError
+from mola.options import one_of
 
 __all__ = ["OPTIMISERS", "RECIPES", "SCHEDULES", "Recipe"]
 

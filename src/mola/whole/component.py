@@ -9,15 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import DataError, OptionError
-from mola.features import check_finite
-from mola.fingerprints import Watch
-from mola.heads import check_logits
 from mola.laplace import SPARE, LogitMoments, check_precision
 from mola.likelihood import CATEGORICAL
-from mola.networks import Inputs, call, without_autocast
-from mola.networks.passes import WithTensors
-from mola.whole.jacobians import Directions, Rows, jacobian_rows, portions
-from mola.whole.layout import Layout
+from mola.network import Inputs, call, check_finite, check_logits, without_autocast
+from mola.network.calling import WithTensors
+from mola.network.fingerprint import Watch
+from mola.whole.jacobians import Directions, Layout, Rows, jacobian_rows, portions
 from mola.whole.spectra import Dense, Spectrum
 from mola.whole.spread import logit_moments, seen_and_shift
 

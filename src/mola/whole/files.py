@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mola import folders
-from mola.choices import counted
 from mola.errors import OptionError, StorageError
-from mola.fingerprints import Watch
 from mola.fitting import ensemble
 from mola.links import LINKS, Link
+from mola.network.fingerprint import Watch
+from mola.options import counted
+from mola.saving import folders
 from mola.schema import Optional
-from mola.tuning import Tuning
+from mola.tuning.candidates import Tuning
 from mola.whole.component import WholeComponent, WholeCurvature
-from mola.whole.layout import Layer, Layout, is_normalisation, is_plain
+from mola.whole.jacobians import Layer, Layout, is_normalisation, is_plain
 from mola.whole.links import WeightDraws
 from mola.whole.spectra import Blocks, Dense, LayerSpectrum, Spectrum
 

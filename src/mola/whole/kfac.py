@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mola.errors import MissingExtraError
-from mola.networks import Inputs, call, without_autocast
-from mola.networks.passes import Differentiable
-from mola.whole.jacobians import size_of, usable
-from mola.whole.layout import Layer
+from mola.network import Inputs, call, without_autocast
+from mola.network.calling import Differentiable
+from mola.whole.jacobians import Layer, size_of, usable
 from mola.whole.spectra import LayerSpectrum
 
 __all__ = ["KroneckerFactors", "require_curvlinops"]

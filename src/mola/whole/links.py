@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mola.choices import one_of, whole_number
 from mola.errors import OptionError
 from mola.links import LINKS, Link, MonteCarlo, as_link
+from mola.options import one_of, whole_number
 from mola.randomness import check_seed
 
 __all__ = ["WeightDraws", "as_whole_link"]

@@ -15,12 +15,12 @@ from mola.errors import DataError, located, warn
 from mola.laplace import LogitMoments
 from mola.links import Link, Probit
 from mola.mixture import Mixture, describe_networks, describe_numbers, describe_weights
-from mola.networks import Inputs, undisturbed, without_autocast
+from mola.network import Inputs, undisturbed, without_autocast
 from mola.prediction import Prediction, later
-from mola.prior import Rule, as_rule
-from mola.tuning import Tuning
+from mola.tuning.candidates import Tuning
+from mola.tuning.rules import Rule, as_rule
+from mola.tuning.weights import check_weighting, evidence_weights
 from mola.uncertainty import entropy, epistemic_share, max_probability_score, mutual_information
-from mola.weights import check_weighting, evidence_weights
 from mola.whole import files
 from mola.whole.component import WholeComponent
 from mola.whole.links import WeightDraws, as_whole_link

@@ -20,8 +20,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from mola.whole.jacobians import NUMBERS_AT_ONCE, Piece, Product, Rows
-from mola.whole.layout import Layout
+from mola.whole.jacobians import NUMBERS_AT_ONCE, Layout, Piece, Product, Rows
 
 __all__ = ["Blocks", "Dense", "LayerSpectrum", "Spectrum"]
 

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import StructureTooLargeError
-from mola.exactness import exact
+from mola.float64 import exact
 from mola.laplace.memory import free_memory
 from mola.likelihood import CATEGORICAL, Likelihood
-from mola.networks import Inputs
-from mola.whole.jacobians import Piece, Product, jacobian_rows
+from mola.network import Inputs
+from mola.whole.jacobians import Layout, Piece, Product, jacobian_rows
 from mola.whole.kfac import KroneckerFactors
-from mola.whole.layout import Layout
 from mola.whole.spectra import Blocks, Dense, LayerSpectrum, Spectrum, dense_rows
 
 __all__ = ["DenseSum", "DiagonalSum", "KroneckerSum", "Sum", "check_dense_size", "roots"]

@@ -12,14 +12,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mola.errors import DataError, located
-from mola.exactness import exact
-from mola.features import batch_count, peek
+from mola.float64 import exact
 from mola.laplace import LogitMoments, Posterior
 from mola.likelihood import CATEGORICAL
 from mola.links import Link
-from mola.networks import Inputs, as_batch, call, undisturbed
-from mola.networks.habits import copied
-from mola.tuning import HeldOut, Problem
+from mola.network import Inputs, as_batch, batch_count, call, peek, undisturbed
+from mola.network.calling import copied
+from mola.tuning.candidates import HeldOut, Problem
 from mola.whole.component import WholeComponent
 from mola.whole.jacobians import Directions
 from mola.whole.links import WeightDraws

@@ -1,0 +1,109 @@
+"""`mola bench`: a suite of the paper's experiments, from trained networks to numbers on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from mola.app.cli.progress import showing_progress
+
+__all__ = ["bench"]
+
+
+def bench(
+    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10 or imagenet.")],
+    runs: Annotated[int, typer.Option(min=1, help="Runs, each with networks of its own.")] = 1,
+    components: Annotated[
+        int | None, typer.Option(min=1, help="Networks in each mixture.  [default: the paper's]")
+    ] = None,
+    groups: Annotated[
+        str,
+        typer.Option(
+            help="What to compare, separated by commas: main, variants, structures, components, rules, weights, cost, or all "
+            "of these; beyond (SWAG and MIMO, which train) and whole (Laplace approximations of all layers) take long."
+        ),
+    ] = "main",
+    networks: Annotated[
+        Path | None, typer.Option(help="Folder of trained networks.  [default: networks/SUITE]")
+    ] = None,
+    network: Annotated[str | None, typer.Option(help="Their architecture.  [default: the paper's]")] = None,
+    data: Annotated[
+        Path | None, typer.Option(envvar="MOLA_DATA", help="Folder that holds the data sets; digits need none.")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Folder for the numbers: one JSON a method and run.")] = Path("results"),
+    cache: Annotated[
+        Path, typer.Option(envvar="MOLA_CACHE", help="Folder for the networks' activations, made once.")
+    ] = Path("activations"),
+    normalisation: Annotated[
+        str | None, typer.Option(help="Of the images: none, cifar10 or imagenet.  [default: the suite's]")
+    ] = None,
+    corruptions: Annotated[str, typer.Option(help="Of CIFAR-10-C: paper (16 types) or all (19).")] = "paper",
+    conventions: Annotated[
+        str, typer.Option(help="consistent, or authors: outliers normalised and chosen as in the paper's scripts.")
+    ] = "consistent",
+    train_images: Annotated[int | None, typer.Option(min=1, help="Fit on at most so many.")] = None,
+    test_images: Annotated[int | None, typer.Option(min=1, help="Test on at most so many, shifted or not.")] = None,
+    outliers: Annotated[int | None, typer.Option(min=1, help="At most so many of each outlier set.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Train networks that are missing first.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Make all records anew, in place of what is there.")] = False,
+    swag: Annotated[
+        str,
+        typer.Option(help="Of SWAG: snapshots=, images= (between snapshots), batch_size=, learning_rate=, samples=."),
+    ] = "",
+    mimo: Annotated[str, typer.Option(help="Of MIMO: epochs=, members=, batch_repetition=.")] = "",
+    device: Annotated[str, typer.Option(help="Where to run the networks, such as cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads to compute with.  [default: torch's]")] = None,
+    download: Annotated[bool, typer.Option("--download", help="Fetch missing data sets.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing.")] = False,
+) -> None:
+    """Run a suite of experiments on trained networks.
+
+    What the networks make of the data is computed once and kept; every method, prior and ablation reads it. Each record is
+    written as soon as it is made: the same command goes on where it stopped. `mola report` shows what was found.
+    """
+    import torch
+
+    from mola.lab.run import Order, carry_out
+    from mola.lab.suite import DataOptions
+    from mola.lab.suites.registry import find_suite
+
+    chosen = find_suite(suite)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    order = Order(
+        suite=chosen,
+        runs=runs,
+        components=components or chosen.components,
+        groups=groups,
+        network=network,
+        networks=networks or Path("networks") / chosen.name,
+        results=results,
+        cache=cache,
+        options=DataOptions(
+            directory=data,
+            train=train_images,
+            outliers=outliers,
+            test=test_images,
+            download=download,
+            normalisation=normalisation,
+            corruptions=corruptions,
+            conventions=conventions,
+        ),
+        train=train,
+        device=device,
+        fresh=fresh,
+        swag=swag,
+        mimo=mimo,
+    )
+    with showing_progress(quiet=quiet) as progress:
+        folder = carry_out(order, progress)
+    if not quiet:
+        Console(highlight=False).print(
+            f"Records are in [bold]{escape(str(folder))}[/bold]. See them with: mola report {chosen.name} --results "
+            f"{escape(str(results))}",
+            soft_wrap=True,
+        )

@@ -1,0 +1,120 @@
+"""`mola evaluate`: the methods side by side on the user's own data."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from mola.app.cli.progress import showing_progress
+from mola.app.cli.run_file import Config, check_run, write_run
+from mola.app.cli.shared_options import (
+    RUN,
+    Data,
+    Device,
+    Json,
+    Network,
+    Quiet,
+    Strict,
+    Threads,
+    Trust,
+    finish,
+    set_threads,
+)
+from mola.compare.report.tables import for_terminal
+from mola.compare.report.terminal import fitting
+
+__all__ = ["evaluate"]
+
+DRAWING_BEGINS = 0.8
+"""Share of the whole time after which figures are drawn."""
+
+WORST = 5
+"""Classes that the terminal shows; the page shows all."""
+
+
+def evaluate(
+    context: typer.Context,
+    posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` wrote.")],
+    test: Annotated[str, typer.Option(help="Labelled data to compare on, as for `mola fit --train`.")],
+    ood: Annotated[
+        list[str] | None, typer.Option(help="Data of no class; labels are not read. Can be repeated.")
+    ] = None,
+    val: Annotated[
+        str | None,
+        typer.Option(help="Labelled data for temperatures and LLLA.  [default: those the posterior was tuned on]"),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the page, the figures and the numbers.")] = Path("report"),
+    data: Data = None,
+    strict: Strict = False,
+    network: Network = None,
+    trust: Trust = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of your own code that draws.", rich_help_panel=RUN)] = 0,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    config: Config = None,
+) -> None:
+    """Compare MAP, temperature scaling, the deep ensemble, LLLA and MoLA on your own data.
+
+    Accuracy, log loss, Brier score and calibration error on the test data, also class by class; on data of no class how sure each
+    method is of them and how well it tells them apart, by every outlier score that it has. All with standard errors, and bold only
+    what leads by more than chance. Writes index.html, which needs nothing else, numbers.json, tables.md and the figures,
+    and run.toml, which makes the run again: `mola evaluate --config report/run.toml`.
+
+        mola evaluate posterior --test images/test --ood images/strange --output report
+    """
+    import torch
+
+    # Before the work rather than after it: a missing extra, and a folder that cannot be written.
+    from mola.app.jobs.evaluate import run_evaluate
+    from mola.app.jobs.folder import open_folder
+    from mola.app.jobs.rows import Account
+    from mola.compare.report.demo import prepare_folder
+    from mola.compare.report.evaluation.tables import class_table, evaluation_tables
+    from mola.compare.report.evaluation.words import findings, remarks
+    from mola.compare.report.evaluation.writing import write_evaluation
+    from mola.distributed import join
+
+    prepare_folder(output)
+    check_run(context, config, trust=trust)
+    set_threads(threads)
+    torch.manual_seed(seed)
+    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
+        progress("loading networks", 0.0)
+        result = run_evaluate(
+            open_folder(posterior, device, trust=trust, network=network or ()),
+            test,
+            tuple(ood or ()),
+            lambda doing, done: progress(doing, DRAWING_BEGINS * done),
+            val=val,
+            strict=strict,
+            directory=None if data is None else str(data),
+            team=team,
+        )
+        with team.work("writing the page"):
+            if not team.first:
+                return  # one process writes and speaks for all
+            page = write_evaluation(
+                result, output, lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done)
+            )
+    write_run(context, output / "run.toml")
+    if not quiet and not as_json:
+        console = Console(highlight=False)
+        for table in [*evaluation_tables(result), class_table(result, WORST)]:
+            for part in fitting(table, console.width):
+                console.print(for_terminal(part))
+        for title, text in findings(result):
+            console.print(f"[bold]{escape(title)}[/bold]: {escape(text)}")
+        for line in remarks(result):
+            console.print(escape(line), style="dim")
+        console.print(f"\nWrote [bold]{escape(str(page))}[/bold], with numbers and figures beside it.", soft_wrap=True)
+    # torchrun knows only success and failure: what was left out is said, but does not end the job.
+    with suppress(*(typer.Exit,) if team.size > 1 else ()):
+        account = Account(result.left_out, result.noted)
+        finish(account, result.plain(), as_json=as_json, quiet=True if not as_json else quiet)

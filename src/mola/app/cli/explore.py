@@ -1,0 +1,105 @@
+"""`mola explore`: a local page to play with a posterior."""
+
+from __future__ import annotations
+
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from mola.app.cli.progress import showing_progress
+from mola.app.cli.shared_options import RUN, Data, Device, Network, Quiet, Threads, Trust, set_threads
+from mola.errors import OptionError
+
+__all__ = ["explore"]
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def explore(
+    posterior: Annotated[
+        Path | None, typer.Argument(help="Folder that `mola fit` wrote.  [default: the digits demo, trained at once]")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA", help="Data whose outlier scores to compare with.  [default: the validation data of the fit]"
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve the page on; 0 takes a free one.")] = 7860,
+    host: Annotated[str, typer.Option(help="Address to serve it on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+    data: Data = None,
+    network: Network = None,
+    trust: Trust = False,
+    device: Device = "cpu",
+    threads: Threads = None,
+    quiet: Quiet = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the digits demo.", rich_help_panel=RUN)] = 0,
+) -> None:
+    """Play with a posterior on a local page: turn, blur or draw a picture, and watch its confidence.
+
+    Shows what a single network (MAP), the deep ensemble (DE) and MoLA say of it, where MoLA's doubt comes from, and how outlying
+    the picture is beside the validation data. Without a folder, opens on the digits demo. Ctrl-C ends it.
+
+        mola explore posterior
+    """
+    # Before the work rather than after it: a missing extra, a port that is taken.
+    import mola.app.explore.page  # noqa: F401
+    from mola.app.explore.server import listen, make_app, serve
+
+    if posterior is None:
+        _refuse_reference(reference)
+    listening = listen(host, port)
+    address = f"http://{'[' + host + ']' if ':' in host else host}:{listening.getsockname()[1]}/"
+    set_threads(threads)
+    try:
+        with showing_progress(quiet=quiet) as progress:
+            from mola.app.explore.opinions import Explorer
+
+            if posterior is None:
+                from mola.app.explore.from_digits import digits_subject
+                from mola.compare.demo_result import DemoSettings
+
+                subject = digits_subject(progress, DemoSettings(seed=seed))
+            else:
+                from mola.app.explore.from_folder import open_subject
+
+                subject = open_subject(
+                    posterior,
+                    progress,
+                    reference=reference,
+                    directory=None if data is None else str(data),
+                    device=device,
+                    trust=trust,
+                    network=network or (),
+                )
+            app = make_app(Explorer(subject), everyone=host not in LOCAL)
+        console = Console(highlight=False)
+
+        def ready() -> None:
+            if not quiet:
+                for note in subject.notes:
+                    console.print(f"note: {escape(note)}", soft_wrap=True)
+                console.print(f"Explore [bold]{escape(address)}[/bold] (Ctrl-C ends it)", soft_wrap=True)
+            if browser:
+                threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+        serve(app, listening, ready)
+    finally:
+        listening.close()
+
+
+def _refuse_reference(reference: str | None) -> None:
+    """The digits demo has validation data of its own.
+
+    Raises:
+        OptionError: if others were named.
+    """
+    if reference is not None:
+        message = "--reference goes with a posterior's folder: the digits demo has its own."
+        raise OptionError(message)

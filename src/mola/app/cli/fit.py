@@ -1,0 +1,285 @@
+"""`mola fit`: a posterior from the user's own networks and data."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from mola.app.cli.progress import showing_progress
+from mola.app.cli.shared_options import RUN, Json, Quiet, finish, numbers, set_threads, sides, texts
+from mola.compare.report.tables import Column, for_terminal, make_table
+from mola.options import counted
+
+if TYPE_CHECKING:
+    from mola.app.jobs.fit import FitResult
+
+__all__ = ["fit"]
+
+NETWORKS, DATA, PREPARATION, METHOD = "Networks", "Data", "Preparation of the inputs", "Method"
+
+CODE = ("network", "train", "val", "outliers")
+"""Options that may name functions."""
+
+
+def fit(
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="WEIGHTS", help="Files of weights, as for --weights.")
+    ] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="lenet, resnet-20, wrn-16-4, ...; package.module:function; timm:NAME; a Hugging Face folder; a .pt2 file. Can "
+            "be repeated.",
+            rich_help_panel=NETWORKS,
+        ),
+    ] = None,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Files of weights (safetensors, or made by torch.save), or a folder of them: a network each.",
+            rich_help_panel=NETWORKS,
+        ),
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(
+            help="Names in the order of the outputs, with commas or a line each in a file; or their number.  [default: the "
+            "subfolders' names]",
+            rich_help_panel=NETWORKS,
+        ),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="Dotted name of the last linear layer.  [default: found]", rich_help_panel=NETWORKS),
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Read .pt2 files, which can run code.", rich_help_panel=NETWORKS)
+    ] = False,
+    train: Annotated[
+        str | None,
+        typer.Option(
+            help="Training data: a folder of images with a subfolder a class, .npz (x, y), .csv (path, label), mnist:train, or "
+            "package.module:function.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    val: Annotated[str | None, typer.Option(help="Validation data, likewise.", rich_help_panel=DATA)] = None,
+    outliers: Annotated[
+        str | None, typer.Option(help="Data of no class, for --rule outliers.", rich_help_panel=DATA)
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(envvar="MOLA_DATA", help="Folder that holds the built-in data sets.", rich_help_panel=DATA),
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch built-in sets that are missing.", rich_help_panel=DATA)
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first input that cannot be used.", rich_help_panel=DATA)
+    ] = False,
+    resize: Annotated[
+        str | None,
+        typer.Option(
+            help="Images to this shorter side (256) or height and width (32x32).", rich_help_panel=PREPARATION
+        ),
+    ] = None,
+    crop: Annotated[
+        int | None,
+        typer.Option(min=1, help="Then a square of this side, from the middle.", rich_help_panel=PREPARATION),
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="RGB, or L for grey.  [default: as the images are]", rich_help_panel=PREPARATION)
+    ] = None,
+    normalise: Annotated[
+        str | None,
+        typer.Option(
+            help="Of pixels: none (x / 255), cifar10 or imagenet.  [default: the network's own, or none]",
+            rich_help_panel=PREPARATION,
+        ),
+    ] = None,
+    mean: Annotated[
+        str | None, typer.Option(help="Instead: 0.5 or 0.49,0.48,0.45.", rich_help_panel=PREPARATION)
+    ] = None,
+    std: Annotated[str | None, typer.Option(help="With --mean.", rich_help_panel=PREPARATION)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Inputs at a time.  [default: 256]", rich_help_panel=PREPARATION)
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Threads that decode images.  [default: 2]", rich_help_panel=PREPARATION)
+    ] = None,
+    structure: Annotated[
+        str | None,
+        typer.Option(help="kron, kron-exact, kron-diag, diag or full.  [default: kron]", rich_help_panel=METHOD),
+    ] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="How lambda is chosen: threshold (the paper's), nll, brier, ece, evidence, outliers or none.  [default: "
+            "threshold]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="On mean confidence, for --rule threshold.  [default: 0.01 below the networks' mean accuracy]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    prior_precision: Annotated[
+        float | None, typer.Option(help="Lambda, for --rule none.  [default: 1]", rich_help_panel=METHOD)
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="probit, probit-centered, mean-field, bridge or mc.  [default: probit]", rich_help_panel=METHOD
+        ),
+    ] = None,
+    mixing: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the networks: uniform, evidence or stacking.  [default: uniform]", rich_help_panel=METHOD
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the posterior.", rich_help_panel=RUN)] = Path("posterior"),
+    bundle: Annotated[
+        bool, typer.Option("--bundle", help="Copy the weights into it, so that it can be moved.", rich_help_panel=RUN)
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Options from a TOML file, such as the job.toml of a posterior; flags win.", rich_help_panel=RUN
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="[default: 0]", rich_help_panel=RUN)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to run the networks.  [default: cpu]", rich_help_panel=RUN)
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads to compute with.  [default: torch's]", rich_help_panel=RUN)
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Folder for sums under way: the same command goes on from there.", rich_help_panel=RUN),
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Give trained networks honest confidence: one pass over the training data.
+
+    Reads each network's weights, puts a Laplace approximation on its last layer, tunes one number on the validation data and
+    writes a folder that the other commands open. Networks are neither retrained nor changed.
+
+        mola fit checkpoints/*.safetensors --network lenet --train mnist:train --val mnist:val --data DIR
+
+        mola fit a.pt b.pt --network models:build --train images/train --val images/val --normalise imagenet
+
+    Several processes share the work, here or on many machines: torchrun --nproc-per-node=4 -m mola fit ...
+    """
+    from mola.app.jobs.code import check_values
+    from mola.app.jobs.fit import run_fit
+    from mola.app.jobs.job import Job, read_job
+    from mola.distributed import join
+
+    job = Job() if config is None else read_job(config)[0]
+    given: dict[str, Any] = {
+        "network": tuple(network) if network else None,
+        "weights": (*(weights or ()), *(files or ())) or None,
+        "classes": texts(classes),
+        "head": head,
+        "trust": trust or None,
+        "train": train,
+        "val": val,
+        "outliers": outliers,
+        "directory": None if data is None else str(data),
+        "download": download or None,
+        "strict": strict or None,
+        "resize": sides(resize),
+        "crop": crop,
+        "mode": mode,
+        "normalise": normalise,
+        "mean": numbers(mean, "--mean"),
+        "std": numbers(std, "--std"),
+        "batch_size": batch_size,
+        "workers": workers,
+        "structure": structure,
+        "link": link,
+        "mixing": mixing,
+        "prior_precision": prior_precision,
+        "rule": rule,
+        "threshold": threshold,
+        "seed": seed,
+        "device": device,
+        "threads": threads,
+    }
+    if config is not None:
+        by_file = {f"--{name}": getattr(job, name) for name in CODE if given[name] is None}
+        check_values(by_file, config, trust=trust)
+    job = job.with_options(given)
+    set_threads(job.threads)
+    with join() as team:
+        # One process writes and speaks for all.
+        quiet, as_json = quiet or not team.first, as_json and team.first
+        with showing_progress(quiet=quiet) as progress:
+            result = run_fit(job, output, progress, bundle=bundle, team=team, checkpoint=checkpoint)
+    if not quiet and not as_json:
+        found = result.document["result"]
+        _show(output, found, job.structure, len(found["prior_precision"]), result)
+    summary = {
+        "folder": str(output),
+        "result": result.document["result"],
+        "notes": list(result.notes),
+        "replaced": result.replaced,
+        **result.account.plain(),
+    }
+    # torchrun knows only success and failure: what was left out is said, but does not end the job.
+    with suppress(*(typer.Exit,) if team.size > 1 else ()):
+        finish(result.account, summary, as_json=as_json, quiet=quiet)
+
+
+def _show(output: Path, found: dict[str, Any], structure: str, networks: int, result: FitResult) -> None:
+    from mola.tuning.rules import FEW_DATA
+
+    console = Console(highlight=False)
+    count = counted(networks, "network")
+    precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in found["prior_precision"]))
+    rule = f", by {found['rule']}" if found["rule"] else ""
+    console.print(
+        f"Fitted {count} with {found['outputs']} classes on {counted(found['train_count'], 'input')}: structure {structure}, lambda "
+        f"{precisions}{escape(rule)}."
+    )
+    measured = found["validation"]
+    if measured:
+        plain = "network" if networks == 1 else "ensemble"  # of the same networks, without covariances
+        columns = [
+            Column("accuracy %", digits=2),
+            Column("NLL", digits=4),
+            Column("ECE %", digits=2),
+            Column("mean conf. %", digits=2),
+        ]
+        values = {
+            name: [100 * one["accuracy"], one["nll"], 100 * one["ece"], 100 * one["confidence"]]
+            for name, one in ((plain, measured["networks"]), ("posterior", measured["posterior"]))
+        }
+        caption = f"{counted(measured['count'], 'input')}, which were tuned on: `mola evaluate` measures on others."
+        console.print(for_terminal(make_table("On the validation data", caption, columns, values)))
+        before, after = measured["networks"]["nll"], measured["posterior"]["nll"]
+        if after > before and "ConfidenceThreshold" in str(found["rule"]):
+            console.print(
+                f"The threshold rule has raised the log loss here, {before:.4f} to {after:.4f}: that is the price of caution outside "
+                f"these data. --rule nll tunes for the log loss instead.",
+                style="dim",
+            )
+    for note in result.notes:
+        if note.startswith(FEW_DATA):  # the others were warnings
+            console.print(f"Note: {escape(note)}", style="dim")
+    place = escape(str(output))
+    instead = ", and replaced the posterior that was there" if result.replaced else ""
+    console.print(
+        f"Wrote [bold]{place}[/bold]{instead}. Next: mola predict {place} DATA --output predictions.csv", soft_wrap=True
+    )

@@ -1,0 +1,88 @@
+"""`mola info`: what a posterior's folder holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mola.app.cli.shared_options import Json
+from mola.options import counted
+
+__all__ = ["info"]
+
+
+def info(
+    posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` or posterior.save wrote.")],
+    as_json: Json = False,
+) -> None:
+    """Show what a posterior is and how it was made, without loading networks.
+
+    Checks the files against their checksums on the way.
+
+        mola info posterior
+    """
+    from mola.app.jobs.information import read_information
+
+    found = read_information(posterior)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, words in _lines(found):
+        table.add_row(name, escape(words))
+    console.print(table)
+
+
+def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in found["prior_precision"]))
+    lines = [
+        ("posterior", found["folder"]),
+        (
+            "networks",
+            f"{found['components']}, with {', '.join(dict.fromkeys(f'{number:,}' for number in found['network_numbers']))} numbers",
+        ),
+        ("last layer", f"{found['heads'][0]}: {found['features'][0]} features, {found['outputs']} classes"),
+        ("structure", f"{found['structure']}, link {found['link']}, weights {found['weighting']}"),
+        ("lambda", f"{precisions}, {'by ' + found['rule'] if found['rule'] else 'as given'}"),
+        *[("note", note) for note in found["notes"]],
+        ("fitted on", counted(found["train_count"], "input")),
+        ("files", f"{found['bytes']:,} bytes, whole; checksum {found['sha256'][:16]}"),
+    ]
+    if found["job"] is None:
+        return [*lines, ("job", "none: saved by a program, which loads it with mola.load")]
+    names = found["classes"]
+    shapes = ", ".join(f"{one['name'] or 'tensor'} {tuple(one['shape'])} of {one['dtype']}" for one in found["inputs"])
+    lines += [
+        ("classes", ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "without names"),
+        ("inputs", shapes),
+        ("made of", ", ".join(found["networks"])),
+        *[("weights", f"{one['state']}: {one['path']}") for one in found["weight_files"]],
+        ("data", f"train {found['train']}, validation {found['val'] or 'none'}, {found['left_out']} left out"),
+    ]
+    if found["validation"]:
+        before, after = found["validation"]["networks"], found["validation"]["posterior"]
+        lines.append(
+            (
+                "validation",
+                f"accuracy {after['accuracy']:.2%}, NLL {before['nll']:.4f} to {after['nll']:.4f}, ECE {before['ece']:.2%} to "
+                f"{after['ece']:.2%} (ensemble to posterior){_alarm(found['validation'])}",
+            )
+        )
+    made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return [*lines, ("made with", made), ("again", f"mola fit --config {found['job']}")]
+
+
+def _alarm(validation: dict[str, Any]) -> str:
+    """Above which score inputs are outlying, and how many usual ones are taken for such, where that is known."""
+    rate = validation.get("false_alarm_rate")
+    words = "" if rate is None else f" (false alarms: at most {100 * rate:.2g} %)"
+    return f"; outlying above {validation['outlier_threshold']:.4g}{words}"

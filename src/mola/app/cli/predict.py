@@ -1,0 +1,104 @@
+"""`mola predict`: a row for each input."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from mola.app.cli.progress import showing_progress
+from mola.app.cli.run_file import Config, check_run, write_run
+from mola.app.cli.shared_options import (
+    RUN,
+    Data,
+    Device,
+    FalseAlarmRate,
+    Json,
+    Network,
+    Quiet,
+    Strict,
+    Threads,
+    Trust,
+    finish,
+    set_threads,
+)
+from mola.options import counted
+
+__all__ = ["predict"]
+
+
+def predict(
+    context: typer.Context,
+    posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` wrote.")],
+    inputs: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA", help="A folder of images, .npz, .npy, .csv, mnist:test, or package.module:function."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="File to write: .csv, .jsonl or .npz.")] = Path("predictions.csv"),
+    probabilities: Annotated[
+        bool, typer.Option("--probabilities", help="Add the probabilities of all classes.")
+    ] = False,
+    false_alarm_rate: FalseAlarmRate = None,
+    data: Data = None,
+    strict: Strict = False,
+    network: Network = None,
+    trust: Trust = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of links that draw.  [default: the link's own]", rich_help_panel=RUN)
+    ] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    config: Config = None,
+) -> None:
+    """Predict with honest confidence: a row for each input.
+
+    Writes name, label, class, confidence, entropy, its epistemic part, outlier score, and whether that score is so high that at
+    most 5 % (--false-alarm-rate) of inputs like the validation data pass it. Inputs that cannot be read have a row with the
+    error. Memory does not grow with the data. A file beside the output, with `.toml` at its end, makes the run
+    again: `mola predict --config FILE`.
+
+        mola predict posterior images/ --output predictions.csv
+    """
+    from mola.app.jobs.folder import open_folder
+    from mola.app.jobs.predict import run_predict
+    from mola.distributed import join
+
+    check_run(context, config, trust=trust)
+    set_threads(threads)
+    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
+        progress("loading networks", 0.0)
+        fitted = open_folder(posterior, device, trust=trust, network=network or ())
+        result = run_predict(
+            fitted,
+            inputs,
+            output,
+            progress,
+            probabilities=probabilities,
+            strict=strict,
+            directory=None if data is None else str(data),
+            seed=seed,
+            false_alarm_rate=false_alarm_rate,
+            team=team,
+        )
+    if result is None:
+        return  # one process writes and speaks for all
+    write_run(context, output.with_name(f"{output.name}.toml"))
+    if not quiet and not as_json:
+        outlying = "" if result.outlying is None else f", {result.outlying:.1%} outlying"
+        Console(highlight=False).print(
+            f"Predicted {counted(result.count, 'input')} in {result.seconds:.1f} s: mean confidence "
+            f"{result.confidence:.3f}, mean entropy {result.entropy:.3f} of which epistemic {result.epistemic:.3f}{outlying}. Wrote "
+            f"[bold]{escape(str(output))}[/bold].",
+            soft_wrap=True,
+        )
+    # torchrun knows only success and failure: what was left out is said, but does not end the job.
+    with suppress(*(typer.Exit,) if team.size > 1 else ()):
+        finish(result.account, result.plain(), as_json=as_json, quiet=quiet)

@@ -1,0 +1,279 @@
+"""`mola evaluate`: MAP, temperature scaling, deep ensemble, LLLA and MoLA side by side, on a user's own test data.
+
+All methods but LLLA follow from the logits that predicting with the posterior gives anyway, so the data are read once and the
+networks run once; LLLA runs the first network once more. The validation data, too, are read once: temperatures and LLLA are tuned
+on what the networks made of them.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mola import __version__
+from mola.app.jobs.built_in import overlap
+from mola.app.jobs.datasets import UserSet
+from mola.app.jobs.fit import make_rule
+from mola.app.jobs.folder import Fitted
+from mola.app.jobs.material import Progress
+from mola.app.jobs.order import check_order
+from mola.app.jobs.rows import Account, Loader
+from mola.app.jobs.shards import divided
+from mola.baselines.temperature import fit_temperature
+from mola.compare import Answer, Tally
+from mola.compare.evaluation import Evaluation, compare_inside, compare_outside
+from mola.distributed import Team
+from mola.errors import DataError, MolaWarning, OptionError
+from mola.network import undisturbed
+from mola.posterior import MoLA
+from mola.tuning.candidates import HeldOut, read_held_out
+
+__all__ = ["run_evaluate"]
+
+SINGLE, SINGLE_T, ENSEMBLE, ENSEMBLE_T, LAPLACE, MIXTURE = "MAP", "MAP-T", "DE", "DE-T", "LLLA", "MoLA"
+
+
+@dataclass(frozen=True)
+class _Contest:
+    """The methods, from one posterior."""
+
+    posterior: MoLA
+    single: MoLA
+    """The first component alone."""
+    temperatures: dict[str, float]
+    outputs: int
+
+    def ask(self, batch: Any) -> dict[str, Answer]:
+        """What every method says of a batch; the plain ensemble has the posterior's weights."""
+        (whole,) = self.posterior.predict_batches([batch])
+        assert whole.logit_mean is not None  # a mixture of Laplace approximations has logits
+        logits, weights = whole.logit_mean, self.posterior.weights
+        answers = {SINGLE: _mixed(logits[:1], None)}
+        if SINGLE_T in self.temperatures:
+            answers[SINGLE_T] = _mixed(logits[:1] / self.temperatures[SINGLE_T], None)
+        if len(logits) == 1:
+            return {**answers, LAPLACE: Answer(whole.probs, logits, None, whole.ood_score)}
+        answers[ENSEMBLE] = _mixed(logits, weights)
+        if ENSEMBLE_T in self.temperatures:
+            answers[ENSEMBLE_T] = _mixed(logits / self.temperatures[ENSEMBLE_T], weights)
+        (one,) = self.single.predict_batches([batch])
+        answers[LAPLACE] = Answer(one.probs, one.logit_mean, None, one.ood_score)
+        return {**answers, MIXTURE: Answer(whole.probs, logits, weights, whole.ood_score)}
+
+
+def _mixed(logits: Tensor, weights: Tensor | None) -> Answer:
+    """Networks without a posterior, by their logits (K, n, C); without weights, one network."""
+    shares = [1.0] if weights is None else weights.tolist()
+    probs = torch.stack([share * torch.softmax(one, -1) for share, one in zip(shares, logits, strict=True)]).sum(0)
+    return Answer(probs, logits, weights)
+
+
+def run_evaluate(
+    fitted: Fitted,
+    test: str,
+    outliers: Sequence[str] = (),
+    progress: Progress = lambda doing, done: None,
+    *,
+    val: str | None = None,
+    strict: bool = False,
+    directory: str | None = None,
+    team: Team | None = None,
+) -> Evaluation:
+    """Compare the methods.
+
+    Args:
+        fitted: an opened posterior.
+        test: labelled data, as the user names them.
+        outliers: data that belong to no class.
+        progress: told what is being done, and which share of the work is done.
+        val: labelled data to tune temperatures and LLLA on; None takes those that the posterior was tuned on.
+        strict: whether an input that cannot be used is an error.
+        directory: that holds the built-in sets.
+        team: the processes that do it together, each on its own part of every set. None is this one alone.
+
+    Returns:
+        The numbers, the same for every process.
+
+    Raises:
+        OptionError: if a set is named twice.
+    """
+    began = time.perf_counter()
+    if len({test, *outliers}) <= len(outliers):
+        message = f"each set can be named once, got {', '.join([test, *outliers])}."
+        raise OptionError(message)
+    account, together = Account(), Team.alone() if team is None else team
+    steps = 2 + len(outliers)
+
+    def loader(source: UserSet, doing: str, step: int, *, labelled: bool) -> Loader:
+        progress(doing, step / steps)
+
+        def tell(share: float) -> None:
+            progress(doing, (step + share) / steps)
+
+        return Loader(divided(source, together), account, strict, labelled, tell, whole=together.size == 1)
+
+    # All opened first: a name that is wrong is told before any work.
+    tuned_on = val or fitted.job.val
+    sources = {
+        name: fitted.open_set(name, labelled=index == 0, directory=directory, said=True)
+        for index, name in enumerate([test, *outliers])
+    }
+    # A folder that was moved may name data that stayed behind.
+    absent = None if val else "name the validation data with --val DATA."
+    held = None
+    if tuned_on is not None:
+        held = fitted.open_set(tuned_on, labelled=True, directory=directory, said=val is not None, absent=absent)
+    exposed = None if fitted.job.outliers is None else fitted.open_set(fitted.job.outliers, labelled=False)
+    contest, notes = _contest(
+        fitted,
+        None if held is None else loader(held, "tuning", 0, labelled=True),
+        None if exposed is None else loader(exposed, "tuning", 0, labelled=False),
+        together,
+    )
+    tallies: dict[str, dict[str, Tally]] = {}
+    for step, (name, source) in enumerate(sources.items(), 1):
+        with together.work(f"evaluating on {name}"):
+            tallies[name] = _read(contest, loader(source, Path(name).name, step, labelled=name == test), together)
+    with together.work("the account"):
+        account = account.together(together)
+    progress("done", 1.0)
+    inside = tallies[test]
+    outside = {name: compare_outside(inside, tallies[name]) for name in outliers}
+    classes = fitted.classes or [str(index) for index in range(fitted.outputs)]
+    methods, leads = compare_inside(inside, classes, {name: results for name, (results, _) in outside.items()})
+    return Evaluation(
+        test=test,
+        count=next(iter(inside.values())).count,
+        methods=methods,
+        leads=leads,
+        outside_leads={name: found for name, (_, found) in outside.items()},
+        components=len(fitted.posterior.components),
+        chosen={
+            **{f"prior precision of {LAPLACE}": contest.single.prior_precision[0]},
+            **(
+                {f"prior precision of {MIXTURE}": fitted.posterior.prior_precision[0]}
+                if len(fitted.posterior.components) > 1
+                else {}
+            ),
+            **{f"temperature of {name}": value for name, value in contest.temperatures.items()},
+        },
+        notes=(*notes, *_warnings(fitted, test, tuned_on)),
+        left_out=account.left_out,
+        noted=account.noted,
+        made={
+            "posterior": str(fitted.folder),
+            "validation": tuned_on,
+            "structure": fitted.posterior.structure,
+            "rule": fitted.job.rule,
+            "seconds": time.perf_counter() - began,
+            "versions": {"mola": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        },
+    )
+
+
+def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None, team: Team) -> tuple[_Contest, list[str]]:
+    posterior, notes = fitted.posterior, []
+    temperatures: dict[str, float] = {}
+    held: HeldOut | None = None
+    if val is None:
+        notes.append("There are no validation data, so no temperatures: name some with --val.")
+    else:
+        with team.work("reading the validation data"):
+            held = _held_out(posterior, val, team)
+            logits, labels = _logits(held, team)
+        check_order(torch.stack([labels, logits[0].argmax(1)], 1), logits.shape[2], None, val.source.name)
+        wanted = {SINGLE_T: logits[:1]} | ({ENSEMBLE_T: logits} if len(logits) > 1 else {})
+        for name, some in wanted.items():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", MolaWarning)
+                temperatures[name] = fit_temperature(some, labels, posterior.weights if len(some) > 1 else None)
+            notes += [f"{name}: {one.message}" for one in caught]
+    single = posterior
+    shares = posterior.weights.tolist()
+    if max(shares) - min(shares) > 1e-9:
+        listed = ", ".join(f"{share:.3f}" for share in shares)
+        notes.append(f"The networks have the same weights in {ENSEMBLE}, {ENSEMBLE_T} and {MIXTURE}: {listed}.")
+    if len(posterior.components) > 1:
+        single = MoLA(posterior.components[:1], posterior.link)
+        rule = make_rule(fitted.job, exposed)
+        if rule is not None:
+            with warnings.catch_warnings():
+                # What tuning warns of is kept in its notes, which the report shows.
+                warnings.simplefilter("ignore", MolaWarning)
+                first = held if held is None else HeldOut(held.features[:1], held.logits[:1], held.labels, team=team)
+                single = single.tune(
+                    None if fitted.job.rule == "evidence" else first, rule=rule, progress=False, team=team
+                )
+    for name, one in ((LAPLACE, single), (MIXTURE, posterior)):
+        if one.tuning is not None and (name == LAPLACE or one is not single):
+            notes += [f"{name}: {note}" for note in one.tuning.notes]
+    return _Contest(posterior, single, temperatures, fitted.outputs), notes
+
+
+def _held_out(posterior: MoLA, loader: Loader, team: Team) -> HeldOut:
+    """What the networks make of labelled data; each process holds its own part."""
+    heads = [component.head for component in posterior.components]
+    posterior.check_networks()
+    with undisturbed(*posterior.networks):
+        return read_held_out(
+            posterior.networks, heads, loader, where="validation data", labelled=True, progress=False, team=team
+        )
+
+
+def _logits(held: HeldOut, team: Team) -> tuple[Tensor, Tensor]:
+    """Logits (K, n, C) and labels (n,) of the data of all processes."""
+    kind = torch.promote_types(held.logits[0].dtype, torch.float32)
+    rows = team.rows(torch.stack([some.to(kind) for some in held.logits], dim=1) if len(held) else None)
+    return rows.transpose(0, 1), team.rows(held.labels if len(held) else None)
+
+
+def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
+    tallies: dict[str, Tally] = {}
+    pairs: list[Tensor] = []
+    for batch in loader:
+        labels = None
+        if loader.labelled:
+            labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+        answers = contest.ask(batch)
+        for method, answer in answers.items():
+            tallies.setdefault(method, Tally()).add(answer, labels)
+        if labels is not None:
+            pairs.append(torch.stack([labels, answers[SINGLE].probs.argmax(1)], 1))
+        team.check()
+    if loader.labelled:
+        every = team.rows(torch.cat(pairs) if pairs else None)
+        check_order(every, contest.outputs, None, loader.source.name)
+    if team.size == 1:
+        return tallies
+    everyone = team.collect(list(tallies))
+    methods = team.share(next((one for one in everyone or () if one), []))
+    if not methods:
+        message = f"{loader.source.name} holds no input that can be used."
+        raise DataError(message)
+    return {method: tallies.get(method, Tally()).together(team) for method in methods}
+
+
+def _warnings(fitted: Fitted, test: str, tuned_on: str | None) -> list[str]:
+    """What makes a comparison flatter than the truth."""
+    notes = []
+    for what, name in (("training", fitted.job.train), ("validation", tuned_on)):
+        if name is not None and _same(name, test):
+            notes.append(f"The test data are the {what} data: the scores flatter.")
+        elif name is not None and overlap(name, test):
+            base = test.partition(":")[0]
+            notes.append(f"{name}, the {what} data, and {test} share images: {base}:val and {base}:report do not.")
+    return notes
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names are the same, or name the same file or folder in two ways."""
+    places = [Path(name).expanduser() for name in (one, other)]
+    return one == other or (all(place.exists() for place in places) and places[0].samefile(places[1]))

@@ -1,0 +1,73 @@
+"""A posterior's folder as one file: ONNX, or a program of torch.export."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mola.app.jobs.folder import Fitted
+from mola.app.jobs.preparation import Intake
+from mola.app.jobs.scores import alarm
+from mola.errors import OptionError
+from mola.export import OUTPUTS, Pixels, Written, export_onnx, export_torch
+
+__all__ = ["run_export"]
+
+
+def run_export(
+    fitted: Fitted,
+    *,
+    onnx: Path | None = None,
+    torch_program: Path | None = None,
+    outputs: Sequence[str] | None = None,
+    float16: bool = False,
+    pixels: bool = False,
+    check: bool = True,
+    false_alarm_rate: float | None = None,
+) -> list[Written]:
+    """Write the files that were asked for.
+
+    Args:
+        fitted: a folder that was opened.
+        onnx: ONNX file to write.
+        torch_program: file of torch.export to write.
+        outputs: which; None is all.
+        float16: networks in half precision.
+        pixels: the file takes bytes, and normalises them as the training data were.
+        check: compare each file with PyTorch before it is kept.
+        false_alarm_rate: of the threshold that the file holds; None is 0.05.
+
+    Returns:
+        What was written.
+
+    Raises:
+        OptionError: if no file was asked for, or the networks do not take images.
+    """
+    if onnx is None and torch_program is None:
+        message = "nothing to write: expected --onnx FILE, --torch FILE, or both."
+        raise OptionError(message)
+    example = fitted.example
+    told: dict[str, Any] = {
+        "classes": fitted.classes,
+        "outputs": outputs or OUTPUTS,
+        "float16": float16,
+        "check": check,
+        "ood_threshold": alarm(fitted, false_alarm_rate),
+    }
+    if pixels:
+        if not isinstance(example, Tensor) or example.dim() != 4:
+            message = "--pixels: expected networks that take images, as one tensor (batch, channels, height, width)."
+            raise OptionError(message)
+        intake = Intake.from_plain(fitted.preparation)
+        told["preparation"] = Pixels(intake.mean, intake.std)
+        example = torch.zeros(example.shape, dtype=torch.uint8)
+    written = []
+    if onnx is not None:
+        written.append(export_onnx(fitted.posterior, onnx, example, **told))
+    if torch_program is not None:
+        written.append(export_torch(fitted.posterior, torch_program, example, **told))
+    return written

@@ -1,0 +1,340 @@
+"""`mola fit`: from names of networks and data to a posterior's folder."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mola import __version__
+from mola.app.jobs.folder import move
+from mola.app.jobs.job import NAME, Job, relative
+from mola.app.jobs.material import Material, Progress
+from mola.app.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
+from mola.app.jobs.order import check_order, warn_of_guessing
+from mola.app.jobs.output import BUNDLED, holds_posterior
+from mola.app.jobs.rows import Account, Loader
+from mola.app.jobs.scores import keep_scores, remove_others, usual_alarm
+from mola.app.jobs.toml import to_toml
+from mola.compare import Answer, Tally
+from mola.distributed import Team
+from mola.errors import OptionError, warn
+from mola.fitting import fit
+from mola.laplace import STRUCTURES
+from mola.links import LINKS
+from mola.network import find_heads, undisturbed
+from mola.options import one_of
+from mola.posterior import MoLA
+from mola.saving import archive, storage
+from mola.tuning.candidates import HeldOut, read_held_out
+from mola.tuning.data_checks import Remembering, shared_rows
+from mola.tuning.rules import RULES as NAMED_RULES
+from mola.tuning.rules import ConfidenceThreshold, OutlierExposure, Rule
+
+__all__ = ["RULES", "FitResult", "make_rule", "quantiles", "run_fit"]
+
+RULES = (*NAMED_RULES, "outliers", "none")
+"""How the prior precision is chosen; none keeps what is given."""
+
+MIXING = ("uniform", "evidence", "stacking")
+READING = "reading the validation data"
+ROWS = 1024
+"""Validation data that are looked at together once they were read."""
+
+LEVELS = (*(percent / 100 for percent in range(100)), *((990 + tenth) / 1000 for tenth in range(1, 11)))
+"""Shares of the validation data whose outlier scores are kept: each percent, and in the last, where outliers lie, each tenth."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What `mola fit` did.
+
+    Attributes:
+        folder: where the posterior lies.
+        document: what was written to `job.toml`.
+        account: what was left out.
+        notes: what tuning had to say.
+        replaced: whether there was a posterior in the folder before.
+    """
+
+    folder: Path
+    document: dict[str, Any]
+    account: Account
+    notes: tuple[str, ...]
+    replaced: bool = False
+
+
+def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
+    """The rule that a job names; None keeps the prior precision.
+
+    Args:
+        job: its rule and threshold.
+        outliers: data for the rule that needs some.
+
+    Returns:
+        The rule.
+
+    Raises:
+        OptionError: if it is unknown, or lacks what it needs.
+    """
+    one_of(job.rule, RULES, "rule")
+    if job.threshold is not None and job.rule != "threshold":
+        message = f"--threshold is for the rule 'threshold', got the rule {job.rule!r}."
+        raise OptionError(message)
+    if (job.rule == "outliers") != (job.outliers is not None):
+        message = "the rule 'outliers' and the data named by --outliers go together: give both or none."
+        raise OptionError(message)
+    if job.rule == "none":
+        return None
+    if job.rule == "threshold":
+        return ConfidenceThreshold(confidence=job.threshold)
+    if job.rule == "outliers":
+        return OutlierExposure([] if outliers is None else outliers)
+    return NAMED_RULES[job.rule]
+
+
+def check_job(job: Job) -> None:
+    """Refuse what can be seen to be wrong before anything is read.
+
+    Args:
+        job: as the user gave it.
+
+    Raises:
+        OptionError: if something is missing or unknown.
+    """
+    if job.train is None:
+        message = "no training data: name them with --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
+        raise OptionError(message)
+    one_of(job.structure, STRUCTURES, "structure")
+    one_of(job.link, LINKS, "link")
+    one_of(job.mixing, MIXING, "mixing")
+    if job.seed >= 2**63:
+        message = f"seed must be below 2**63, got {job.seed}."
+        raise OptionError(message)
+    make_rule(job, None)
+    needs = "rule" if job.rule not in ("evidence", "none") else "mixing" if job.mixing == "stacking" else None
+    if job.val is None and needs is not None:
+        message = (
+            f"the {needs} {getattr(job, needs)!r} needs validation data: name them with --val, or choose --rule evidence, "
+            f"which needs none."
+        )
+        raise OptionError(message)
+
+
+def run_fit(
+    job: Job,
+    output: Path,
+    progress: Progress = lambda doing, done: None,
+    *,
+    bundle: bool = False,
+    team: Team | None = None,
+    checkpoint: Path | None = None,
+) -> FitResult:
+    """Fit a posterior and write its folder.
+
+    Args:
+        job: what to do.
+        output: folder to write.
+        progress: told what is being done, and which share of the work is done.
+        bundle: whether the weights are copied into the folder, so that it can be moved.
+        team: the processes that do the job together, each on its own part of the data; rank 0 writes. None is this one alone.
+        checkpoint: folder for the fit under way: an interrupted one goes on.
+
+    Returns:
+        What was done.
+
+    Raises:
+        OptionError: if the output is a file, or there is nothing to bundle.
+    """
+    check_job(job)
+    if bundle and (not job.weights or any(map(is_whole, job.network))):
+        message = "--bundle copies files of --weights into the folder: networks that bring their own cannot be bundled."
+        raise OptionError(message)
+    replaced = holds_posterior(output, checkpoint)
+    if job.val is not None and job.val == job.train and job.rule == "none":  # tuning notices it by itself
+        warn("the validation data are the training data: networks look surer and better on these than they are.")
+    torch.manual_seed(job.seed)
+    progress("loading networks", 0.0)
+    count = job.classes if isinstance(job.classes, int) else None if job.classes is None else len(job.classes)
+    built = build_networks(job.network, job.weights, classes=count, trust=job.trust)
+    _move(built, job.device)
+    together = Team.alone() if team is None else team
+    account = Account()
+    with together.work("opening the data"):
+        if job.download and not together.first:
+            together.share(None)  # rank 0 fetches what is missing before the others look for it
+        data = Material(job, built, account, progress, together)
+        if job.download and together.first:
+            together.share(None)
+    # Before the training data, which may take hours: a wrong order of the classes is seen here. Nothing reads them again.
+    held = None if data.val is None else Remembering(data.loader(data.val, READING, 0.05, 0.15))
+    held_out = None if held is None else _read_validation(built, job, data, held)
+    seen = Remembering(data.loader(data.train, "fitting", 0.15, 0.7, labelled=False))
+    posterior = fit(
+        built.networks,
+        seen,
+        structure=job.structure,
+        prior_precision=job.prior_precision,
+        weights="uniform" if job.mixing == "stacking" else job.mixing,
+        link=job.link,
+        head=job.head,
+        progress=False,
+        team=together,
+        checkpoint=checkpoint,
+    )
+    posterior = _tune(posterior, job, data, held_out)
+    if held is not None and together.size == 1:
+        posterior = posterior.with_doubt(shared_rows(seen, held))
+    progress("checking", 0.85)
+    measured, scores = (None, None) if held_out is None else _measure(posterior, held_out)
+    with together.work("checking"):
+        data.account = account = account.together(together)
+    with together.work("writing"):
+        if bundle and together.first:
+            job, built = _bundled(job, built, output)
+        elif job.weights:
+            # The files one by one: what joins a folder later is no part of this posterior.
+            job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
+        if together.first and measured is not None and scores is not None:
+            # Named by what they hold, and written first: what is here stays intact until the new posterior names them.
+            output.mkdir(parents=True, exist_ok=True)
+            measured["scores"] = keep_scores(output, scores)
+        document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
+        if together.first:
+            _write(posterior, document, output)
+            remove_others(output, None if measured is None else measured["scores"]["file"])
+            if bundle:
+                _forget_others(output, built.files)
+    progress("done", 1.0)
+    notes = posterior.tuning.notes if posterior.tuning is not None else ()
+    return FitResult(output, document, account, notes, replaced)
+
+
+def _move(built: Built, device: str) -> None:
+    for network in built.networks:
+        move(network, device)
+
+
+def _read_validation(built: Built, job: Job, data: Material, val: Remembering) -> HeldOut:
+    """What the networks make of the validation data, read once; refused if their classes are in another order."""
+    names = [job.head] * len(built.networks)
+    with data.team.work(READING), undisturbed(*built.networks):
+        held_out = read_held_out(
+            built.networks,
+            find_heads(built.networks, names, data.first),
+            val,
+            where="validation data",
+            labelled=True,
+            progress=False,
+            team=data.team,
+        )
+        assert held_out.labels is not None
+        for index, logits in enumerate(held_out.logits):
+            pairs = data.team.rows(torch.stack([held_out.labels, logits.argmax(1)], 1) if len(held_out) else None)
+            check_order(pairs, data.outputs, data.classes, str(job.val), index)
+            if index == 0:
+                warn_of_guessing(pairs, data.outputs, str(job.val))
+    return held_out
+
+
+def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -> MoLA:
+    outliers = None if data.outliers is None else data.loader(data.outliers, "tuning", 0.8, 0.85, labelled=False)
+    rule = make_rule(job, outliers)
+    if rule is not None:
+        data.progress("tuning", 0.7)
+        held = None if job.rule == "evidence" else held_out
+        posterior = posterior.tune(held, rule=rule, progress=False, team=data.team)
+    if job.mixing == "stacking" and held_out is not None:
+        posterior = posterior.reweight(held_out, progress=False, team=data.team)
+    return posterior
+
+
+def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64]]:
+    """The networks alone and the posterior on the validation data, and the outlier scores of these."""
+    plain, whole, team = Tally(), Tally(), held_out.team
+    assert held_out.labels is not None
+    with team.work("checking"):
+        for start in range(0, len(held_out), ROWS):
+            part = slice(start, start + ROWS)
+            logits, probs, score = posterior.of_held_out(held_out, part)
+            # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
+            alone = torch.einsum("k,knc->nc", posterior.weights.to(logits), torch.softmax(logits, -1))
+            plain.add(Answer(alone), held_out.labels[part])
+            whole.add(Answer(probs, ood_score=score), held_out.labels[part])
+        plain, whole = plain.together(team), whole.together(team)
+    scores = whole.score
+    assert scores is not None
+    threshold, rate = usual_alarm(scores)
+    measured = {
+        "count": whole.count,
+        "networks": plain.labelled(),
+        "posterior": whole.labelled(),
+        "outlier_threshold": threshold,
+        "false_alarm_rate": rate,
+        "outlier_quantiles": quantiles(scores),
+    }
+    return measured, scores
+
+
+def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
+    """Pairs of a share and the score that this share of the inputs stays below: how scores are distributed, in a few numbers."""
+    return [[level, float(value)] for level, value in zip(LEVELS, np.quantile(scores, LEVELS), strict=True)]
+
+
+def _write(posterior: MoLA, document: dict[str, Any], output: Path) -> None:
+    """Write the posterior and its job in one step; then the job once more, for people and for `mola fit --config`."""
+    text = to_toml(document)
+    posterior.check_networks()
+    packed, tensors = archive.pack(
+        posterior.components, posterior.link, posterior.weights, posterior.weighting, posterior.tuning
+    )
+    storage.write(output, {**packed, "job": tomllib.loads(text)}, tensors)
+    storage.write_atomically(output / NAME, text.encode())
+
+
+def _forget_others(output: Path, kept: list[Path]) -> None:
+    """Remove the weights that an older bundle left: its posterior is gone."""
+    names = {path.name for path in kept}
+    for path in (output / BUNDLED).iterdir():
+        if re.fullmatch(r"\d+(-[0-9a-f]{16})?", path.stem) and path.name not in names:
+            path.unlink(missing_ok=True)
+
+
+def _bundled(job: Job, built: Built, output: Path) -> tuple[Job, Built]:
+    """Copies of the weights inside the folder, and a job that names them."""
+    target = output / BUNDLED
+    target.mkdir(parents=True, exist_ok=True)
+    # Named by what they hold: the weights of the posterior that is here stay until the new one is written.
+    copies = [target / f"{index}-{checksum(path)[:16]}{path.suffix}" for index, path in enumerate(built.files)]
+    for path, copy in zip(built.files, copies, strict=True):
+        with storage.partial_file(copy) as partial:
+            shutil.copyfile(path, partial)
+            partial.replace(copy)
+    return replace(job, weights=tuple(str(copy) for copy in copies)), replace(built, files=copies)
+
+
+def _result(
+    posterior: MoLA, built: Built, data: Material, measured: dict[str, Any] | None, output: Path
+) -> dict[str, Any]:
+    return {
+        "classes": list(data.classes or ()),
+        "outputs": data.outputs,
+        **data.inputs,
+        "files": [relative(str(path), output) for path in built.files],
+        "sha256": [checksum(path) for path in built.files],
+        "prior_precision": list(posterior.prior_precision),
+        "rule": None if posterior.tuning is None else posterior.tuning.rule,
+        "train_count": posterior.components[0].require_curvature("a result")[1].factors.count,
+        "left_out": len(data.account),
+        "intake": data.intake.plain(),
+        "validation": measured,
+        "versions": {"mola": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }

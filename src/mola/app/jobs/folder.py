@@ -1,0 +1,341 @@
+"""A posterior's folder: what `mola fit` wrote, opened again without being told how.
+
+The posterior's own document holds the job, too: its options, and under `result` what fitting settled (classes, shape of the
+inputs, checksums of the weights, outlier threshold). So both are replaced in one step, and no posterior runs with another one's
+preparation. The `job.toml` beside it is for people, and for `mola fit --config`: it may be edited, and then says no more than
+where files lie now.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mola.app.jobs.code import check_code, check_values
+from mola.app.jobs.datasets import UserSet, is_own_function, open_set
+from mola.app.jobs.job import NAME, PATHS, Job, job_of, read_job
+from mola.app.jobs.networks import build_networks, check_unchanged, is_whole
+from mola.app.jobs.preparation import Intake
+from mola.errors import OptionError, StorageError, warn
+from mola.fitting import load
+from mola.lab.models import MODELS
+from mola.posterior import MoLA
+from mola.saving import storage
+from mola.schema import SEAL, Optional, check
+
+__all__ = ["Fitted", "describe_inputs", "example_of", "move", "open_folder", "read_folder"]
+
+Moved = TypeVar("Moved", bound=nn.Module)
+
+RESULT = {
+    "classes": [str],
+    "outputs": int,
+    "form": str,
+    "inputs": [{"name": str, "shape": [int], "dtype": str}],
+    "files": [str],
+    "sha256": [str],
+    "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
+}
+LARGEST = 2**28
+"""Numbers of one input: more are no input of a network, but a file that was damaged."""
+VALIDATION = {"outlier_threshold": float}
+"""What opening needs of the results."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A posterior with its networks, and how inputs come to them.
+
+    Attributes:
+        posterior: ready to predict.
+        classes: their names, or None where nobody has named them.
+        example: a batch of 2 zero inputs of the right shape and type, for tracing: a tensor, or a mapping or tuple of them.
+        preparation: from files to inputs, as plain values: `mola.app.jobs.preparation.Intake`.
+        document: options and results, as `job.toml` shows them.
+        job: its options, paths as seen from here.
+        folder: where it lies.
+        trust: whether the user trusts it.
+    """
+
+    posterior: MoLA
+    classes: tuple[str, ...] | None
+    example: Any
+    preparation: dict[str, Any]
+    document: dict[str, Any]
+    job: Job
+    folder: Path
+    trust: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """How many classes there are."""
+        return int(self.document["result"]["outputs"])
+
+    def open_set(
+        self, name: str, *, labelled: bool, directory: str | None = None, said: bool = False, absent: str | None = None
+    ) -> UserSet:
+        """Data by name, prepared as the training data were.
+
+        Args:
+            name: as the user or the folder names them.
+            labelled: whether labels are asked for.
+            directory: that holds the built-in sets.
+            said: whether the user's own command names them, not the folder alone.
+            absent: what to do where the folder names files that are not there.
+
+        Returns:
+            The set.
+
+        Raises:
+            OptionError: if the folder names files that are not there; others come from opening the set.
+        """
+        path = Path(name)
+        if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
+            message = f"{self.folder} names the data {name}, which are not there (any more): {absent}"
+            raise OptionError(message)
+        if not said and is_own_function(name):
+            check_code(name, self.folder, trust=self.trust, option="--val" if name == self.job.val else None)
+        return open_set(
+            name,
+            Intake.from_plain(self.preparation),
+            labelled=labelled,
+            classes=self.classes,
+            outputs=self.outputs,
+            directory=directory or self.job.directory,
+            seed=self.job.seed,
+            download=self.job.download,
+        )
+
+
+def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
+    """The job of a posterior's folder, checked, without building networks.
+
+    Args:
+        path: that `mola fit` wrote.
+
+    Returns:
+        The job and the whole document.
+
+    Raises:
+        StorageError: if it is no such folder.
+    """
+    job, document = _job_of_folder(path)
+    if not isinstance(document.get("result"), dict):
+        message = f"{path / NAME} has no results: `mola fit --config {path / NAME}` makes them."
+        raise StorageError(message)
+    try:
+        result = document["result"]
+        check(result, RESULT, "result")
+        check(result.get("validation"), Optional(VALIDATION), "result.validation")
+        Intake.from_plain(result["intake"])
+    except StorageError as error:
+        message = f"{path / NAME}: {error}"
+        raise StorageError(message) from error
+    named = {one["dtype"] for one in result["inputs"]}
+    if any(math.prod(one["shape"]) > LARGEST for one in result["inputs"]):
+        message = (
+            f"{path / NAME}: the results are garbled: inputs of shape {[one['shape'] for one in result['inputs']]}."
+        )
+        raise StorageError(message)
+    if len(result["classes"]) not in (0, result["outputs"]) or not all(
+        isinstance(getattr(torch, one, None), torch.dtype) for one in named
+    ):
+        message = (
+            f"{path / NAME}: the results are garbled: {len(result['classes'])} names for {result['outputs']} classes, inputs of "
+            f"{', '.join(sorted(named))}."
+        )
+        raise StorageError(message)
+    return job, document
+
+
+def _job_of_folder(path: Path) -> tuple[Job, dict[str, Any]]:
+    """The job that a posterior was fitted with, and the whole document.
+
+    Raises:
+        StorageError: if there is none, or it belongs to another posterior.
+    """
+    saved = storage.read_document(path) if (path / storage.DOCUMENT).is_file() else {}
+    if "job" in saved:
+        check(saved["job"], {"result": {}}, "job")
+        return _as_lying_now(job_of(saved["job"], path / NAME), saved["job"], path)
+    if not (path / NAME).is_file():
+        message = f"{path} holds no {NAME}: expected a folder that `mola fit --output` wrote."
+        raise StorageError(message)
+    if SEAL in saved:  # older versions kept the job in its own file alone
+        message = (
+            f"{path / NAME} is of another posterior: the one in {path / storage.DOCUMENT} was saved from Python, not by `mola fit`, "
+            f"and its inputs may be prepared in another way. Use it from Python with mola.load(...), or fit again with `mola fit "
+            f"--config {path / NAME}`."
+        )
+        raise StorageError(message)
+    return read_job(path)
+
+
+def _as_lying_now(job: Job, fitted: dict[str, Any], path: Path) -> tuple[Job, dict[str, Any]]:
+    """A job whose files may have moved since, as its `job.toml` says; other changes to that file are mentioned."""
+    if not (path / NAME).is_file():
+        return job, fitted
+    beside, document = read_job(path)
+    places = [name for name in PATHS if name != "network" or all(map(is_whole, job.network))]
+    before, now = _options(fitted), _options(document)
+    differing = [name for name in before | now if before.get(name) != now.get(name)]
+    strange = [name for name in differing if name.rpartition(".")[2] not in (*places, "files")]
+    if strange:
+        warn(
+            f"{path / NAME} is not what the posterior was fitted with ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''} "
+            f"differs): what was fitted is used. To fit with the file as it is: `mola fit --config {path / NAME}`."
+        )
+    if any(name.startswith("result.") for name in strange):
+        return job, fitted  # the file is of another fit: where that one's files lie does not matter
+    moved = replace(job, **{name: getattr(beside, name) for name in places})
+    return moved, fitted | {"result": document["result"]}
+
+
+def _options(document: dict[str, Any]) -> dict[str, Any]:
+    """What a job's document says, by section and name."""
+    tables = {name: table if isinstance(table, dict) else {"": table} for name, table in document.items()}
+    return {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
+
+
+def open_folder(path: Path, device: str = "cpu", *, trust: bool = False, network: Sequence[str] = ()) -> Fitted:
+    """Open a posterior that `mola fit` wrote: build its networks, load their weights, and put the posterior on them.
+
+    Functions that the folder names are imported from the current folder, but for what came along with the posterior; others need
+    the user's word. See `mola.app.jobs.code`.
+
+    Args:
+        path: the folder.
+        device: where to compute, such as "cuda".
+        trust: whether exported programs, which can run code when read, may be read, and functions that the folder names be called.
+        network: the networks in the user's own words, in place of those that the folder names.
+
+    Returns:
+        The posterior and what belongs to it. `StorageError` if something is missing, damaged or has changed since.
+
+    Raises:
+        OptionError: if networks cannot be built here.
+        StorageError: if the networks have other outputs than the folder says.
+    """
+    path = Path(path)
+    job, document = read_folder(path)
+    result = document["result"]
+    if not network:
+        check_values({"--network": job.network}, path, trust=trust)
+    _require_files(job, path)
+    try:
+        built = build_networks(network or job.network, job.weights, classes=result["outputs"], trust=trust)
+    except OptionError as error:
+        if "cannot import" not in str(error):
+            raise
+        message = f"{error} Run this where the module can be imported from, as when the posterior was fitted."
+        raise OptionError(message) from error
+    check_unchanged(built.files, result["sha256"])
+    posterior = move(load(path, built.networks), device)
+    outputs = {part.head.classes for part in posterior.components if part.head is not None}
+    if outputs != {result["outputs"]}:
+        message = f"{path / NAME} says {result['outputs']} outputs, and the networks have {outputs}: one of them has been changed."
+        raise StorageError(message)
+    return Fitted(
+        posterior=posterior,
+        classes=tuple(result["classes"]) or None,
+        example=example_of(result),
+        preparation=dict(result["intake"]),
+        document=document,
+        job=job,
+        folder=path,
+        trust=trust,
+    )
+
+
+def _require_files(job: Job, path: Path) -> None:
+    """Say which files of networks are missing, and how to make a folder that can be moved.
+
+    Raises:
+        OptionError: if one is.
+    """
+    again = f"`mola fit --config {path / NAME} --bundle`, where the files and the data are,"
+    for name in job.weights:
+        if not Path(name).exists():
+            message = (
+                f"the weights {name} do not exist, which {path} was fitted on: it was moved without them, or they were. Put them "
+                f"back, or make a folder that holds its own copies and can be moved: {again} does."
+            )
+            raise OptionError(message)
+    for name in job.network:
+        whole = os.sep in name and ":" not in name
+        if whole and name not in MODELS and not Path(name).exists():
+            message = (
+                f"the network {name} is not there, which {path} was fitted on: put it back, or move both together."
+            )
+            raise OptionError(message)
+
+
+def move(module: Moved, device: str) -> Moved:
+    """A network, or a posterior with its networks, on a device and in evaluation mode.
+
+    Args:
+        module: to be moved.
+        device: such as "cpu" or "cuda:1".
+
+    Returns:
+        The same module.
+
+    Raises:
+        OptionError: if there is no such device.
+    """
+    try:
+        place = torch.device(device)
+        torch.zeros(1, device=place).cpu()  # "meta" holds no numbers
+        return module.to(place).eval()
+    except (RuntimeError, AssertionError) as error:
+        message = f"device {device!r} cannot be used: {str(error).splitlines()[0]}"
+        raise OptionError(message) from error
+
+
+def describe_inputs(inputs: Any) -> dict[str, Any]:
+    """What a batch's inputs look like, as plain values.
+
+    Args:
+        inputs: a tensor, or a mapping or tuple of tensors.
+
+    Returns:
+        The form, and name, shape without the batch and type of each tensor.
+    """
+    if isinstance(inputs, Tensor):
+        form, named = "tensor", {"": inputs}
+    elif isinstance(inputs, dict):
+        form, named = "mapping", {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    else:
+        form, named = "tuple", {str(index): value for index, value in enumerate(inputs)}
+    described = [
+        {"name": name, "shape": list(value.shape[1:]), "dtype": str(value.dtype).removeprefix("torch.")}
+        for name, value in named.items()
+    ]
+    return {"form": form, "inputs": described}
+
+
+def example_of(result: dict[str, Any]) -> Any:
+    """A batch of 2 inputs of zeros; masks are of ones, since a network that may look at nothing gives no numbers.
+
+    Args:
+        result: as `describe_inputs` described them.
+
+    Returns:
+        A tensor, or a mapping or tuple of tensors.
+    """
+    made = {
+        one["name"]: (torch.ones if "mask" in one["name"] else torch.zeros)(
+            2, *one["shape"], dtype=getattr(torch, one["dtype"])
+        )
+        for one in result["inputs"]
+    }
+    if result["form"] == "mapping":
+        return made
+    return made[""] if result["form"] == "tensor" else tuple(made.values())

@@ -1,0 +1,245 @@
+"""A job: everything that `mola fit` is told, as one value and as the TOML file that tells it again.
+
+Paths in a file are relative to the folder that the file lies in, so that a folder with its weights can be moved as a whole.
+What fitting found is written below the options, under `result`; it is not read as an option. Trust in files that can run code is
+not kept: a file may come from a stranger, so the user says it each time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mola.app.jobs.toml import read_toml
+from mola.errors import OptionError
+from mola.lab.models import MODELS
+from mola.options import one_of
+from mola.schema import shortened
+
+__all__ = ["FORMAT", "NAME", "OPTIONS", "PATHS", "VERSION", "Job", "job_of", "read_job", "relative"]
+
+FORMAT = "mola-job"
+VERSION = 1
+NAME = "job.toml"
+"""Of the file beside a posterior."""
+
+OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "networks": {"network": "texts", "weights": "texts", "classes": "classes", "head": "text"},
+    "data": {
+        "train": "text",
+        "val": "text",
+        "outliers": "text",
+        "directory": "text",
+        "download": "flag",
+        "strict": "flag",
+    },
+    "preparation": {
+        "resize": "sides",
+        "crop": "whole",
+        "mode": "text",
+        "normalise": "text",
+        "mean": "numbers",
+        "std": "numbers",
+        "batch_size": "whole",
+        "workers": "whole",
+    },
+    "method": {
+        "structure": "text",
+        "link": "text",
+        "mixing": "text",
+        "prior_precision": "number",
+        "rule": "text",
+        "threshold": "number",
+    },
+    "run": {"seed": "whole", "device": "text", "threads": "whole"},
+}
+"""Sections of the file, and what kind of value each option has."""
+
+PATHS = ("network", "weights", "train", "val", "outliers", "directory")
+"""Options that name files and folders, or something else where there is no such file."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `mola fit` is told; see its help for each."""
+
+    network: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    classes: int | tuple[str, ...] | None = None
+    head: str | None = None
+    trust: bool = False
+    train: str | None = None
+    val: str | None = None
+    outliers: str | None = None
+    directory: str | None = None
+    download: bool = False
+    strict: bool = False
+    resize: int | tuple[int, int] | None = None
+    crop: int | None = None
+    mode: str | None = None
+    normalise: str | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    batch_size: int = 256
+    workers: int = 2
+    structure: str = "kron"
+    link: str = "probit"
+    mixing: str = "uniform"
+    prior_precision: float = 1.0
+    rule: str = "threshold"
+    threshold: float | None = None
+    seed: int = 0
+    device: str = "cpu"
+    threads: int | None = None
+
+    def with_options(self, given: Mapping[str, Any]) -> Job:
+        """The same job with the options that are not None in place of its own."""
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+    def document(self, folder: Path) -> dict[str, Any]:
+        """The options by section, with paths as seen from a folder.
+
+        Args:
+            folder: where the file will lie.
+
+        Returns:
+            Plain values.
+        """
+
+        def seen(name: str, value: Any) -> Any:
+            if name in PATHS and isinstance(value, str) and not _is_no_path(name, value):
+                return relative(value, folder)
+            if isinstance(value, tuple):
+                return [seen(name, one) for one in value]
+            return value
+
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            **{
+                section: {name: seen(name, getattr(self, name)) for name in names} for section, names in OPTIONS.items()
+            },
+        }
+
+
+def _is_no_path(name: str, value: str) -> bool:
+    """Whether a network's name is read as such, whatever files lie around."""
+    return name == "network" and (value in MODELS or ":" in value)
+
+
+def relative(value: str, folder: Path) -> str:
+    """A path as seen from a folder; what is no path stays as it is."""
+    path = Path(value).expanduser()
+    if not path.exists():
+        return value
+    try:
+        return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+    except ValueError:  # another drive
+        return str(path.resolve())
+
+
+def _located(value: str, folder: Path) -> str:
+    """A path as seen from here; what is no path there stays as it is."""
+    path = folder / Path(value).expanduser()
+    # Files that are gone must still be named by their full path, and never be looked for in the current folder.
+    is_path = "/" in value or value.startswith(".") or (Path(value).suffix != "" and ":" not in value)
+    return os.path.normpath(path) if is_path or path.exists() else value
+
+
+def read_job(path: Path) -> tuple[Job, dict[str, Any]]:
+    """A job from its file, checked.
+
+    Args:
+        path: a TOML file, or the folder that `mola fit` wrote it to.
+
+    Returns:
+        The job, its paths as seen from here, and the whole document. `OptionError` if the file is not a job, or holds something
+        unknown or of the wrong kind.
+    """
+    path = path / NAME if path.is_dir() else path
+    document = read_toml(path)
+    return job_of(document, path), document
+
+
+def job_of(document: Mapping[str, Any], path: Path) -> Job:
+    """The job of a document, checked.
+
+    Args:
+        document: tables of options.
+        path: of the file that they come from: paths are relative to its folder.
+
+    Returns:
+        The job, its paths as seen from here.
+
+    Raises:
+        OptionError: if the document is not a job, or holds something unknown or of the wrong kind.
+    """
+    version = document.get("version", VERSION)
+    if document.get("format", FORMAT) != FORMAT or version != VERSION:
+        message = (
+            f"{path} has the format {shortened(document.get('format'))}, version {shortened(version)}; "
+            f"this mola reads {FORMAT!r}, version {VERSION}."
+        )
+        raise OptionError(message)
+    values: dict[str, Any] = {}
+    for section, table in document.items():
+        if section in ("format", "version", "result"):
+            continue
+        one_of(section, OPTIONS, f"{path}: a section")
+        if not isinstance(table, dict):
+            message = f"{path}: {section} must be a table, [{section}]; got {shortened(table)}."
+            raise OptionError(message)
+        for name, value in table.items():
+            one_of(name, OPTIONS[section], f"{path}: an option in [{section}]")
+            values[name] = _checked(value, OPTIONS[section][name], f"{path}: {name} in [{section}]")
+    for name in PATHS:
+        value = values.get(name)
+        if isinstance(value, str):
+            values[name] = _located(value, path.parent)
+        elif value is not None:
+            values[name] = tuple(one if _is_no_path(name, one) else _located(one, path.parent) for one in value)
+    known = {field.name for field in fields(Job)}
+    return Job(**{name: value for name, value in values.items() if name in known})
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_number(value: Any) -> bool:
+    # Whole numbers beyond have no float.
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "texts": ("a list of texts", lambda value: isinstance(value, str) or _are_texts(value)),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "whole": ("a whole number", _is_whole),
+    "number": ("a number", _is_number),
+    "numbers": ("a list of numbers", lambda value: isinstance(value, list) and all(map(_is_number, value))),
+    "sides": (
+        "a whole number, or [height, width]",
+        lambda value: _is_whole(value) or (isinstance(value, list) and len(value) == 2 and all(map(_is_whole, value))),
+    ),
+    "classes": ("a whole number, or a list of names", lambda value: _is_whole(value) or _are_texts(value)),
+}
+
+
+def _checked(value: Any, kind: str, where: str) -> Any:
+    expected, holds = KINDS[kind]
+    if not holds(value):
+        message = f"{where} must be {expected}, got {shortened(value)}."
+        raise OptionError(message)
+    if kind == "texts" and isinstance(value, str):
+        return (value,)
+    if kind in ("number", "numbers"):
+        return float(value) if kind == "number" else tuple(float(one) for one in value)
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,158 @@
+"""How inputs of any source become what the networks take.
+
+What the user says comes first, then what the network says of itself (its configuration), then what the training data show.
+All of it is settled once, when a posterior is fitted, and written down: later inputs are treated alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from mola.app.jobs.job import Job
+from mola.errors import OptionError, StorageError
+from mola.lab.data.folder import Preparation
+from mola.lab.data.images import NORMALISATIONS, Normalisation
+from mola.options import one_of
+
+__all__ = ["Hints", "Intake", "settle"]
+
+MODES = ("RGB", "L")
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What a network's configuration says of its inputs and classes; None where it is silent."""
+
+    shape: tuple[int, int, int] | None = None
+    """Channels, height and width."""
+    classes: tuple[str, ...] | None = None
+    resize: int | tuple[int, int] | None = None
+    crop: int | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Intake:
+    """From files and arrays to network inputs.
+
+    Attributes:
+        resize: see `mola.lab.data.folder.Preparation`; None leaves images as they are.
+        crop: likewise.
+        mode: of the colours, "RGB" or "L"; None until the first image has shown it.
+        asked: whether the user chose the mode: only then are images of another mode converted without a word.
+        mean: of the normalisation of bytes.
+        std: likewise.
+        shape: of one input, without the batch; None until the first input has shown it.
+        dtype: of inputs that are no whole numbers: the networks' own.
+        batch_size: inputs in a batch.
+        workers: threads that decode images.
+    """
+
+    resize: int | tuple[int, int] | None = None
+    crop: int | None = None
+    mode: str | None = None
+    asked: bool = False
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    shape: tuple[int, ...] | None = None
+    dtype: str = "float32"
+    batch_size: int = 256
+    workers: int = 2
+
+    @property
+    def prepare(self) -> Preparation:
+        """From a decoded image to bytes."""
+        return Preparation(self.resize, self.crop, self.mode or "RGB")
+
+    @property
+    def normalise(self) -> Normalisation:
+        """From bytes to inputs."""
+        return Normalisation(self.mean, self.std)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The networks' floating-point type."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values: what a job's file holds."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> Intake:
+        """Read what `plain` gave.
+
+        Raises:
+            StorageError: if it is something else: a file can be damaged.
+        """
+        known: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        try:
+            made = cls(**known)
+            Normalisation(made.mean, made.std)
+        except (TypeError, ValueError, OptionError) as error:
+            message = f"the saved preparation of inputs is garbled: {error}"
+            raise StorageError(message) from error
+        if not isinstance(getattr(torch, made.dtype, None), torch.dtype) or made.batch_size < 1:
+            message = f"the saved preparation of inputs is garbled: {made.dtype!r} in batches of {made.batch_size}."
+            raise StorageError(message)
+        return made
+
+
+def settle(job: Job, hints: Hints, dtype: str) -> Intake:
+    """What the user and the network say of the inputs.
+
+    Args:
+        job: what the user says.
+        hints: what the network says.
+        dtype: the networks' floating-point type.
+
+    Returns:
+        The intake; what nobody says is None, and for the training data to show.
+
+    Raises:
+        OptionError: if options contradict each other or are unknown.
+    """
+    if job.mode is not None:
+        one_of(job.mode, MODES, "mode")
+    for name in ("batch_size", "resize", "crop"):
+        given = getattr(job, name)
+        if given is not None and min(given if isinstance(given, tuple) else (given,)) < 1:
+            message = f"{name} must be 1 or more, got {given}."
+            raise OptionError(message)
+    if job.workers < 0:
+        message = f"workers must be 0 or more, got {job.workers}."
+        raise OptionError(message)
+    if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):
+        message = "the normalisation is a name (--normalise), or numbers for both --mean and --std."
+        raise OptionError(message)
+    mean, std = hints.mean or (0.0,), hints.std or (1.0,)
+    if job.normalise is not None:
+        chosen = NORMALISATIONS[one_of(job.normalise, NORMALISATIONS, "normalise")]
+        mean, std = chosen.mean, chosen.std
+    elif job.mean is not None and job.std is not None:
+        mean, std = job.mean, job.std
+    Normalisation(mean, std)  # refuses what does not fit together, before any image is read
+    sized = job.resize is not None or job.crop is not None
+    mode = job.mode
+    if mode is None and hints.shape is not None:
+        mode = "L" if hints.shape[0] == 1 else "RGB"
+    elif mode is None and len(mean) == 3:
+        mode = "RGB"  # statistics for three channels are for colour
+    return Intake(
+        resize=job.resize if sized else hints.resize,
+        crop=job.crop if sized else hints.crop,
+        mode=mode,
+        asked=job.mode is not None,
+        mean=mean,
+        std=std,
+        dtype=dtype,
+        batch_size=job.batch_size,
+        workers=job.workers,
+    )

@@ -1,1 +1,0 @@
-"""Comparisons: data and networks in, plain result objects out. Nothing here draws or prints."""

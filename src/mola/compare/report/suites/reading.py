@@ -1,0 +1,249 @@
+"""A suite's records, read and checked, in the order in which they are shown."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mola.compare.record import Record
+from mola.compare.report.suites.agreement import disagreements
+from mola.compare.report.suites.records import readable_records
+from mola.compare.store import Store
+from mola.errors import StorageError
+from mola.options import one_of
+from mola.schema import Optional, check
+
+__all__ = ["MAIN", "CostRow", "Pictures", "SetInfo", "SuiteResults", "read_suite"]
+
+MAIN = "main"
+
+ORDER = (
+    "MAP",
+    "MAP-T",
+    "DE",
+    "DE-T",
+    "SWAG",
+    "MultiSWAG",
+    "MIMO",
+    "LLLA",
+    "MIMO-MoLA",
+    "MoLA",
+    "MoLA (NLL)",
+    "MoLA (all layers)",
+    "MoLA (subnetwork)",
+)
+"""Methods that are known; any other follows them, by name."""
+
+SUITE_SCHEMA: dict[str, Any] = {
+    "title": str,
+    "network": str,
+    "components": int,
+    "threshold": Optional(float),
+    "shift": Optional({"name": str, "title": str, "axis": str}),
+    "sets": {str: {"title": str, "role": str}},
+    "examples": {str: {"shape": [int], "pixels": str}},
+    "classes": [str],
+    "notes": [str],
+}
+
+COST_SCHEMA: dict[str, Any] = {
+    "rows": [{"method": str, "fit_seconds": Optional(float), "predict_seconds": float, "bytes": int}],
+    "settings": {},
+    "environment": {},
+}
+
+
+@dataclass(frozen=True)
+class SetInfo:
+    """A set of data."""
+
+    name: str
+    title: str
+    role: str
+    level: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Example images of a set."""
+
+    pixels: NDArray[np.uint8]
+    """(n, height, width, 1 or 3)"""
+    labels: tuple[int, ...] | None
+    """Their classes; None for outliers."""
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """What a method costs."""
+
+    method: str
+    fit_seconds: float | None
+    predict_seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SuiteResults:
+    """Everything that is known of a suite."""
+
+    name: str
+    title: str
+    network: str
+    components: int
+    threshold: float | None
+    shift_title: str
+    axis: str
+    sets: dict[str, SetInfo]
+    """Those that were evaluated: test, shifted by level, outliers."""
+    pictures: dict[str, Pictures]
+    classes: tuple[str, ...]
+    notes: tuple[str, ...]
+    groups: dict[str, dict[str, tuple[Record, ...]]]
+    """By group and method, in order; records by run."""
+    cost: tuple[CostRow, ...]
+    cost_document: dict[str, Any]
+    warnings: tuple[str, ...]
+    fingerprint: str
+    """Checksum of all the suite's files."""
+
+    @property
+    def main(self) -> dict[str, tuple[Record, ...]]:
+        """The methods compared."""
+        return self.groups.get(MAIN, {})
+
+    @property
+    def runs(self) -> int:
+        """Number of runs of the methods compared."""
+        return len({record.run for records in self.main.values() for record in records})
+
+    def of_role(self, role: str) -> list[SetInfo]:
+        """The sets of a role."""
+        return [one for one in self.sets.values() if one.role == role]
+
+    def levels(self) -> list[float]:
+        """Levels of shift, 0 (the test set) among them."""
+        return sorted({one.level for one in self.sets.values() if one.role in ("test", "shift")})
+
+
+def read_suite(store: Store, name: str) -> SuiteResults:
+    """Read a suite; `StorageError` names a document that is broken, or says that no record can be read.
+
+    Args:
+        store: the folder of results.
+        name: of the suite.
+
+    Returns:
+        What is known of it.
+    """
+    one_of(name, store.suites(), "suite")
+    place = store.directory / name
+    document = store.read_document(name, "suite.json") or {}
+    _check(document, SUITE_SCHEMA, f"{place / 'suite.json'}")
+    records, unread = readable_records(store, name)
+    cost = store.read_document(name, "cost.json")
+    if cost is not None:
+        _check(cost, COST_SCHEMA, f"{place / 'cost.json'}")
+    sets = _sets(document, records)
+    shift = document["shift"] or {"title": "shifted data", "axis": "level"}
+    cost_rows = [CostRow(*(row[key] for key in COST_SCHEMA["rows"][0])) for row in (cost or {"rows": []})["rows"]]
+    return SuiteResults(
+        name=name,
+        title=document["title"],
+        network=document["network"],
+        components=document["components"],
+        threshold=document["threshold"],
+        shift_title=shift["title"],
+        axis=shift["axis"],
+        sets=sets,
+        pictures={
+            one: _pictures(
+                given, f"{place / 'suite.json'}: the images of {one!r}", labelled=sets[one].role != "outlier"
+            )
+            for one, given in document["examples"].items()
+            if one in sets
+        },
+        classes=tuple(document["classes"]),
+        notes=tuple(document["notes"]),
+        groups=_grouped(records),
+        cost=tuple(sorted(cost_rows, key=lambda row: _rank(row.method))),
+        cost_document={key: (cost or {}).get(key, {}) for key in ("settings", "environment")},
+        warnings=(*unread, *disagreements(name, records)),
+        fingerprint=_fingerprint(place),
+    )
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.json")):
+        digest.update(f"{path.relative_to(folder)} ".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _check(document: dict[str, Any], schema: dict[str, Any], place: str) -> None:
+    try:
+        check(document, schema, "")
+    except StorageError as error:
+        message = f"{place}: {error} Run the suite again: records are kept."
+        raise StorageError(message) from error
+
+
+def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]:
+    """The sets in the order of the suite's document, then those that only the records know."""
+    found: dict[str, SetInfo] = {}
+    for record in records:
+        for name, labelled in record.labelled.items():
+            role = "test" if name == "test" else "shift"
+            found.setdefault(name, SetInfo(name, name, role, labelled.level, labelled.count))
+        for name, outliers in record.outliers.items():
+            found.setdefault(name, SetInfo(name, name, "outlier", 0.0, outliers.count))
+    known = document["sets"]
+    order = [name for name in known if name in found] + [name for name in found if name not in known]
+    titled = [
+        SetInfo(name, known[name]["title"] if name in known else name, one.role, one.level, one.count)
+        for name in order
+        for one in [found[name]]
+    ]
+    roles = ("test", "shift", "outlier")
+    return {one.name: one for one in sorted(titled, key=lambda one: (roles.index(one.role), one.level))}
+
+
+def _rank(method: str) -> tuple[int, list[str | int]]:
+    # Numbers in names are compared as numbers: K=2 comes before K=10.
+    parts = [f"{int(part):09d}" if part.isdigit() else part for part in re.split(r"(\d+)", method)]
+    return (ORDER.index(method) if method in ORDER else len(ORDER), list(parts))
+
+
+def _grouped(records: Iterable[Record]) -> dict[str, dict[str, tuple[Record, ...]]]:
+    groups: dict[str, dict[str, list[Record]]] = {}
+    for record in sorted(records, key=lambda record: (*_rank(record.method), record.run)):
+        groups.setdefault(record.group, {}).setdefault(record.method, []).append(record)
+    return {
+        group: {method: tuple(found) for method, found in methods.items()} for group, methods in sorted(groups.items())
+    }
+
+
+def _pictures(given: dict[str, Any], place: str, *, labelled: bool) -> Pictures:
+    shape = given["shape"]
+    try:
+        content = base64.b64decode(given["pixels"], validate=True)
+    except binascii.Error as error:
+        message = f"{place} are not base64 ({error}). Run the suite again: records are kept."
+        raise StorageError(message) from error
+    if len(shape) != 4 or shape[1] not in (1, 3) or math.prod(shape) != len(content):
+        message = f"{place}: expected {shape} to be (n, 1 or 3, height, width) and to match the pixels, got {len(content)} bytes."
+        raise StorageError(message)
+    labels = given.get("label") if labelled else None
+    pixels = np.frombuffer(content, dtype=np.uint8).reshape(shape).transpose(0, 2, 3, 1)
+    return Pictures(pixels, tuple(labels) if isinstance(labels, list) and len(labels) >= shape[0] else None)

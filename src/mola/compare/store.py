@@ -1,0 +1,126 @@
+"""A folder of results: one JSON for each suite, method and run, each written in one step.
+
+results/<suite>/suite.json            what the suite is, and its example images
+results/<suite>/<method>/run-0.json   one record
+results/<suite>/cost.json             time and memory, measured in one run
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mola.compare.record import FORMAT, VERSION, Record
+from mola.errors import StorageError
+from mola.saving.storage import write_atomically
+from mola.schema import check_seal, parse, sealed
+
+__all__ = ["Store"]
+
+COST, SUITE = "cost.json", "suite.json"
+
+
+class Store:
+    """Results of all suites in one folder."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    def suites(self) -> list[str]:
+        """Names of the suites that have results.
+
+        Raises:
+            StorageError: if there are none.
+        """
+        found = sorted(path.parent.name for path in self.directory.glob(f"*/{SUITE}"))
+        if not found:
+            message = (
+                f"{self.directory} holds no results. Make some with: mola bench <suite> --results {self.directory}"
+            )
+            raise StorageError(message)
+        return found
+
+    def path(self, suite: str, method: str, run: int) -> Path:
+        """Where a record is kept."""
+        return self.directory / suite / _slug(method) / f"run-{run}.json"
+
+    def write(self, record: Record) -> Path:
+        """Keep a record; one of the same suite, method and run is replaced."""
+        path = self.path(record.suite, record.method, record.run)
+        _write(path, record.to_json())
+        return path
+
+    def read(self, suite: str, method: str, run: int) -> Record | None:
+        """The record, or None if there is none."""
+        path = self.path(suite, method, run)
+        return _record(path) if path.exists() else None
+
+    def records(self, suite: str) -> list[Record]:
+        """All records of a suite, in the order of their files.
+
+        Args:
+            suite: its name.
+
+        Returns:
+            The records.
+        """
+        return [_record(path) for path in sorted((self.directory / suite).glob("*/run-*.json"))]
+
+    def forget(self, suite: str) -> None:
+        """Remove all of a suite's records and documents; other files stay."""
+        folder = self.directory / suite
+        for path in (*folder.glob("*/run-*.json"), folder / SUITE, folder / COST):
+            path.unlink(missing_ok=True)
+
+    def write_document(self, suite: str, name: str, document: dict[str, Any]) -> Path:
+        """Keep `suite.json` or `cost.json`."""
+        path = self.directory / suite / name
+        _write(path, {"format": FORMAT, "version": VERSION, **document})
+        return path
+
+    def read_document(self, suite: str, name: str) -> dict[str, Any] | None:
+        """`suite.json` or `cost.json`, or None if there is none."""
+        path = self.directory / suite / name
+        return _read(path) if path.exists() else None
+
+
+def _slug(method: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", method.lower().replace("=", "")).strip("-")
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A line for each entry: short enough to keep many, and a change shows where it is.
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in sealed(document).items()]
+    write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def _record(path: Path) -> Record:
+    try:
+        return Record.from_json(_read(path))
+    except StorageError as error:
+        if str(path) in str(error):
+            raise
+        message = f"{path}: {error} Delete it and run the suite again: the rest is kept."
+        raise StorageError(message) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = parse(path.read_bytes())
+    except (ValueError, OSError) as error:
+        message = f"{path} is not readable JSON ({error}). Delete it and run the suite again: the rest is kept."
+        raise StorageError(message) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        message = f"{path} is no benchmark result: expected format {FORMAT!r}."
+        raise StorageError(message)
+    if document.get("version") != VERSION:
+        message = (
+            f"{path} has version {document.get('version')!r}; this mola reads version {VERSION}. "
+            f"Write new results to another folder, or delete it and run the suite again."
+        )
+        raise StorageError(message)
+    check_seal(document, path)
+    return document

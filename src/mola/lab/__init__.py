@@ -1,0 +1,1 @@
+"""The paper's experiments: data sets, corruptions, networks by name, suites of methods, and what they cost."""

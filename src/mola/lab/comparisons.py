@@ -1,0 +1,100 @@
+"""The comparisons of a suite, declared: the paper's main one and its ablations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mola.lab.contestants import RULES, WEIGHTS, Contestant, LastLayer
+from mola.lab.suite import Budget
+from mola.lab.swag_mimo import MimoHeads, SwagMixture
+from mola.lab.whole import WholeNetworks
+
+__all__ = ["COMPARISONS", "LONG", "SWEEP"]
+
+SWEEP = 10
+"""Components of the largest mixture in the sweep."""
+
+STRUCTURES = ("diag", "kron", "kron-exact", "full")
+LINKS = ("probit", "probit-centered", "mean-field", "bridge", "mc")
+
+
+def _main(_: Budget) -> list[Contestant]:
+    return [
+        LastLayer("MAP", components=1, detectors=True),
+        LastLayer("MAP-T", components=1, temperature=True, detectors=True),
+        LastLayer("DE", detectors=True),
+        LastLayer("DE-T", temperature=True, detectors=True),
+        LastLayer("LLLA", components=1, structure="kron", detectors=True),
+        LastLayer("MoLA", structure="kron", detectors=True),
+        LastLayer("MoLA (NLL)", structure="kron", rule="nll", detectors=True),
+    ]
+
+
+def _beyond(budget: Budget) -> list[Contestant]:
+    return [
+        SwagMixture("SWAG", budget.swag, components=1),
+        SwagMixture("MultiSWAG", budget.swag),
+        MimoHeads(LastLayer("MIMO", detectors=True), budget.mimo),
+        MimoHeads(LastLayer("MIMO-MoLA", structure="full", detectors=True), budget.mimo),
+    ]
+
+
+def _whole(_: Budget) -> list[Contestant]:
+    return [
+        WholeNetworks("MoLA (all layers)", structure="kron"),
+        WholeNetworks("MoLA (subnetwork)", subnetwork=1000),
+    ]
+
+
+def _variants(_: Budget) -> list[Contestant]:
+    return [
+        LastLayer(f"LLLA {structure} {link}", "variants", 1, structure, link)
+        for structure in STRUCTURES
+        for link in LINKS
+    ]
+
+
+def _mixtures(_: Budget) -> list[Contestant]:
+    return [
+        LastLayer(f"MoLA {structure} {rule}", "structures", None, structure, rule=rule)
+        for structure in STRUCTURES
+        for rule in ("threshold", "nll")
+    ]
+
+
+def _components(_: Budget) -> list[Contestant]:
+    return [
+        method
+        for count in range(1, SWEEP + 1)
+        for method in (
+            LastLayer(f"DE K={count}", "components", count),
+            LastLayer(f"DE-T K={count}", "components", count, temperature=True),
+            LastLayer(f"MoLA K={count}", "components", count, "kron"),
+        )
+    ]
+
+
+def _rules(_: Budget) -> list[Contestant]:
+    return [LastLayer(f"MoLA by {rule}", "rules", None, "kron", rule=rule) for rule in RULES]
+
+
+def _weights(_: Budget) -> list[Contestant]:
+    return [LastLayer(f"MoLA with {weights} weights", "weights", None, "kron", weights=weights) for weights in WEIGHTS]
+
+
+COMPARISONS: dict[str, Callable[[Budget], list[Contestant]]] = {
+    "main": _main,
+    "beyond": _beyond,
+    "whole": _whole,
+    "variants": _variants,
+    "structures": _mixtures,
+    "components": _components,
+    "rules": _rules,
+    "weights": _weights,
+}
+"""By name: the paper's methods on a last layer; those that train further or anew, and Laplace approximations of whole
+networks, which stand in the same tables; LLLA with every structure and link; MoLA with every structure; 1 to 10 components;
+ways to choose the prior precision; ways to choose the mixture weights."""
+
+LONG = ("beyond", "whole")
+"""Comparisons that take hours where the others take minutes: they are run where they are named."""

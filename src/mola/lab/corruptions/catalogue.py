@@ -1,0 +1,151 @@
+"""All corruptions by name, and the one function that applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from numbers import Integral
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mola.errors import DataError, OptionError
+from mola.lab.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
+from mola.lab.corruptions.digital import brightness, contrast, elastic_transform, jpeg_compression, pixelate, saturate
+from mola.lab.corruptions.filters import Bytes, Streams
+from mola.lab.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
+from mola.lab.corruptions.weather import fog, frost, photographs, snow, spatter
+from mola.options import one_of
+
+__all__ = ["CORRUPTIONS", "PAPER_CORRUPTIONS", "SEVERITIES", "SYNTHETIC", "USUAL_CORRUPTIONS", "corrupt"]
+
+Corruption = Callable[[Bytes, int, Streams], Bytes]
+
+_BY_NAME: dict[str, Corruption] = {
+    "gaussian_noise": gaussian_noise,
+    "shot_noise": shot_noise,
+    "impulse_noise": impulse_noise,
+    "defocus_blur": defocus_blur,
+    "glass_blur": glass_blur,
+    "motion_blur": motion_blur,
+    "zoom_blur": zoom_blur,
+    "snow": snow,
+    "frost": frost,
+    "fog": fog,
+    "brightness": brightness,
+    "contrast": contrast,
+    "elastic_transform": elastic_transform,
+    "pixelate": pixelate,
+    "jpeg_compression": jpeg_compression,
+    "speckle_noise": speckle_noise,
+    "gaussian_blur": gaussian_blur,
+    "spatter": spatter,
+    "saturate": saturate,
+}
+
+CORRUPTIONS: tuple[str, ...] = tuple(_BY_NAME)
+"""The 19 of CIFAR-10-C (Hendrycks and Dietterich, 2019), in their spelling and order."""
+
+USUAL_CORRUPTIONS: tuple[str, ...] = CORRUPTIONS[:15]
+"""The 15 that most papers average over."""
+
+PAPER_CORRUPTIONS: tuple[str, ...] = tuple(
+    name for name in CORRUPTIONS if name not in {"motion_blur", "snow", "jpeg_compression"}
+)
+"""The 16 that the paper most plausibly used: it gives the number, not the names."""
+
+SYNTHETIC: frozenset[str] = frozenset({"frost"})
+"""Where something of ours stands in for what is not available: frost without its photographs."""
+
+SEVERITIES = (1, 2, 3, 4, 5)
+LEAST_SIDE = 8
+PIECE = 1 << 18
+"""Images are worked on in pieces of so many places (256 images of 32 x 32), to bound the memory."""
+
+
+def corrupt(
+    pixels: Tensor,
+    corruption: str,
+    severity: int,
+    *,
+    seed: int = 0,
+    first: int = 0,
+    frost_photographs: Path | None = None,
+) -> Tensor:
+    """Corrupt images as CIFAR-10-C does, with its parameters for images of 32 x 32.
+
+    An image's randomness depends on the seed, the corruption, the severity and the image's index, and on nothing else:
+    a set corrupted in pieces, each with its `first`, is the set corrupted at once. The published arrays are other draws
+    from the same distributions, with programs (OpenCV, ImageMagick) that round here and there; averages over many
+    images agree, single images do not.
+
+    Args:
+        pixels: bytes (n, 3, side, side), with a side of 8 or more; anything else is a DataError.
+        corruption: one of `CORRUPTIONS`.
+        severity: 1 to 5; 0 returns the pixels themselves.
+        seed: of everything random.
+        first: index of the first image.
+        frost_photographs: folder with the original's photographs frost1 to frost5; only frost looks at it, and is
+            synthetic (see `SYNTHETIC`) without it.
+
+    Returns:
+        Bytes of the same shape, on the same device.
+
+    Raises:
+        OptionError: if the corruption is unknown, or severity, seed or `first` is no whole number in its range.
+    """
+    one_of(corruption, CORRUPTIONS, "corruption")
+    if not _is_whole(severity) or severity not in (0, *SEVERITIES):
+        message = f"severity must be a whole number from 1 to 5, or 0 for the images as they are; got {severity!r}."
+        raise OptionError(message)
+    if not _is_whole(seed):
+        message = f"seed must be a whole number, got {seed!r}."
+        raise OptionError(message)
+    if not _is_whole(first) or first < 0:
+        message = f"first must be the index of the first image, 0 or more; got {first!r}."
+        raise OptionError(message)
+    images = _checked(pixels)
+    if severity == 0 or len(pixels) == 0:
+        return pixels
+    apply = _BY_NAME[corruption]
+    if corruption == "frost" and frost_photographs is not None:
+        apply = partial(frost, pictures=photographs(Path(frost_photographs)))
+    result = np.empty_like(images)
+    size = max(1, PIECE // images.shape[-1] ** 2)
+    for start in range(0, len(images), size):
+        piece = images[start : start + size]
+        # int: a NumPy integer would overflow as a counter.
+        streams = Streams.of(seed, corruption, severity, first=int(first) + start, count=len(piece))
+        result[start : start + size] = apply(piece, severity, streams)
+    return torch.from_numpy(result).to(pixels.device)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _checked(pixels: Tensor) -> Bytes:
+    """The batch as an array.
+
+    Raises:
+        DataError: if it is not bytes of square colour images.
+    """
+    if not isinstance(pixels, Tensor):
+        message = f"pixels must be a tensor of bytes (n, 3, side, side), got {type(pixels).__name__}."
+        raise DataError(message)
+    if pixels.dtype != torch.uint8:
+        message = (
+            f"pixels must be bytes (torch.uint8) from 0 to 255, got {pixels.dtype}; corrupt images before they are "
+            "scaled and normalised."
+        )
+        raise DataError(message)
+    shape = tuple(pixels.shape)
+    if len(shape) != 4 or shape[1] != 3:
+        message = f"pixels must be colour images (n, 3, side, side), got {shape}; grey images can be repeated 3 times."
+        raise DataError(message)
+    if shape[2] != shape[3] or shape[2] < LEAST_SIDE:
+        message = f"images must be square with a side of at least {LEAST_SIDE}, got {shape[2]} x {shape[3]}; crop them."
+        raise DataError(message)
+    return pixels.detach().cpu().contiguous().numpy()

@@ -1,0 +1,169 @@
+"""Pixels as numbers: bytes in, values from 0 to 1 to work with, bytes out.
+
+Random numbers that belong to an image, not to its batch.
+
+Linear filters with the borders of the image programs they come from.
+
+A filter along one axis is a small matrix (side x side) with its border folded in; a separable filter is then two matrix
+products for a whole batch, exact for any number of taps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "Border",
+    "Bytes",
+    "Floats",
+    "Streams",
+    "band",
+    "correlate",
+    "fold",
+    "gaussian",
+    "gaussian_taps",
+    "padded",
+    "rounded",
+    "separable",
+    "truncated",
+    "unit",
+    "zooming",
+]
+
+Bytes = NDArray[np.uint8]
+"""Images (n, channels, side, side) as they are stored."""
+
+Floats = NDArray[np.float64]
+"""Images or layers as they are computed with. float64, since a result just below a whole number loses a level."""
+
+
+def unit(pixels: Bytes) -> Floats:
+    """Bytes as values from 0 to 1."""
+    return pixels / 255.0
+
+
+def truncated(values: Floats) -> Bytes:
+    """Values from 0 to 1 as bytes, rounded down: the published arrays were made so."""
+    return (np.clip(values, 0, 1) * 255).astype(np.uint8)
+
+
+def rounded(values: Floats) -> Bytes:
+    """Values from 0 to 255 as the nearest bytes: what an image program writes."""
+    return np.clip(np.floor(values + 0.5), 0, 255).astype(np.uint8)
+
+
+Drawn = TypeVar("Drawn", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """One stream of random numbers for each of `count` images, the first of which has the index `first`.
+
+    Philox is a function of a key and a counter. The key comes from what is done (seed, corruption, severity), and the
+    image's index is the upper part of the counter: streams of different images never meet, and none depends on how
+    many images are corrupted at once.
+    """
+
+    key: int
+    first: int
+    count: int
+
+    @classmethod
+    def of(cls, seed: int, corruption: str, severity: int, *, first: int, count: int) -> Streams:
+        """The streams of one corruption at one severity."""
+        digest = hashlib.sha256(f"{seed}/{corruption}/{severity}".encode()).digest()
+        return cls(key=int.from_bytes(digest[:16], "little"), first=first, count=count)
+
+    def __iter__(self) -> Iterator[np.random.Generator]:
+        for index in range(self.first, self.first + self.count):
+            yield np.random.Generator(np.random.Philox(key=self.key, counter=index << 64))
+
+    def draw(self, one: Callable[[np.random.Generator], NDArray[Drawn]]) -> NDArray[Drawn]:
+        """What `one` draws for each image, stacked; every call starts the streams anew."""
+        return np.stack([one(generator) for generator in self])
+
+
+Border = Literal["nearest", "reflect", "mirror"]
+"""What lies outside a b c d: `nearest` a a|a b c d|d d, `reflect` b a|a b c d|d c, `mirror` c b|a b c d|c b."""
+
+
+def fold(positions: NDArray[np.int64], side: int, border: Border) -> NDArray[np.int64]:
+    """The places inside the image that stand for `positions`, which may lie outside."""
+    if border == "nearest":
+        return np.clip(positions, 0, side - 1)
+    if border == "reflect":
+        wrapped = positions % (2 * side)
+        return np.minimum(wrapped, 2 * side - 1 - wrapped)
+    wrapped = positions % (2 * side - 2)
+    return np.minimum(wrapped, 2 * side - 2 - wrapped)
+
+
+def band(side: int, taps: Floats, border: Border) -> Floats:
+    """The matrix of sum_k taps[k] x[i + k - r], for 2 r + 1 taps."""
+    radius = len(taps) // 2
+    matrix = np.zeros((side, side))
+    rows = np.arange(side)
+    for offset, weight in zip(range(-radius, radius + 1), taps, strict=True):
+        np.add.at(matrix, (rows, fold(rows + offset, side, border)), weight)
+    return matrix
+
+
+def gaussian_taps(sigma: float, radius: int) -> Floats:
+    """Weights proportional to exp(-k^2 / 2 sigma^2) for k = -radius .. radius, with sum 1."""
+    if radius == 0:
+        return np.ones(1)
+    taps = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * sigma**2))
+    return taps / taps.sum()
+
+
+def separable(images: Floats, matrix: Floats) -> Floats:
+    """The same filter along the rows and along the columns of images (..., side, side)."""
+    return matrix @ images @ matrix.T
+
+
+def gaussian(images: Floats, sigma: float, *, border: Border = "nearest", truncate: float = 4.0) -> Floats:
+    """Gaussian blur, cut off at `truncate` standard deviations; sigma 0 leaves the images as they are."""
+    taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
+    return separable(images, band(images.shape[-1], taps, border))
+
+
+def padded(images: Floats, margin: int, border: Border) -> Floats:
+    """Images (..., side, side) with `margin` more pixels on every side."""
+    side = images.shape[-1]
+    places = fold(np.arange(-margin, side + margin), side, border)
+    return images[..., places[:, None], places]
+
+
+def correlate(images: Floats, kernel: Floats, border: Border) -> Floats:
+    """Sum of the neighbours weighted by a small square kernel, which is not turned round."""
+    side, radius = images.shape[-1], len(kernel) // 2
+    around = padded(images, radius, border)
+    result = np.zeros_like(images)
+    for row, column in zip(*np.nonzero(kernel), strict=True):
+        result += kernel[row, column] * around[..., row : row + side, column : column + side]
+    return result
+
+
+def zooming(side: int, factor: float) -> Floats:
+    """The matrix that enlarges the centre of one axis by `factor`, linearly, to fill the axis.
+
+    The middle ceil(side / factor) pixels become round(that * factor), whose first and last are the first and last
+    pixels taken, and of which the middle `side` are kept.
+    """
+    taken = int(np.ceil(side / factor))
+    made = round(taken * factor)
+    start, cut = (side - taken) // 2, (made - side) // 2
+    places = (np.arange(side) + cut) * ((taken - 1) / (made - 1))
+    lower = np.minimum(np.floor(places).astype(np.int64), taken - 2)
+    share = places - lower
+    matrix = np.zeros((side, side))
+    rows = np.arange(side)
+    matrix[rows, start + lower] = 1 - share
+    matrix[rows, start + lower + 1] = share
+    return matrix

@@ -1,0 +1,409 @@
+"""Canny's edges and the distance to them, as OpenCV computes them, for a whole batch.
+
+Fog and snow.
+
+Frost: pieces of a picture of frost, laid over the image.
+
+The original takes them from five photographs, which are not part of this library. Without them, five pictures of
+**synthetic** frost stand in: bluish-white crystals grown from ridges of band-limited noise. Results on them are not
+comparable with the published ones; `SYNTHETIC` in the catalogue says so.
+
+Spatter: drops of water at severities 1 to 3, mud at 4 and 5.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mola.errors import DataError, MissingExtraError
+from mola.lab.corruptions.blur import moved
+from mola.lab.corruptions.filters import (
+    Bytes,
+    Floats,
+    Streams,
+    correlate,
+    gaussian,
+    rounded,
+    separable,
+    truncated,
+    unit,
+    zooming,
+)
+
+__all__ = [
+    "PICTURES",
+    "canny",
+    "distance",
+    "equalised",
+    "fog",
+    "frost",
+    "photographs",
+    "plasma",
+    "snow",
+    "spatter",
+    "synthetic_frost",
+]
+
+SOBEL = np.outer([1.0, 2.0, 1.0], [-1.0, 0.0, 1.0])
+TAN_22 = 0.4142135623730950488016887242097
+STRAIGHT, DIAGONAL, KNIGHT = 65536, 91750, 143976
+"""OpenCV's lengths of the moves (1, 0), (1, 1) and (2, 1): 1, 1.4 and 2.1969 in units of 1 / 65536."""
+FAR = 1 << 29
+MOVES = (
+    *((0, -1, STRAIGHT), (-1, -1, DIAGONAL), (-1, 0, STRAIGHT), (-1, 1, DIAGONAL)),
+    *((-1, -2, KNIGHT), (-1, 2, KNIGHT), (-2, -1, KNIGHT), (-2, 1, KNIGHT)),
+)
+"""Rows and columns to the neighbours that come before a pixel, and the length of the way."""
+
+
+def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
+    """Edges of grey layers (n, side, side): ridges of |dx| + |dy| (Sobel) above `low` that touch one above `high`.
+
+    There is no smoothing. A ridge is larger than its neighbour before and at least as large as the one after, along
+    the gradient rounded to one of four directions (on diagonals, larger than both).
+
+    Args:
+        layers: bytes (n, side, side).
+        low: least strength of an edge.
+        high: strength that some pixel of a connected edge must exceed.
+
+    Returns:
+        Whether each pixel is on an edge.
+
+    Raises:
+        MissingExtraError: if scipy is not installed.
+    """
+    try:
+        from scipy import ndimage
+    except ImportError as error:
+        raise MissingExtraError(feature="the corruption spatter", package="scipy", extra="bench") from error
+    values = layers.astype(np.float64)
+    across, down = correlate(values, SOBEL, "nearest"), correlate(values, SOBEL.T, "nearest")
+    strength = np.abs(across) + np.abs(down)
+    side = layers.shape[-1]
+    around = np.pad(strength, ((0, 0), (1, 1), (1, 1)))
+
+    def beside(row: int, column: int) -> Floats:
+        return around[:, 1 + row : 1 + row + side, 1 + column : 1 + column + side]
+
+    def ridge(row: int, column: int) -> NDArray[np.bool_]:
+        return (strength > beside(-row, -column)) & (strength >= beside(row, column))
+
+    level = np.abs(down) < TAN_22 * np.abs(across)
+    upright = np.abs(down) > (TAN_22 + 2) * np.abs(across)
+    falling = (strength > beside(-1, -1)) & (strength > beside(1, 1))
+    rising = (strength > beside(-1, 1)) & (strength > beside(1, -1))
+    slanted = np.where((across < 0) != (down < 0), rising, falling)
+    crest = np.where(level, ridge(0, 1), np.where(upright, ridge(1, 0), slanted))
+    candidates = crest & (strength > low)
+    # Pixels touch within their image only, corners included.
+    touching = np.zeros((3, 3, 3))
+    touching[1] = 1
+    pieces, count = ndimage.label(candidates, structure=touching)
+    kept = np.zeros(count + 1, dtype=np.bool_)
+    kept[pieces[candidates & (strength > high)]] = True
+    return kept[pieces]
+
+
+def distance(edges: NDArray[np.bool_]) -> Floats:
+    """Length (n, side, side) of the shortest way from each pixel to an edge in moves of 1, 1.4 and 2.1969.
+
+    OpenCV's DIST_L2 with a mask of 5: one sweep forwards, one backwards, in whole numbers of 1 / 65536. Without any
+    edge all pixels are far (8192).
+
+    Args:
+        edges: whether each pixel (n, side, side) is on an edge.
+
+    Returns:
+        The distances; 0 on edges.
+    """
+    side = edges.shape[-1]
+    margin = 2
+    # Images last: one step of the sweep handles the whole batch at once.
+    field = np.full((side + 2 * margin, side + 2 * margin, len(edges)), FAR, dtype=np.int64)
+    inner = slice(margin, margin + side)
+    field[inner, inner] = np.where(np.moveaxis(edges, 0, -1), 0, FAR)
+    for turned in (field, field[::-1, ::-1]):
+        for row in range(margin, margin + side):
+            for column in range(margin, margin + side):
+                here = turned[row, column]
+                for down, right, length in MOVES:
+                    np.minimum(here, turned[row + down, column + right] + length, out=here)
+    return np.moveaxis(field[inner, inner], -1, 0) / STRAIGHT
+
+
+FOG = ((0.2, 3.0), (0.5, 3.0), (0.75, 2.5), (1.0, 2.0), (1.5, 1.75))
+"""Thickness, and how fast the roughness decays from one level to the next."""
+ROUGHNESS = 100.0
+SNOW = (
+    (0.1, 0.2, 1.0, 0.6, 8, 3.0, 0.95),
+    (0.1, 0.2, 1.0, 0.5, 10, 4.0, 0.9),
+    (0.15, 0.3, 1.75, 0.55, 10, 4.0, 0.9),
+    (0.25, 0.3, 2.25, 0.6, 12, 6.0, 0.85),
+    (0.3, 0.3, 1.25, 0.65, 14, 12.0, 0.8),
+)
+"""Mean and deviation of the flakes, their zoom, the threshold, radius and deviation of the fall, share of the image."""
+LUMA = np.array([0.299, 0.587, 0.114])[:, None, None]
+
+
+def fog(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+    """Adds c times plasma, then scales by m / (m + c), where m is the largest value of the image."""
+    thickness, decay = FOG[severity - 1]
+    side = pixels.shape[-1]
+    values = unit(pixels)
+    brightest = values.max(axis=(1, 2, 3), keepdims=True)
+    clouds = plasma(streams, 1 << (side - 1).bit_length(), decay)[:, None, :side, :side]
+    return truncated((values + thickness * clouds) * brightest / (brightest + thickness))
+
+
+def plasma(streams: Streams, side: int, decay: float) -> Floats:
+    """Clouds (n, side, side) from 0 to 1 by the diamond-square scheme on a torus, for a side that is a power of 2.
+
+    At each level a new point is the mean of its four neighbours plus w U(-w, w): first the centres of the squares, then
+    the centres of the diamonds between them; w starts at 100 and is divided by `decay` after each level.
+    """
+    drawn = streams.draw(lambda generator: generator.uniform(-1, 1, size=side * side - 1))
+    grid = np.zeros((streams.count, side, side))
+    step, rough, used = side, ROUGHNESS, 0
+
+    def jitter(count: int) -> Floats:
+        nonlocal used
+        part = drawn[:, used : used + count * count].reshape(-1, count, count)
+        used += count * count
+        return rough**2 * part
+
+    while step >= 2:
+        half, count = step // 2, side // step
+        corners = grid[:, ::step, ::step].copy()
+        right, below = np.roll(corners, -1, axis=2), np.roll(corners, -1, axis=1)
+        centres = (corners + right + below + np.roll(right, -1, axis=1)) / 4 + jitter(count)
+        grid[:, half::step, half::step] = centres
+        grid[:, ::step, half::step] = (corners + right + centres + np.roll(centres, 1, axis=1)) / 4 + jitter(count)
+        grid[:, half::step, ::step] = (corners + below + centres + np.roll(centres, 1, axis=2)) / 4 + jitter(count)
+        step, rough = half, rough / decay
+    grid -= grid.min(axis=(1, 2), keepdims=True)
+    highest: Floats = grid.max(axis=(1, 2), keepdims=True)
+    return grid / highest
+
+
+def snow(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+    """Flakes falling, and falling upside down, on a scene that whitens."""
+    mean, deviation, zoom, threshold, radius, sigma, share = SNOW[severity - 1]
+    side = pixels.shape[-1]
+    drawn = streams.draw(
+        lambda generator: np.append(generator.standard_normal(side * side), generator.uniform(-135, -45))
+    )
+    layer = mean + deviation * drawn[:, :-1].reshape(-1, 1, side, side)
+    layer = separable(layer, zooming(side, zoom))
+    layer[layer < threshold] = 0
+    fallen = unit(rounded(moved(truncated(layer).astype(np.float64), int(radius), sigma, drawn[:, -1])))
+    values = unit(pixels)
+    grey = (values * LUMA).sum(axis=1, keepdims=True)
+    whitened = share * values + (1 - share) * np.maximum(values, 1.5 * grey + 0.5)
+    return truncated(whitened + fallen + fallen[..., ::-1, ::-1])
+
+
+FROST = ((1.0, 0.2), (1.0, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))
+"""Weights of the image and of the frost."""
+PICTURES = 5
+SHRINK = 5
+"""Photographs are used at a fifth of their size."""
+ENDINGS = (".png", ".jpg", ".jpeg")
+
+GLASS = np.array([0.20, 0.30, 0.42])
+ICE = np.array([0.86, 0.94, 1.0])
+"""Colours of bare glass and of thick frost."""
+OCTAVES = 5
+
+
+def frost(pixels: Bytes, severity: int, streams: Streams, pictures: tuple[Bytes, ...] | None = None) -> Bytes:
+    """The sum a image + b frost, in levels, cut off at 255.
+
+    Args:
+        pixels: (n, 3, side, side).
+        severity: 1 to 5.
+        streams: one per image: which picture, and where its piece is cut out.
+        pictures: of frost, (3, height, width); synthetic ones if None.
+
+    Returns:
+        The frosted images.
+
+    Raises:
+        DataError: if a picture is smaller than the images.
+    """
+    ours, theirs = FROST[severity - 1]
+    side = pixels.shape[-1]
+    if pictures is None:
+        pictures = tuple(synthetic_frost(index, max(96, 3 * side)) for index in range(PICTURES))
+    for picture in pictures:
+        if min(picture.shape[1:]) < side:
+            height, width = picture.shape[1:]
+            message = (
+                f"frost photographs must be at least as large as the images ({side} x {side}) at a fifth of their "
+                f"size, got {height} x {width}; leave frost_photographs out to use synthetic frost."
+            )
+            raise DataError(message)
+    pieces = np.empty(pixels.shape)
+    for index, generator in enumerate(streams):
+        picture = pictures[generator.integers(len(pictures))]
+        # The last place is never used, as in the original.
+        top, left = (int(generator.integers(max(1, length - side))) for length in picture.shape[1:])
+        pieces[index] = picture[:, top : top + side, left : left + side]
+    return np.clip(ours * pixels + theirs * pieces, 0, 255).astype(np.uint8)
+
+
+@lru_cache(maxsize=4)
+def photographs(folder: Path) -> tuple[Bytes, ...]:
+    """The five photographs frost1 to frost5 (PNG or JPEG) of a folder, every fifth pixel of each.
+
+    OpenCV's linear resizing to 20% reads exactly the middle one of five pixels. The original's sixth photograph is
+    never drawn.
+
+    Args:
+        folder: that holds them.
+
+    Returns:
+        Pictures (3, height, width).
+
+    Raises:
+        DataError: if one is missing or cannot be read.
+        MissingExtraError: if Pillow is not installed.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise MissingExtraError(feature="reading frost photographs", package="pillow", extra="bench") from error
+    pictures = []
+    for number in range(1, PICTURES + 1):
+        found = [path for ending in ENDINGS if (path := folder / f"frost{number}{ending}").is_file()]
+        if not found:
+            message = (
+                f"no frost{number} (.png, .jpg or .jpeg) in {folder}; expected the photographs frost1 to "
+                f"frost{PICTURES} of the original corruptions. Leave frost_photographs out to use synthetic frost."
+            )
+            raise DataError(message)
+        try:
+            with Image.open(found[0]) as picture:
+                pixels = np.asarray(picture.convert("RGB"))
+        except (UnidentifiedImageError, OSError) as error:
+            message = f"{found[0]} cannot be read as an image ({error}); fetch it again."
+            raise DataError(message) from error
+        half = SHRINK // 2
+        pictures.append(np.ascontiguousarray(np.moveaxis(pixels[half::SHRINK, half::SHRINK], -1, 0)))
+    return tuple(pictures)
+
+
+@lru_cache(maxsize=2 * PICTURES)
+def synthetic_frost(index: int, side: int) -> Bytes:
+    """A picture of frost (3, side, side) that is none: ridged noise of several octaves, each growing on the one before.
+
+    A ridge is where a smooth random field crosses 0: a thin curve. Fields are stretched along a direction of their own,
+    which makes needles. Every octave has twice the frequency, and shows where the octaves before it are bright, as
+    crystals branch from crystals.
+
+    Args:
+        index: which one; the same index gives the same picture.
+        side: height and width.
+
+    Returns:
+        The picture.
+    """
+    generator = np.random.Generator(np.random.Philox(key=index))
+    direction = generator.uniform(0, np.pi)
+    thick = _field(generator, side, 2.0 / 96, direction, stretch=1.0)
+    growth, total = np.ones((side, side)), np.zeros((side, side))
+    for octave in range(OCTAVES):
+        # A new direction each time, 60 degrees on: ice has six.
+        turned = direction + octave * np.pi / 3
+        ridges = np.exp(-2.5 * np.abs(_field(generator, side, 3.0 / 96 * 2**octave, turned, stretch=2.5)))
+        total += 0.8**octave * growth * ridges
+        growth = np.clip(0.25 + 1.5 * growth * ridges, 0, 1)
+    ranks = total.ravel().argsort().argsort().reshape(side, side) / (side * side - 1)
+    cover = np.clip(0.75 * ranks**1.3 + 0.25 / (1 + np.exp(-1.5 * thick)), 0, 1)
+    colour = GLASS + cover[..., None] * (ICE - GLASS)
+    return np.ascontiguousarray(np.moveaxis((colour * 255).astype(np.uint8), -1, 0))
+
+
+def _field(generator: np.random.Generator, side: int, frequency: float, direction: float, stretch: float) -> Floats:
+    """A random field with mean 0 and variance 1 whose frequencies lie within about an octave of `frequency`."""
+    across = np.fft.rfftfreq(side)
+    down = np.fft.fftfreq(side)[:, None]
+    along = np.cos(direction) * across + np.sin(direction) * down
+    aside = np.cos(direction) * down - np.sin(direction) * across
+    radius = np.maximum(np.hypot(along * stretch, aside / stretch), 1e-9)
+    passed = np.exp(-2.0 * np.log2(radius / frequency) ** 2)
+    field = np.fft.irfft2(np.fft.rfft2(generator.standard_normal((side, side))) * passed, s=(side, side))
+    return (field - field.mean()) / field.std()
+
+
+SPATTER = (
+    (0.62, 0.1, 0.7, 0.7, 0.5, False),
+    (0.65, 0.1, 0.8, 0.7, 0.5, False),
+    (0.65, 0.3, 1.0, 0.69, 0.5, False),
+    (0.65, 0.1, 0.7, 0.69, 0.6, True),
+    (0.65, 0.1, 0.5, 0.68, 0.6, True),
+)
+"""Mean and deviation of the liquid, its blur, the threshold, the strength, and whether it is mud."""
+WATER = np.array([175, 238, 238])[:, None, None] / 255
+MUD = np.array([63, 42, 20])[:, None, None] / 255
+LOW, HIGH = 50.0, 150.0
+"""Canny's thresholds."""
+REACH = 20.0
+"""Distances to the rim of a drop are cut off here."""
+RELIEF = np.array([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
+LEAST_MUD = 0.8
+
+
+def spatter(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+    """Smooth noise above a threshold is liquid: light on the rims of drops, or dark spots.
+
+    The steps are OpenCV's, in whole levels where it has whole levels. Two things differ: liquid above 1 is cut off
+    instead of starting again at 0, and an image that no drop has hit stays as it is instead of being divided by 0.
+    """
+    mean, deviation, blur, threshold, strength, muddy = SPATTER[severity - 1]
+    side = pixels.shape[-1]
+    noise = streams.draw(lambda generator: generator.standard_normal((side, side)))
+    layer = gaussian(mean + deviation * noise, blur)
+    layer[layer < threshold] = 0
+    values = unit(pixels)
+    if muddy:
+        cover = gaussian((layer > threshold).astype(np.float64), strength)
+        cover[cover < LEAST_MUD] = 0
+        cover = cover[:, None]
+        return truncated(values * (1 - cover) + MUD * cover)
+    return truncated(values + WATER * (strength * _water(truncated(layer)))[:, None])
+
+
+def _water(liquid: Bytes) -> Floats:
+    """How strongly the light shows in drops (n, side, side), at most 1 in each image."""
+    mean = np.full((3, 3), 1 / 9)
+    near = np.minimum(distance(canny(liquid, LOW, HIGH)), REACH)
+    # Truncated: a mean that is a whole number must not fall below itself by rounding.
+    smooth = np.floor(correlate(near, mean, "mirror") + 1e-6).astype(np.uint8)
+    relief = rounded(correlate(equalised(smooth).astype(np.float64), RELIEF, "mirror"))
+    light = liquid * rounded(correlate(relief.astype(np.float64), mean, "mirror")).astype(np.float64)
+    largest = light.max(axis=(1, 2), keepdims=True)
+    return light / np.where(largest == 0, 1, largest)
+
+
+def equalised(layers: Bytes) -> Bytes:
+    """Histogram equalisation of each layer (n, side, side): level v becomes the share of pixels at most v, times 255.
+
+    The lowest level present is left out of the count and becomes 0; a layer of one level stays as it is.
+    """
+    total = layers[0].size if len(layers) else 1
+    levels = int(layers.max(initial=0)) + 1
+    counts = np.stack([(layers == level).sum(axis=(1, 2)) for level in range(levels)], axis=1)
+    lowest = layers.min(axis=(1, 2))
+    everyone = np.arange(len(layers))
+    least = counts[everyone, lowest]
+    flat = least == total
+    # In float32, as OpenCV: it decides which way halves fall.
+    scale = np.float32(255) / np.where(flat, 1, total - least).astype(np.float32)
+    risen = np.maximum(np.cumsum(counts, axis=1) - least[:, None], 0).astype(np.float32)
+    table = np.where(flat[:, None], np.arange(levels), np.rint(risen * scale[:, None])).astype(np.uint8)
+    return table[everyone[:, None, None], layers]

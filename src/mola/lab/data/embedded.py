@@ -1,0 +1,142 @@
+"""Scikit-learn's handwritten digits: 1797 grey images of 8 x 8 pixels that come with the package, no download.
+
+Each pixel counts the inked dots of a 4 x 4 block of a scanned digit, 0 to 16; here divided by 16.
+
+Two interleaved half circles in the plane: small enough to see what a classifier believes everywhere.
+
+Inputs that are no digits, in the digits' size and value range, so that neither gives them away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mola.errors import MissingExtraError, OptionError
+from mola.training.labelled import Labelled
+
+__all__ = ["CLASSES", "SIDE", "Digits", "load_digits", "natural_patches", "two_moons", "uniform_noise"]
+
+SIDE = 8
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The digits in three parts; inputs are (n, 1, 8, 8) in float32, between 0 and 1."""
+
+    train: Labelled
+    val: Labelled
+    test: Labelled
+
+
+def load_digits(seed: int = 0, *, train: int = 1000, val: int = 297) -> Digits:
+    """The digits, split at random: what is neither for training nor for validation is for testing.
+
+    Args:
+        seed: of the split.
+        train: number of training data.
+        val: number of validation data.
+
+    Returns:
+        The three parts.
+
+    Raises:
+        MissingExtraError: if scikit-learn is not installed.
+        OptionError: if nothing would be left for testing.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise MissingExtraError(feature="the handwritten digits", package="scikit-learn", extra="bench") from error
+    pixels, target = datasets.load_digits(return_X_y=True)
+    if train < 1 or val < 1 or train + val >= len(target):
+        message = f"train and val must be at least 1 and leave some of {len(target)} digits for testing, got {train} and {val}."
+        raise OptionError(message)
+    inputs = torch.from_numpy(pixels).float().div(16).reshape(-1, 1, SIDE, SIDE)
+    labels = torch.from_numpy(target).long()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    parts = [Labelled(inputs[rows], labels[rows]) for rows in order.tensor_split([train, train + val])]
+    return Digits(*parts)
+
+
+CENTRE = (0.5, 0.25)
+
+
+def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
+    """Draw points of two half circles around the origin.
+
+    Args:
+        count: number of points, half of each class.
+        noise: standard deviation of the scatter about the circles, whose radius is 1.
+        seed: of the draw.
+
+    Returns:
+        Points (count, 2) in float32 and their classes.
+
+    Raises:
+        MissingExtraError: if scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import make_moons
+    except ImportError as error:
+        raise MissingExtraError(feature="the two moons", package="scikit-learn", extra="bench") from error
+    points, labels = make_moons(count, noise=noise, random_state=seed)
+    centred = torch.from_numpy(points).float() - torch.tensor(CENTRE, dtype=torch.float32)
+    return Labelled(centred, torch.from_numpy(labels).long())
+
+
+LEAST_CONTRAST = 0.1
+"""Patches of clear sky, whose brightness varies less than this, are passed over: stretched, they are camera noise."""
+
+LARGEST_ZOOM = 8
+"""Patches are squares of 8 to 64 pixels, averaged down: from texture to whole petals and roofs."""
+
+
+def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
+    """Patches of scikit-learn's two sample photographs, each stretched to fill the range from 0 to 1.
+
+    Args:
+        count: number of patches.
+        side: height and width.
+        seed: of their places and sizes.
+
+    Returns:
+        Images (count, 1, side, side) in float32.
+
+    Raises:
+        MissingExtraError: if scikit-learn, or pillow which decodes the photographs, is not installed.
+    """
+    try:
+        from sklearn import datasets
+
+        photographs = datasets.load_sample_images().images
+    except ImportError as error:
+        raise MissingExtraError(
+            feature="natural-image patches", package="scikit-learn with pillow", extra="bench"
+        ) from error
+    grey = [torch.tensor(photograph, dtype=torch.float32).mean(-1) / 255 for photograph in photographs]
+    generator = torch.Generator().manual_seed(seed)
+
+    def below(limit: int) -> int:
+        return int(torch.randint(limit, (), generator=generator))
+
+    patches: list[Tensor] = []
+    while len(patches) < count:
+        photograph, zoom = grey[below(len(grey))], 1 + below(LARGEST_ZOOM)
+        size = side * zoom
+        top, left = below(photograph.shape[0] - size + 1), below(photograph.shape[1] - size + 1)
+        patch = functional.avg_pool2d(photograph[None, top : top + size, left : left + size], zoom)
+        low, high = patch.min(), patch.max()
+        if high - low >= LEAST_CONTRAST:
+            patches.append((patch - low) / (high - low))
+    return torch.stack(patches)
+
+
+def uniform_noise(count: int, side: int, *, seed: int = 0) -> Tensor:
+    """Images (count, 1, side, side) in float32 whose pixels are independent and uniform between 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, 1, side, side, generator=generator, dtype=torch.float32)

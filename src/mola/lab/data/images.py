@@ -1,0 +1,172 @@
+"""Labelled images in memory, as they lie on disk: whole numbers from 0 to 255.
+
+What networks are given instead of bytes: x / 255, less a mean, over a standard deviation, by channel.
+
+Out-of-distribution inputs are normalised like the network's own training data, since a deployed network does not know where
+an input comes from. Names that end in `-own` are the other habit, of the paper's authors: each set with statistics of its
+own, which alone tells some sets apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from mola.errors import DataError, OptionError
+from mola.options import one_of
+
+__all__ = ["NORMALISATIONS", "Images", "Normalisation", "even_places", "normalisation", "split_validation"]
+
+
+@dataclass(frozen=True)
+class Images:
+    """Pixels (n, channels, height, width) in uint8 and class indices (n,) in int64."""
+
+    pixels: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        """Refuse what is not one label to each image.
+
+        Raises:
+            DataError: if the shapes or types are others.
+        """
+        fits = self.pixels.ndim == 4 and self.labels.ndim == 1 and len(self.pixels) == len(self.labels)
+        if not fits or self.pixels.dtype != torch.uint8 or self.labels.dtype != torch.int64:
+            message = (
+                "expected pixels (n, channels, height, width) in uint8 and labels (n,) in int64, got "
+                f"{tuple(self.pixels.shape)} in {self.pixels.dtype} and {tuple(self.labels.shape)} in {self.labels.dtype}."
+            )
+            raise DataError(message)
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.labels)
+
+    def part(self, indices: Tensor | Sequence[int] | slice) -> Images:
+        """The images at these places, in this order."""
+        if not isinstance(indices, slice):
+            indices = torch.as_tensor(indices)
+            # An empty list has no type of its own.
+            indices = indices if indices.dtype == torch.bool else indices.long()
+        return Images(self.pixels[indices], self.labels[indices])
+
+    def evenly(self, count: int) -> Images:
+        """At most `count` of them, evenly spaced from the first to the last: files may be in order of classes."""
+        return self if len(self) <= count else self.part(even_places(len(self), count))
+
+
+def even_places(total: int, count: int) -> Tensor:
+    """`count` places among `total`, evenly spaced from the first to the last.
+
+    Raises:
+        OptionError: if count is not at least 1.
+    """
+    if count < 1:
+        message = f"count must be at least 1, got {count}."
+        raise OptionError(message)
+    # In whole numbers, so that the choice does not depend on the default floating-point type.
+    return torch.arange(count) * (total - 1) // max(count - 1, 1)
+
+
+def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> tuple[Images, Images]:
+    """Divide a test set at random into a part to tune on and a part to report on, as the paper's experiments do.
+
+    The division is that of `torch.utils.data.random_split` with a generator of this seed.
+
+    Args:
+        images: the test set.
+        validation: how many are to tune on.
+        seed: of the division.
+
+    Returns:
+        The validation images and the remaining test images.
+
+    Raises:
+        OptionError: if either part would be empty.
+    """
+    if not 0 < validation < len(images):
+        message = f"validation must leave some of {len(images)} images on either side, got {validation}."
+        raise OptionError(message)
+    sizes = [validation, len(images) - validation]
+    places: Sequence[int] = range(len(images))
+    generator = torch.Generator().manual_seed(seed)
+    tune, report = torch.utils.data.random_split(places, sizes, generator=generator)  # type: ignore[arg-type, var-annotated]
+    return images.part(tune.indices), images.part(report.indices)
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Mean and standard deviation, one for each channel or one for all; of pixels between 0 and 1."""
+
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        """Refuse statistics that do not fit together.
+
+        Raises:
+            OptionError: if there are not equally many, or a deviation is not positive.
+        """
+        if not self.mean or len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
+            message = f"expected as many means as positive standard deviations, got {self.mean} and {self.std}."
+            raise OptionError(message)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """(x / 255 - mean) / std in float32.
+
+        Args:
+            pixels: (n, channels, height, width) or (channels, height, width) in uint8.
+
+        Returns:
+            The same shape.
+
+        Raises:
+            DataError: if the pixels are not bytes, or have another number of channels.
+        """
+        if pixels.dtype != torch.uint8:
+            message = f"expected pixels in uint8, as they lie on disk, got {pixels.dtype}: are they normalised already?"
+            raise DataError(message)
+        if len(self.mean) not in (1, pixels.shape[-3]):
+            message = f"this normalisation is for {len(self.mean)} channels, got pixels of shape {tuple(pixels.shape)}."
+            raise DataError(message)
+        mean, std = (
+            torch.tensor(values, dtype=torch.float32, device=pixels.device).view(-1, 1, 1)
+            for values in (self.mean, self.std)
+        )
+        # Divided first, as everybody does: another order would change the last bits of a network's inputs.
+        return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
+
+    def inverse(self, inputs: Tensor) -> Tensor:
+        """Pixels in uint8 from normalised inputs: rounded, and clipped to what a byte holds."""
+        mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (self.mean, self.std))
+        return ((inputs * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
+    {
+        # x / 255 and nothing else: what the paper does with MNIST and its outliers, and the authors with LSUN.
+        "none": Normalisation(),
+        # The paper's: (125.3, 123.0, 113.9) / 255 and (63.0, 62.1, 66.7) / 255.
+        "cifar10": Normalisation(
+            (125.3 / 255, 123.0 / 255, 113.9 / 255),
+            (63.0 / 255, 62.1 / 255, 66.7 / 255),
+        ),
+        "imagenet": Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        # What the authors give each set of outliers, and the corrupted images, instead of the above.
+        "svhn-own": Normalisation((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+        "cifar100-own": Normalisation((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+        "cifar10-c-own": Normalisation((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+        "lsun-own": Normalisation(),
+    }
+)
+"""By name. `lsun-own` is none at all."""
+
+
+def normalisation(name: str) -> Normalisation:
+    """The normalisation of this name; `OptionError` if there is none."""
+    return NORMALISATIONS[one_of(name, NORMALISATIONS, "normalise")]

@@ -1,0 +1,160 @@
+"""What is to be run, checked before any work: networks, sets, runs, and the folder they may be written to."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mola.compare.store import SUITE, Store
+from mola.errors import OptionError, StorageError
+from mola.lab.activations import Activations, Network
+from mola.lab.comparisons import COMPARISONS, SWEEP
+from mola.lab.contestants import Contestant
+from mola.lab.suite import EXAMPLES, Budget, DataOptions, Source, Suite
+from mola.lab.workshop import Workshop
+
+__all__ = ["Plan", "claim", "describe"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run."""
+
+    suite: Suite
+    network: str
+    """Name of the architecture."""
+    networks: Sequence[Network]
+    sources: dict[str, Source]
+    runs: int
+    components: int
+    groups: tuple[str, ...] = ("main",)
+    options: DataOptions = field(default_factory=DataOptions)
+    budget: Budget | None = None
+    """For methods that train; None is the suite's."""
+
+    def __post_init__(self) -> None:
+        """Check that there are networks enough, and that they and the sets differ.
+
+        Raises:
+            OptionError: if not.
+        """
+        _refuse_repeats("networks", {network.path.name: network.checksum for network in self.networks})
+        _refuse_repeats("sets", {name: source.checksum for name, source in self.sources.items()})
+        needed = max(self.runs * self.components, SWEEP if "components" in self.groups else 0)
+        if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
+            message = (
+                f"--runs {self.runs} --components {self.components} in {', '.join(self.groups)} need {max(needed, 1)} networks, "
+                f"found {len(self.networks)}. Train more (mola train {self.suite.name} --networks {max(needed, 1)}, or --train), "
+                f"or ask for fewer runs or components."
+            )
+            raise OptionError(message)
+
+    def members(self, group: str, run: int) -> Sequence[Network]:
+        """The networks of a run: no two runs share one."""
+        size = SWEEP if group == "components" else self.components
+        return self.networks[run * size : (run + 1) * size]
+
+    def runs_of(self, group: str) -> int:
+        """How many runs there are networks for."""
+        return min(self.runs, len(self.networks) // SWEEP) if group == "components" else self.runs
+
+    def methods(self, group: str) -> list[Contestant]:
+        """The contestants of a group."""
+        return COMPARISONS[group](self.budget or self.suite.budget)
+
+    def workshop(self, activations: Activations) -> Workshop:
+        """Where methods work that need whole networks."""
+        build = self.networks[0].build
+        return Workshop(self.suite, self.network, build, self.options, self.sources, activations)
+
+    def experiment(self) -> dict[str, Any]:
+        """What all records of a folder have in common: numbers of different experiments are not to be averaged."""
+        return {
+            "network": self.network,
+            "components": self.components,
+            "threshold": self.suite.threshold,
+            "options": self.options.describe(),
+            "data": {name: source.checksum for name, source in self.sources.items()},
+        }
+
+
+def _refuse_repeats(what: str, checksums: Mapping[str, str]) -> None:
+    first: dict[str, str] = {}
+    for name, value in checksums.items():
+        if value in first:
+            message = f"{first[value]} and {name} are the same: {what} must differ."
+            raise OptionError(message)
+        first[value] = name
+
+
+def claim(plan: Plan, store: Store, *, fresh: bool) -> None:
+    """Refuse a folder that holds another experiment, or forget that one.
+
+    Args:
+        plan: what is to be run.
+        store: where its records are to be kept.
+        fresh: whether to forget another experiment.
+
+    Raises:
+        StorageError: if it holds another.
+    """
+    before = store.read_document(plan.suite.name, SUITE)
+    kept = None if before is None else before.get("experiment")
+    now = plan.experiment()
+    if before is None or kept == now:
+        return
+    if fresh:
+        store.forget(plan.suite.name)
+        return
+    changed = _differences(kept if isinstance(kept, dict) else {}, now)
+    message = (
+        f"{store.directory / plan.suite.name} holds another experiment ({changed}). Write to another folder (--results), or "
+        f"replace it (--fresh)."
+    )
+    raise StorageError(message)
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs, in words: the values of options, and no more than the names of data, whose checksums say nothing."""
+    flat = [
+        {**{name: value for name, value in one.items() if name not in ("options", "data")}, **one.get("options", {})}
+        for one in (before, now)
+    ]
+    named = [
+        f"{name}: {flat[0].get(name)} there, {value} asked"
+        for name, value in flat[1].items()
+        if flat[0].get(name) != value
+    ]
+    sets = [name for name, value in now["data"].items() if before.get("data", {}).get(name) != value]
+    return "; ".join(named or [f"other data in {', '.join(sets)}"])
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """What the suite is, for the report: sets, shift, example images."""
+    suite = plan.suite
+    sets = {
+        name: {"title": source.title, "role": source.role, "count": source.count, "level": source.level}
+        for name, source in plan.sources.items()
+    }
+    examples = {}
+    for name, source in plan.sources.items():
+        if source.role in ("test", "shift", "outlier"):
+            pixels = source.show(EXAMPLES).contiguous()
+            packed = base64.b64encode(pixels.numpy().tobytes()).decode()
+            examples[name] = {"shape": list(pixels.shape), "pixels": packed, "label": list(source.labels)}
+    return {
+        "suite": suite.name,
+        "title": suite.title,
+        "network": plan.network,
+        "components": plan.components,
+        "runs": plan.runs,
+        "threshold": suite.threshold,
+        "shift": {**asdict(suite.shift), "levels": list(suite.shift.levels)},
+        "sets": sets,
+        "classes": list(suite.classes),
+        "examples": examples,
+        "notes": list(suite.notes),
+        "experiment": plan.experiment(),
+    }

@@ -1,0 +1,123 @@
+"""From what a user asks for to a plan, and the plan carried out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mola.compare.store import COST, SUITE, Store
+from mola.errors import OptionError
+from mola.lab.activations import Activations, Progress, open_networks
+from mola.lab.comparisons import COMPARISONS, LONG, SWEEP
+from mola.lab.cost import measure_cost
+from mola.lab.networks import Training, check_networks, find_networks, train_networks
+from mola.lab.plan import Plan, claim, describe
+from mola.lab.runner import run_suite
+from mola.lab.suite import Budget, DataOptions, Suite, changed
+from mola.options import one_of
+
+__all__ = ["Order", "carry_out"]
+
+GROUPS = (*COMPARISONS, "cost")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a user asks for."""
+
+    suite: Suite
+    runs: int
+    components: int
+    groups: str
+    """Names separated by commas; "all" is all that do not take hours."""
+    networks: Path
+    results: Path
+    cache: Path
+    network: str | None = None
+    options: DataOptions = field(default_factory=DataOptions)
+    train: bool = False
+    """Whether to train networks that are missing."""
+    device: str = "cpu"
+    """Where the networks are run."""
+    fresh: bool = False
+    """Whether to make all records anew."""
+    swag: str = ""
+    """Changes to the suite's budget of SWAG, such as "snapshots=12"."""
+    mimo: str = ""
+    """The same of MIMO."""
+
+    def budget(self) -> Budget:
+        """What methods that train may spend."""
+        given = self.suite.budget
+        return Budget(changed(given.swag, self.swag), changed(given.mimo, self.mimo))
+
+    def chosen_groups(self) -> tuple[str, ...]:
+        """The groups by name, each once; `OptionError` for one that is not known."""
+        names = [one_of(name.strip(), (*GROUPS, "all"), "groups") for name in self.groups.split(",")]
+        if "all" in names:
+            names = [*(group for group in GROUPS if group not in LONG), *(name for name in names if name in LONG)]
+        return tuple(dict.fromkeys(names))
+
+
+def carry_out(order: Order, progress: Progress) -> Path:
+    """Train what is missing, if asked to; run the suite; measure cost, if asked to.
+
+    Args:
+        order: what the user asks for.
+        progress: told what is being done, and which share is done.
+
+    Returns:
+        The folder of the suite's results; `OptionError` at the end, if methods refused their task.
+    """
+    groups, budget = order.chosen_groups(), order.budget()
+    name, build = order.suite.builder(order.network)
+    trained = 0.0
+    if order.train:
+        trained = 0.5
+        count = max(order.runs * order.components, SWEEP if "components" in groups else 0)
+        training = Training(order.suite, count, order.suite.recipe, order.network, options=order.options)
+        train_networks(training, order.networks, lambda doing, done: progress(doing, trained * done))
+    paths = find_networks(order.networks)
+    check_networks(paths, order.suite, name, order.options)
+    progress(f"reading {order.suite.title}", trained)
+    sources = order.suite.make_sources(order.options)
+    comparisons = tuple(group for group in groups if group in COMPARISONS)
+    plan = Plan(
+        suite=order.suite,
+        network=name,
+        networks=open_networks(paths, build, name),
+        sources=sources,
+        runs=order.runs,
+        components=order.components,
+        groups=comparisons,
+        options=order.options,
+        budget=budget,
+    )
+    store = Store(order.results)
+    claim(plan, store, fresh=order.fresh)
+    store.write_document(order.suite.name, SUITE, describe(plan))
+    refused = None
+    if comparisons:
+        try:
+            run_suite(
+                plan,
+                Activations(order.cache, order.device),
+                store,
+                lambda doing, done: progress(doing, trained + (0.95 - trained) * done),
+                fresh=order.fresh,
+            )
+        except OptionError as error:
+            refused = error  # what can still be done is done first
+    if "cost" in groups:
+        document = measure_cost(
+            plan.networks[: order.components],
+            plan.sources["train"],
+            plan.sources["test"],
+            order.suite.budget,
+            lambda doing, done: progress(doing, 0.95 + 0.05 * done),
+        )
+        store.write_document(order.suite.name, COST, document)
+    if refused is not None:
+        raise refused
+    progress("done", 1.0)
+    return order.results / order.suite.name

@@ -1,0 +1,1 @@
+"""The suites: each declares its data, networks, shifts and outliers."""

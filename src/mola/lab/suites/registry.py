@@ -1,0 +1,19 @@
+"""All suites, by name."""
+
+from __future__ import annotations
+
+from mola.lab.suite import Suite
+from mola.lab.suites.cifar10 import CIFAR10
+from mola.lab.suites.digits import DIGITS
+from mola.lab.suites.imagenet import IMAGENET
+from mola.lab.suites.mnist import MNIST
+from mola.options import one_of
+
+__all__ = ["SUITES", "find_suite"]
+
+SUITES: dict[str, Suite] = {suite.name: suite for suite in (DIGITS, MNIST, CIFAR10, IMAGENET)}
+
+
+def find_suite(name: str) -> Suite:
+    """The suite of that name; `OptionError` listing the known ones, if there is none."""
+    return SUITES[one_of(name, tuple(SUITES), "suite")]

@@ -1,0 +1,141 @@
+"""What a method that is more than a last layer says of each set, asked once and kept on disk.
+
+Where methods work that need more than stored activations: whole networks, training data, a folder to keep things in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mola.errors import OptionError, StorageError
+from mola.lab.activations import Activations, Network, fast_inputs
+from mola.lab.suite import DataOptions, Source, Suite, TrainingData, checksum
+from mola.saving.storage import read_sealed_tensors, sealed_tensors, write_atomically
+from mola.training.labelled import Labelled
+from mola.training.loop import member_seeds
+from mola.uncertainty import entropy
+
+__all__ = ["Opinion", "Opinions", "Voice", "Workshop"]
+
+Voice = Callable[[Tensor], Tensor]
+"""From a batch of inputs to probabilities (n, C): one draw, one member."""
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """The mean of some voices on one set."""
+
+    probs: Tensor
+    """(n, C)"""
+    own_entropy: Tensor
+    """(n,): the mean of the voices' own entropies."""
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """How much the voices disagree, (n,)."""
+        return (entropy(self.probs) - self.own_entropy).clamp(min=0)
+
+    @staticmethod
+    def mean(opinions: Iterable[Opinion]) -> Opinion:
+        """The voices of all of them together, each opinion with the same weight."""
+        every = list(opinions)
+        return Opinion(
+            torch.stack([one.probs for one in every]).mean(0), torch.stack([one.own_entropy for one in every]).mean(0)
+        )
+
+
+class Opinions:
+    """A folder of opinions; what is missing is asked for."""
+
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
+        self.directory, self.device = directory, torch.device(device)
+
+    def ask(self, key: str, source: Source, voices: Callable[[], Iterable[Voice]]) -> Opinion:
+        """The opinion of a method on a set.
+
+        Args:
+            key: of the method: the same key means the same voices.
+            source: the set.
+            voices: makes the voices, one after the other, if they have not been asked before.
+
+        Returns:
+            The opinion.
+
+        Raises:
+            StorageError: if the file is damaged.
+        """
+        path = self.directory / key / f"{source.checksum}.safetensors"
+        if not path.exists():
+            found = Opinion.mean(_asked(voice, source, self.device) for voice in voices())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = sealed_tensors({"probs": found.probs, "entropy": found.own_entropy}, {"set": source.name})
+            write_atomically(path, content)
+        try:
+            tensors = read_sealed_tensors(path)[0]
+            return Opinion(tensors["probs"], tensors["entropy"])
+        except (StorageError, KeyError) as error:
+            message = f"{path} is not a whole file of predictions ({error}). Delete it: it will be made again."
+            raise StorageError(message) from error
+
+
+def _asked(voice: Voice, source: Source, device: torch.device) -> Opinion:
+    with torch.no_grad():
+        probs = torch.cat([voice(fast_inputs(inputs.to(device))).float().cpu() for inputs, _ in source.open()])
+    return Opinion(probs, entropy(probs))
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What is shared by all runs of a suite."""
+
+    suite: Suite
+    network: str
+    """Name of the architecture."""
+    build: Callable[[], nn.Module]
+    options: DataOptions
+    sources: Mapping[str, Source]
+    activations: Activations
+
+    @property
+    def device(self) -> str:
+        """Where networks are run and trained."""
+        return str(self.activations.device)
+
+    @property
+    def opinions(self) -> Opinions:
+        """Predictions that were made before."""
+        return Opinions(self.activations.directory / "opinions", self.device)
+
+    @cached_property
+    def training(self) -> TrainingData:
+        """What networks of the suite are trained on.
+
+        Raises:
+            OptionError: if the suite trains nothing.
+        """
+        if self.suite.training_data is None:
+            message = f"the {self.suite.name} suite has no training data to train SWAG or MIMO with."
+            raise OptionError(message)
+        read = self.suite.training_data(self.options, self.suite.recipe)
+        moved = Labelled(read.data.inputs.to(self.device), read.data.labels.to(self.device))
+        return TrainingData(moved, read.prepare)
+
+    def seed(self, run: int) -> int:
+        """Of what is trained anew in a run."""
+        return member_seeds(run + 1, 0)[run]
+
+    def folder(self, kind: str, *identity: object) -> Path:
+        """Where a training is kept: one folder for each that differs in data, recipe or anything of `identity`."""
+        recipe = self.suite.recipe.describe()
+        key = checksum(self.suite.name, self.network, self.sources["train"].checksum, recipe["augment"], *identity)
+        return self.activations.directory / kind / key
+
+    def load(self, network: Network) -> nn.Module:
+        """A trained network, where networks are run."""
+        return network.load().to(self.device)

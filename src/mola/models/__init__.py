@@ -1,1 +1,0 @@
-"""Networks for the benchmarks and the demo. `mola` itself takes any `nn.Module`."""

@@ -1,0 +1,550 @@
+"""One network and its head, watched: what a forward pass gives, and what the head saw in it.
+
+Memory for the rows that are summed next, in float64, used again and again: new memory took longer than copying into it.
+
+Small batches, gathered: copied, checked and used together, and named one by one where a check fails.
+
+A loader read once, by all networks together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from mola.errors import DataError, HeadError, located
+from mola.float64 import exact_device
+from mola.likelihood import CATEGORICAL, Likelihood
+from mola.network.calling import Inputs, as_batch, call, device_of
+from mola.network.head import Carried, Head, LayerCall, check_logits, first_pass
+
+__all__ = [
+    "Features",
+    "Gathered",
+    "Lifted",
+    "Room",
+    "Watched",
+    "batch_count",
+    "batches_of",
+    "capture",
+    "check_finite",
+    "check_loader",
+    "device_of_sums",
+    "find_heads",
+    "first_passes",
+    "peek",
+    "stream",
+]
+
+
+class Features(NamedTuple):
+    """What one network makes of one batch: the head's input and output, in the network's precision."""
+
+    features: Tensor
+    """(n, P): input of the head; of `Lifted` rows, with the constant 1."""
+    logits: Tensor
+    """(n, C): output of the network."""
+
+
+class Watched:
+    """A network whose head is watched: every pass gives the logits and what the head saw.
+
+    A context: the hook is on the head inside, and is removed afterwards, whatever happens. Use it inside
+    `undisturbed(network)`.
+
+    Args:
+        network: the trained classifier.
+        head: its last linear layer, or None where the logits are all that is wanted.
+    """
+
+    def __init__(self, network: nn.Module, head: Head | None) -> None:
+        """Get ready to watch `head`."""
+        self.network, self.head = network, head
+        self.device = device_of(network)
+        self._calls: list[LayerCall] | None = None
+        self._carried = Carried(head) if head is not None and head.every_position else None
+
+    def __enter__(self) -> Self:
+        """Put the hook on the head."""
+        self._handle = None
+        if self._carried is not None:
+            self._carried.__enter__()
+        elif self.head is not None:
+            self._handle = self.head.layer.register_forward_hook(self._keep, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hook."""
+        if self._carried is not None:
+            self._carried.__exit__()
+        elif self._handle is not None:
+            self._handle.remove()
+
+    def _keep(self, _: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> None:
+        # For a moment, as this hook comes or goes in one thread, torch calls it without keywords in another.
+        *keywords, output = rest
+        if self._calls is not None:  # else somebody else runs the network between two passes
+            self._calls.append(LayerCall.of(arguments, keywords[0] if keywords else {}, output))
+
+    def __call__(self, inputs: Inputs) -> Features:
+        """One forward pass.
+
+        Args:
+            inputs: one batch of inputs.
+
+        Returns:
+            Features (none without a head) and logits of the batch.
+
+        Raises:
+            HeadError: if the network's output was not the head's output this time.
+        """
+        if self._carried is not None:
+            return Features(*self._carried.apart(self._carried.pass_of(self.network, inputs, self.device)))
+        calls: list[LayerCall] = []
+        self._calls = calls
+        try:
+            logits = call(self.network, inputs, self.device)
+        finally:
+            self._calls = None
+        if self.head is None or logits.dim() != 2:
+            check_logits(logits)
+            return Features(logits[:, :0], logits)
+        for seen in reversed(calls):
+            if seen.gave(logits):
+                seen.check_untouched(self.head.name)
+                return Features(seen.features, logits)
+        message = f"the network's output is not the output of its head {self.head.name!r} in this pass. Was the network changed?"
+        raise HeadError(message)
+
+
+def capture(network: nn.Module, head: Head | None, inputs: Inputs) -> Features:
+    """What a network and its head make of one batch; see `Watched`."""
+    with Watched(network, head) as watched:
+        return watched(inputs)
+
+
+def find_heads(networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs) -> list[Head]:
+    """The head of every network; see `first_passes`."""
+    return first_passes(networks, names, inputs)[0]
+
+
+def first_passes(
+    networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs
+) -> tuple[list[Head], list[Features]]:
+    """The head of every network, and what each makes of the first batch. Call it inside `undisturbed(*networks)`.
+
+    Args:
+        networks: the trained classifiers.
+        names: for each, the dotted name of its head, or None to find it.
+        inputs: one batch of inputs.
+
+    Returns:
+        One head, and one `Features`, for each network.
+
+    Raises:
+        HeadError: if a network has none, or if the numbers of classes differ.
+    """
+    heads, seen = [], []
+    for index, (network, name) in enumerate(zip(networks, names, strict=True)):
+        with located(f"models[{index}] ({type(network).__name__})"):
+            head, features, logits = first_pass(network, inputs, name)
+        heads.append(head)
+        seen.append(Features(features, logits))
+    classes = [head.classes for head in heads]
+    if len(set(classes)) > 1:
+        message = (
+            f"expected networks with the same number of classes, got {classes}. A mixture averages their probabilities."
+        )
+        raise HeadError(message)
+    return heads, seen
+
+
+ALIGNED = 8
+"""Rows begin at multiples of 64 bytes: products of rows of 257 numbers took a third longer."""
+
+ROWS = 4096
+"""For which there is room from the start; room for more is made as they come."""
+
+
+class Lifted(Features):
+    """Features with the constant 1 (n, P) and logits (n, C), in float64, until the next are put in their place."""
+
+    __slots__ = ()
+
+
+def device_of_sums(seen: Features) -> torch.device:
+    """Where float64 sums over these rows are made: on the CPU where the network's device has no float64."""
+    return exact_device(seen.logits.device)
+
+
+class Room:
+    """What one network made of some data.
+
+    Args:
+        head: which sees the features.
+        rows: how many there is to be room for.
+    """
+
+    def __init__(self, head: Head, rows: int) -> None:
+        """Wait for the first rows, which say how wide they are and where they are to be kept."""
+        self.head, self.rows, self._bias = head, rows, head.has_bias
+        self._kept: Lifted | None = None
+        self._form: tuple[object, ...] = ()
+
+    def put(self, seen: Features, start: int = 0) -> Lifted:
+        """Copy rows there.
+
+        Args:
+            seen: input and output of the head, on any device and in any precision.
+            start: row to begin at; those before it stay.
+
+        Returns:
+            The copies, as views.
+        """
+        given, outputs, kept = seen.features.detach(), seen.logits.detach(), self._kept
+        count, width = given.shape
+        # This is paid at every batch, and all the Python in it takes longer than the copies of a small one.
+        form = (width, outputs.shape[1], given.device, outputs.device)
+        if kept is None or form != self._form or start + count > kept.logits.shape[0]:
+            kept, self._form = self._room_for(seen, start, start + count), form
+        features, logits = kept.features.narrow(0, start, count), kept.logits.narrow(0, start, count)
+        # First to the device, then to float64: a device that has none cannot convert on the way.
+        features.narrow(1, 0, width).copy_(given.to(features.device))
+        logits.copy_(outputs.to(logits.device))
+        if self._bias:  # again and again: whoever had these rows before may have written into them
+            features.select(1, width).fill_(1)
+        return Lifted(features, logits)
+
+    def first(self, count: int) -> Lifted:
+        """The first rows that were put there.
+
+        Raises:
+            IndexError: if there are fewer.
+        """
+        if self._kept is None or len(self._kept.logits) < count:
+            message = f"{count} rows were not put here"
+            raise IndexError(message)
+        return Lifted(self._kept.features[:count], self._kept.logits[:count])
+
+    def _room_for(self, seen: Features, start: int, end: int) -> Lifted:
+        device = device_of_sums(seen)
+        width, outputs = seen.features.shape[1] + self.head.has_bias, seen.logits.shape[1]
+        had = self._kept
+        if had is not None and (had.features.shape[1], had.logits.shape[1]) != (width, outputs):
+            message = (
+                f"head {self.head.name!r} saw {width - self.head.has_bias} features and gave {outputs} outputs, after "
+                f"{had.features.shape[1] - self.head.has_bias} and {had.logits.shape[1]} in the batches before."
+            )
+            raise DataError(message)
+        if had is None or len(had.logits) < end or had.logits.device != device:
+            rows = max(end, min(self.rows, max(ROWS, 2 * end)))
+            features = torch.empty(rows, -(-width // ALIGNED) * ALIGNED, dtype=torch.float64, device=device)
+            logits = torch.empty(rows, outputs, dtype=torch.float64, device=device)
+            self._kept = Lifted(features[:, :width], logits)
+            if had is not None:
+                self._kept.features[:start].copy_(had.features[:start])
+                self._kept.logits[:start].copy_(had.logits[:start])
+            had = self._kept
+        return had
+
+
+class Waiting(NamedTuple):
+    """One batch that waits."""
+
+    place: str
+    """Words for the error message."""
+    seen: Sequence[Features]
+    """What each network makes of it."""
+    labels: Tensor | None
+    """As the loader yielded them."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.seen[0].logits)
+
+
+class Gathered:
+    """What K networks make of the batches that wait to be used together.
+
+    Args:
+        rows: how many to gather. A batch of so many, or more, is taken as it is.
+        heads: the networks' last layers; without one, nothing is gathered.
+        likelihood: what the outputs mean; reads the labels.
+    """
+
+    def __init__(self, rows: int, heads: Sequence[Head | None], likelihood: Likelihood) -> None:
+        """Wait for the first batch."""
+        self._rooms = [Room(head, rows) for head in heads if head is not None]
+        self.rows, self.likelihood = rows if len(self._rooms) == len(heads) else 1, likelihood
+        self.count = 0
+        self._waiting: list[Waiting] = []
+        self._without_rows = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to take what was gathered."""
+        return self.count >= self.rows
+
+    @property
+    def batches(self) -> int:
+        """How many batches wait, those of which nothing was left included."""
+        return len(self._waiting) + self._without_rows
+
+    def fits(self, count: int) -> bool:
+        """Whether a batch of so many rows may join."""
+        return self.count == 0 or self.count + count <= self.rows
+
+    def add(self, place: str, seen: Sequence[Features], labels: Tensor | None) -> None:
+        """Take one more batch.
+
+        Args:
+            place: words for the error message.
+            seen: what each network makes of it.
+            labels: as the loader yielded them.
+
+        Raises:
+            DataError: if the networks gave different numbers of rows.
+        """
+        counts = [one.logits.shape[0] for one in seen]
+        if len(set(counts)) > 1:
+            message = f"{place}: the networks gave {counts} rows; a mixture needs the same data from each."
+            raise DataError(message)
+        if counts[0] == 0:  # such as a text of which every position is masked
+            self._without_rows += 1
+            return
+        if counts[0] < self.rows:
+            # A network or a loader may use its memory again for the next batch, or features be a part of something large.
+            try:
+                seen = [room.put(one, self.count) for room, one in zip(self._rooms, seen, strict=True)]
+            except DataError:
+                with located(place):
+                    raise
+            labels = None if labels is None else labels.clone()
+        self._waiting.append(Waiting(place, seen, labels))
+        self.count += counts[0]
+
+    @torch.no_grad()
+    def take(self) -> tuple[list[Features], Tensor | None]:
+        """All that was gathered, checked; the next batch that is added overwrites it."""
+        waiting, count = self._waiting, self.count
+        self._waiting, self.count, self._without_rows = [], 0, 0
+        joined: list[Features] = list(waiting[0].seen)
+        if len(waiting) > 1:
+            joined = [room.first(count) for room in self._rooms]
+        if not all(all_finite(one.logits) for one in joined):  # what is wrong with the features shows in the logits
+            self._check_each(waiting)
+        return joined, self._labels(waiting, joined[0].logits)
+
+    def _labels(self, waiting: Sequence[Waiting], logits: Tensor) -> Tensor | None:
+        parts = [batch.labels for batch in waiting if batch.labels is not None]
+        if not parts:
+            return None
+        kinds = {(labels.dtype, labels.device, labels.shape[1:]) for labels in parts}
+        if len(kinds) == 1 and [labels.shape[:1] for labels in parts] == [(len(batch),) for batch in waiting]:
+            try:
+                return self.likelihood.check_labels(torch.cat(parts), logits, waiting[0].place)
+            except DataError:
+                pass  # the batch that is to blame is found below
+        return torch.cat(self._check_each(waiting))
+
+    def _check_each(self, waiting: Sequence[Waiting]) -> list[Tensor]:
+        """Check batch by batch, so that the message names it; gives the labels as the likelihood reads them."""
+        read = []
+        for place, seen, labels in waiting:
+            for position, one in enumerate(seen):
+                with located(f"{place}, models[{position}]"):
+                    check_finite(one.features, "features")
+                    check_finite(one.logits)
+            if labels is not None:
+                read.append(self.likelihood.check_labels(labels, seen[0].logits, place))
+        return read
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether all are finite, in all but one small operation: NaN and infinity survive in a sum."""
+    return math.isfinite(float(values.sum(dtype=torch.promote_types(values.dtype, torch.float32))))
+
+
+def check_finite(values: Tensor, name: str = "logits") -> None:
+    """Refuse activations that are NaN or infinite.
+
+    Args:
+        values: (n, ...); not looked at in a trace, which has no numbers.
+        name: what they are, for the message.
+
+    Raises:
+        DataError: saying how many inputs are affected.
+    """
+    if torch.compiler.is_compiling() or all_finite(values):
+        return
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        rows = int((~finite).any(1).sum())
+        message = (
+            f"{name} are NaN or infinite for {rows} of {len(values)} inputs. Check the inputs, and the network's weights, for NaN; "
+            f"a network in float16 may overflow where bfloat16 or float32 does not."
+        )
+        raise DataError(message)
+
+
+def check_loader(loader: Iterable[Any], where: str) -> None:
+    """Refuse what cannot be a loader, without reading from it.
+
+    Args:
+        loader: any iterable of batches, also one that can be read only once.
+        where: words for the error message.
+
+    Raises:
+        DataError: if this is not an iterable of batches.
+    """
+    is_batch = isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader)
+    if isinstance(loader, (Tensor, Mapping)) or is_batch or not isinstance(loader, Iterable):
+        message = (
+            f"{where}: expected an iterable of batches, got {type(loader).__name__}. "
+            f"Pass a DataLoader, or a single batch in a list: [(x, y)]."
+        )
+        raise DataError(message)
+
+
+def batches_of(loader: Iterable[Any], where: str) -> Iterator[Any]:
+    """An iterator over the batches of a loader, of which there may be none.
+
+    Args:
+        loader: any iterable of batches, also one that can be read only once.
+        where: words for the error message.
+
+    Returns:
+        The iterator; `DataError` if this is not an iterable of batches.
+    """
+    check_loader(loader, where)
+    return iter(loader)
+
+
+def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
+    """The first batch, and an iterator over all of them, the first included.
+
+    Args:
+        loader: any iterable of batches, also one that can be read only once.
+        where: words for the error message.
+
+    Returns:
+        The first batch and an iterator over every batch.
+
+    Raises:
+        DataError: if the loader is empty or cannot be iterated.
+    """
+    batches = batches_of(loader, where)
+    for first in batches:
+
+        def every(first: Any = first) -> Iterator[Any]:
+            yield first
+            yield from batches
+
+        return first, every()
+    message = f"{where} is empty: it yielded no batch. An iterator that was read before has nothing left; pass the loader itself."
+    raise DataError(message)
+
+
+def batch_count(loader: Iterable[Any]) -> int | None:
+    """How many batches a loader will yield, where it knows."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def stream(
+    networks: Sequence[nn.Module],
+    heads: Sequence[Head | None],
+    loader: Iterable[Any],
+    *,
+    where: str,
+    progress: bool,
+    total: int | None = None,
+    labelled: bool = False,
+    likelihood: Likelihood = CATEGORICAL,
+    rows: int = 1,
+    first: Sequence[Features] | None = None,
+    start: int = 0,
+    told: Callable[[int], None] = lambda batches: None,
+) -> Iterator[tuple[list[Features], Tensor | None]]:
+    """Read the loader once and yield what every network makes of it.
+
+    All networks see each batch before the next is read, so data are loaded once for K networks and an iterator that can
+    be read only once will do. Call it inside `undisturbed(*networks)`.
+
+    Args:
+        networks: the trained classifiers.
+        heads: their last linear layers.
+        loader: any iterable of batches.
+        where: what the loader is for, as in "training loader"; used in messages and on the progress bar.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
+        total: number of batches, for the progress bar.
+        labelled: whether every batch must carry labels.
+        likelihood: what the outputs mean; reads the labels.
+        rows: batches smaller than this are gathered and come together, as long as they stay below it, in float64 and with the
+            constant 1, until the next are asked for; larger ones come as they are. What is done with them, checks included,
+            is then paid more rarely.
+        first: what the networks make of the first batch, where that is known: they are not run on it again.
+        start: number of batches of the loader that were read before.
+        told: told how many batches there are in what is about to be yielded.
+
+    Yields:
+        One `Features` for each network, and the labels (n,) or None.
+
+    Raises:
+        DataError: for an empty batch, labels that are missing or out of range, or activations that are not finite.
+        HeadError: if a network's output is not its head's in a pass.
+    """
+    _, batches = peek(loader, f"the {where}")
+    had_labels: bool | None = None
+    gathered, any_rows = Gathered(rows, heads, likelihood), start > 0
+
+    def take() -> tuple[list[Features], Tensor | None]:
+        nonlocal any_rows
+        any_rows = True
+        told(gathered.batches)
+        return gathered.take()
+
+    with ExitStack() as stack:
+        watched = [stack.enter_context(Watched(network, head)) for network, head in zip(networks, heads, strict=True)]
+        bar = stack.enter_context(
+            tqdm(batches, desc=where, total=total, initial=start, disable=None if progress else True, leave=False)
+        )
+        for index, raw in enumerate(bar, start):
+            place = f"batch {index} of the {where}"
+            batch = as_batch(raw, place)
+            if batch.labels is None and labelled:
+                message = f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
+                raise DataError(message)
+            if had_labels is not None and had_labels != (batch.labels is not None):
+                message = f"{place} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
+                raise DataError(message)
+            had_labels = batch.labels is not None
+            if first is not None:
+                seen, first = list(first), None
+            else:
+                seen = []
+                try:
+                    for network in watched:
+                        seen.append(network(batch.inputs))
+                except (DataError, HeadError):
+                    with located(f"{place}, models[{len(seen)}]"):
+                        raise
+            if not gathered.fits(len(seen[0].logits)):
+                yield take()
+            gathered.add(place, seen, batch.labels)
+            del seen, batch, raw  # not kept while the next is made
+            if gathered.full:
+                yield take()
+    if gathered.count:
+        yield take()
+    if not any_rows:
+        message = f"the {where}: the networks gave no row for any batch. Is every position masked?"
+        raise DataError(message)

@@ -1,0 +1,470 @@
+"""The last linear layer of a network, and one call of it.
+
+A head that runs at every position of a sequence, of which the network then picks or averages some.
+
+Language models classify so: their last layer gives scores (n, T, C) at all positions, and those at the last token of each
+text are returned. What the layer saw there is found by sending it along: for the length of one pass the layer's input joins
+its output as further columns, and whatever picks or averages positions does it to both alike.
+
+Outputs that are no logits, and networks that have no head: which layer came closest, and what to do.
+
+Find and check the last linear layer of any network, by watching one forward pass.
+
+The head is the linear layer whose output *is* the network's output: not the last one defined, not the last one that
+ran. A network that changes the logits after its last linear layer has no head in this sense, and the error says which
+layer came closest and what the network does to its output. One change is allowed: a layer that runs at every position of a
+sequence, of which the network then picks one for each input or averages several, as language models that classify do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.weight_norm import WeightNorm
+
+from mola.errors import DataError, HeadError
+from mola.network.calling import Inputs, call, without_autocast
+
+__all__ = [
+    "Carried",
+    "Head",
+    "LayerCall",
+    "NamedCall",
+    "check_logits",
+    "explain",
+    "find_head",
+    "first_pass",
+    "head_by_name",
+]
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last linear layer of a network, seen as a matrix over features that include the constant 1."""
+
+    name: str
+    layer: nn.Linear
+    every_position: bool = False
+    """Whether it runs at every position of a sequence, and the network picks (or averages) positions afterwards."""
+
+    @property
+    def classes(self) -> int:
+        """Number of outputs C."""
+        return self.layer.out_features
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a column of ones joins the features."""
+        return self.layer.bias is not None
+
+    @property
+    def width(self) -> int:
+        """Number of features P, the constant 1 of the bias trick included."""
+        return self.layer.in_features + self.has_bias
+
+    def weights(self) -> Tensor:
+        """Trained weights (C, P) in float64 on the CPU, the bias as last column.
+
+        Read them inside `undisturbed`: under spectral normalisation in train mode, reading alone changes the layer.
+        """
+        return self.trained_weights().double()
+
+    def trained_weights(self) -> Tensor:
+        """The same in the layer's own precision, as a copy."""
+        # Without autocast, which refuses to join tensors of another half precision than its own.
+        with torch.no_grad(), without_autocast(CPU):
+            weight = _weight_of(self.layer).detach().cpu()
+            if self.layer.bias is None:
+                return weight.clone()
+            return torch.cat([weight, self.layer.bias.detach().cpu()[:, None]], dim=1)
+
+    def lift(self, features: Tensor) -> Tensor:
+        """Features (n, P) of the bias trick: a column of ones joins the layer's input."""
+        if not self.has_bias:
+            return features
+        # Not functional.pad: it took ten times as long.
+        with without_autocast(features.device):
+            return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1)
+
+
+def _weight_of(layer: nn.Linear) -> Tensor:
+    """The weight that the layer's next pass will use: torch's older weight normalisation leaves that of the last one behind."""
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm) and hook.name == "weight":
+            return hook.compute_weight(layer)
+    return layer.weight
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a linear layer during a watched pass."""
+
+    features: Tensor
+    output: Tensor
+    versions: tuple[int, int]
+    """How often both had been written in place when the layer was done."""
+
+    @staticmethod
+    def of(arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: Tensor) -> LayerCall:
+        """What a hook saw; the input comes by position or by name."""
+        features = arguments[0] if arguments else keywords["input"]
+        return LayerCall(features, output, (_version(features), _version(output)))
+
+    def gave(self, logits: Tensor) -> bool:
+        """Whether these logits are this call's output."""
+        return self.output is logits or (not torch.compiler.is_compiling() and same_tensor(self.output, logits))
+
+    def check_untouched(self, name: str) -> None:
+        """Refuse a network that wrote into its head's input or output afterwards.
+
+        Args:
+            name: of the head, for the message.
+
+        Raises:
+            HeadError: if it did.
+        """
+        if (_version(self.features), _version(self.output)) != self.versions:
+            message = (
+                f"the network overwrites the input or the output of its head {name!r} in place. Pass a network that "
+                f"returns the plain output of {name!r}."
+            )
+            raise HeadError(message)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written in place; tensors of inference mode, and of a trace, do not count."""
+    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True)
+class NamedCall(LayerCall):
+    """A call of a layer that may turn out to be the head."""
+
+    name: str
+    layer: nn.Linear
+
+    def recomputed(self) -> Tensor:
+        """Weight times input plus bias, in float32 or better: the network may mix precisions."""
+        dtype = torch.promote_types(self.layer.weight.dtype, torch.float32)
+        bias = None if self.layer.bias is None else self.layer.bias.detach().to(dtype)
+        return functional.linear(self.features.detach().to(dtype), self.layer.weight.detach().to(dtype), bias)
+
+    def is_linear(self) -> bool:
+        """Whether the output is what the layer makes of its input; no numbers, or such as are not finite, do not tell."""
+        if self.output.numel() == 0:
+            return True
+        recomputed, output = self.recomputed().to(self.output.dtype), self.output.detach()
+        if not bool(torch.isfinite(output).all()) or not bool(torch.isfinite(recomputed).all()):
+            return True  # not a question of structure: the pass over the data names the batch
+        # Loose: only a network that overwrites its logits in place, or a layer that is more than W x + b, is this far off.
+        tolerance = 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2
+        scale = float(recomputed.abs().max()) or 1.0
+        return float((recomputed - output).abs().max()) <= tolerance * scale
+
+
+def same_tensor(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same memory."""
+    return first is second or (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.stride() == second.stride()
+        and first.data_ptr() == second.data_ptr()
+    )
+
+
+def _bare(name: str) -> str:
+    """A module's name without what `torch.compile` puts before it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def head_by_name(network: nn.Module, name: str) -> Head:
+    """The linear layer of that dotted name (the empty name is the network itself).
+
+    Args:
+        network: the trained classifier.
+        name: dotted name, as in `named_modules`.
+
+    Returns:
+        The head.
+
+    Raises:
+        HeadError: if there is no module of that name, or it is not an `nn.Linear`.
+    """
+    modules = {_bare(found): module for found, module in network.named_modules(remove_duplicate=False)}
+    name = _bare(name)
+    linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
+    if name not in modules:
+        message = f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}."
+        raise HeadError(message)
+    layer = modules[name]
+    if not isinstance(layer, nn.Linear):
+        message = f"head={name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are {linear[-8:]}."
+        raise HeadError(message)
+    return Head(name, layer)
+
+
+class Carried:
+    """A head whose input is carried along with its output.
+
+    A context: the hook is on the head inside, and is removed afterwards, whatever happens.
+
+    Args:
+        head: a layer that runs at every position.
+    """
+
+    def __init__(self, head: Head) -> None:
+        """Get ready to carry."""
+        self.head = head
+        self._thread: int | None = None
+        self._dtype: torch.dtype | None = None
+
+    def __enter__(self) -> Self:
+        """Put the hook on the head."""
+        self._handle = self.head.layer.register_forward_hook(self._join, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+    def _join(self, _: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> Tensor | None:
+        # Another thread may run the same network at the same time: its pass has hooks of its own.
+        if self._thread != threading.get_ident():
+            return None
+        *keywords, output = rest
+        features = arguments[0] if arguments else keywords[0]["input"]
+        self._dtype = output.dtype
+        with without_autocast(output.device):  # which refuses to join tensors of another half precision than its own
+            return torch.cat([output, features], dim=-1)
+
+    def pass_of(self, network: nn.Module, inputs: Inputs, device: torch.device | None = None) -> Tensor:
+        """One forward pass of the network, without gradients: what it returns, with what is carried."""
+        self._thread = threading.get_ident()
+        try:
+            return call(network, inputs, device)
+        finally:
+            self._thread = None
+
+    def apart(self, joined: Tensor) -> tuple[Tensor, Tensor]:
+        """Take apart what the network returned.
+
+        Args:
+            joined: (n, C + the layer's number of inputs).
+
+        Returns:
+            The head's input (n, P) and output (n, C) at the positions that the network took.
+
+        Raises:
+            HeadError: if the network did more than to pick or average positions.
+        """
+        classes, width = self.head.classes, self.head.layer.in_features
+        if joined.dim() != 2 or joined.shape[1] != classes + width:
+            message = (
+                f"the network does more to the output of its head {self.head.name!r} than to pick or average positions: "
+                f"expected {classes + width} columns, got shape {tuple(joined.shape)}."
+            )
+            raise HeadError(message)
+        return joined[:, classes:], joined[:, :classes].to(self._dtype)
+
+
+ENOUGH = 4
+"""Rows that tell probabilities from logits."""
+
+
+def check_logits(logits: Tensor, ran: Sequence[tuple[str, torch.Size]] = ()) -> None:
+    """Refuse outputs that are not the logits of a classifier.
+
+    Args:
+        logits: a network's output.
+        ran: names and output shapes of the linear layers that ran, to name the last.
+
+    Raises:
+        HeadError: unless they are (batch, classes) with at least two classes, and no probabilities.
+    """
+    if logits.dim() == 1 and not ran:
+        message = (
+            f"expected logits of shape (batch, classes), got shape {tuple(logits.shape)}. A single input needs a batch around "
+            f"it: inputs[None]."
+        )
+        raise HeadError(message)
+    if logits.dim() != 2:
+        near = f" Its last linear layer, {ran[-1][0]!r}, gives shape {tuple(ran[-1][1])}." if ran else ""
+        message = (
+            f"expected logits of shape (batch, classes), got shape {tuple(logits.shape)}.{near} "
+            f"Pass a network that returns the output of its last linear layer as it is, without reshaping."
+        )
+        raise HeadError(message)
+    if logits.shape[1] < 2:
+        message = (
+            f"expected at least 2 classes, got a network with {logits.shape[1]} output. A binary classifier with one "
+            f"logit z becomes a two-class one with logits (0, z)."
+        )
+        raise HeadError(message)
+    if not ran and _are_probabilities(logits):  # where layers were watched, `explain` says which comes after the last
+        message = "the network's outputs are probabilities already: they sum to 1. Pass a network that returns logits."
+        raise HeadError(message)
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    """Whether a network seems to end in a softmax. Of a few rows that cannot be told: logits may sum to 1 by chance."""
+    if torch.compiler.is_compiling() or len(outputs) < ENOUGH or not bool((outputs >= 0).all()):
+        return False
+    rounding = 4 * torch.finfo(outputs.dtype).eps * outputs.shape[1] ** 0.5
+    return bool((outputs.float().sum(1) - 1).abs().max() < max(1e-5, rounding))
+
+
+def explain(
+    network: nn.Module, logits: Tensor, calls: Sequence[NamedCall], ran: Sequence[tuple[str, torch.Size]]
+) -> str:
+    """Say which layer came closest to being the head, and what the network does to its output."""
+    if not calls:
+        other = f" Layer {ran[-1][0]!r} ran, with an output of shape {tuple(ran[-1][1])}." if ran else ""
+        compiled = (
+            " A compiled network hides its layers: pass the module you compiled."
+            if hasattr(network, "_orig_mod")
+            else ""
+        )
+        return (
+            f"no nn.Linear layer with a 2-d output ran in the forward pass of {type(network).__name__}, so there is no last "
+            f"linear layer to put a posterior on.{compiled}{other} End the network in an nn.Linear that maps features to logits."
+        )
+    sized = [seen for seen in calls if seen.output.shape == logits.shape]
+    near = sized[-1] if sized else calls[-1]
+    return (
+        f"the network's output is not the output of its last linear layer: {near.name!r} gives shape "
+        f"{tuple(near.output.shape)}, and the network {_change(near.output, logits)}. "
+        f"Pass a network whose forward returns the output of {near.name!r} itself."
+    )
+
+
+def _change(before: Tensor, after: Tensor) -> str:
+    if before.shape != after.shape:
+        verb = "reshapes" if before.numel() == after.numel() else "changes"
+        return f"{verb} it to {tuple(after.shape)}"
+    if before.dtype != after.dtype and torch.equal(before.to(after.dtype), after):
+        return f"converts it from {before.dtype} to {after.dtype}"
+    before, after = before.double(), after.double()
+    if torch.equal(before, after):
+        return "copies it"
+    if torch.allclose(before.softmax(1), after, atol=1e-3):
+        return "applies a softmax to it"
+    if torch.allclose(before.log_softmax(1), after, rtol=1e-3, atol=1e-3):
+        return "applies a log-softmax to it"
+    scale = float((before * after).sum() / (before * before).sum().clamp_min(1e-300))
+    if torch.allclose(scale * before, after, rtol=1e-3, atol=1e-6):
+        return f"scales it by {scale:.4g} (a temperature?)"
+    return "computes something else from it"
+
+
+def find_head(network: nn.Module, inputs: Inputs, name: str | None = None) -> Head:
+    """The layer whose output is the network's output; see `first_pass`."""
+    return first_pass(network, inputs, name)[0]
+
+
+def first_pass(network: nn.Module, inputs: Inputs, name: str | None = None) -> tuple[Head, Tensor, Tensor]:
+    """Watch one forward pass and find the layer whose output is the network's output.
+
+    Call it inside `undisturbed(network)`.
+
+    Args:
+        network: the trained classifier.
+        inputs: one batch of its inputs.
+        name: dotted name of the layer that must be the head, to insist on one.
+
+    Returns:
+        The head, and what this pass gave: the head's input (n, P) and output (n, C).
+
+    Raises:
+        HeadError: if there is no such layer.
+    """
+    expected = None if name is None else head_by_name(network, name).layer
+    calls, ran, logits = _watch(network, inputs)
+    check_logits(logits, ran)
+    matches = [seen for seen in calls if seen.gave(logits)]
+    if not matches:
+        found_along = _along_a_sequence(network, inputs, logits, ran)
+        if found_along is None:
+            raise HeadError(explain(network, logits, calls, ran))
+        return _insist(found_along, expected, name, every_position=True), found_along.features, found_along.output
+    found = matches[-1]
+    _check_linear(found)
+    return _insist(found, expected, name), found.features, logits
+
+
+def _check_linear(found: NamedCall) -> None:
+    """Refuse logits that are not what the layer makes of its input.
+
+    Raises:
+        HeadError: if they are not.
+    """
+    if not found.is_linear():
+        message = (
+            f"the network's output lies in the memory of layer {found.name!r} but is not its weight times its input plus "
+            f"bias: the logits are overwritten in place after the layer, or the layer computes something else. "
+            f"Pass a network that returns the plain output of {found.name!r}."
+        )
+        raise HeadError(message)
+    found.check_untouched(found.name)
+
+
+def _along_a_sequence(
+    network: nn.Module, inputs: Inputs, logits: Tensor, ran: Sequence[tuple[str, torch.Size]]
+) -> NamedCall | None:
+    """The call of a layer that runs at every position, seen at the positions that the network takes; None if there is none."""
+    rows, classes = logits.shape
+    names = [name for name, shape in ran if len(shape) > 2 and (shape[0], shape[-1]) == (rows, classes)]
+    if not names:
+        return None
+    head = head_by_name(network, names[-1])
+    with Carried(head) as carried:
+        try:
+            features, again = carried.apart(carried.pass_of(network, inputs))
+        except (DataError, HeadError):  # the network does more than to pick positions
+            return None
+    found = NamedCall(features, again, (0, 0), head.name, head.layer)
+    return found if torch.allclose(again, logits, rtol=1e-3, atol=1e-3, equal_nan=True) and found.is_linear() else None
+
+
+def _insist(found: NamedCall, expected: nn.Linear | None, name: str | None, *, every_position: bool = False) -> Head:
+    if expected is not None and found.layer is not expected:
+        message = (
+            f"head={name!r} was given, but the network's output is the output of layer {found.name!r}. "
+            f"Pass head={found.name!r}, or None to have it found."
+        )
+        raise HeadError(message)
+    return Head(name or found.name, found.layer, every_position)
+
+
+def _watch(network: nn.Module, inputs: Inputs) -> tuple[list[NamedCall], list[tuple[str, torch.Size]], Tensor]:
+    """Calls of linear layers with a matrix as output; names and output shapes of all of them; the network's output."""
+    calls: list[NamedCall] = []
+    ran: list[tuple[str, torch.Size]] = []
+
+    def record(name: str, layer: nn.Linear) -> Callable[..., None]:
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: object) -> None:
+            if isinstance(output, Tensor):
+                ran.append((name, output.shape))
+                # Only matrices are kept: hidden states of a transformer (3-d) cannot be the logits and would fill memory.
+                if output.dim() == 2:
+                    seen = LayerCall.of(arguments, keywords, output)
+                    calls.append(NamedCall(seen.features, output, seen.versions, name, layer))
+
+        return hook
+
+    handles = []
+    try:
+        for name, module in network.named_modules():
+            if isinstance(module, nn.Linear):
+                handles.append(module.register_forward_hook(record(name, module), with_kwargs=True))
+        return calls, ran, call(network, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,1 @@
+"""Posteriors, checkpoints and weights on disk: atomic, versioned, checksummed. Nothing is unpickled."""

@@ -1,0 +1,243 @@
+"""A mixture's parts as a JSON document and tensors, and back, with every check that keeps a posterior off the wrong network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mola.component import Component, Curvature
+from mola.errors import HeadError, OptionError, StorageError
+from mola.laplace import STRUCTURES, Structure
+from mola.likelihood import CATEGORICAL
+from mola.links import LINKS, Link
+from mola.network import Head, head_by_name, undisturbed
+from mola.network.fingerprint import NETWORK, Watch, fingerprint, same_network
+from mola.options import counted
+from mola.saving import storage
+from mola.schema import Optional, check
+from mola.tuning.candidates import Tuning
+from mola.tuning.weights import check_weighting, check_weights
+
+__all__ = ["Parts", "pack", "unpack"]
+
+WEIGHTS = "weights"
+"""Name of the tensor with a head's trained weights; the others are the structure's own."""
+
+SCHEMA = {
+    "classes": int,
+    "likelihood": str,
+    "structure": {"name": str},
+    "link": {"name": str},
+    "weighting": str,
+    "weights": [float],
+    "tuning": Optional({"rule": str, "curve": {str: [float]}, "notes": [str]}),
+    "components": [
+        {
+            "head": str,
+            "features": int,
+            "bias": bool,
+            "fingerprint": {str: str},
+            "network": NETWORK,
+            "prior_precision": float,
+            "count": int,
+            "log_likelihood": Optional(float),
+        }
+    ],
+}
+
+
+class Parts(NamedTuple):
+    """What a mixture of Laplace approximations is made of."""
+
+    components: list[Component]
+    link: Link
+    weights: str | Tensor | list[float]
+    tuning: Tuning | None
+
+
+def pack(
+    components: Sequence[Component], link: Link, weights: Tensor, weighting: str, tuning: Tuning | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The document and the tensors that `unpack` needs beside the networks."""
+    parts, tensors = [], {}
+    for index, component in enumerate(components):
+        head, curvature = component.require_curvature("saving a posterior")
+        parts.append(
+            {
+                "head": head.name,
+                "features": head.width,
+                "bias": head.has_bias,
+                **({"every_position": True} if head.every_position else {}),
+                "fingerprint": fingerprint(curvature.weights),
+                "network": curvature.watch.signature,
+                "prior_precision": component.precision,
+                "count": curvature.factors.count,
+                "log_likelihood": curvature.factors.log_likelihood,
+            }
+        )
+        tensors[f"{index}.{WEIGHTS}"] = curvature.weights
+        for name, tensor in curvature.factors.saved().items():
+            tensors[f"{index}.{name}"] = tensor
+    head, curvature = components[0].require_curvature("saving a posterior")
+    document = {
+        "classes": head.classes,
+        "likelihood": curvature.likelihood.name,
+        "structure": _described(curvature.structure, STRUCTURES, "structure"),
+        "link": _described(link, LINKS, "link"),
+        "weighting": weighting,
+        "weights": weights.tolist(),
+        "tuning": None if tuning is None else tuning.as_json(),
+        "components": parts,
+    }
+    return document, tensors
+
+
+def _described(thing: Any, known: dict[str, Any], what: str) -> dict[str, Any]:
+    if type(thing) is not known.get(thing.name):
+        message = f"a {what} of your own ({type(thing).__name__}) cannot be saved: mola.load could not rebuild it."
+        raise StorageError(message)
+    return {"name": thing.name, **thing.settings()}
+
+
+def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Sequence[nn.Module]) -> Parts:
+    """Put saved parts back on the networks they belong to.
+
+    Args:
+        document: as `pack` made it.
+        tensors: as `pack` made them.
+        networks: in the order they were fitted in.
+
+    Returns:
+        The parts of the mixture.
+
+    Raises:
+        StorageError: if something is missing or garbled, or a network is not the one that was fitted.
+    """
+    kind = document.get("kind", "posterior")
+    if kind != "posterior":
+        message = f"the folder holds a saved {kind}, not a posterior of mola.fit. {storage.how_to_load(kind)}"
+        raise StorageError(message)
+    check(document, SCHEMA, "")
+    parts = document["components"]
+    if len(parts) != len(networks):
+        message = (
+            f"the saved posterior has {counted(len(parts), 'component')}, got {counted(len(networks), 'model')}: pass the "
+            f"{counted(len(parts), 'network')} that it was fitted on, in the same order."
+        )
+        raise StorageError(message)
+    if document["likelihood"] != CATEGORICAL.name:
+        message = (
+            f"the saved posterior is for likelihood {document['likelihood']!r}; this mola knows {CATEGORICAL.name!r}."
+        )
+        raise StorageError(message)
+    try:
+        structure = _rebuild(document["structure"], STRUCTURES, "structure")
+        link = _rebuild(document["link"], LINKS, "link")
+        heads = _check_networks(networks, parts, document["classes"])
+        components = [
+            _component(index, network, head, part, structure, tensors)
+            for index, (network, head, part) in enumerate(zip(networks, heads, parts, strict=True))
+        ]
+        check_weights(document["weights"], len(parts))
+        weighting = document["weighting"]
+        weights = document["weights"] if weighting == "given" else check_weighting(weighting, len(parts))
+    except (OptionError, TypeError) as error:
+        message = f"the saved document holds a value that cannot be used: {error}"
+        raise StorageError(message) from error
+    precisions = tuple(part["prior_precision"] for part in parts)
+    tuning = None if document["tuning"] is None else Tuning.from_json(document["tuning"], precisions)
+    return Parts(components, link, weights, tuning)
+
+
+def _rebuild(entry: dict[str, Any], known: dict[str, Any], what: str) -> Any:
+    settings = dict(entry)
+    name = settings.pop("name")
+    if name not in known:
+        message = f"unknown {what} {name!r}; this mola knows {sorted(known)}."
+        raise StorageError(message)
+    rebuilt = known[name](**settings)
+    # A value of another type than the default's would pass through the constructor and fail much later.
+    kinds = {field.name: type(field.default) for field in fields(rebuilt) if field.default is not None}
+    check(settings, {key: kinds[key] for key in settings if key in kinds}, what)
+    return rebuilt
+
+
+def _component(
+    index: int, network: nn.Module, head: Head, part: dict[str, Any], structure: Structure, tensors: dict[str, Tensor]
+) -> Component:
+    shapes = structure.empty(head.width, head.classes) | {WEIGHTS: (head.classes, head.width)}
+    named = {name: _tensor(tensors, f"{index}.{name}", shape) for name, shape in shapes.items()}
+    weights = named.pop(WEIGHTS)
+    if part["count"] < 1:
+        message = f"component {index}: the number of training data must be at least 1, got {part['count']}."
+        raise StorageError(message)
+    factors = structure.restore(part["count"], part["log_likelihood"], named)
+    curvature = Curvature(structure, factors, weights, Watch(network, part["network"]))
+    return Component(network, head, curvature, part["prior_precision"])
+
+
+def _tensor(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in tensors:
+        message = f"tensor {name} is missing from the saved posterior."
+        raise StorageError(message)
+    tensor = tensors[name]
+    if tuple(tensor.shape) != shape:
+        message = f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}."
+        raise StorageError(message)
+    if tensor.dtype != torch.float64 or not bool(torch.isfinite(tensor).all()):
+        message = f"tensor {name} must hold finite numbers in float64, got {tensor.dtype}, finite or not."
+        raise StorageError(message)
+    return tensor
+
+
+def _check_networks(networks: Sequence[nn.Module], parts: Sequence[dict[str, Any]], classes: int) -> list[Head]:
+    """The head of each network.
+
+    Raises:
+        StorageError: if one is not the network that was fitted.
+    """
+    heads = []
+    with undisturbed(*networks):
+        for index, (network, part) in enumerate(zip(networks, parts, strict=True)):
+            problem = _mismatch(network, part, classes)
+            if problem is not None:
+                others = [other for other, one in enumerate(networks) if _mismatch(one, part, classes) is None]
+                hint = f" They are those of models[{others[0]}]." if others else ""
+                message = (
+                    f"models[{index}]: {problem}{hint} Pass the same {len(networks)} networks, in the order they were "
+                    f"fitted in."
+                )
+                raise StorageError(message)
+            head = head_by_name(network, part["head"])
+            heads.append(replace(head, every_position=_every_position(part)))
+    return heads
+
+
+def _every_position(part: dict[str, Any]) -> bool:
+    """Whether the head runs at every position of a sequence; said only of those that do."""
+    check(part, {"every_position": bool} if "every_position" in part else {}, "components")
+    return bool(part.get("every_position", False))
+
+
+def _mismatch(network: nn.Module, part: dict[str, Any], classes: int) -> str | None:
+    """Why a network is not the one a component was fitted on, or None if it is."""
+    try:
+        head = head_by_name(network, part["head"])
+    except HeadError as error:
+        return f"this is not the network that was fitted: {error}"
+    found, saved = (head.classes, head.width, head.has_bias), (classes, part["features"], part["bias"])
+    if found != saved:
+        return f"head {head.name!r} has (classes, features, bias) = {found}, the saved posterior {saved}."
+    same = same_network(network, part["network"])
+    if same and "tensors" in part["network"] and "weight" not in head.layer._parameters:
+        return None  # the weights are computed from others, which are the same: in another precision they follow only to rounding
+    dtype = str(head.layer.weight.dtype).removeprefix("torch.")
+    if fingerprint(head.weights())[dtype] != part["fingerprint"].get(dtype):
+        return f"the weights of head {head.name!r} are not those the posterior was fitted on."
+    if not same:
+        return f"its head {head.name!r} was fitted, but other layers have changed since the posterior was saved."
+    return None

@@ -1,0 +1,209 @@
+"""A training under way, in a folder: interrupted after an epoch, it goes on to the same bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
+
+from mola.errors import DataError, OptionError, StorageError
+from mola.network import Inputs
+from mola.saving import folders
+from mola.saving.storage import DOCUMENT
+
+__all__ = ["DivergedError", "Keeper", "all_tensors", "below", "blame_inputs", "restore_optimiser"]
+
+
+class DivergedError(DataError):
+    """The loss is no longer finite: the learning rate is too high."""
+
+
+def blame_inputs(inputs: Inputs, place: str) -> None:
+    """Say so, where a loss that is not finite comes from the data and not from the learning rate.
+
+    Args:
+        inputs: of the batch.
+        place: words for the error message.
+
+    Raises:
+        DataError: if numbers among them are NaN or infinite.
+    """
+    wrong: list[Tensor] = []
+    tree_map(
+        lambda one: wrong.append(one) if isinstance(one, Tensor) and not bool(torch.isfinite(one).all()) else None,
+        inputs,
+    )
+    if wrong:
+        message = f"{place}: the inputs hold NaN or infinite numbers. Clean or leave out those data."
+        raise DataError(message)
+
+
+def all_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters and all buffers, those that a state dictionary leaves out included, each once."""
+    named = [*network.named_parameters(), *network.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named}
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Where a training is kept, and what training it is."""
+
+    folder: Path
+    kind: str
+    """Of training, as in "swag-checkpoint"."""
+    identity: dict[str, Any]
+    """Plain JSON values: the folder of another training is refused."""
+
+    def save(
+        self,
+        epochs: int,
+        network: nn.Module,
+        optimiser: Optimizer,
+        schedule: LRScheduler | None = None,
+        more: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Keep the state after an epoch; the folder always holds a whole one.
+
+        Args:
+            epochs: number done.
+            network: under training.
+            optimiser: of its parameters.
+            schedule: of the learning rate, if it changes.
+            more: tensors to keep beside.
+
+        Raises:
+            OptionError: if the schedule cannot be written down.
+        """
+        tensors = {f"network.{name}": tensor for name, tensor in all_tensors(network).items()}
+        for index, state in optimiser.state_dict()["state"].items():
+            known = {name: value for name, value in state.items() if value is not None}
+            tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in known.items()}
+        tensors |= {f"more.{name}": tensor for name, tensor in (more or {}).items()}
+        try:
+            rates = None if schedule is None else _as_json(schedule.state_dict())
+        except TypeError as error:
+            message = (
+                f"schedule: the state of {type(schedule).__name__} cannot be written to a checkpoint ({error}). Use one "
+                f"that is made of numbers, or train without a checkpoint."
+            )
+            raise OptionError(message) from error
+        document = {
+            "epochs": epochs,
+            "identity": self.identity,
+            "schedule": rates,
+            "groups": _settings_of_groups(optimiser),
+        }
+        folders.save(self.folder, self.kind, document, tensors)
+
+    def restore(
+        self, epochs: int, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler | None = None
+    ) -> tuple[int, dict[str, Tensor]]:
+        """Put back what was kept.
+
+        Args:
+            epochs: how many are asked for.
+            network: as it was at the start.
+            optimiser: of its parameters, fresh.
+            schedule: of the learning rate, fresh.
+
+        Returns:
+            The number of epochs done, 0 if nothing was kept, and the tensors beside.
+
+        Raises:
+            StorageError: if the folder is damaged, or belongs to another training.
+        """
+        if not (self.folder / DOCUMENT).exists():
+            return 0, {}
+        schema = {"epochs": int, "identity": {}, "groups": [{}]}
+        document, tensors = folders.load(self.folder, self.kind, schema)
+        if document["identity"] != _as_json(self.identity):
+            message = (
+                f"{self.folder} is the checkpoint of another training or another network: expected {self.identity}, got "
+                f"{document['identity']}. Delete it, or use another folder."
+            )
+            raise StorageError(message)
+        if document["epochs"] > epochs:
+            message = (
+                f"{self.folder} holds {document['epochs']} epochs, more than the {epochs} that are asked for. Ask for as "
+                f"many, or use another folder."
+            )
+            raise StorageError(message)
+        own, kept = all_tensors(network), below(tensors, "network.")
+        if {name: tensor.shape for name, tensor in own.items()} != {name: one.shape for name, one in kept.items()}:
+            message = f"{self.folder} is the checkpoint of another network: names or shapes of its tensors differ."
+            raise StorageError(message)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(kept[name])
+        try:
+            restore_optimiser(optimiser, below(tensors, "optimiser."), document["groups"])
+            if schedule is not None:
+                schedule.load_state_dict(_taken_up(schedule.state_dict(), document["schedule"]))
+        except (
+            KeyError,
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:  # an older file has no seal, and may say anything
+            message = f"{self.folder} is damaged ({error!r}). Delete it to train from the start."
+            raise StorageError(message) from error
+        return document["epochs"], below(tensors, "more.")
+
+
+def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _settings_of_groups(optimiser: Optimizer) -> list[dict[str, Any]]:
+    """What an optimiser does to each group of parameters: a schedule may change not the learning rate alone."""
+    return [
+        {
+            name: float(value) if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if isinstance(value, (bool, int, float, tuple)) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        for group in optimiser.param_groups
+    ]
+
+
+def restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
+    """Put back an optimiser's state, kept as tensors by "parameter.name", and the settings of its groups."""
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = tensor
+    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    for group, settings in zip(optimiser.param_groups, groups, strict=True):
+        group |= {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def _as_json(value: Any) -> Any:
+    """As it comes back from a file: tuples as lists, keys as words."""
+    return json.loads(json.dumps(value))
+
+
+def _taken_up(fresh: Any, kept: Any) -> Any:
+    """The kept state of a schedule. What did not change is the fresh one's own: types do not survive in a file.
+
+    Raises:
+        StorageError: if something changed that does not.
+    """
+    if _as_json(fresh) == kept:
+        return fresh
+    if isinstance(fresh, dict) and isinstance(kept, dict):
+        if not all(isinstance(key, str) for key in fresh):
+            message = "the schedule in the checkpoint keeps things by number, which cannot be taken up. Train anew, in another folder."
+            raise StorageError(message)
+        return {key: _taken_up(fresh.get(key), value) for key, value in kept.items()}
+    if isinstance(fresh, list) and isinstance(kept, list) and len(fresh) == len(kept):
+        return [_taken_up(one, other) for one, other in zip(fresh, kept, strict=True)]
+    return tuple(kept) if isinstance(fresh, tuple) else kept

@@ -1,0 +1,248 @@
+"""A scikit-learn classifier for tables: a small ensemble with Laplace approximations, standardised and tuned inside.
+
+`mola.MolaClassifier` is imported from here on first use: scikit-learn is an extra.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from numbers import Integral
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mola.errors import DataError, MissingExtraError, MolaWarning, OptionError
+from mola.fitting import fit
+from mola.options import one_of, whole_number
+from mola.posterior import MoLA
+from mola.prediction import Prediction
+from mola.training import Recipe, train_mlps
+from mola.training.labelled import Labelled
+from mola.tuning.rules import RULES, Evidence, Rule
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ImportError as error:
+    raise MissingExtraError(feature="MolaClassifier", package="scikit-learn 1.6 or later", extra="sklearn") from error
+
+__all__ = ["MolaClassifier"]
+
+Array = np.ndarray[Any, Any]
+
+STEPS, SMALLEST, LARGEST = 16, 32, 1024
+"""A batch size that is not given makes about so many steps of an epoch, between these sizes."""
+
+ROUNDING = 1e-13
+"""A column whose standard deviation is at most this share of its mean is constant: float64 makes so much of nothing."""
+
+ROWS = 4096
+"""Predictions are made for so many rows at a time."""
+
+
+class MolaClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A mixture of Laplace approximations on multilayer perceptrons, for rows of numbers.
+
+    `fit` standardises the features, trains `members` networks (AdamW with a learning rate that falls to 0 along a half
+    cosine), fits their posterior, and chooses its prior precision by the evidence: no data are lost to validation. Other
+    rules need data that the networks have not seen: a stratified share is set aside, networks trained on the rest choose the
+    prior precision on it, and networks trained on all data take it over. Everything is computed in float64; the same
+    `random_state` gives the same bits. Sample weights are not accepted: the curvature has no place for them.
+
+    Args:
+        hidden: widths of the hidden layers.
+        members: number of networks; 1 gives a last-layer Laplace approximation.
+        epochs: passes over the data for each network.
+        batch_size: rows of a training step; None takes about a sixteenth of the data, between 32 and 1024.
+        learning_rate: at the start.
+        weight_decay: decoupled, as in AdamW.
+        structure: of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or a `mola.Structure`.
+        link: from logits to probabilities: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `mola.Link`.
+        rule: how the prior precision is chosen: "evidence"; "nll", "brier", "ece" or "threshold" (the paper's) on data set
+            aside; a rule object such as `mola.ConfidenceThreshold(0.9)`; or None to keep `prior_precision`. What it found is
+            in `tuning_`, its remarks in `tuning_.notes`.
+        prior_precision: lambda, where `rule` is None.
+        validation_fraction: share of each class set aside for the rule, at least one row of each class that has two. With
+            "evidence" or None nothing is set aside.
+        random_state: seed of the split and the networks, as everywhere in scikit-learn.
+
+    Attributes:
+        classes_: the labels, sorted.
+        posterior_: the `mola.MoLA` over standardised features, for everything that this class does not show.
+        tuning_: how the prior precision was chosen (`mola.Tuning`), if it was.
+        mean_: of each feature.
+        scale_: standard deviation of each feature; 1 for a constant one.
+        n_features_in_: number of features.
+        feature_names_in_: their names, where X had them.
+    """
+
+    def __init__(
+        self,
+        hidden: Sequence[int] = (64,),
+        members: int = 5,
+        *,
+        epochs: int = 50,
+        batch_size: int | None = None,
+        learning_rate: float = 3e-3,
+        weight_decay: float = 1e-2,
+        structure: Any = "kron",
+        link: Any = "probit",
+        rule: Any = "evidence",
+        prior_precision: float = 1.0,
+        validation_fraction: float = 0.2,
+        random_state: Any = None,
+    ) -> None:
+        """Keep the settings; `fit` checks them."""
+        self.hidden = hidden
+        self.members = members
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.structure = structure
+        self.link = link
+        self.rule = rule
+        self.prior_precision = prior_precision
+        self.validation_fraction = validation_fraction
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803  (scikit-learn's name)
+        """Train the networks and fit the posterior.
+
+        Args:
+            X: (n, features), numbers without gaps.
+            y: (n,) labels of any kind, of at least two classes.
+
+        Returns:
+            The fitted estimator.
+
+        Raises:
+            DataError: if there is only one class, or nothing can be set aside for the rule; scikit-learn refuses what is
+                no table of numbers.
+        """
+        X, y = validate_data(self, X, y, dtype=np.float64)  # noqa: N806
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            message = (
+                f"expected labels of at least 2 classes, got {len(self.classes_)} class: {self.classes_.tolist()}."
+            )
+            raise DataError(message)
+        rule, hidden = self._chosen_rule(), self._checked_hidden()
+        random = check_random_state(self.random_state)
+        seed = int(random.randint(2**31 - 1))
+        self.mean_, self.scale_ = _moments(X)
+        every = Labelled(self._standardised(X), torch.from_numpy(np.ascontiguousarray(labels, dtype=np.int64)))
+        if rule is None or isinstance(rule, Evidence):
+            posterior = self._posterior(every, hidden, seed)
+            self.posterior_ = (posterior if rule is None else posterior.tune(rule=rule, progress=False)).eval()
+            self.tuning_ = self.posterior_.tuning
+            return self
+        aside = torch.from_numpy(self._set_aside(labels, random))
+        train, held_out = _rows(every, ~aside), _rows(every, aside)
+        with warnings.catch_warnings():
+            # Kept in tuning.notes. On small tables the search often ends at a limit, and in a cross-validation the same
+            # words would come for every fold.
+            warnings.simplefilter("ignore", MolaWarning)
+            tuned = self._posterior(train, hidden, seed).tune(held_out.batches(ROWS), rule=rule, progress=False)
+        final = self._posterior(every, hidden, seed).with_prior_precision(tuned.prior_precision)
+        self.posterior_, self.tuning_ = final.eval(), tuned.tuning
+        return self
+
+    def _posterior(self, data: Labelled, hidden: Sequence[int], seed: int) -> MoLA:
+        """Networks trained on the data, and their posterior, not tuned."""
+        sizes = data.inputs.shape[1], hidden, len(self.classes_)
+        networks = train_mlps(*sizes, data, self._recipe(len(data)), members=self.members, seed=seed)
+        return fit(
+            networks,
+            data.batches(ROWS),
+            structure=self.structure,
+            link=self.link,
+            prior_precision=self.prior_precision,
+            progress=False,
+        )
+
+    def _chosen_rule(self) -> Rule | None:
+        if self.rule is None or hasattr(self.rule, "choose"):
+            return self.rule
+        return RULES[one_of(self.rule, RULES, "rule")]
+
+    def _checked_hidden(self) -> list[int]:
+        widths: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
+        if not widths or not all(isinstance(width, Integral) and int(width) > 0 for width in widths):
+            message = f"hidden must be one or more widths above 0, such as (64,), got {self.hidden!r}."
+            raise OptionError(message)
+        whole_number(self.members, "members")
+        return [int(width) for width in widths]
+
+    def _recipe(self, count: int) -> Recipe:
+        size = min(max(count // STEPS, SMALLEST), LARGEST) if self.batch_size is None else self.batch_size
+        return Recipe(self.epochs, size, self.learning_rate, self.weight_decay)
+
+    def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
+        """Which rows are for the rule: the same share of every class, at least one, never all of it.
+
+        Raises:
+            OptionError: if the share is none.
+            DataError: if no class can spare a row.
+        """
+        if not 0 < self.validation_fraction < 1:
+            message = (
+                f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}. To set nothing aside, "
+                f'choose rule="evidence" or rule=None.'
+            )
+            raise OptionError(message)
+        aside = np.zeros(len(labels), dtype=bool)
+        for label in np.unique(labels):
+            rows = random.permutation(np.flatnonzero(labels == label))
+            share = max(1, round(self.validation_fraction * len(rows)))
+            aside[rows[: min(share, len(rows) - 1)]] = True
+        if not aside.any():
+            message = (
+                f"expected a class with at least 2 rows, to set some aside for rule={self.rule!r}; got {len(labels)} rows of "
+                f'as many classes. Give more data, or choose rule="evidence".'
+            )
+            raise DataError(message)
+        return aside
+
+    def _standardised(self, rows: Array) -> Tensor:
+        return torch.from_numpy((rows - self.mean_) / self.scale_)
+
+    def _predictions(self, X: Any) -> Iterator[Prediction]:  # noqa: N803
+        check_is_fitted(self)
+        rows = validate_data(self, X, dtype=np.float64, reset=False)
+        yield from self.posterior_.predict_batches(list(torch.split(self._standardised(rows), ROWS)))
+
+    def prediction(self, X: Any) -> Prediction:  # noqa: N803
+        """Everything the posterior says of each row: probabilities, entropy and its epistemic part, outlier score."""
+        return Prediction.concatenate(list(self._predictions(X)))
+
+    def predict_proba(self, X: Any) -> Array:  # noqa: N803
+        """Probabilities (n, C), in the order of `classes_`."""
+        check_is_fitted(self)
+        rows = self._standardised(validate_data(self, X, dtype=np.float64, reset=False))
+        return torch.cat([self.posterior_(part) for part in torch.split(rows, ROWS)]).numpy()
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """The most probable label of each row."""
+        probs = self.predict_proba(X)
+        return self.classes_[probs.argmax(1)]
+
+    def ood_score(self, X: Any) -> Array:  # noqa: N803
+        """How outlying each row is (n,): higher = more outlying. It does not depend on the prior precision."""
+        return self.prediction(X).ood_score.numpy()
+
+
+def _rows(data: Labelled, chosen: Tensor) -> Labelled:
+    return Labelled(data.inputs[chosen], data.labels[chosen])
+
+
+def _moments(rows: Array) -> tuple[Array, Array]:
+    """Mean and standard deviation of each column; 1 for one that is constant up to rounding."""
+    mean, scale = rows.mean(0), rows.std(0)
+    return mean, np.where(scale <= ROUNDING * np.abs(mean), 1.0, scale)

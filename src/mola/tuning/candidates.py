@@ -1,0 +1,437 @@
+"""What candidates for the prior precision score on held-out data, with one pass of the networks over it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from mola.distributed import Team
+from mola.errors import DataError, warn
+from mola.laplace import Candidate, LogitMoments, Posterior, Spectrum
+from mola.likelihood import CATEGORICAL
+from mola.links import Link, cooled_softmax
+from mola.metrics import bin_sums, calibration_gaps
+from mola.network import Head, batch_count, batches_of, stream, without_autocast
+from mola.tuning.data_checks import guessed, other_order
+
+__all__ = ["HeldOut", "Problem", "Tuning", "read_held_out"]
+
+LOGITS_AT_ONCE = 2**18
+"""Probabilities, of one or several candidates, made together: more leave the processor's cache, and take several times as long."""
+
+WEIGHTS_AT_ONCE = 2**21
+"""Of the last layer, for candidates that are tried together: there may be few data, and very many weights."""
+
+PROJECTED_AT_ONCE = 2**24
+"""Projected numbers of all components held at once when candidates are compared; the data are taken in portions."""
+
+
+NOT_HELD_OUT = "the validation data are the training data"
+"""How a note begins that says so."""
+
+SAME = 1e-5
+"""Relative difference of two sums of log-likelihoods up to which they are of the same data: rounding depends on the batches."""
+
+LOSS_OF_AN_ERROR = 5.0
+"""In nats, of a datum that a trained network gets wrong: a mean loss is made of a few such, and of very many small ones."""
+
+PATIENCE = 60.0
+"""Seconds that candidates may take before it is said how long they will."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What K networks make of data that were held out: features with the constant 1, logits, and labels."""
+
+    features: Sequence[Tensor]
+    logits: Sequence[Tensor]
+    labels: Tensor | None
+    team: Team = field(default_factory=Team.alone, repr=False, kw_only=True)
+    """Whose data these are: each process holds its own shard, and what is said of the data is said of all of them."""
+
+    def __len__(self) -> int:
+        """Number of data."""
+        return len(self.logits[0])
+
+    def portions(self, rows: int) -> Iterator[tuple[slice, list[Tensor], list[Tensor]]]:
+        """At most so many rows at a time: which ones, and every network's features and logits of them in float64."""
+        for start in range(0, len(self), rows):
+            part = slice(start, start + rows)
+            yield part, [some[part].double() for some in self.features], [some[part].double() for some in self.logits]
+
+    def mean_accuracy(self) -> tuple[float, float]:
+        """Accuracy of the trained networks by themselves, averaged over them.
+
+        Returns:
+            Between 0 and 1, and its standard error over the data, which the networks share.
+
+        Raises:
+            DataError: if there are no labels.
+        """
+        if self.labels is None:
+            message = "the threshold rule needs labels: yield (inputs, labels), or pass a confidence."
+            raise DataError(message)
+        right = torch.stack([logits.argmax(1) == self.labels for logits in self.logits]).double()
+        of_each = right.mean(0)  # datum, the share of the networks that are right
+        shared = torch.tensor([len(self), of_each.square().sum()], dtype=torch.float64, device="cpu")
+        (sums,) = self.team.sum([torch.cat([shared, right.sum(1)])])
+        count, squares, *by_network = sums.tolist()
+        accuracy = sum(one / count for one in by_network) / len(by_network)
+        # At least 1 / (count + 2): where all are right, or all wrong, the spread is 0, and a few data are still a few.
+        return accuracy, max(math.sqrt(max(0.0, squares / count - accuracy**2) / count), 1 / (count + 2))
+
+    def check_labels(self, where: str) -> None:
+        """Refuse labels whose classes are in another order than a network's outputs; warn of labels that fit no better than guesses.
+
+        Args:
+            where: what the data are called.
+
+        Raises:
+            DataError: if another order is clearly meant, with that order.
+        """
+        if self.labels is None:
+            return
+        answers = [logits.argmax(1) for logits in self.logits]
+        rows = self.team.rows(torch.stack([self.labels, *answers], 1) if len(self) else None)
+        count, outputs, right = len(rows), self.logits[0].shape[1], []
+        for index in range(len(answers)):
+            pairs = rows[:, [0, index + 1]]
+            right.append(float((pairs[:, 0] == pairs[:, 1]).double().mean()))
+            found = other_order(pairs)
+            if found is not None:
+                table = ", ".join(f"{label} -> {output}" for label, output in list(found.outputs.items())[:20])
+                message = (
+                    f"the {where}: the classes seem to be in another order than the outputs of models[{index}]. {found.right:.1%} of "
+                    f"the labels agree with this network, but {found.moved:.1%} would if labels stood for outputs like this: "
+                    f"{table}{', ...' if len(found.outputs) > 20 else ''}. Give each input the index of its class's output as its "
+                    f"label."
+                )
+                raise DataError(message)
+        mean = sum(right) / len(right)
+        if guessed(mean, count, outputs):
+            warn(
+                f"only {mean:.1%} of the labels of the {where} agree with {'the network' if len(right) == 1 else 'the networks'}, "
+                f"hardly more than guessing ({1 / outputs:.1%}): are the labels those of these inputs, and are the inputs prepared as "
+                f"for training?"
+            )
+
+    def guessed(self) -> bool:
+        """Whether the labels agree with the networks hardly more often than guesses: then they say nothing of confidence."""
+        (count,) = self.team.sum([torch.tensor(float(len(self)), dtype=torch.float64, device="cpu")])
+        return self.labels is not None and guessed(self.mean_accuracy()[0], int(count), self.logits[0].shape[1])
+
+    def unlike_held_out(self, trained_on: Sequence[tuple[int, float | None]]) -> str | None:
+        """What makes one doubt that these data were held out.
+
+        Args:
+            trained_on: for each network, the number of training data, and the sum of their log-likelihoods, if it is known.
+
+        Returns:
+            Words for the user; None if nothing speaks against it.
+        """
+        if self.labels is None or any(score is None for _, score in trained_on):
+            return None
+        own = [CATEGORICAL.log_likelihood(logits.double(), self.labels).sum() for logits in self.logits]
+        here = torch.tensor([len(self)], dtype=torch.float64, device="cpu")
+        (sums,) = self.team.sum([torch.cat([here, torch.stack(own).cpu()])])
+        count, *scores = sums.tolist()
+        pairs = [(size, -(score or 0.0), -mine) for (size, score), mine in zip(trained_on, scores, strict=True)]
+        if all(
+            size == count and trained > 0 and abs(trained - mine) <= SAME * trained for size, trained, mine in pairs
+        ):
+            return (
+                f"{NOT_HELD_OUT}: as many, with the same log loss to five digits. Networks look surer and "
+                "better on these than they are. Pass data that they were not trained on."
+            )
+        before = sum(trained / size for size, trained, _ in pairs) / len(pairs)
+        now = sum(mine / count for _, _, mine in pairs) / len(pairs)
+        # As many errors as the training loss lets one expect, and none of them here: chance explains it once in a thousand times.
+        if now < before / 2 and count * (before - now) > 7 * LOSS_OF_AN_ERROR:
+            return (
+                f"the networks do far better on the validation data (log loss {now:.3g}) than on the training data ({before:.3g}): "
+                f"have the two been swapped, or were the networks trained on the validation data? Training data that are augmented, "
+                f"or labelled less carefully, look like this, too."
+            )
+        return None
+
+
+def read_held_out(
+    networks: Sequence[nn.Module],
+    heads: Sequence[Head | None],
+    loader: Iterable[Any],
+    *,
+    where: str,
+    labelled: bool,
+    progress: bool,
+    team: Team | None = None,
+) -> HeldOut:
+    """Run every network once over a loader, and keep what the heads saw, in main memory.
+
+    Call it inside `undisturbed(*networks)`.
+
+    Args:
+        networks: the trained classifiers.
+        heads: their last linear layers; None where only the logits are wanted.
+        loader: any iterable of batches.
+        where: what the loader is for.
+        labelled: whether every batch must carry labels.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
+        team: the processes whose shards make up the data; then call it inside `team.work(...)`.
+
+    Returns:
+        Features, logits and labels of all the data that the loader yields.
+    """
+    together = Team.alone() if team is None else team
+    batches: Any = loader
+    if together.size > 1:  # a shard may be empty, as long as another is not
+        every = batches_of(loader, f"the {where}")
+        first = next(every, None)
+        batches = None if first is None else chain([first], every)
+    features: list[list[Tensor]] = [[] for _ in heads]
+    logits: list[list[Tensor]] = [[] for _ in heads]
+    labels: list[Tensor] = []
+    for seen, batch_labels in (
+        ()
+        if batches is None and together.size > 1
+        else stream(
+            networks, heads, batches, where=where, progress=progress, total=batch_count(loader), labelled=labelled
+        )
+    ):
+        for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
+            # Copies, in any case: a loader, or a network, may use its memory again for the next batch.
+            features[index].append(_copy(one.features if head is None else head.lift(one.features)))
+            logits[index].append(_copy(one.logits))
+        if batch_labels is not None:
+            labels.append(_copy(batch_labels))
+        together.check()
+    if together.size > 1:
+        _settle(together, where, heads, features, logits, labels)
+    with without_autocast(torch.device("cpu")):  # which refuses to join tensors of another half precision than its own
+        joined = [torch.cat(parts) for parts in features], [torch.cat(parts) for parts in logits]
+    return HeldOut(*joined, torch.cat(labels) if labels else None, team=together)
+
+
+def _copy(values: Tensor) -> Tensor:
+    return torch.empty_like(values, device="cpu").copy_(values)
+
+
+def _settle(
+    team: Team,
+    where: str,
+    heads: Sequence[Head | None],
+    features: list[list[Tensor]],
+    logits: list[list[Tensor]],
+    labels: list[Tensor],
+) -> None:
+    """See that shards fit together, and give a rank without data rows that are none.
+
+    Raises:
+        DataError: if no rank has data, or only some have labels.
+    """
+    everyone = team.collect(None if not logits[0] else {"classes": logits[0][0].shape[1], "labelled": bool(labels)})
+    form = None
+    if everyone is not None:
+        forms = {rank: one for rank, one in enumerate(everyone) if one is not None}
+        form = next(iter(forms.values()), None)
+        if form is None:
+            message = f"the {where} is empty on every rank: it yielded no batch."
+            raise DataError(message)
+        other = next((rank for rank, one in forms.items() if one != form), None)
+        if other is not None:
+            message = f"the {where}: rank {next(iter(forms))} has {form}, rank {other} {forms[other]}. Pass shards of the same data."
+            raise DataError(message)
+    form = team.share(form)
+    if logits[0]:
+        return
+    for index, head in enumerate(heads):
+        features[index].append(torch.zeros(0, 0 if head is None else head.width, device="cpu"))
+        logits[index].append(torch.zeros(0, form["classes"], device="cpu"))
+    if form["labelled"]:
+        labels.append(torch.zeros(0, dtype=torch.int64, device="cpu"))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a prior precision was chosen."""
+
+    rule: str
+    prior_precision: tuple[float, ...]
+    """One for each component."""
+    curve: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    """What each candidate scored: "prior_precision", and figures on the held-out data."""
+    notes: tuple[str, ...] = ()
+    """What the user should know: a grid that grew, a threshold that nothing met."""
+
+    def __str__(self) -> str:
+        """What was chosen and by which rule, with the notes; the curve is for programs and figures."""
+        chosen = ", ".join(f"{value:.3g}" for value in dict.fromkeys(self.prior_precision))
+        return "\n".join([f"prior precision {chosen}, by {self.rule}", *self.notes])
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the prior precisions, as JSON."""
+        return {
+            "rule": self.rule,
+            "curve": {name: list(values) for name, values in self.curve.items()},
+            "notes": [*self.notes],
+        }
+
+    @staticmethod
+    def from_json(entry: dict[str, Any], prior_precision: tuple[float, ...]) -> Tuning:
+        """What `as_json` made, with the prior precisions."""
+        curve = {name: tuple(values) for name, values in entry["curve"].items()}
+        return Tuning(entry["rule"], prior_precision, curve, tuple(entry["notes"]))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A mixture whose prior precision is to be chosen."""
+
+    spectra: Sequence[Spectrum]
+    link: Link
+    weights_at: Callable[[float], Tensor]
+    """Mixture weights (K,) at a prior precision."""
+    read: Callable[[Iterable[Any], str, bool], HeldOut]
+    """Run the networks once over a loader: (loader, what it is for, whether labels are required)."""
+    log_evidence: Callable[[int, Tensor], Tensor]
+    """Log evidence of a component at a prior precision; differentiable."""
+    progress: bool = False
+    """Whether to show a progress bar where candidates take long."""
+
+    def curve(self, data: HeldOut, precisions: Sequence[float]) -> dict[str, Tensor]:
+        """What each candidate scores on held-out data.
+
+        Args:
+            data: features, logits and, for scores that need them, labels.
+            precisions: the candidates.
+
+        Returns:
+            One value for each candidate of "confidence" and, with labels, "nll", "brier" and "ece"; without, "uniform", the
+            cross-entropy to the uniform distribution.
+        """
+        scores = _Scores(len(precisions))
+        for which, part, probs in self._tried(data, precisions):
+            scores.add(which, probs, None if data.labels is None else data.labels[part])
+        count = torch.tensor(float(len(data)), dtype=torch.float64, device="cpu")
+        sums, bins, count = data.team.sum([scores.sums, scores.bins, count])
+        means = sums / count
+        if data.labels is None:
+            return {"confidence": means[:, 0], "uniform": means[:, 1]}
+        scored = {"confidence": means[:, 0], "nll": means[:, 1], "brier": means[:, 2]}
+        return scored | {"ece": calibration_gaps(bins)}
+
+    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Probabilities (L, C, n) of some of the data under some candidates, until all are through."""
+        if self.link.needs_covariance:
+            return self._by_candidate(data, precisions)
+        return self._by_portion(data, precisions)
+
+    def _by_portion(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Probabilities of every candidate, where variances are enough: data are projected once, for all candidates."""
+        mixing = torch.stack([self.weights_at(precision) for precision in precisions])
+        projected = PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra)
+        outputs = self.spectra[0].outputs
+        portion = max(1, min(projected, LOGITS_AT_ONCE // outputs))
+        for part, features, means in data.portions(portion):
+            projections = [spectrum.project(values) for spectrum, values in zip(self.spectra, features, strict=True)]
+            if self.link.cooled_by is None:
+                for index, precision in enumerate(precisions):
+                    tried = [
+                        Candidate(spectrum, precision, values)
+                        for spectrum, values in zip(self.spectra, projections, strict=True)
+                    ]
+                    yield slice(index, index + 1), part, self._mixed(mixing[index], means, features, tried)
+                continue
+            widest = max(spectrum.features for spectrum in self.spectra)
+            together = max(1, min(LOGITS_AT_ONCE // (len(means[0]) * outputs), WEIGHTS_AT_ONCE // (outputs * widest)))
+            for start in range(0, len(precisions), together):
+                which = slice(start, start + together)
+                yield which, part, self._cooled(mixing[which], means, projections, precisions[which])
+
+    def _cooled(
+        self, mixing: Tensor, means: Sequence[Tensor], projections: Sequence[Tensor], precisions: Sequence[float]
+    ) -> Tensor:
+        """The mixture's probabilities (L, C, n) under several candidates, where the link cools logits by their variances."""
+        contrast, total = self.link.cooled_by == "contrast_variance", None
+        for weights, mean, projected, spectrum in zip(mixing.T, means, projections, self.spectra, strict=True):
+            probs = cooled_softmax(self.link, mean.T, spectrum.variances(projected, precisions, contrast=contrast))
+            if len(means) > 1:
+                probs.mul_(weights[:, None, None])
+            total = probs if total is None else total.add_(probs)
+        assert total is not None  # a mixture has a component
+        return total
+
+    def _by_candidate(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
+        """The same where a link needs covariances: each candidate's posteriors are built once, for all data."""
+        portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.features for spectrum in self.spectra))
+        bar = tqdm(precisions, desc="candidates", disable=None if self.progress else True, leave=False)
+        start = time.monotonic()
+        for index, precision in enumerate(bar):
+            if index == 1:
+                self._announce(time.monotonic() - start, len(precisions) - 1, len(data))
+            mixing, tried = self.weights_at(precision), [spectrum.posterior(precision) for spectrum in self.spectra]
+            for part, features, means in data.portions(portion):
+                yield slice(index, index + 1), part, self._mixed(mixing, means, features, tried)
+
+    def _announce(self, seconds: float, left: int, count: int) -> None:
+        """Say what the rest of the candidates will take, where one has shown that it is long."""
+        if seconds * left < PATIENCE:
+            return
+        warn(
+            f"tuning with link {self.link.name!r} will take about {_duration(seconds * left)}: {seconds:.2g} s for each of {left} "
+            f"more prior precisions, with {self.spectra[0].outputs} classes, {count} validation data and {len(self.spectra)} "
+            f"network(s). Fewer validation data, a rule with a shorter grid, such as mola.ValidationScore(grid=...), or link "
+            f"'probit-centered' take less."
+        )
+
+    def _mixed(
+        self,
+        mixing: Tensor,
+        means: Sequence[Tensor],
+        features: Sequence[Tensor],
+        tried: Sequence[Candidate | Posterior],
+    ) -> Tensor:
+        probs = torch.zeros_like(means[0])
+        for weight, mean, values, posterior in zip(mixing, means, features, tried, strict=True):
+            probs += weight * self.link(LogitMoments(mean, values, posterior))
+        return probs.T[None]
+
+
+class _Scores:
+    """Sums over the data of what candidates score."""
+
+    def __init__(self, count: int) -> None:
+        self.sums = torch.zeros(count, 3, dtype=torch.float64, device="cpu")
+        self.bins = torch.zeros(count, 15, 3, dtype=torch.float64, device="cpu")
+
+    def add(self, which: slice, probs: Tensor, labels: Tensor | None) -> None:
+        """Take more data: probabilities (L, C, n) under some candidates."""
+        confidence = probs.amax(1)
+        if labels is None:
+            self.sums[which, :2] += torch.stack([confidence.sum(1), -_log(probs).mean(1).sum(1)], dim=1)
+            return
+        own = probs.gather(1, labels.expand(len(probs), 1, -1)).squeeze(1)
+        brier = torch.linalg.vector_norm(probs, dim=(1, 2)).square() - 2 * own.sum(1) + len(labels)
+        self.sums[which] += torch.stack([confidence.sum(1), -_log(own).sum(1), brier], dim=1)
+        # Which class is largest takes several times as long to find as how large it is, and matters in a tie alone.
+        tied = int(torch.count_nonzero(probs == confidence[:, None])) != confidence.numel()
+        self.bins[which] += bin_sums(confidence, probs.argmax(1) == labels if tied else own == confidence)
+
+
+def _duration(seconds: float) -> str:
+    """In words: minutes, or hours where there are many."""
+    minutes = seconds / 60
+    return (
+        f"{minutes:.0f} minutes" if 1.5 <= minutes < 90 else "1 minute" if minutes < 90 else f"{minutes / 60:.1f} hours"
+    )
+
+
+def _log(probs: Tensor) -> Tensor:
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()

@@ -1,0 +1,395 @@
+"""Choosing the prior precision lambda.
+
+Each rule reads its data once. Whatever the number of candidates, the networks are not run again. With a link that needs
+variances alone (the probit, plain or centred) a candidate costs one small product in the eigenbasis of the curvature;
+with the others, what predicting the held-out features costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from mola.distributed import Team
+from mola.errors import OptionError, warn
+from mola.options import is_real, one_of
+from mola.tuning.candidates import HeldOut, Problem, Tuning
+from mola.tuning.search import Search, maximise
+
+__all__ = [
+    "RULES",
+    "ConfidenceThreshold",
+    "Evidence",
+    "OutlierExposure",
+    "Rule",
+    "ValidationScore",
+    "as_rule",
+    "check_rule",
+    "choose_together",
+]
+
+
+class Rule(Protocol):
+    """A way to choose the prior precision."""
+
+    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
+        """Read the data once, and choose."""
+
+
+def choose_together(
+    rule: Rule | str | None, problem: Problem, val_loader: Iterable[Any] | HeldOut | None, team: Team
+) -> Tuning:
+    """What a rule chooses; of several processes, each of which reads its own shard, what rank 0 chooses.
+
+    Args:
+        rule: as for `as_rule`.
+        problem: the mixture; what it reads must belong to the same team.
+        val_loader: this process's shard of the validation data, or what was read of it, or None.
+        team: the processes.
+
+    Returns:
+        The choice, to the same bits on every rank.
+    """
+    chosen = as_rule(rule, val_loader)
+    with team.work("tune"):
+        team.agree({"rule": type(chosen).__name__, "components": len(problem.spectra), "link": problem.link.name})
+        data: Any = val_loader  # rules hand it on to `problem.read`, which knows both
+        tuning = chosen.choose(problem, data)
+        # Sums are the same everywhere, eigenvectors need not be: machines differ.
+        document, precisions = team.share([tuning.as_json(), tuning.prior_precision])
+        return tuning if team.size == 1 else Tuning.from_json(document, tuple(precisions))
+
+
+FEW_DATA = "few validation data"
+"""How a note begins that says that the target of the threshold rule is known no better than its margin."""
+
+
+def _points(share: float, digits: int = 4) -> str:
+    """A difference of two shares, in percentage points."""
+    text = f"{100 * share:.{digits}g}"
+    return f"{text} point" if text == "1" else f"{text} points"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"
+
+
+def _require(val_loader: Iterable[Any] | None, rule: object) -> Iterable[Any]:
+    if val_loader is None:
+        message = f"{type(rule).__name__} needs validation data: posterior.tune(val_loader, rule=...)."
+        raise OptionError(message)
+    return val_loader
+
+
+@dataclass(frozen=True)
+class ConfidenceThreshold:
+    """The paper's rule: the smallest prior precision whose mean confidence on validation data meets a threshold.
+
+    Args:
+        confidence: threshold on the mean confidence; None sets it `margin` below the networks' own mean accuracy on the
+            validation data, as the paper does (0.98 for a network of 99.2 %, 0.94 for one of 94.8 %).
+        brier: threshold on the Brier score, to be met as well; None asks nothing.
+        margin: how far below the accuracy the default threshold lies.
+        grid: candidates, which grow past an end that wins; None is the paper's, 100 values from 1e-4 to 1e3.
+    """
+
+    confidence: float | None = None
+    brier: float | None = None
+    margin: float = 0.01
+    grid: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the thresholds.
+
+        Raises:
+            OptionError: if one cannot be met, or always is.
+        """
+        if self.confidence is not None and not (is_real(self.confidence) and 0 < self.confidence <= 1):
+            message = f"confidence must lie between 0 and 1, got {self.confidence!r}. 95 % is 0.95."
+            raise OptionError(message)
+        if not (is_real(self.margin) and -1 <= self.margin <= 1):
+            message = f"margin must lie between -1 and 1, got {self.margin!r}. One percentage point is 0.01."
+            raise OptionError(message)
+        if self.brier is not None and not (is_real(self.brier) and 0 <= self.brier <= 2):
+            message = f"brier must lie between 0 and 2, got {self.brier!r}."
+            raise OptionError(message)
+
+    def words(self, accuracy: float | None = None, least: float = 0.0) -> str:
+        """The rule's name, its target, and where that comes from: the single networks' mean accuracy, or the user.
+
+        Args:
+            accuracy: of the single networks, on average; None if the user has given the target.
+            least: confidence that there can be, 1 / C.
+
+        Returns:
+            The words.
+        """
+        if accuracy is None:
+            target = f"{_percent(float(self.confidence or 0))}, as given"
+        else:
+            points = _points(self.margin)
+            lowered = accuracy - self.margin
+            target = f"{_percent(max(lowered, least))}, "
+            target += (
+                f"the single networks' mean accuracy {_percent(accuracy)} less {points}"
+                if lowered > least
+                else f"the lowest there is: the single networks' mean accuracy {_percent(accuracy)} is no better than guessing"
+            )
+        also = "" if self.brier is None else f"; Brier score at most {self.brier:.4g}"
+        return f"ConfidenceThreshold: target confidence {target}{also}"
+
+    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
+        """Read the validation data once, and choose."""
+        needs_labels = self.confidence is None or self.brier is not None
+        data = problem.read(_require(val_loader, self), "validation loader", needs_labels)
+        notes: tuple[str, ...] = ()
+        accuracy, meant = 0.0, True
+        if self.confidence is None:
+            accuracy, error = data.mean_accuracy()
+            # No confidence is below 1 / C: a lower target would be met by every candidate, and say nothing.
+            least = 1 / data.logits[0].shape[1]
+            threshold, words = max(accuracy - self.margin, least), self.words(accuracy, least)
+            meant = not data.guessed()
+            if error > self.margin:
+                notes = (
+                    f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {_points(error, 2)} (its "
+                    f"standard error), and the target confidence no better. More data make it surer, or pass your own.",
+                )
+        else:
+            threshold, words = self.confidence, self.words()
+
+        def passing(curve: dict[str, Tensor]) -> Tensor:
+            meets = curve["confidence"] >= threshold
+            return meets if self.brier is None else meets & (curve["brier"] <= self.brier)
+
+        search = Search(lambda grid: problem.curve(data, grid), self.grid)
+        # Labels that fit no better than guesses give no reason to look below the grid.
+        while (
+            meant
+            and bool(passing(search.curve)[0])
+            and not search.flat("confidence", down=True)
+            and search.grow(down=True)
+        ):
+            pass
+        while not bool(passing(search.curve).any()) and not search.flat("confidence", down=False):
+            if not search.grow(down=False):
+                break
+        meets = passing(search.curve)
+        if bool(meets.any()):
+            chosen = search.grid[int(meets.nonzero()[0])]
+            notes = (*notes, *search.notes(chosen, "threshold"))
+        else:
+            chosen = search.grid[-1]
+            aims = f"mean confidence of at least {threshold:.4f}" + (
+                "" if self.brier is None else f" and Brier score of at most {self.brier:.4f}"
+            )
+            plain = float(search.curve["confidence"][-1])
+            why = (
+                f", below the mean accuracy of {accuracy:.4f}. These networks are less sure than they are right, as after label "
+                f"smoothing or mixup, and covariance only lowers confidence"
+                if self.confidence is None
+                else ". Covariance only lowers confidence"
+            )
+            note = (
+                f"no prior precision gives a {aims} on the validation data: with next to no covariance the mean confidence is "
+                f"{plain:.4f}{why}: took the largest prior precision tried, {chosen:.3g}, all but the plain ensemble. For networks as "
+                f"sure as they are right, use mola.temperature_scaled(networks, val_loader), whose temperature may be below 1. For "
+                f"more caution outside the data, use rule='nll' or rule=mola.OutlierExposure(ood_loader), or lower the threshold. "
+                f"`ood_score` does not depend on any of this."
+            )
+            warn(note)
+            notes = (*notes, note)
+        return Tuning(words, (chosen,) * len(problem.spectra), search.table(), notes)
+
+
+def _smallest(problem: Problem, search: Search, score: str, rule: str, *, meant: bool) -> Tuning:
+    """The candidate with the smallest score, the grid growing while an end wins by more than rounding.
+
+    Labels that are not `meant`, as they fit no better than guesses, give no reason to look below the grid.
+    """
+
+    def best() -> int:
+        return int(search.curve[score].argmin())
+
+    while True:
+        index, value = best(), float(search.curve[score].min())
+        at_end = index in (0, len(search.grid) - 1)
+        if not at_end or (index == 0 and not meant) or not search.grow(down=index == 0):
+            break
+        if value - float(search.curve[score].min()) <= 1e-9 * abs(value):
+            break
+    index = best()
+    notes = search.notes(search.grid[index], score)
+    if index in (0, len(search.grid) - 1):
+        what = "no prior at all" if index == 0 else "no covariance at all: the plain ensemble"
+        note = f"{rule}: no interior optimum; the best is {what} (prior precision {search.grid[index]:.3g})."
+        warn(note)
+        notes = (*notes, note)
+    return Tuning(rule, (search.grid[index],) * len(problem.spectra), search.table(), notes)
+
+
+@dataclass(frozen=True)
+class ValidationScore:
+    """The prior precision that does best on validation data.
+
+    Args:
+        score: "nll", "brier" or "ece".
+        grid: candidates, which grow past an end that wins; None is the paper's, 100 values from 1e-4 to 1e3.
+
+    Raises:
+        OptionError: if the score is unknown.
+    """
+
+    score: Literal["nll", "brier", "ece"] = "nll"
+    grid: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the score."""
+        one_of(self.score, ("nll", "brier", "ece"), "score")
+
+    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
+        """Read the validation data once, and choose."""
+        data = problem.read(_require(val_loader, self), "validation loader", True)
+        search = Search(lambda grid: problem.curve(data, grid), self.grid)
+        return _smallest(problem, search, self.score, f"ValidationScore({self.score!r})", meant=not data.guessed())
+
+
+@dataclass(frozen=True)
+class OutlierExposure:
+    """Validation log-loss plus a penalty for confidence on outliers: their cross-entropy to the uniform distribution.
+
+    Args:
+        loader: batches of outliers; labels are not read.
+        weight: of the penalty.
+        grid: candidates, which grow past an end that wins; None is the paper's, 100 values from 1e-4 to 1e3.
+    """
+
+    loader: Iterable[Any] = field(repr=False)
+    weight: float = 0.25
+    grid: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the weight.
+
+        Raises:
+            OptionError: if it is no finite number, or negative.
+        """
+        if not (is_real(self.weight) and 0 <= self.weight < float("inf")):
+            message = f"weight must be a finite number of at least 0, got {self.weight!r}."
+            raise OptionError(message)
+
+    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
+        """Read both loaders once, and choose."""
+        data = problem.read(_require(val_loader, self), "validation loader", True)
+        outliers = problem.read(self.loader, "outlier loader", False)
+        unlabelled = replace(outliers, labels=None)
+
+        def evaluate(grid: Sequence[float]) -> dict[str, Tensor]:
+            curve, outside = problem.curve(data, grid), problem.curve(unlabelled, grid)
+            curve["outlier_confidence"] = outside["confidence"]
+            curve["objective"] = curve["nll"] + self.weight * outside["uniform"]
+            return curve
+
+        return _smallest(
+            problem,
+            Search(evaluate, self.grid),
+            "objective",
+            f"OutlierExposure(weight={self.weight})",
+            meant=not data.guessed(),
+        )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The prior precision that makes the training labels most probable: no validation data needed.
+
+    Args:
+        shared: one prior precision for all components, which maximises the sum of their log evidences; False gives
+            each component its own.
+    """
+
+    shared: bool = True
+
+    def choose(self, problem: Problem, val_loader: Iterable[Any] | None = None) -> Tuning:
+        """Maximise the log evidence to convergence.
+
+        Args:
+            problem: the mixture.
+            val_loader: must be None: nothing but the training data is used.
+
+        Returns:
+            The choice.
+
+        Raises:
+            OptionError: if validation data are given.
+        """
+        if val_loader is not None:
+            message = (
+                "Evidence uses the training data alone: call posterior.tune(rule=mola.Evidence()) without a loader."
+            )
+            raise OptionError(message)
+        components = range(len(problem.spectra))
+        if self.shared:
+            best = maximise(
+                lambda precision: sum(
+                    (problem.log_evidence(k, precision) for k in components), torch.zeros((), device="cpu")
+                )
+            )
+            return Tuning("Evidence(shared=True)", (best,) * len(problem.spectra))
+        chosen = tuple(maximise(lambda precision, k=k: problem.log_evidence(k, precision)) for k in components)  # type: ignore[misc]
+        return Tuning("Evidence(shared=False)", chosen)
+
+
+RULES: dict[str, Rule] = {
+    "threshold": ConfidenceThreshold(),
+    "nll": ValidationScore("nll"),
+    "brier": ValidationScore("brier"),
+    "ece": ValidationScore("ece"),
+    "evidence": Evidence(),
+}
+"""Rules that have a name: those that need no settings."""
+
+
+def as_rule(rule: Rule | str | None, val_loader: object = None) -> Rule:
+    """The rule of that name, or the rule itself; None is the paper's.
+
+    Raises:
+        OptionError: if it is neither, or stands in the place of the data.
+    """
+    if isinstance(rule, str):
+        return RULES[one_of(rule, RULES, "rule", "an object such as mola.Evidence()")]
+    if hasattr(val_loader, "choose") or not (rule is None or (hasattr(rule, "choose") and not isinstance(rule, type))):
+        message = (
+            f"the rule must be one of {', '.join(RULES)}, or an object such as mola.Evidence(), and is passed as rule=...; got "
+            f"val_loader {type(val_loader).__name__}, rule {rule!r}."
+        )
+        raise OptionError(message)
+    return RULES["threshold"] if rule is None else rule
+
+
+def check_rule(rule: Rule | str | None, val_loader: object) -> None:
+    """Refuse a rule that lacks what it needs before the training data are read.
+
+    Args:
+        rule: as the user gave it.
+        val_loader: the validation data, or None.
+
+    Raises:
+        OptionError: if it is no rule, or needs validation data and there are none, or the other way round.
+    """
+    chosen = as_rule(rule, val_loader)
+    name = repr(rule) if isinstance(rule, str) else type(chosen).__name__
+    if isinstance(chosen, Evidence) and val_loader is not None:
+        message = f"the rule {name} uses the training data alone: leave val_loader out, or choose another rule."
+        raise OptionError(message)
+    if (
+        rule is not None
+        and val_loader is None
+        and isinstance(chosen, (ConfidenceThreshold, ValidationScore, OutlierExposure))
+    ):
+        message = f"the rule {name} needs validation data: pass val_loader, or choose 'evidence', which needs none."
+        raise OptionError(message)

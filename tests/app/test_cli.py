@@ -1,0 +1,76 @@
+"""The command line: versions, mistakes, and extras that are not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import mola
+from mola.__main__ import main
+from mola.app.cli import app
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_version():
+    outcome = CliRunner().invoke(app, ["--version"])
+    assert (outcome.exit_code, outcome.stdout) == (0, f"mola {mola.__version__}\n")
+
+
+def test_help_names_the_command_and_its_options():
+    assert "demo" in CliRunner().invoke(app, ["--help"]).stdout
+    shown = CliRunner().invoke(app, ["demo", "--help"]).stdout
+    assert all(option in shown for option in ("--output", "--seed", "--quiet"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["demo", "--colour"], ["demo", "--seed", "one"], ["demo", "--seed", "-1"], ["demos"], ["demo", "extra"]],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_a_usage_error(arguments):
+    outcome = CliRunner().invoke(app, arguments)
+    assert outcome.exit_code == 2
+    assert "Usage" in outcome.stderr
+
+
+def test_an_output_that_cannot_be_written_is_one_clear_line_before_any_work(tmp_path, monkeypatch, capsys):
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setattr("sys.argv", ["mola", "demo", "--output", str(tmp_path / "taken")])
+    monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda *_: pytest.fail("worked before checking"))
+    with pytest.raises(SystemExit) as stop:
+        main()
+    captured = capsys.readouterr()
+    assert stop.value.code == 1
+    assert captured.out == ""
+    assert captured.err.startswith("mola: cannot make the folder")
+    assert "choose another output folder" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra"), [("typer", "cli"), ("rich", "cli"), ("matplotlib", "bench"), ("sklearn", "bench")]
+)
+def test_a_missing_extra_is_named_with_its_remedy(missing, extra, tmp_path):
+    outcome = _python(
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['mola', 'demo', '--output', {str(tmp_path)!r}]\n"
+        "from mola.__main__ import main; main()"
+    )
+    assert outcome.returncode == 1
+    assert f"pip install 'mola-torch[{extra}]'" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert list(tmp_path.glob("*.html")) == []
+
+
+def test_importing_mola_imports_no_extra():
+    outcome = _python(
+        "import sys, mola\n"
+        "extras = {'sklearn', 'matplotlib', 'typer', 'rich', 'scipy', 'PIL', 'onnx', 'transformers'}\n"
+        "print(sorted(extras & set(sys.modules)))"
+    )
+    assert outcome.stdout == "[]\n", outcome.stderr

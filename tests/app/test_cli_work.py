@@ -1,0 +1,476 @@
+"""The commands for a user's own networks: all the way from checkpoints to a report, mistakes, and what is left out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from mola.__main__ import main
+from mola.app.cli import app
+from mola.app.cli.shared_options import sides, texts
+from mola.app.jobs.folder import open_folder
+from mola.errors import OptionError
+from tests.own_work import CLASSES, make_desk
+
+NUMBERS = ("confidence", "entropy", "epistemic", "ood_score")
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    return make_desk(tmp_path_factory.mktemp("desk"), "own_networks_for_cli")
+
+
+@pytest.fixture(autouse=True)
+def _at_the_desk(desk, monkeypatch):
+    monkeypatch.chdir(desk.root)
+    monkeypatch.syspath_prepend(str(desk.root))
+
+
+@pytest.fixture
+def mola_command(monkeypatch, capsys):
+    """Run the command as a shell would: exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["mola", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def arguments(desk, output, *more, train="train", val="val"):
+    return [
+        "fit",
+        *("--network", f"{desk.module}:build", "--weights", *desk.weights()),
+        *("--train", train, "--val", val, "--output", str(output), "--workers", "0", *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def posterior(desk, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fitted") / "posterior"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(desk.root)
+        patch.syspath_prepend(str(desk.root))
+        outcome = CliRunner().invoke(app, arguments(desk, folder, "--quiet"))
+        assert outcome.exit_code == 0, outcome.exception
+        assert outcome.output == "", "quiet is quiet"
+    return folder
+
+
+def test_weights_may_follow_each_other_as_a_shell_expands_them(desk, posterior):
+    document = (posterior / "job.toml").read_text()
+    assert all(f"{index}.safetensors" in document for index in range(3))
+    assert open_folder(posterior).posterior.weights.tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_fit_says_what_it_did(desk, tmp_path, mola_command):
+    code, out, err = mola_command(*arguments(desk, tmp_path / "posterior"))
+    assert code == 0
+    assert "Fitted 3 networks with 3 classes on 36 inputs" in out
+    assert "posterior" in out
+    assert "fitting" in err
+    told = " ".join(out.split())
+    assert "target confidence" in told
+    assert "the single networks' mean accuracy" in told
+    assert "Note: few validation data" in told
+    assert "brier=None" not in told
+    assert re.search(r"^ *ensemble ", out, re.MULTILINE), "the row is the mean of the networks' probabilities"
+    one = [*arguments(desk, tmp_path / "alone", "--threshold", "0.9")]
+    for path in desk.weights()[1:]:
+        one.remove(path)
+    alone = mola_command(*one)
+    assert re.search(r"^ *network ", alone[1], re.MULTILINE)
+    assert "target confidence 90 %, as given" in " ".join(alone[1].split())
+
+
+def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_path, mola_command):
+    place = tmp_path / "posterior"
+    assert "replaced" not in mola_command(*arguments(desk, place))[1]
+    assert "and replaced the posterior that was there" in " ".join(mola_command(*arguments(desk, place))[1].split())
+    assert json.loads(mola_command(*arguments(desk, place, "--json"))[1])["replaced"] is True
+    (place / "posterior.json").unlink()
+    assert mola_command(*arguments(desk, place, "--quiet"))[0] == 0, "what an interrupted fit leaves is no obstacle"
+    document = json.loads((place / "posterior.json").read_text())
+    del document["sha256"]
+    strangers = {
+        "saved swag": {"posterior.json": json.dumps(document | {"kind": "swag"})},
+        "not written by mola": {"posterior.json": "{}"},
+        "holds no posterior but notes.txt": {"notes.txt": "mine"},
+    }
+    for index, (words, files) in enumerate(strangers.items()):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        code, out, err = mola_command(*arguments(desk, folder))
+        assert (code, out) == (1, "")
+        assert words in err
+        assert "another --output" in err
+        assert {path.name: path.read_text() for path in folder.iterdir()} == files
+
+
+def test_a_job_file_makes_the_same_posterior_again_and_flags_win(desk, posterior, tmp_path, mola_command):
+    again = tmp_path / "again"
+    assert mola_command("fit", "--config", posterior / "job.toml", "--output", again, "--quiet")[0] == 0
+    first, second = (json.loads((folder / "posterior.json").read_text()) for folder in (posterior, again))
+    assert first == second, "to the last bit, checksum of the tensors included"
+    other = tmp_path / "other"
+    assert mola_command("fit", "--config", posterior, "--structure", "diag", "--output", other, "--quiet")[0] == 0
+    assert json.loads((other / "posterior.json").read_text())["structure"]["name"] == "diag"
+
+
+def test_info_for_people_and_for_programs(posterior, mola_command):
+    code, out, _ = mola_command("info", posterior)
+    assert code == 0
+    for words in ("kron", "cat, dog, fox", "as fitted", "36 inputs", "ConfidenceThreshold", "mola fit --config"):
+        assert words in " ".join(out.split()), words
+    code, out, err = mola_command("info", posterior, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["components"] == 3
+
+
+def read(path: Path) -> dict[str, list]:
+    if path.suffix == ".csv":
+        with open(path, newline="") as stream:
+            rows = list(csv.DictReader(stream))
+    elif path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        stored = np.load(path, allow_pickle=False)
+        return {name: stored[name].tolist() for name in stored.files}
+    return {name: [row.get(name) for row in rows] for name in {name for row in rows for name in row}}
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "npz"])
+@pytest.mark.parametrize("data", ["test", "test.npz", "test.csv"])
+def test_predictions_in_every_format_are_the_posteriors(desk, posterior, tmp_path, mola_command, ending, data):
+    output = tmp_path / f"out.{ending}"
+    code, out, _ = mola_command("predict", posterior, data, "--output", output, "--probabilities", "--json")
+    assert code == 0
+    summary = json.loads(out)
+    expected = open_folder(posterior).posterior.predict(desk.inputs("test")[0])
+    found = read(output)
+    for name in NUMBERS:
+        assert np.allclose(np.array(found[name], dtype=float), getattr(expected, name), atol=1e-6), name
+    assert [int(label) for label in found["label"]] == expected.label.tolist()
+    if ending == "csv":
+        probs = np.array([found[f"p_{name}"] for name in CLASSES], dtype=float).T
+        assert found["class"] == [CLASSES[label] for label in expected.label]
+    else:
+        probs = np.array(found["probabilities"], dtype=float)
+    assert np.allclose(probs, expected.probs, atol=1e-6)
+    assert len(set(found["name"])) == 18
+    assert summary["count"] == 18
+    assert summary["confidence"] == pytest.approx(float(expected.confidence.mean()), rel=1e-5)
+    assert sum(summary["labels"].values()) == 18
+
+
+def test_what_is_outlying_is_what_few_of_the_validation_data_are(posterior, tmp_path, mola_command):
+    inside = json.loads(mola_command("predict", posterior, "val", "--output", tmp_path / "a.csv", "--json")[1])
+    outside = json.loads(mola_command("predict", posterior, "strange", "--output", tmp_path / "b.csv", "--json")[1])
+    assert inside["outlying"] == 0.0, "of 18 the largest is the threshold: one in 19 passes it"
+    assert outside["outlying"] > 0.5
+    flags = ("--output", tmp_path / "c.csv", "--json", "--false-alarm-rate")
+    often = json.loads(mola_command("predict", posterior, "val", *flags, "0.2")[1])
+    assert often["outlying"] == pytest.approx(2 / 18), "the 16th of 18: three places of 19 are above it"
+    code, _, err = mola_command("predict", posterior, "val", *flags, "0.01")
+    assert code == 1
+    assert "18 validation scores are too few for a false-alarm rate of 0.01" in err
+    code, _, err = mola_command("predict", posterior, "val", *flags, "5")
+    assert "must lie between 0 and 1" in err
+    shown = read(tmp_path / "b.csv")["outlying"]
+    assert shown.count("true") / 12 == outside["outlying"]
+
+
+def test_predict_gives_bad_images_a_row_and_goes_on(desk, posterior, tmp_path, mola_command):
+    folder = tmp_path / "images"
+    shutil.copytree(desk.root / "strange", folder)
+    (folder / "03b-corrupt.png").write_bytes((folder / "03.png").read_bytes()[:50])
+    Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(folder / "zz-large.png")
+    Image.fromarray(np.zeros((6, 6), dtype=np.uint8)).save(folder / "zz-grey.png")
+    for ending in ("csv", "jsonl", "npz"):
+        output = tmp_path / f"out.{ending}"
+        code, out, err = mola_command("predict", posterior, folder, "--output", output)
+        assert code == 3
+        assert "Predicted 13 inputs" in out
+        assert "2 inputs left out" in err
+        assert "03b-corrupt.png: cannot be decoded" in err
+        assert "zz-grey.png: is grey and was read as RGB" in err
+        rows = read(output)
+        assert rows["name"][4] == "03b-corrupt.png", "in its place"
+        assert "cannot be decoded" in rows["error"][4]
+        assert "9 x 9 pixels" in rows["error"][14]
+        assert rows["label"][4] in ("", None, -1)
+        assert not rows["error"][13]
+    code, _, err = mola_command("predict", posterior, folder, "--output", tmp_path / "strict.csv", "--strict")
+    assert code == 1
+    assert "03b-corrupt.png" in err
+    assert not (tmp_path / "strict.csv").exists()
+    code, out, _ = mola_command("predict", posterior, folder, "--output", tmp_path / "json.csv", "--json")
+    assert code == 3
+    assert set(json.loads(out)["left_out"][str(folder)]) == {"03b-corrupt.png", "zz-large.png"}
+    for path in folder.glob("*.png"):
+        path.write_text("no image")
+    code, _, err = mola_command("predict", posterior, folder, "--output", tmp_path / "none.csv", "--quiet")
+    assert code == 1
+    assert "holds no input that can be used" in err
+    assert not (tmp_path / "none.csv").exists()
+
+
+def test_fit_leaves_bad_images_out_and_tells(desk, tmp_path, mola_command):
+    shutil.copytree(desk.root / "train", tmp_path / "train")
+    (tmp_path / "train" / "dog" / "zz.png").write_bytes(b"\x89PNG")
+    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train=tmp_path / "train"))
+    assert code == 3
+    assert "dog/zz.png: cannot be decoded" in err
+    assert json.loads((tmp_path / "posterior" / "posterior.json").read_text())["components"][0]["count"] == 36
+    code, _, err = mola_command(*arguments(desk, tmp_path / "strict", "--strict", "--quiet", train=tmp_path / "train"))
+    assert (code, err.count("\n")) == (1, 1)
+    assert not (tmp_path / "strict").exists()
+
+
+class Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.loads += [value for name, value in attrs if name in ("src", "href") and not value.startswith("#")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_evaluate_writes_a_page_that_stands_alone(posterior, tmp_path, mola_command):
+    output = tmp_path / "report"
+    code, out, _ = mola_command("evaluate", posterior, "--test", "test", "--ood", "strange", "--output", output)
+    assert code == 0
+    for words in ("MAP-T", "DE-T", "LLLA", "MoLA", "ood_score", "AUROC", "Brier", "index.html"):
+        assert words in out, words
+    numbers = json.loads((output / "numbers.json").read_text())
+    text = (output / "index.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.loads == [], "styles and figures are inside"
+    for method, found in numbers["methods"].items():
+        assert method in text
+        assert f"{found['scores']['nll']:.4f}" in text
+        for score in found["outside"]["strange"]["scores"].values():
+            assert f"{100 * score['auroc']:.1f} \N{PLUS-MINUS SIGN} {100 * score['auroc_error']:.1f}" in text
+        assert f"{found['scores']['nll']:.4f}" in (output / "tables.md").read_text()
+    assert text.count("<table>") == len(re.findall(r'<div class="scroll[^>]*><table>', text)) == 4
+    assert text.count('class="hint') >= 2, "a phone cuts these, and says so"
+    for name in numbers["methods"]["MoLA"]["classes"]:
+        assert f'<th scope="row">{name}</th>' in text
+    for name in ("reliability", "confidence", "scores-0"):
+        assert (output / "figures" / f"{name}.png").stat().st_size > 1000
+        assert f'id="{name}"' in text
+
+
+def test_evaluate_without_outliers_and_with_things_left_out(desk, posterior, tmp_path, mola_command, monkeypatch):
+    monkeypatch.setattr("mola.compare.report.evaluation.writing.evaluation_figures", lambda result: {})  # drawn above
+    stored = np.load("test.npz")
+    values = stored["x"].transpose(0, 3, 1, 2) / 255
+    values[2, 0, 0, 0] = np.nan
+    np.savez(tmp_path / "holes.npz", x=values, y=stored["y"])
+    code, out, err = mola_command(
+        "evaluate", posterior, "--test", tmp_path / "holes.npz", "--output", tmp_path / "r", "--json"
+    )
+    assert code == 3
+    found = json.loads(out)
+    assert found["count"] == 17
+    assert found["left_out"][str(tmp_path / "holes.npz")] == {"holes.npz[2]": "holds 1 value that is nan or infinite"}
+    assert "holes.npz[2]" in (tmp_path / "r" / "index.html").read_text()
+    code, out, _ = mola_command("evaluate", posterior, "--test", tmp_path / "holes.npz", "--output", tmp_path / "r")
+    assert code == 3
+    assert "holes.npz[2]" in out
+    code, out, err = mola_command("evaluate", posterior, "--test", "val", "--output", tmp_path / "r", "--quiet")
+    assert (code, out, err) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("holds no job.toml", ["predict", "train", "test"]),
+        ("no data 'nowhere'", ["predict", "POSTERIOR", "nowhere"]),
+        ("expected one of .csv, .jsonl, .npz", ["predict", "POSTERIOR", "test", "--output", "out.txt"]),
+        ("device 'abacus' cannot be used", ["predict", "POSTERIOR", "test", "--device", "abacus"]),
+        ("no data 'nowhere'", ["evaluate", "POSTERIOR", "--test", "nowhere"]),
+        ("has no subfolders", ["evaluate", "POSTERIOR", "--test", "strange"]),
+        ("choose another output folder", ["evaluate", "POSTERIOR", "--test", "test", "--output", "test.npz"]),
+        ("holds no saved posterior", ["info", "train"]),
+        ("no network", ["fit", "--train", "train", "--val", "val"]),
+        ("no training data", ["fit"]),
+        ("--mean must be numbers", ["fit", "--mean", "a,b"]),
+        ("--resize must be a length", ["fit", "--resize", "6x6x6"]),
+        ("or a FILE with a name on each line", ["fit", "--classes", "cat,cat"]),
+        ("does not exist", ["fit", "--config", "nowhere.toml"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_1(posterior, mola_command, words, arguments):
+    code, out, err = mola_command(*[str(posterior) if one == "POSTERIOR" else one for one in arguments])
+    assert (code, out) == (1, "")
+    last = [line for line in err.splitlines() if not line.strip().startswith(("0 %", "5 %"))]
+    assert len(last) == 1
+    assert last[0].startswith("mola: ")
+    assert words in last[0]
+
+
+def test_stopping_is_exit_code_130_and_leaves_no_file(posterior, tmp_path, mola_command, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mola.app.jobs.predict.records", stopped)
+    code, _, err = mola_command("predict", posterior, "test", "--output", tmp_path / "out.csv", "--quiet")
+    assert code == 130
+    assert "stopped" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["predict"], ["predict", "a"], ["evaluate", "a"], ["fit", "--batch-size", "0"], ["info"], ["fit", "--shape", "3"]],
+    ids=" ".join,
+)
+def test_wrong_usage_is_exit_code_2(arguments):
+    outcome = CliRunner().invoke(app, arguments)
+    assert outcome.exit_code == 2
+    assert "Usage" in outcome.stderr
+
+
+def test_help_groups_commands_and_shows_an_example_of_each():
+    whole = CliRunner().invoke(app, ["--help"]).stdout
+    assert whole.index("Your own networks") < whole.index("│ fit") < whole.index("The paper's experiments")
+    assert "Exit codes" in whole
+    for command in ("fit", "predict", "evaluate", "info"):
+        assert f"mola {command} " in CliRunner().invoke(app, [command, "--help"]).stdout.split("Arguments")[0]
+
+
+def test_classes_as_users_write_them(tmp_path):
+    many = [f"a class of number {index}" for index in range(1000)]  # longer than a file's name can be
+    assert texts(",".join(many)) == tuple(many)
+    (tmp_path / "names.txt").write_bytes("K\u00e4fer\nAmsel\n".encode("latin-1"))
+    with pytest.raises(OptionError, match=r"names\.txt is not text in UTF-8"):
+        texts(str(tmp_path / "names.txt"))
+    for strange in ("\u00b2", "\u0663"):  # digits to Python, numbers to nobody
+        with pytest.raises(OptionError, match="--classes must be a number"):
+            texts(strange)
+        with pytest.raises(OptionError, match="--resize must be a length"):
+            sides(strange)
+
+
+def test_classes_from_a_file_and_numbers_from_flags(desk, tmp_path, mola_command):
+    (tmp_path / "names.txt").write_text("kitten\npuppy\ncub\n")
+    more = ["--classes", tmp_path / "names.txt", "--mean", "0.1,0.1,0.1", "--std", "1,1,1", "--resize", "6x6", "--json"]
+    code, out, _ = mola_command(*arguments(desk, tmp_path / "posterior", *more, train="train.npz", val="val.npz"))
+    assert code == 0
+    found = json.loads(out)["result"]
+    assert found["classes"] == ["kitten", "puppy", "cub"]
+    assert found["intake"]["mean"] == [0.1] * 3
+    assert found["intake"]["resize"] == [6, 6]
+    code, out, _ = mola_command("predict", tmp_path / "posterior", "test", "--output", tmp_path / "out.csv")
+    assert code == 0
+    assert set(read(tmp_path / "out.csv")["class"]) <= {"kitten", "puppy", "cub"}
+
+
+def test_the_process_itself_ends_with_these_codes(desk, posterior, tmp_path):
+    """One real process: what a shell and a scheduler see."""
+    shutil.copytree(desk.root / "strange", tmp_path / "images")
+    (tmp_path / "images" / "bad.png").touch()
+    command = [sys.executable, "-m", "mola", "predict", posterior, tmp_path / "images", "--threads", "1"]
+    outcome = subprocess.run(
+        [*command, "--output", tmp_path / "out.csv"], capture_output=True, text=True, check=False, cwd=desk.root
+    )
+    assert outcome.returncode == 3, outcome.stderr
+    assert "bad.png: cannot be decoded" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+# --- a run again from its own file
+
+
+def test_every_run_writes_the_file_that_makes_it_again(desk, tmp_path, mola_command):
+    posterior, first, second = tmp_path / "posterior", tmp_path / "one.csv", tmp_path / "two.csv"
+    assert mola_command(*arguments(desk, posterior), "--quiet")[0] == 0
+    assert mola_command("predict", posterior, "test", "--output", first, "--probabilities", "--quiet")[0] == 0
+    # The file alone; a flag wins over it.
+    assert mola_command("predict", "--config", f"{first}.toml", "--output", second, "--quiet")[0] == 0
+    assert first.read_text() == second.read_text()
+    first.unlink()
+    assert mola_command("predict", "--config", f"{first}.toml", "--quiet")[0] == 0
+    assert first.read_text() == second.read_text()
+
+    report = tmp_path / "report"
+    assert mola_command("evaluate", posterior, "--test", "test", "--output", report, "--quiet")[0] == 0
+    kept = {name: value for name, value in json.loads((report / "numbers.json").read_text()).items() if name != "made"}
+    (report / "numbers.json").unlink()
+    assert mola_command("evaluate", "--config", report / "run.toml", "--quiet")[0] == 0
+    assert kept.items() <= json.loads((report / "numbers.json").read_text()).items()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('command = "evaluate"\n[options]\n', "is no run of `mola predict`"),
+        ('command = "predict"\n', "is no run of `mola predict`"),
+        ('command = "predict"\n[options]\ncolour = "red"\n', "'colour', which is no option of `mola predict`"),
+        ('command = "predict"\n[options]\ntrust = true\n', "'trust', which is no option"),
+        ("command =", "is not TOML"),
+    ],
+)
+def test_files_that_are_no_run_of_the_command(content, says, tmp_path, mola_command):
+    path = tmp_path / "run.toml"
+    path.write_text(content)
+    code, _, told = mola_command("predict", "--config", path)
+    assert code == 1
+    assert says in told
+    assert "Traceback" not in told
+
+
+def test_images_of_another_size_than_the_network_takes_name_the_option(desk, tmp_path, mola_command):
+    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", "--resize", "9x7"))
+    assert code == 1
+    assert "does not take the images as they are, 9x7 with 3 channels" in err
+    assert "--resize HEIGHTxWIDTH" in err
+
+
+def test_a_folder_too_many_is_to_be_removed(desk, tmp_path, mola_command):
+    shutil.copytree("train", tmp_path / "train")
+    shutil.copytree(tmp_path / "train" / CLASSES[0], tmp_path / "train" / "zebra")
+    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train=str(tmp_path / "train")))
+    assert code == 1
+    assert "4 classes" in err
+    assert "remove what is no class" in err
+    assert "or use networks with 4 outputs" in err
+    assert "--classes" not in err
+
+
+def test_a_misspelt_folder_is_answered_with_the_nearest(desk, tmp_path, mola_command):
+    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train="trian"))
+    assert code == 1
+    assert "no such file or folder. Did you mean train?" in err
+    (tmp_path / "images" / "train").mkdir(parents=True)
+    code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train=f"{tmp_path}/imges/trian"))
+    assert f"Did you mean {tmp_path}/images/train?" in err
+    assert "Did you mean" not in mola_command(*arguments(desk, tmp_path / "posterior", train="qqqqqqqq"))[2]

@@ -1,0 +1,92 @@
+"""`mola export`: from a folder that `mola fit` wrote to a file that gives the same predictions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mola
+from mola.app.cli import app
+from mola.app.jobs.fit import run_fit
+from mola.app.jobs.folder import open_folder
+from mola.app.jobs.job import Job
+from mola.errors import OptionError, StorageError
+from tests.own_work import CLASSES, make_desk
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    return make_desk(tmp_path_factory.mktemp("desk"), "own_networks_for_export")
+
+
+@pytest.fixture
+def folder(desk, tmp_path, monkeypatch):
+    monkeypatch.chdir(desk.root)
+    monkeypatch.syspath_prepend(str(desk.root))
+    job = Job(network=(f"{desk.module}:build",), weights=tuple(desk.weights(2)), train="train", rule="none", workers=0)
+    run_fit(job, tmp_path / "posterior")
+    return tmp_path / "posterior"
+
+
+def run(*arguments, code: int = 0):
+    result = CliRunner().invoke(app, ["export", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_folder_becomes_both_kinds_of_file_that_take_bytes(folder, desk, tmp_path):
+    files = tmp_path / "model.onnx", tmp_path / "model.pt2"
+    told = ("--onnx", files[0], "--torch", files[1], "--pixels", "--outputs", "probabilities, ood_score")
+    summary = json.loads(run(folder, *told, "--json").stdout)
+    assert [one["path"] for one in summary] == [str(path) for path in files]
+    assert all(max(one["differences"].values()) < 1e-5 for one in summary)
+    pixels, _ = desk.pixels("test")
+    posterior = open_folder(folder).posterior
+    for path in files:
+        loaded = mola.load_exported(path)
+        assert loaded.classes == list(CLASSES)
+        found, wanted = loaded(pixels), posterior.predict(pixels.float() / 255)
+        assert torch.allclose(found["probabilities"], wanted.probs, atol=1e-5)
+        assert torch.allclose(found["ood_score"], wanted.ood_score, atol=1e-5)
+
+
+def test_it_shows_inputs_outputs_and_the_largest_difference(folder, tmp_path):
+    shown = run(folder, "--torch", tmp_path / "model.pt2").stdout
+    for word in ("input", "float32", "(batch, 3, 6, 6)", "probabilities", "(batch, 3)", "mutual_information", "MB"):
+        assert word in shown
+    assert "Largest difference from PyTorch" in shown
+    assert "Not compared" in run(folder, "--torch", tmp_path / "b.pt2", "--no-check", "--outputs", "label").stdout
+
+
+def test_what_is_wrong_is_told(folder, tmp_path):
+    assert isinstance(run(folder, code=1).exception, OptionError)
+    assert isinstance(run(tmp_path, "--torch", tmp_path / "a.pt2", code=1).exception, StorageError)
+    assert "got risk" in str(run(folder, "--torch", tmp_path / "a.pt2", "--outputs", "risk", code=1).exception)
+    assert not (tmp_path / "a.pt2").exists()
+
+
+def test_a_posterior_on_exported_programs_is_exported_where_they_are_trusted(desk, tmp_path, monkeypatch):
+    monkeypatch.chdir(desk.root)
+    pixels, _ = desk.pixels("test")
+    inputs, files = pixels.float() / 255, []
+    for index, network in enumerate(desk.networks()[:2]):
+        files.append(str(tmp_path / f"{index}.pt2"))
+        program = torch.export.export(network.eval(), (inputs[:2],), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+        torch.export.save(program, files[-1])
+    job = Job(network=tuple(files), train="train", rule="none", workers=0, trust=True)
+    run_fit(job, tmp_path / "posterior")
+    target = tmp_path / "model.onnx"
+    refused = run(tmp_path / "posterior", "--onnx", target, code=1).exception
+    assert isinstance(refused, OptionError)
+    assert "could run code" in str(refused)
+    assert "add --trust" in str(refused)
+    assert not target.exists()
+    run(tmp_path / "posterior", "--onnx", target, "--trust", "--outputs", "probabilities,ood_score")
+    posterior = open_folder(tmp_path / "posterior", trust=True).posterior
+    for count in (1, 5):
+        found, wanted = mola.load_exported(target)(inputs[:count]), posterior.predict(inputs[:count])
+        assert torch.allclose(found["probabilities"], wanted.probs, atol=1e-5)
+        assert torch.allclose(found["ood_score"], wanted.ood_score, atol=1e-5)

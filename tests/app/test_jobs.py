@@ -1,0 +1,804 @@
+"""Jobs: what `mola fit`, `predict` and `evaluate` do is what a program would have done, and their files tell it again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import mola
+from mola import metrics
+from mola.app.jobs import pictures
+from mola.app.jobs import scores as kept_scores
+from mola.app.jobs.built_in import overlap
+from mola.app.jobs.datasets import open_set
+from mola.app.jobs.evaluate import run_evaluate
+from mola.app.jobs.fit import run_fit
+from mola.app.jobs.folder import describe_inputs, example_of, open_folder
+from mola.app.jobs.information import read_information
+from mola.app.jobs.job import read_job
+from mola.app.jobs.order import check_order, warn_of_guessing
+from mola.app.jobs.output import holds_posterior
+from mola.app.jobs.predict import run_predict
+from mola.app.jobs.preparation import Intake
+from mola.app.jobs.scores import alarm, usual_alarm
+from mola.app.jobs.toml import to_toml
+from mola.compare import SCORES, Answer, Tally, area_between
+from mola.errors import DataError, MolaWarning, OptionError, StorageError
+from mola.saving.weights_files import load_weights, save_weights
+from tests.own_work import CLASSES, as_of_old, build, fit_at, job_for, make_desk
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    return make_desk(tmp_path_factory.mktemp("desk"), "own_networks_for_jobs")
+
+
+@pytest.fixture(autouse=True)
+def _at_the_desk(desk, monkeypatch):
+    monkeypatch.chdir(desk.root)
+    monkeypatch.syspath_prepend(str(desk.root))
+
+
+@pytest.fixture(scope="module")
+def fitted(desk, tmp_path_factory):
+    return fit_at(desk, tmp_path_factory.mktemp("fitted") / "posterior")
+
+
+# --- the file -----------------------------------------------------------------------------------------------------------
+
+
+def test_toml_is_read_back_to_the_same_values():
+    document = {
+        "text": 'quotes " and \\ and \n and \x7f and é',
+        "numbers": [1, 2.5, -1e-300, 1e22],
+        "flags": [True, False],
+        "empty": [],
+        "long": [f"a rather long text number {index}" for index in range(9)],
+        "tables": [{"name": "", "shape": [1, 2]}, {"name": "b c", "shape": []}],
+        "section": {"one": 1, "odd key!": {"deep": "x"}, "nothing": {}},
+    }
+    assert tomllib.loads(to_toml(document)) == document
+    assert tomllib.loads(to_toml({"a": None, "b": float("inf"), "c": {"d": None, "e": 1}})) == {
+        "b": float("inf"),
+        "c": {"e": 1},
+    }
+    with pytest.raises(OptionError, match="cannot write a object"):
+        to_toml({"a": object()})
+
+
+def test_a_job_comes_back_from_its_file(desk, tmp_path):
+    job = job_for(
+        desk,
+        classes=CLASSES,
+        resize=(6, 6),
+        mean=(0.5, 0.4, 0.3),
+        std=(1.0, 2.0, 3.0),
+        threshold=0.8,
+        seed=3,
+        strict=True,
+    )
+    folder = desk.root / "kept"
+    folder.mkdir(exist_ok=True)
+    document = job.document(folder)
+    (folder / "job.toml").write_text(to_toml(document))
+    again, whole = read_job(folder)
+    assert whole["networks"]["weights"][0] == "../weights/0.safetensors"
+    assert again.network == job.network, "an import path is no file"
+    assert [Path(path).resolve() for path in again.weights] == [Path(path).resolve() for path in job.weights]
+    assert Path(again.train).resolve() == (desk.root / "train").resolve()
+    same = [name for name in vars(job) if name not in ("weights", "train", "val")]
+    assert {name: getattr(again, name) for name in same} == {name: getattr(job, name) for name in same}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[networks", "is not TOML"),
+        ("format = 'other'", "has the format 'other'"),
+        ("version = 9", "version 9"),
+        ("networks = 3", "networks must be a table"),
+        ("[metod]\nrule = 'nll'", "Did you mean 'method'"),
+        ("[method]\nrul = 'nll'", "Did you mean 'rule'"),
+        ("[method]\nrule = 3", "rule in .method. must be a text, got 3"),
+        ("[preparation]\nresize = [1, 2, 3]", "a whole number, or .height, width."),
+        ("[preparation]\nmean = 'a'", "must be a list of numbers"),
+        ("[networks]\nweights = [1]", "must be a list of texts"),
+        ("[networks]\nclasses = true", "a whole number, or a list of names"),
+        ("[run]\nseed = -1", "must be a whole number"),
+        ("[data]\nstrict = 'yes'", "must be true or false"),
+        ("[method]\nthreshold = 'high'", "must be a number"),
+    ],
+)
+def test_a_wrong_file_names_the_place(tmp_path, text, words):
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    with pytest.raises(OptionError, match=words) as caught:
+        read_job(path)
+    assert str(path) in str(caught.value)
+
+
+def test_files_of_a_job_are_not_looked_for_in_the_current_folder(desk, tmp_path):
+    assert Path("train.npz").is_file()  # here, but not beside the job
+    (tmp_path / "job.toml").write_text("[data]\ntrain = 'train.npz'\nval = 'mnist:val'\n[networks]\nnetwork = 'lenet'")
+    job, _ = read_job(tmp_path / "job.toml")
+    assert (job.train, job.val, job.network) == (str(tmp_path / "train.npz"), "mnist:val", ("lenet",))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(OptionError, match=r"nothing\.toml does not exist"):
+        read_job(tmp_path / "nothing.toml")
+
+
+# --- fitting ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_what_a_program_would_have_done(desk, fitted):
+    train, val = ([desk.inputs(split)] for split in ("train", "val"))
+    expected = mola.fit(desk.networks(), train, val, progress=False)
+    assert fitted.posterior.prior_precision == pytest.approx(expected.prior_precision, rel=1e-9)
+    inputs = desk.inputs("test")[0]
+    assert torch.allclose(fitted.posterior(inputs), expected(inputs), atol=1e-6)
+    assert fitted.classes == CLASSES
+    assert fitted.example.shape == (2, 3, 6, 6)
+    assert fitted.example.dtype == torch.float32
+    assert fitted.preparation["mode"] == "RGB"
+    assert fitted.document["result"]["outputs"] == 3
+
+
+@pytest.mark.parametrize("form", ["train.npz", "train.csv", "own_networks_for_jobs:train"])
+def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form, tmp_path):
+    val = form.replace("train", "val")
+    document = run_fit(job_for(desk, train=form, val=val), tmp_path / "posterior").document
+    assert document["result"]["prior_precision"] == pytest.approx(fitted.posterior.prior_precision, rel=1e-6)
+    assert document["result"]["validation"]["posterior"] == pytest.approx(
+        fitted.document["result"]["validation"]["posterior"], rel=1e-5
+    )
+    assert document["result"]["inputs"] == fitted.document["result"]["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"rule": "nll"}, mola.ValidationScore("nll")),
+        ({"rule": "brier"}, mola.ValidationScore("brier")),
+        ({"rule": "ece"}, mola.ValidationScore("ece")),
+        ({"rule": "evidence"}, mola.Evidence()),
+        ({"rule": "threshold", "threshold": 0.6}, mola.ConfidenceThreshold(confidence=0.6)),
+    ],
+    ids=lambda one: one.get("rule") if isinstance(one, dict) else "",
+)
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_rules_are_those_of_the_library(desk, tmp_path, changes, rule):
+    chosen = run_fit(job_for(desk, **changes), tmp_path / "posterior").document["result"]["prior_precision"]
+    data = None if changes["rule"] == "evidence" else [desk.inputs("val")]
+    expected = mola.fit(desk.networks(), [desk.inputs("train")], progress=False).tune(data, rule=rule, progress=False)
+    assert chosen == pytest.approx(expected.prior_precision, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
+    exposed = run_fit(job_for(desk, rule="outliers", outliers="strange"), tmp_path / "a").document["result"]
+    strange = torch.stack(
+        [torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in sorted(Path("strange").iterdir())]
+    )
+    plain = mola.fit(desk.networks(), [desk.inputs("train")], progress=False)
+    rule = mola.OutlierExposure([strange.float() / 255])
+    assert exposed["prior_precision"] == pytest.approx(
+        plain.tune([desk.inputs("val")], rule=rule, progress=False).prior_precision, rel=1e-6
+    )
+    run_fit(
+        job_for(desk, rule="none", prior_precision=2.5, mixing="stacking", structure="diag", link="mc"), tmp_path / "b"
+    )
+    opened = open_folder(tmp_path / "b").posterior
+    assert (opened.prior_precision, opened.structure, opened.link.name) == ((2.5,) * 3, "diag", "mc")
+    assert opened.weights.tolist() != pytest.approx([1 / 3] * 3), "stacking chose"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": None}, "no training data"),
+        ({"network": ()}, "no network"),
+        ({"structure": "cron"}, "Did you mean 'kron'"),
+        ({"link": "probt"}, "Did you mean 'probit'"),
+        ({"rule": "best"}, "rule must be one of"),
+        ({"mixing": "even"}, "mixing must be one of"),
+        ({"val": None}, "the rule 'threshold' needs validation data"),
+        ({"val": None, "rule": "none", "mixing": "stacking"}, "the mixing 'stacking' needs validation data"),
+        ({"rule": "nll", "threshold": 0.9}, "--threshold is for the rule 'threshold'"),
+        ({"rule": "outliers"}, "go together"),
+        ({"outliers": "strange"}, "go together"),
+        ({"mode": "CMYK"}, "mode must be one of RGB, L"),
+        ({"normalise": "cifar"}, "Did you mean 'cifar10'"),
+        ({"mean": (0.5,)}, "both --mean and --std"),
+        ({"mean": (0.5,), "std": (0.0,)}, "positive standard deviations"),
+        ({"mean": (0.5,), "std": (1.0,), "normalise": "none"}, "both --mean and --std"),
+        ({"batch_size": 0}, "batch_size must be 1 or more"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used"),
+    ],
+    ids=str,
+)
+def test_a_job_that_cannot_be_done_says_so(desk, tmp_path, changes, words):
+    with pytest.raises(OptionError, match=words):
+        run_fit(job_for(desk, **changes), tmp_path / "posterior")
+    assert not (tmp_path / "posterior").exists()
+
+
+def test_an_output_that_is_a_file_is_refused(desk, tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(OptionError, match="taken is a file"):
+        run_fit(job_for(desk), tmp_path / "taken")
+    with pytest.raises(OptionError, match=r"cannot be made: .*taken is no folder that can be written to"):
+        run_fit(job_for(desk), tmp_path / "taken" / "below" / "posterior")
+
+
+# --- opening again ------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_can_be_moved(desk, tmp_path, fitted):
+    run_fit(job_for(desk, val="val.npz"), tmp_path / "made", bundle=True)
+    shutil.move(tmp_path / "made", tmp_path / "elsewhere")
+    opened = open_folder(tmp_path / "elsewhere")
+    assert all("elsewhere" in path for path in opened.job.weights)
+    assert torch.equal(opened.posterior(opened.example), fitted.posterior(fitted.example))
+    with pytest.raises(OptionError, match="--bundle copies files of --weights"):
+        run_fit(job_for(desk, weights=(), network=(f"{desk.module}:build",)), tmp_path / "other", bundle=True)
+
+
+def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    for path in (*desk.weights(), desk.root / "val.npz", desk.root / "test.npz"):
+        shutil.copy(path, home)
+    weights = tuple(str(home / Path(path).name) for path in desk.weights())
+    job = job_for(desk, weights=weights, val=str(home / "val.npz"))
+    run_fit(job, home / "bundle", bundle=True)
+    run_fit(job, home / "plain")
+    away = tmp_path / "away"
+    away.mkdir()
+    for name in ("bundle", "plain"):
+        shutil.move(home / name, away / name)
+    shutil.copy(home / "test.npz", away)
+    with pytest.raises(OptionError, match=r"away/val\.npz, which are not there.*with --val DATA") as caught:
+        run_evaluate(open_folder(away / "bundle"), str(away / "test.npz"))
+    assert "test.npz" not in str(caught.value), "the test data are no validation data"
+    assert run_evaluate(open_folder(away / "bundle"), str(away / "test.npz"), val=str(home / "val.npz")).count
+    with pytest.raises(
+        OptionError, match=r"away/0\.safetensors do not exist.*mola fit --config .*plain/job\.toml --bundle"
+    ):
+        open_folder(away / "plain")
+
+
+def test_a_bundle_made_of_a_bundle_loses_nothing(desk, tmp_path):
+    """Each file is to take the other's place."""
+    folder = tmp_path / "posterior"
+    run_fit(job_for(desk, weights=tuple(desk.weights(2))), folder, bundle=True)
+    first, second = sorted(map(str, (folder / "weights").iterdir()))
+    old = [Path(one).read_bytes() for one in (first, second)]
+    run_fit(job_for(desk, weights=(second, first)), folder, bundle=True)
+    new = sorted((folder / "weights").iterdir())
+    assert [path.read_bytes() for path in new] == old[::-1]
+    assert [path.name[:2] for path in new] == ["0-", "1-"]
+    open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('dtype = "float32"', 'dtype = "load"'),
+        ('dtype = "float32"', 'dtype = "nothing"'),
+        ("[result.intake]", "[result.intake]\nspell = 1"),
+        ("mean = [0.0]", 'mean = "a"'),
+        ("outlier_threshold = ", 'outlier_threshold = "x" # '),
+        ('classes = ["cat", "dog", "fox"]\noutputs', 'classes = ["cat"]\noutputs'),
+        ('classes = ["cat", "dog", "fox"]\noutputs = 3', "classes = []\noutputs = 4"),
+    ],
+)
+def test_a_garbled_result_is_named(fitted, desk, tmp_path, old, new):
+    as_of_old(shutil.copytree(fitted.folder, tmp_path / "posterior"))
+    text = (fitted.folder / "job.toml").read_text()
+    assert old in text
+    weights = (desk.root / "weights").as_posix()
+    text = re.sub(r'"[^"]*/weights/', f'"{weights}/', text.replace(old, new))
+    (tmp_path / "posterior" / "job.toml").write_text(text)
+    with pytest.raises(StorageError, match=r"job\.toml"):
+        open_folder(tmp_path / "posterior")
+
+
+def test_weights_that_changed_or_went_are_named(desk, tmp_path):
+    paths = [tmp_path / f"{index}.safetensors" for index in range(2)]
+    for path, source in zip(paths, desk.weights(), strict=False):
+        shutil.copy(source, path)
+    run_fit(job_for(desk, weights=tuple(map(str, paths))), tmp_path / "posterior")
+    assert [one["state"] for one in read_information(tmp_path / "posterior")["weight_files"]] == ["as fitted"] * 2
+    shutil.copy(desk.weights()[2], paths[1])
+    assert read_information(tmp_path / "posterior")["weight_files"][1]["state"] == "changed"
+    with pytest.raises(StorageError, match=r"1\.safetensors has changed since the posterior was fitted"):
+        open_folder(tmp_path / "posterior")
+    paths[1].unlink()
+    assert read_information(tmp_path / "posterior")["weight_files"][1]["state"] == "missing"
+    with pytest.raises(OptionError, match=r"the weights .*1\.safetensors do not exist"):
+        open_folder(tmp_path / "posterior")
+
+
+def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
+    with pytest.raises(StorageError, match=r"holds no job\.toml"):
+        open_folder(tmp_path)
+    (tmp_path / "job.toml").write_text("[networks]\nnetwork = 'lenet'\n")
+    with pytest.raises(StorageError, match="has no results"):
+        open_folder(tmp_path)
+    (tmp_path / "job.toml").write_text("[result]\noutputs = 'three'\n")
+    with pytest.raises(StorageError, match=r"job\.toml: the saved document is garbled"):
+        open_folder(tmp_path)
+    with pytest.raises(OptionError, match="device 'abacus' cannot be used"):
+        open_folder(fitted.folder, device="abacus")
+    with pytest.raises(OptionError, match="device 'meta' cannot be used"):  # there is one, but it holds no numbers
+        open_folder(fitted.folder, device="meta")
+    with pytest.raises(StorageError, match="holds no saved posterior"):
+        read_information(tmp_path)
+
+
+def test_a_module_that_is_not_here_is_named_with_the_remedy(desk, fitted, tmp_path, monkeypatch):
+    """The posterior's own folder is no place to import from: it may be a stranger's."""
+    copy = tmp_path / "posterior"
+    as_of_old(shutil.copytree(fitted.folder, copy))
+    text = (copy / "job.toml").read_text().replace(f"{desk.module}:build", "hidden_inside:build")
+    (copy / "job.toml").write_text(text)
+    (copy / "hidden_inside.py").write_text("raise SystemExit('code of the folder was run')")
+    with pytest.raises(OptionError, match=r"cannot import 'hidden_inside'.*Run this where the module can be imported"):
+        open_folder(copy)
+    monkeypatch.chdir(copy)
+    with pytest.raises(OptionError, match="code is not imported from a posterior's folder"):
+        open_folder(copy)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("POSTERIOR:build", "not imported from a posterior's folder"),
+        ("POSTERIOR.inside:build", "not imported from a posterior's folder"),
+        ("pytest:main", "installed .* add --trust"),  # runs the folder's conftest.py
+        ("unittest.__main__:build", "installed .* add --trust"),  # imports what the command line names: the folder
+        ("sys:exit", "installed .* add --trust"),
+    ],
+)
+@pytest.mark.parametrize("option", ["network", "val"])
+def test_a_strangers_folder_runs_no_code(desk, fitted, tmp_path, monkeypatch, code, words, option):
+    """Seen from beside it, a folder is a package; and installed functions can be made to run what lies in it."""
+    folder = f"posterior_{tmp_path.name}"  # modules stay imported: a name of its own for each
+    copy = tmp_path / folder
+    as_of_old(shutil.copytree(fitted.folder, copy))
+    shutil.copy(desk.root / f"{desk.module}.py", tmp_path)
+    old, code = {"network": f"{desk.module}:build", "val": "VAL"}[option], code.replace("POSTERIOR", folder)
+    text = (copy / "job.toml").read_text()
+    text = re.sub('val = ".*"', 'val = "VAL"', text, count=1).replace(f'"{old}"', f'"{code}"')
+    assert code in text
+    weights = (desk.root / "weights").as_posix()
+    (copy / "job.toml").write_text(re.sub(r'"[^"]*/weights/', f'"{weights}/', text))
+    for name in ("__init__.py", "inside.py", "conftest.py"):
+        (copy / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, desk.module, raising=False)  # imported anew from the current folder
+    monkeypatch.setattr("sys.argv", ["mola", "predict", folder])
+    with pytest.raises(OptionError, match=words):
+        run_evaluate(open_folder(Path(folder)), str(desk.root / "test"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_information_without_networks(fitted, desk, tmp_path, monkeypatch):
+    monkeypatch.setattr("mola.app.jobs.networks.build_networks", lambda *_, **__: pytest.fail("built a network"))
+    found = read_information(fitted.folder)
+    assert (found["components"], found["structure"], found["outputs"], found["features"]) == (3, "kron", 3, [13] * 3)
+    assert found["classes"] == list(CLASSES)
+    assert found["prior_precision"] == list(fitted.posterior.prior_precision)
+    assert found["train_count"] == 36
+    json.dumps(found)
+    fitted.posterior.save(tmp_path / "by-program")
+    assert read_information(tmp_path / "by-program")["job"] is None
+    mola.temperature_scaled(desk.networks(), [desk.inputs("val")], progress=False).save(tmp_path / "other")
+    with pytest.raises(StorageError, match="holds a saved temperature, not a posterior"):
+        read_information(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.ones(5, 3, 2),
+        {"input_ids": torch.ones(5, 7).long(), "attention_mask": torch.ones(5, 7).long()},
+        (torch.ones(5, 1), torch.ones(5, 2)),
+    ],
+    ids=["tensor", "mapping", "tuple"],
+)
+def test_examples_have_the_form_of_the_inputs(inputs):
+    example = example_of(tomllib.loads(to_toml(describe_inputs(inputs))))
+    if isinstance(inputs, dict):
+        assert {name: (one.shape, one.dtype) for name, one in example.items()} == dict.fromkeys(
+            inputs, ((2, 7), torch.int64)
+        )
+        assert example["attention_mask"].all(), "a network that may look at nothing gives no numbers"
+    else:
+        pairs = zip(
+            [inputs] if isinstance(inputs, torch.Tensor) else inputs,
+            [example] if isinstance(example, torch.Tensor) else example,
+            strict=True,
+        )
+        assert all(made.shape[1:] == given.shape[1:] and made.dtype == given.dtype for given, made in pairs)
+
+
+# --- the order of the classes -------------------------------------------------------------------------------------------
+
+
+def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_path):
+    """Folders named so that their alphabetical order is not the networks'."""
+    new = {"cat": "zebra", "dog": "ant", "fox": "mole"}
+    for split in ("train", "val"):
+        for old, name in new.items():
+            shutil.copytree(desk.root / split / old, tmp_path / split / name)
+    job = job_for(desk, train=str(tmp_path / "train"), val=str(tmp_path / "val"))
+    with pytest.raises(DataError, match=r"in another order than the networks' outputs.*--classes zebra,ant,mole"):
+        run_fit(job, tmp_path / "posterior")
+    result = run_fit(job.with_options({"classes": ("zebra", "ant", "mole")}), tmp_path / "posterior")
+    assert result.document["result"]["validation"]["networks"]["accuracy"] > 0.8
+
+
+def pairs_of(counts):
+    """Labels and answers (n, 2) of a table of counts: rows are labels, columns what a network says."""
+    places = torch.nonzero(counts)
+    return places.repeat_interleave(counts[tuple(places.T)], 0)
+
+
+def test_order_is_judged_by_counts_alone():
+    good = torch.tensor([[9, 1, 0], [0, 8, 2], [1, 0, 9]])
+    check_order(pairs_of(good), 3, None, "val")
+    warn_of_guessing(pairs_of(good), 3, "val")
+    with pytest.raises(
+        DataError, match=r"would if the outputs were, in this order, 2, 0, 1\. Use labels in that order"
+    ):
+        check_order(pairs_of(good[[1, 2, 0]]), 3, None, "val")
+    missing = torch.tensor([[0, 36, 4], [36, 4, 0], [0, 0, 0]])
+    with pytest.raises(DataError, match=r"in this order, b, a, \?"):
+        check_order(pairs_of(missing), 3, ("a", "b", "c"), "val")
+    with pytest.warns(MolaWarning, match="hardly more than guessing"):
+        warn_of_guessing(pairs_of(torch.full((3, 3), 5)), 3, "val")
+    check_order(pairs_of(torch.full((3, 3), 5)), 3, None, "val")
+    check_order(pairs_of(torch.tensor([[0, 2, 0], [2, 0, 0], [0, 0, 2]])), 3, None, "val")  # too few to tell
+    nothing = torch.zeros(0, 2, dtype=torch.int64)
+    check_order(nothing, 3, None, "val")
+    warn_of_guessing(nothing, 3, "val")
+    many = torch.arange(100).repeat_interleave(3) * 1000  # a table of counts would not fit into any memory
+    with pytest.raises(DataError, match="another order"):
+        check_order(torch.stack([many, many.roll(3)], 1), 10**5, None, "val")
+
+
+def test_a_later_network_in_another_order_is_noticed(desk, tmp_path):
+    state = load_file(desk.weights()[1])
+    for name in list(state)[-2:]:
+        state[name] = state[name].roll(1, 0)
+    save_file(state, tmp_path / "turned.safetensors")
+    job = job_for(desk, weights=(desk.weights()[0], str(tmp_path / "turned.safetensors")))
+    with pytest.raises(DataError, match="in another order than network 2's outputs"):
+        run_fit(job, tmp_path / "posterior")
+
+
+def test_a_number_of_classes_that_the_networks_do_not_have_is_refused(desk, tmp_path):
+    with pytest.raises(DataError, match="--classes 5 was given, but the networks have 3 outputs"):
+        run_fit(job_for(desk, classes=5), tmp_path / "posterior")
+
+
+# --- the validation data: read once, and what is kept of them ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"mixing": "stacking"}, {"rule": "nll"}, {"rule": "evidence"}], ids=str)
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_validation_data_are_read_once(desk, tmp_path, monkeypatch, changes):
+    opened = []
+    decode = pictures.decode
+    monkeypatch.setattr(pictures, "decode", lambda path, *rest: opened.append(str(path)) or decode(path, *rest))
+    run_fit(job_for(desk, **changes), tmp_path / "posterior")
+    validation = [path for path in opened if "/val/" in path or path.startswith("val")]
+    assert sorted(validation) == sorted(set(validation))
+    assert len(validation) == 18
+
+
+def test_files_that_are_not_ours_are_neither_taken_for_ours_nor_removed(tmp_path):
+    for name in ("scores-2024.csv", "scores-of-last-year.safetensors", "factors-old.safetensors"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        with pytest.raises(OptionError, match="holds no posterior but"):
+            holds_posterior(folder, None)
+        kept_scores.remove_others(folder, None)
+        assert (folder / name).read_text() == "mine"
+    ours = tmp_path / "interrupted"
+    ours.mkdir()
+    kept_scores.keep_scores(ours, np.arange(20.0))
+    assert not holds_posterior(ours, None)
+    kept_scores.remove_others(ours, None)
+    assert not list(ours.iterdir())
+
+
+@pytest.mark.parametrize("rule", ["threshold", "nll", "evidence"])
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_evaluating_reads_the_validation_data_once(desk, tmp_path, monkeypatch, rule):
+    run_fit(job_for(desk, weights=tuple(desk.weights(3)), rule=rule), tmp_path / "posterior")
+    opened, decode = [], pictures.decode
+    monkeypatch.setattr(pictures, "decode", lambda path, *rest: opened.append(str(path)) or decode(path, *rest))
+    found = run_evaluate(open_folder(tmp_path / "posterior"), "test.npz").chosen
+    assert len(opened) == len(set(opened)) == 18
+    # LLLA is tuned as if it had read the data for itself; what DE-T says is held by the test of its weights.
+    if rule != "evidence":
+        alone = mola.fit(desk.networks(1), [desk.inputs("train")], [desk.inputs("val")], rule=rule, progress=False)
+        assert found["prior precision of LLLA"] == pytest.approx(alone.prior_precision[0], rel=0.02)
+
+
+def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
+    """What `mola predict` and `mola export` take is what a program would have found with `mola.alarm_threshold`."""
+    inputs, _ = desk.inputs("val")
+    scores = fitted.posterior.predict(inputs).ood_score
+    for rate in (0.06, 0.1, 0.25, 0.5):
+        assert alarm(fitted, rate) == pytest.approx(mola.alarm_threshold(scores, rate), rel=1e-5)
+    assert alarm(fitted, None) == pytest.approx(mola.alarm_threshold(scores, 1 / 19), rel=1e-5)
+    validation = fitted.document["result"]["validation"]
+    assert validation["false_alarm_rate"] == pytest.approx(1 / 19), "the smallest that 18 scores allow"
+    assert usual_alarm(np.arange(1.0, 101.0)) == (96.0, 0.05)
+    with pytest.raises(OptionError, match=r"too few for a false-alarm rate of 0\.01"):
+        alarm(fitted, 0.01)
+    result = run_predict(fitted, "strange", tmp_path / "a.csv", false_alarm_rate=0.25)
+    assert result.threshold == alarm(fitted, 0.25)
+
+
+def test_scores_of_very_many_data_are_thinned_so_that_alarms_are_no_more_frequent(fitted, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_scores, "MOST", 50)
+    every = np.random.default_rng(0).normal(size=1234)
+    entry = kept_scores.keep_scores(tmp_path, every)
+    document = {"result": {"validation": {"count": 1234, "scores": entry, "outlier_threshold": 0.0}}}
+    thinned = replace(fitted, document=document, folder=tmp_path)
+    assert alarm(thinned, 0.05) == usual_alarm(every)[0], "to ask for the usual rate is to ask for nothing"
+    for rate in (0.001, 0.01, 0.05, 0.3, 0.9):
+        exact, found = mola.alarm_threshold(every, rate), alarm(thinned, rate)
+        assert found >= exact
+        assert (every > found).mean() >= (every > exact).mean() - 1 / 45
+    kept = tmp_path / entry["file"]
+    kept.write_bytes(kept.read_bytes()[:-8] + b"12345678")
+    with pytest.raises(StorageError, match="truncated or corrupt"):
+        alarm(thinned, 0.1)
+    kept.unlink()
+    with pytest.raises(StorageError, match=r"is missing: job.toml points to it"):
+        alarm(thinned, 0.1)
+
+
+def test_a_posterior_that_is_replaced_leaves_no_scores_behind(desk, tmp_path):
+    run_fit(job_for(desk), tmp_path / "posterior")
+    run_fit(job_for(desk, val="test.npz"), tmp_path / "posterior")
+    _, document = read_job(tmp_path / "posterior")
+    assert [path.name for path in (tmp_path / "posterior").glob("scores-*")] == [
+        document["result"]["validation"]["scores"]["file"]
+    ]
+
+
+def test_a_posterior_of_before_keeps_its_threshold_and_is_told_how_to_have_another(fitted):
+    document = json.loads(json.dumps(fitted.document))
+    for name in ("scores", "false_alarm_rate"):
+        del document["result"]["validation"][name]
+    old = replace(fitted, document=document)
+    with pytest.warns(MolaWarning, match="older version: its outlier threshold is the plain 95 % quantile"):
+        assert alarm(old, None) == document["result"]["validation"]["outlier_threshold"]
+    with pytest.raises(OptionError, match=r"did not keep the validation scores\. Fit again: mola fit --config"):
+        alarm(old, 0.1)
+    document["result"]["validation"] = None
+    assert alarm(old, None) is None
+    with pytest.raises(OptionError, match=r"fitted without validation data.*--val DATA"):
+        alarm(old, 0.1)
+
+
+@pytest.mark.parametrize("role", ["test", "val"])
+def test_an_evaluation_notices_another_order_as_well(desk, fitted, tmp_path, role):
+    stored = np.load(desk.root / "test.npz")
+    np.savez(tmp_path / "turned.npz", x=stored["x"], y=(stored["y"] + 1) % 3)
+    names = {"test": "test", "val": "val"} | {role: str(tmp_path / "turned.npz")}
+    with pytest.raises(DataError, match=r"turned\.npz seem to be in another order than the networks' outputs"):
+        run_evaluate(fitted, names["test"], val=names["val"])
+
+
+def test_the_number_of_classes_must_be_the_networks(desk, tmp_path):
+    with pytest.raises(DataError, match=r"2 classes .a, b. for a network with 3 outputs"):
+        run_fit(job_for(desk, train="train.npz", classes=("a", "b")), tmp_path / "posterior")
+    with pytest.raises(DataError, match="'cat', which is none of the 3 classes"):
+        run_fit(job_for(desk, classes=("a", "b", "c")), tmp_path / "posterior")
+
+
+# --- scores and comparisons ---------------------------------------------------------------------------------------------
+
+
+def test_a_tally_over_batches_is_the_metric_of_all():
+    probs, labels = torch.softmax(3 * torch.randn(101, 4), 1), torch.randint(4, (101,))
+    tally = Tally()
+    for part, some in zip(probs.split(13), labels.split(13), strict=True):
+        tally.add(Answer(part), some)
+    assert tally.labelled() == pytest.approx(
+        {
+            "accuracy": metrics.accuracy(probs, labels),
+            "nll": metrics.negative_log_likelihood(probs, labels),
+            "brier": metrics.brier(probs, labels),
+            "ece": metrics.expected_calibration_error(probs, labels),
+            "confidence": metrics.mean_confidence(probs),
+        }
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count):
+    run_fit(job_for(desk, weights=tuple(desk.weights(count))), tmp_path / "posterior")
+    result = run_evaluate(open_folder(tmp_path / "posterior"), "test.csv", ["strange"])
+    train, val = ([desk.inputs(split)] for split in ("train", "val"))
+    networks = desk.networks(count)
+    methods = {
+        "MAP": mola.ensemble(networks[0]),
+        "MAP-T": mola.temperature_scaled(networks[0], val, progress=False),
+        "DE": mola.ensemble(networks),
+        "DE-T": mola.temperature_scaled(networks, val, progress=False),
+        "LLLA": mola.fit(networks[0], train, val, progress=False),
+        "MoLA": mola.fit(networks, train, val, progress=False),
+    }
+    expected = list(methods) if count > 1 else ["MAP", "MAP-T", "LLLA"]
+    assert list(result.methods) == expected
+    strange = next(iter(open_set("strange", INTAKE_ALL, labelled=False))).inputs
+    test, labels = desk.inputs("test")
+    for name in expected:
+        inside, outside = methods[name].predict(test), methods[name].predict(strange)
+        found, out = result.methods[name], result.methods[name].outside["strange"]
+        assert found.scores["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-5)
+        assert found.scores["ece"] == pytest.approx(metrics.expected_calibration_error(inside.probs, labels), rel=1e-4)
+        assert out.confidence == pytest.approx(metrics.mean_confidence(outside.probs), rel=1e-5)
+        # Every score that the method has what it takes for, and no other; by the method's own logits, temperature and all.
+        direct = {}
+        for which, one in (("inside", inside), ("outside", outside)):
+            scale = result.chosen.get(f"temperature of {name}", 1.0)
+            members = (
+                one.logit_mean
+                if one.logit_mean is not None
+                else methods[name[:-2]].predict(test if which == "inside" else strange).logit_mean
+            )
+            direct[which] = {
+                "max probability": -one.confidence.double(),
+                "entropy": one.entropy.double(),
+                "energy": -torch.logsumexp(members.double() / scale, -1).mean(0),
+                "maximum logit": -members.double().amax(-1).mean(0) / scale,
+            } | ({"ood score": one.ood_score.double()} if name in ("LLLA", "MoLA") else {})
+        assert list(out.scores) == list(direct["inside"]) == list(SCORES[: 5 if name in ("LLLA", "MoLA") else 4])
+        for score, detection in out.scores.items():
+            pair = direct["inside"][score], direct["outside"][score]
+            assert detection.auroc == pytest.approx(metrics.auroc(*pair), abs=2e-3), score
+            assert detection.auroc_error == pytest.approx(area_between(*pair).error, abs=2e-3), score
+            assert detection.fpr95 == pytest.approx(metrics.fpr_at_tpr(*pair), abs=0.1), score
+            assert sum(detection.inside) == pytest.approx(1)
+            assert sum(detection.outside) == pytest.approx(1)
+        assert sum(one.count for one in found.classes.values()) == len(labels)
+        right = sum(one.count * one.accuracy for one in found.classes.values())
+        assert right / len(labels) == pytest.approx(found.scores["accuracy"])
+        assert sum(found.histogram) == pytest.approx(1)
+    json.dumps(result.plain())
+
+
+@pytest.mark.parametrize("mixing", ["stacking", "evidence"])
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_plain_ensemble_has_the_weights_of_the_mixture(desk, tmp_path, mixing):
+    run_fit(job_for(desk, weights=tuple(desk.weights(3)), mixing=mixing), tmp_path / "posterior")
+    opened = open_folder(tmp_path / "posterior")
+    weights = opened.posterior.weights.tolist()
+    assert max(weights) > min(weights) + 0.01
+    result = run_evaluate(opened, "test")
+    (test, labels), val = desk.inputs("test"), [desk.inputs("val")]
+    plain = mola.ensemble(desk.networks(3)).with_weights(weights)
+    scaled = mola.temperature_scaled(desk.networks(3), val, weights=weights, progress=False)
+    for name, one in (("DE", plain), ("DE-T", scaled)):
+        expected = metrics.negative_log_likelihood(one(test), labels)
+        assert result.methods[name].scores["nll"] == pytest.approx(expected, rel=1e-4), name
+    assert any("same weights in DE, DE-T and MoLA" in note for note in result.notes)
+    held = opened.document["result"]["validation"]["networks"]
+    assert held["nll"] == pytest.approx(metrics.negative_log_likelihood(plain(val[0][0]), val[0][1]), rel=1e-4)
+
+
+INTAKE_ALL = Intake(mode="RGB", shape=(3, 6, 6))
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_an_evaluation_without_validation_data_or_on_data_seen_before_says_so(desk, fitted, tmp_path):
+    run_fit(job_for(desk, val=None, rule="evidence"), tmp_path / "posterior")
+    opened = open_folder(tmp_path / "posterior")
+    alone = run_evaluate(opened, "test.npz")
+    assert list(alone.methods) == ["MAP", "DE", "LLLA", "MoLA"]
+    assert any("no temperatures" in note for note in alone.notes)
+    assert "MAP-T" in run_evaluate(opened, "test.npz", val="val.npz").methods
+    for name in (fitted.job.val, str(Path(fitted.job.val).resolve()), f"../{desk.root.name}/val"):
+        assert any("are the validation data" in note for note in run_evaluate(fitted, name).notes)
+    with pytest.raises(OptionError, match="each set can be named once"):
+        run_evaluate(fitted, "test", ["strange", "strange"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ("mnist:val", "mnist:test", True),
+        ("mnist:test", "mnist:report", True),
+        ("mnist", "mnist:test", True),
+        ("mnist:val", "mnist:report", False),
+        ("mnist:val", "mnist:train", False),
+        ("mnist:test", "fashion-mnist:test", False),
+        ("digits:val", "digits:test", False),
+        ("digits:report", "digits:test", True),
+        ("own:test", "own:report", False),
+    ],
+)
+def test_which_built_in_sets_share_images(one, other, shared):
+    assert overlap(one, other) is overlap(other, one) is shared
+
+
+# --- predicting ---------------------------------------------------------------------------------------------------------
+
+
+def test_mappings_go_all_the_way(desk, tmp_path):
+    """Networks that take their inputs by name."""
+    job = job_for(desk, train=f"{desk.module}:mappings", val=f"{desk.module}:mappings")
+    with pytest.warns(MolaWarning, match="the validation data are the training data"):
+        run_fit(job, tmp_path / "posterior")
+    opened = open_folder(tmp_path / "posterior")
+    assert opened.example["input"].shape == (2, 3, 6, 6)
+    result = run_predict(opened, f"{desk.module}:mappings", tmp_path / "out.npz", probabilities=True)
+    stored = np.load(tmp_path / "out.npz")
+    expected = opened.posterior.predict(desk.inputs("train")[0])
+    assert result.count == 36
+    assert np.allclose(stored["probabilities"], expected.probs, atol=1e-6)
+    evaluated = run_evaluate(opened, f"{desk.module}:mappings")
+    assert evaluated.count == 36
+
+
+def test_a_file_is_there_only_when_it_is_whole(desk, fitted, tmp_path):
+    for ending in ("csv", "jsonl", "npz"):
+        with pytest.raises(DataError, match="the disk is gone"):
+            run_predict(fitted, f"{desk.module}:failing", tmp_path / f"out.{ending}")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OptionError, match=r"has the ending '.xlsx': expected one of .csv, .jsonl, .npz"):
+        run_predict(fitted, "test", tmp_path / "out.xlsx")
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match=r"cannot write .*choose another --output"):
+        run_predict(fitted, "test", tmp_path / "file" / "out.csv")
+
+
+def test_predictions_do_not_take_the_place_of_the_data(desk, fitted, tmp_path):
+    data = tmp_path / "data.npz"
+    shutil.copy(desk.root / "test.npz", data)
+    before = data.read_bytes()
+    with pytest.raises(OptionError, match=r"data\.npz holds the data, and would be overwritten"):
+        run_predict(fitted, str(data), tmp_path / "." / "data.npz")
+    assert data.read_bytes() == before
+
+
+def test_drawing_links_follow_the_seed(desk, tmp_path):
+    run_fit(job_for(desk, link="mc", rule="none"), tmp_path / "posterior")
+    opened = open_folder(tmp_path / "posterior")
+    results = [
+        run_predict(opened, "test", tmp_path / f"{index}.csv", seed=seed) for index, seed in enumerate((1, 1, 2))
+    ]
+    assert results[0].confidence == results[1].confidence != results[2].confidence
+
+
+def test_weights_load_in_the_networks_own_precision(desk, tmp_path):
+    """A file in half precision, a network in float32: inputs follow the network."""
+    network = build()
+    load_weights(network, desk.weights()[0])
+    save_weights(network.half(), tmp_path / "half.safetensors")
+    run_fit(job_for(desk, weights=(str(tmp_path / "half.safetensors"),), train="train.npz"), tmp_path / "posterior")
+    assert open_folder(tmp_path / "posterior").example.dtype == torch.float32

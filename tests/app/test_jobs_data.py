@@ -1,0 +1,426 @@
+"""Data as a user names them: what cannot be used is named and left out, and the rest goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mola.app.jobs.arrays import open_arrays
+from mola.app.jobs.datasets import open_set
+from mola.app.jobs.fit import run_fit
+from mola.app.jobs.job import Job
+from mola.app.jobs.predict import run_predict
+from mola.app.jobs.preparation import Hints, Intake, settle
+from mola.app.jobs.rows import Account, Loader
+from mola.errors import DataError, OptionError
+from tests.own_work import CLASSES, Desk, fit_at, job_for, make_desk
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    return make_desk(tmp_path_factory.mktemp("desk"), "own_networks_for_data")
+
+
+@pytest.fixture(autouse=True)
+def _at_the_desk(desk, monkeypatch):
+    monkeypatch.chdir(desk.root)
+    monkeypatch.syspath_prepend(str(desk.root))
+
+
+@pytest.fixture(scope="module")
+def fitted(desk, tmp_path_factory):
+    return fit_at(desk, tmp_path_factory.mktemp("fitted") / "posterior")
+
+
+INTAKE = Intake(mode="RGB", shape=(3, 6, 6), batch_size=5, workers=2)
+
+
+def copy_of(desk: Desk, split: str, folder: Path) -> Path:
+    shutil.copytree(desk.root / split, folder)
+    return folder
+
+
+def spoil(folder: Path) -> dict[str, str]:
+    """Malformed files of every kind, and what is to be said of each."""
+    cat, draw = folder / "cat", np.random.default_rng(1)
+    whole = next(cat.glob("*.png")).read_bytes()
+    (cat / "corrupt.png").write_bytes(whole[:60])
+    (cat / "empty.png").write_bytes(b"")
+    (cat / "text.jpg").write_text("no image")
+    Image.fromarray(draw.integers(0, 255, (9, 6, 3)).astype(np.uint8)).save(cat / "tall.png")
+    Image.fromarray(draw.integers(0, 255, (6, 6, 3)).astype(np.uint8)).save(folder / "loose.png")
+    return {
+        "cat/corrupt.png": "cannot be decoded",
+        "cat/empty.png": "cannot be decoded",
+        "cat/text.jpg": "cannot be decoded",
+        "cat/tall.png": "9 x 6 pixels",
+        "loose.png": "no class's subfolder",
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_malformed_images_are_left_out_by_name_and_the_rest_goes_on(desk, tmp_path, workers):
+    folder = copy_of(desk, "train", tmp_path / "train")
+    expected = spoil(folder)
+    account = Account()
+    intake = Intake(mode="RGB", shape=(3, 6, 6), batch_size=5, workers=workers)
+    loader = Loader(open_set(str(folder), intake, labelled=True), account)
+    inputs, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    good_inputs, good_labels = desk.inputs("train")
+    assert torch.equal(labels, good_labels)
+    assert torch.equal(inputs, good_inputs)
+    found = account.left_out[str(folder)]
+    assert found.keys() == expected.keys()
+    assert all(words in found[name] for name, words in expected.items())
+    assert len(account) == 5
+    list(loader)
+    assert len(account) == 5, "read twice, counted once"
+    assert any("5 inputs left out" in line for line in account.lines())
+    assert any("and 2 more" in line for line in account.lines(shown=3))
+    with pytest.raises(DataError, match=r"(cannot be decoded|pixels|subfolder).*--strict leaves nothing out"):
+        list(Loader(loader.source, Account(), strict=True))
+
+
+def test_grey_among_colour_is_used_and_named(desk, tmp_path):
+    folder = copy_of(desk, "train", tmp_path / "train")
+    path = folder / "dog" / "grey.png"
+    Image.fromarray(np.full((6, 6), 99, dtype=np.uint8)).save(path)
+    account = Account()
+    batches = list(Loader(open_set(str(folder), INTAKE, labelled=True), account))
+    assert sum(len(labels) for _, labels in batches) == 37
+    assert account.noted[str(folder)] == {"dog/grey.png": "is grey and was read as RGB"}
+    assert len(account) == 0
+    asked = Intake(mode="RGB", asked=True, shape=(3, 6, 6))
+    quiet = Account()
+    list(Loader(open_set(str(folder), asked, labelled=True), quiet))
+    assert quiet.noted == {}, "the user has asked for it"
+    with pytest.raises(DataError, match=r"grey\.png: is grey"):
+        list(Loader(open_set(str(folder), INTAKE, labelled=True), Account(), strict=True))
+
+
+def test_what_most_images_are_is_what_all_should_be(desk, tmp_path):
+    """A first image of another size or colour does not make all others wrong."""
+    folder = copy_of(desk, "train", tmp_path / "train")
+    Image.fromarray(np.zeros((9, 9), dtype=np.uint8)).save(folder / "cat" / "000-first.png")
+    result = run_fit(job_for(desk, train=str(folder)), tmp_path / "posterior")
+    assert result.document["result"]["intake"]["shape"] == [3, 6, 6]
+    assert result.document["result"]["intake"]["mode"] == "RGB"
+    assert list(result.account.left_out[str(folder)]) == ["cat/000-first.png"]
+    assert result.document["result"]["left_out"] == 1
+
+
+def test_images_are_resized_cropped_and_normalised_on_demand(desk, tmp_path):
+    document = run_fit(
+        job_for(desk, train="train.csv", val="val", resize=(6, 6), normalise="imagenet"), tmp_path / "posterior"
+    ).document
+    assert document["result"]["intake"]["mean"] == [0.485, 0.456, 0.406]
+    assert settle(Job(normalise="imagenet"), Hints(), "float32").mode == "RGB", "statistics for three channels"
+    assert settle(Job(normalise="imagenet", mode="L"), Hints(), "float32").mode == "L"
+    assert settle(Job(), Hints(shape=(1, 28, 28)), "float32").mode == "L"
+    assert settle(Job(), Hints(), "float32").mode is None, "for the images to show"
+    intake = settle(Job(resize=8, crop=6, mean=(0.5,), std=(0.25,)), Hints(), "float64")
+    (rows,) = open_set("strange", Intake.from_plain(intake.plain() | {"mode": "RGB"}), labelled=False)
+    assert rows.inputs.shape == (12, 3, 6, 6)
+    assert rows.inputs.dtype == torch.float64
+    assert rows.inputs.min() >= -2
+    assert rows.inputs.min() < 0
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda root: (root / "empty").mkdir(), "empty holds no images"),
+        (lambda root: (root / "empty").touch(), "empty is of an unknown kind"),
+        (lambda root: None, "no data '.*empty': no such file or folder"),
+        (lambda root: shutil.copytree("strange", root / "empty"), "has no subfolders, so its images have no labels"),
+        (
+            lambda root: shutil.copytree("train", root / "empty" / "sets"),
+            "has the subfolder 'sets', which is none of the 3 classes",
+        ),
+    ],
+)
+def test_folders_that_are_no_training_data(tmp_path, make, words):
+    make(tmp_path)
+    with pytest.raises((DataError, OptionError), match=words):
+        open_set(str(tmp_path / "empty"), INTAKE, labelled=True, classes=CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("image,kind\na.png,1\n", "no column of labels: expected one called label"),
+        ("place,label\na.png,1\n", "no column of paths"),
+        ("path,label\n", "a heading but no rows"),
+        ("", "no column of paths.*found nothing"),
+        ("path,label\nx\x00,1\n\udcff", "cannot be read as CSV"),
+    ],
+)
+def test_csv_files_that_name_nothing(tmp_path, text, words):
+    (tmp_path / "list.csv").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=words):
+        open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True)
+
+
+def test_rows_of_a_csv_that_cannot_be_used_are_named(desk, tmp_path):
+    good = desk.root / "train" / "dog"
+    picture = next(good.iterdir())
+    lines = ["File,Class", f"{picture},dog", f"{picture},1", f"{picture},wolf", f"{picture},", ",dog", "gone.png,fox"]
+    (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
+    account = Account()
+    ((_, labels),) = Loader(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES), account)
+    assert labels.tolist() == [1, 1], "by name or by number"
+    rows = next(iter(open_set(str(tmp_path / "list.csv"), INTAKE, labelled=True, classes=CLASSES)))
+    assert [words and words.split(":")[0] for words in rows.errors] == [
+        None,
+        None,
+        "has the label 'wolf', which is none of the 3 classes",
+        "has no label",
+        "row 6 names no file",
+    ]
+    unlabelled = Account()
+    assert (
+        sum(
+            len(batch[0])
+            for batch in Loader(
+                open_set(str(tmp_path / "list.csv"), INTAKE, labelled=False), unlabelled, labelled=False
+            )
+        )
+        == 4
+    )
+    assert unlabelled.left_out[str(tmp_path / "list.csv")] == {"": "row 6 names no file", "gone.png": "does not exist"}
+
+
+def test_a_number_in_a_csv_that_is_no_class_is_left_out_by_name(desk, tmp_path):
+    """Whatever looks like a number: beyond the classes, beyond 64 bits, a digit that is none."""
+    good = [
+        (path, index) for index, name in enumerate(CLASSES) for path in sorted((desk.root / "val" / name).iterdir())
+    ]
+    rows = [f"{path},{index}" for path, index in good]
+    strange = ["3", "9" * 30, "\u00b2"]
+    rows += [f"{good[0][0]},{label}" for label in strange]
+    (tmp_path / "val.csv").write_text("\n".join(["path,label", *rows]), encoding="utf-8")
+    for train in ("train", "train.npz"):  # with names of classes, and without
+        result = run_fit(job_for(desk, train=train, val=str(tmp_path / "val.csv")), tmp_path / train)
+        (words,) = result.account.left_out[str(tmp_path / "val.csv")].values()  # one file, three times
+        assert "which is none of the 3 classes" in words
+        assert result.document["result"]["validation"]["count"] == len(good)
+
+
+def test_names_in_a_csv_need_an_order(desk, tmp_path):
+    """Two names for three outputs: alphabetically they would be the first two, and could be any."""
+    rows = [line for line in (desk.root / "val.csv").read_text().splitlines() if not line.endswith("cat")]
+    (tmp_path / "val.csv").write_text("\n".join(rows))
+    job = job_for(desk, train="train.npz", val=str(tmp_path / "val.csv"))
+    with pytest.raises(DataError, match=r"val\.csv has 2 names of classes \(dog, fox\) for networks with 3 outputs"):
+        run_fit(job, tmp_path / "posterior")
+
+
+def test_names_of_classes_that_are_numbers_are_no_places(desk, tmp_path):
+    (tmp_path / "a.png").write_bytes(next((desk.root / "val" / "cat").iterdir()).read_bytes())
+    (tmp_path / "val.csv").write_text("path,label\na.png,0\na.png,1\na.png,3\n")
+    listed = open_set(str(tmp_path / "val.csv"), Intake(), labelled=True, classes=("1", "2", "3"), outputs=3)
+    assert listed.labels.tolist() == [-1, 0, 2]
+    assert "has the label '0', which is none of the 3 classes" in listed.problems[0]
+
+
+def test_whatever_a_decoder_raises_is_about_one_image(desk, tmp_path, monkeypatch, fitted):
+    """Pillow raises struct.error, IndexError and others for damaged files."""
+    shutil.copytree(desk.root / "strange", tmp_path / "images")
+    shutil.copy(desk.root / "strange" / "00.png", os.fsencode(tmp_path / "images") + b"/k\xe4se.png")  # Latin-1
+    opened = Image.open
+
+    def failing(path, *rest):
+        if Path(path).name == "01.png":
+            raise struct.error("unpack requires a buffer of 4 bytes")
+        return opened(path, *rest)
+
+    monkeypatch.setattr(Image, "open", failing)
+    for ending in (".csv", ".jsonl", ".npz"):
+        result = run_predict(fitted, str(tmp_path / "images"), tmp_path / f"out{ending}")
+        ((name, words),) = result.account.left_out[str(tmp_path / "images")].items()
+        assert (name, result.count) == ("01.png", 12)
+        assert "unpack requires a buffer" in words
+    assert "k\\xe4se.png" in (tmp_path / "out.csv").read_text(encoding="utf-8")
+
+
+def test_nothing_that_can_be_used_is_an_error_with_the_first_reason(desk, tmp_path):
+    (tmp_path / "set" / "cat").mkdir(parents=True)
+    (tmp_path / "set" / "cat" / "a.png").write_text("no image")
+    with pytest.raises(DataError, match=r"holds no input that can be used. The first: cat/a.png: cannot be decoded"):
+        list(Loader(open_set(str(tmp_path / "set"), INTAKE, labelled=True), Account()))
+    with pytest.raises(DataError, match="holds no image that can be decoded"):
+        run_fit(job_for(desk, train=str(tmp_path / "set")), tmp_path / "posterior")
+
+
+def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path):
+    values = np.random.default_rng(0).normal(size=(11, 4))
+    values[3, 1], values[7, :2] = np.nan, np.inf
+    labels = np.array([0, 1, 2, 0, 1, 2, 0, 1, 5, -1, 0])
+    np.savez_compressed(tmp_path / "set.npz", inputs=np.asfortranarray(values), labels=labels)
+    np.save(tmp_path / "set.npy", values)
+    intake = Intake(batch_size=4, dtype="float64")
+    source = open_arrays(tmp_path / "set.npz", 3, intake, labelled=True)
+    assert source.count == 11
+    rows = list(source)
+    assert [len(one.names) for one in rows] == [4, 4, 3]
+    errors = {name: words for one in rows for name, words in zip(one.names, one.errors, strict=True) if words}
+    assert errors == {
+        "set.npz[3]": "holds 1 value that is nan or infinite",
+        "set.npz[7]": "holds 2 values that are nan or infinite",
+        "set.npz[8]": "has the label 5, which is none of 3 classes (0 to 2)",
+        "set.npz[9]": "has the label -1, which is none of 3 classes (0 to 2)",
+    }
+    kept = [0, 1, 2, 4, 5, 6, 10]
+    assert np.array_equal(torch.cat([one.inputs for one in rows]).numpy(), values[kept])
+    assert torch.cat([one.labels for one in rows]).tolist() == labels[kept].tolist()
+    alone = list(open_arrays(tmp_path / "set.npy", 3, intake, labelled=False))
+    assert np.array_equal(torch.cat([one.inputs for one in alone]).numpy(), values[[0, 1, 2, 4, 5, 6, 8, 9, 10]])
+
+
+def test_bytes_are_pixels_in_any_layout(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 4, 3)).astype(np.uint8)
+    intake = Intake(mean=(0.5,), std=(0.25,))
+    expected = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
+    for name, values in (("last", pixels), ("first", pixels.transpose(0, 3, 1, 2))):
+        np.savez(tmp_path / f"{name}.npz", x=values)
+        (rows,) = open_arrays(tmp_path / f"{name}.npz", None, intake, labelled=False)
+        assert torch.allclose(rows.inputs, expected, atol=1e-6)
+    np.savez(tmp_path / "grey.npz", x=pixels[..., 0])
+    (rows,) = open_arrays(tmp_path / "grey.npz", None, intake, labelled=False)
+    assert torch.allclose(rows.inputs, expected[:, :1], atol=1e-6)
+
+
+def save_arrays(path, **arrays):
+    np.savez(path, **arrays)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"a": np.zeros((2, 2))}, "holds no inputs: expected an array called x, inputs"),
+        ({"x": np.zeros((2, 2))}, "holds no labels"),
+        ({"x": np.zeros(2), "y": np.zeros(2)}, "expected numbers, a row for each input"),
+        ({"x": np.zeros((0, 2)), "y": np.zeros(0)}, "expected numbers, a row for each input"),
+        ({"x": np.array([["a"], ["b"]]), "y": np.zeros(2)}, "expected numbers, a row for each input"),
+        ({"x": np.zeros((2, 2), dtype=np.longdouble), "y": np.zeros(2)}, "of 64 bits at most"),
+        ({"x": np.zeros((2, 2)), "y": np.zeros(3)}, "expected 2 whole numbers"),
+        ({"x": np.zeros((2, 2)), "y": np.array([0.5, 1])}, "expected 2 whole numbers"),
+        ({"x": np.zeros((2, 2)), "y": np.array(["a", "b"])}, "expected 2 whole numbers"),
+        ({"x": np.zeros((2, 2)), "y": np.array([{}, []], dtype=object)}, "holds Python objects, which are not read"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_arrays_that_are_no_data(tmp_path, arrays, words):
+    np.savez(tmp_path / "set.npz", **arrays)
+    with pytest.raises(DataError, match=words) as caught:
+        open_arrays(tmp_path / "set.npz", 3, Intake(), labelled=True)
+    assert "set.npz" in str(caught.value)
+
+
+def test_damaged_arrays_are_named(tmp_path):
+    (tmp_path / "text.npz").write_text("no archive")
+    with pytest.raises(DataError, match=r"text\.npz is not a whole \.npz file"):
+        open_arrays(tmp_path / "text.npz", 3, Intake(), labelled=False)
+    with zipfile.ZipFile(tmp_path / "odd.npz", "w") as archive:
+        archive.writestr("x.npy", b"nothing like an array")
+    with pytest.raises(DataError, match=r"odd\.npz is damaged at x"):
+        open_arrays(tmp_path / "odd.npz", 3, Intake(), labelled=False)
+    np.save(tmp_path / "cut.npy", np.zeros((10, 3)))
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"cut\.npy is damaged: it is cut off at row 8 of 10"):
+        list(open_arrays(tmp_path / "cut.npy", 3, Intake(batch_size=4), labelled=False))
+    np.save(tmp_path / "other.npy", np.zeros((10, 3)))
+    with pytest.raises(DataError, match=r"other\.npy holds inputs of shape \(3,\), expected \(4,\)"):
+        list(open_arrays(tmp_path / "other.npy", 3, Intake(shape=(4,)), labelled=False))
+
+
+def test_built_in_sets_by_name(monkeypatch):
+    digits = open_set("digits:val", Intake(batch_size=100), labelled=True)
+    assert digits.count == 297
+    assert sum(len(rows.labels) for rows in digits) == 297
+    with pytest.raises(OptionError, match="the split of digits must be one of train, val, report, test"):
+        open_set("digits:vall", Intake(), labelled=True)
+    with pytest.raises(DataError, match=r"digits:val holds inputs of shape \(1, 8, 8\), expected \(3, 6, 6\)"):
+        list(open_set("digits:val", INTAKE, labelled=True))
+    monkeypatch.delenv("MOLA_DATA", raising=False)
+    with pytest.raises(DataError, match="no data directory"):
+        open_set("mnist:test", Intake(), labelled=True)
+
+
+def test_own_functions_and_what_can_go_wrong_in_them(desk, tmp_path):
+    source = open_set(f"{desk.module}:mappings", Intake(), labelled=True, outputs=3)
+    first = next(iter(Loader(source, Account())))
+    assert first.keys() == {"input", "labels"}
+    for name, words in (
+        ("gone", "cannot import"),
+        ("number", "is a int; expected a function"),
+        ("failing", "failed .RuntimeError: the disk is gone"),
+        ("uneven", "3 labels for 4 inputs"),
+    ):
+        with pytest.raises((OptionError, DataError), match=words):
+            list(open_set(f"{desk.module}:{name}", Intake(), labelled=True, outputs=3))
+
+
+ODD = {
+    "words": ("{'input': x, 'text': ['a', 'b']}", r"the input\['text'\] is a list"),
+    "none": ("{'input': x, 'extra': None}", "is a NoneType"),
+    "scalar": ("(torch.tensor(1.0),)", "is a tensor of one number"),
+    "lists": ("([1, 2], y)", "is a list"),
+    "lengths": ("{'input': x, 'places': torch.arange(3)}", "different lengths"),
+    "halves": ("(x, y + 0.5)", "expected a whole number for each input"),
+    "nan": ("(x, y / 0.0)", "expected a whole number for each input"),
+    "one_hot": ("(x, torch.eye(3)[y])", r"labels of shape \(2, 3\)"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_batches_that_are_none_are_refused_with_the_place(tmp_path, monkeypatch, name):
+    batch, words = ODD[name]
+    module = f"odd_batches_{name}"
+    text = f"import torch\nx, y = torch.ones(2, 4), torch.tensor([0, 1])\ndef batches():\n    return [{batch}]\n"
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(DataError, match=words) as caught:
+        list(open_set(f"{module}:batches", Intake(), labelled=True, outputs=3))
+    assert f"batch 0 of {module}:batches" in str(caught.value)
+
+
+def test_grey_of_16_bits_is_not_white(tmp_path):
+    wide = np.linspace(0, 65535, 36).round().astype(np.uint16).reshape(6, 6)
+    Image.fromarray(wide).save(tmp_path / "grey.png")
+    Image.fromarray(wide.astype(np.float32)).save(tmp_path / "real.tif")
+    rows = list(open_set(str(tmp_path), Intake(mode="L", workers=0), labelled=False))
+    assert rows[0].names == ["grey.png", "real.tif"]
+    np.testing.assert_allclose(rows[0].inputs[0, 0] * 65535, wide, atol=257)
+    assert "range is unknown" in rows[0].errors[1]
+
+
+def test_one_image_alone(tmp_path, fitted):
+    expected = fitted.posterior.predict(next(iter(open_set("strange", INTAKE, labelled=False))).inputs[:1])
+    result = run_predict(fitted, "strange/00.png", tmp_path / "out.csv")
+    assert (result.count, result.confidence) == (1, pytest.approx(float(expected.confidence), rel=1e-6))
+    with pytest.raises(DataError, match="is of an unknown kind"):
+        open_set("strange/00.png", INTAKE, labelled=True)
+
+
+def test_a_folder_that_is_called_like_a_network_does_not_take_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lenet").mkdir()
+    assert Job(network=("lenet", "models:build")).document(tmp_path / "deep")["networks"]["network"] == [
+        "lenet",
+        "models:build",
+    ]
+
+
+def test_data_without_labels_cannot_be_tuned_on():
+    with pytest.raises(DataError, match="strange has no labels, which are needed here"):
+        list(Loader(open_set("strange", INTAKE, labelled=False), Account()))

@@ -1,0 +1,323 @@
+"""Networks as a user names them: every form gives the same network, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.app.jobs.fit import run_fit
+from mola.app.jobs.folder import open_folder
+from mola.app.jobs.hub import folder_hints, timm_hints
+from mola.app.jobs.job import Job
+from mola.app.jobs.networks import build_networks
+from mola.app.jobs.predict import run_predict
+from mola.app.jobs.preparation import Hints, settle
+from mola.errors import HeadError, MissingExtraError, OptionError, StorageError
+from mola.lab.models import build_network
+from mola.saving.weights_files import save_weights
+from tests.own_work import CLASSES, build, fit_at, job_for, make_desk
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    return make_desk(tmp_path_factory.mktemp("desk"), "own_networks_for_networks")
+
+
+@pytest.fixture(autouse=True)
+def _at_the_desk(desk, monkeypatch):
+    monkeypatch.chdir(desk.root)
+    monkeypatch.syspath_prepend(str(desk.root))
+
+
+@pytest.fixture(scope="module")
+def fitted(desk, tmp_path_factory):
+    return fit_at(desk, tmp_path_factory.mktemp("fitted") / "posterior")
+
+
+def test_networks_by_name_and_by_import(desk, tmp_path):
+    lenet = build_network("lenet", 7).eval()
+    save_weights(lenet, tmp_path / "lenet.safetensors")
+    torch.save(
+        {"epoch": 3, "state_dict": {f"module.{key}": value for key, value in lenet.state_dict().items()}},
+        tmp_path / "lenet.pt",
+    )
+    inputs = torch.randn(2, 1, 28, 28)
+    built = build_networks(["lenet"], [str(tmp_path)])
+    assert [path.name for path in built.files] == ["lenet.pt", "lenet.safetensors"], (
+        "a folder, in the order of its names"
+    )
+    for network in built.networks:  # the number of classes is read from the file, wrapped or not
+        assert torch.equal(network(inputs), lenet(inputs))
+        assert not network.training
+    assert built.hints.shape == (1, 28, 28)
+    mixed = build_networks([f"{desk.module}:wide", f"{desk.module}:build"], [])
+    assert [network[1].out_features for network in mixed.networks] == [20, 12], "as the functions make them"
+
+
+def test_networks_of_several_architectures(desk, tmp_path):
+    torch.manual_seed(5)
+    save_weights(build(20), tmp_path / "wide.safetensors")
+    names = [f"{desk.module}:build", f"{desk.module}:wide"]
+    built = build_networks(names, [desk.weights()[0], str(tmp_path / "wide.safetensors")])
+    assert [network[1].out_features for network in built.networks] == [12, 20]
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "words"),
+    [
+        (["lenett"], ["0"], "unknown network 'lenett'"),
+        (["./here"], ["0"], "is no file or folder here"),
+        (["lenet"], [], "lenet has no trained weights by itself"),
+        (["{m}:build"], ["nowhere.pt"], r"nowhere\.pt do not exist"),
+        (["{m}:build"], ["strange"], "strange holds no weights"),
+        (["{m}:build", "{m}:wide"], ["0", "1", "2"], "3 files of weights for 2 networks"),
+        (["{m}:gone"], ["0"], "has no 'gone'"),
+        (["no_such_module_here:build"], ["0"], "cannot import 'no_such_module_here'"),
+        (["{m}:broken"], ["0"], "failed .KeyError"),
+        (["{m}:nothing"], ["0"], "made a int; expected an nn.Module"),
+        (["train"], [], r"train holds no config\.json"),
+        (["gone.pt2"], [], r"gone\.pt2 does not exist"),
+    ],
+)
+def test_networks_that_cannot_be_built_say_why(desk, names, weights, words):
+    files = [desk.weights()[int(one)] if one.isdigit() else one for one in weights]
+    with pytest.raises(OptionError, match=words):
+        build_networks([name.format(m=desk.module) for name in names], files)
+
+
+def test_a_pickle_that_is_not_weights_is_named_and_not_run(desk, tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (pytest.fail, ("the pickle was run",))
+
+    torch.save({"state_dict": Trap()}, tmp_path / "trap.pt")
+    with pytest.raises(StorageError, match=r"trap\.pt holds more than weights"):
+        build_networks([f"{desk.module}:build"], [str(tmp_path / "trap.pt")])
+    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
+    with pytest.raises(StorageError, match=r"tensor\.pt holds a Tensor"):
+        build_networks([f"{desk.module}:build"], [str(tmp_path / "tensor.pt")])
+    (tmp_path / "text.pt").write_text("not weights at all")
+    with pytest.raises(StorageError, match=r"text\.pt is neither safetensors nor"):
+        build_networks([f"{desk.module}:build"], [str(tmp_path / "text.pt")])
+    with pytest.raises(StorageError, match="does not hold this network's weights"):
+        build_networks([f"{desk.module}:wide"], [desk.weights()[0]])
+
+
+def exported(network, inputs, path):
+    program = torch.export.export(network, (inputs,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    torch.export.save(program, path)
+    return str(path)
+
+
+def test_an_exported_program_is_fitted_like_its_network(desk, tmp_path, fitted):
+    inputs, _ = desk.inputs("train")
+    files = [exported(one, inputs[:2], tmp_path / f"{index}.pt2") for index, one in enumerate(desk.networks())]
+    with pytest.raises(OptionError, match=r"0\.pt2 is an exported program.*add --trust"):
+        build_networks(files)
+    run_fit(job_for(desk, network=tuple(files), weights=(), trust=True), tmp_path / "posterior")
+    assert "trust" not in (tmp_path / "posterior" / "job.toml").read_text()
+    with pytest.raises(OptionError, match="add --trust"):  # a folder may come from a stranger
+        open_folder(tmp_path / "posterior")
+    opened = open_folder(tmp_path / "posterior", trust=True)
+    assert torch.allclose(opened.posterior(inputs), fitted.posterior(inputs), atol=1e-6)
+    assert opened.posterior.prior_precision == pytest.approx(fitted.posterior.prior_precision, rel=1e-6)
+
+
+def test_an_exported_program_without_a_last_layer_or_damaged_is_refused(tmp_path):
+    path = exported(nn.Sequential(build(), nn.Softmax(1)).eval(), torch.zeros(2, 3, 6, 6), tmp_path / "probs.pt2")
+    with pytest.raises(HeadError, match=r"probs\.pt2 ends in aten\.softmax"):
+        build_networks([path], trust=True)
+    (tmp_path / "cut.pt2").write_bytes(Path(path).read_bytes()[:200])
+    with pytest.raises(StorageError, match=r"cut\.pt2 is no program"):
+        build_networks([str(tmp_path / "cut.pt2")], trust=True)
+
+
+def test_timm_is_asked_for_the_architecture_alone(monkeypatch, tmp_path):
+    """timm itself needs torchvision: what is asked of it is tested on a stand-in."""
+    monkeypatch.setitem(sys.modules, "timm", None)
+    save_weights(build(), tmp_path / "small.safetensors")
+    with pytest.raises(MissingExtraError, match=r"timm:small needs timm.*mola-torch\[hub\]"):
+        build_networks(["timm:small"], [str(tmp_path / "small.safetensors")])
+    asked = []
+
+    def create_model(name, *, pretrained, num_classes):
+        if name != "small":
+            message = f"Unknown model ({name})"
+            raise RuntimeError(message)
+        asked.append((pretrained, num_classes))
+        network = nn.Sequential(nn.Flatten(), nn.Linear(108, 12), nn.ReLU(), nn.Linear(12, num_classes)).float()
+        network.pretrained_cfg = {"input_size": (3, 6, 6), "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.5, 0.5)}
+        return network
+
+    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
+    built = build_networks(["timm:small"], [str(tmp_path / "small.safetensors")])
+    assert asked[-1] == (False, 3), "no download, and as many classes as the file has"
+    # The middle of an image whose proportions are kept, as in timm's own evaluation: 6 / 0.875 = 6.86.
+    assert built.hints == Hints(resize=6, crop=6, mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
+    for said, resize, crop in (({"crop_pct": 0.5}, 12, 6), ({"crop_pct": 0.5, "crop_mode": "squash"}, (6, 6), None)):
+        hints = timm_hints(types.SimpleNamespace(pretrained_cfg={"input_size": (3, 6, 6), **said}))
+        assert (hints.resize, hints.crop) == (resize, crop)
+    with pytest.raises(OptionError, match="timm cannot make 'large'"):
+        build_networks(["timm:large"], [str(tmp_path / "small.safetensors")])
+
+
+def hub_folder(folder: Path, architecture: str = "ViTForImageClassification", **processor) -> Path:
+    folder.mkdir()
+    names = {str(index): name for index, name in enumerate(CLASSES)}
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "id2label": names}))
+    (folder / "model.safetensors").write_bytes(b"")
+    if processor:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def test_a_hub_folder_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"transformers.*mola-torch\[hub\]"):
+        build_networks([str(hub_folder(tmp_path / "vit"))])
+    with pytest.raises(OptionError, match="holds a ViTModel: expected a classifier"):
+        build_networks([str(hub_folder(tmp_path / "bare", "ViTModel"))])
+    (tmp_path / "vit" / "model.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"model\.safetensors does not exist"):
+        build_networks([str(tmp_path / "vit")])
+    (tmp_path / "vit" / "config.json").write_text("{")
+    (tmp_path / "vit" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"config\.json cannot be read as JSON"):
+        build_networks([str(tmp_path / "vit")])
+    (tmp_path / "vit" / "config.json").write_text("[]")
+    with pytest.raises(StorageError, match=r"config\.json holds a list"):
+        build_networks([str(tmp_path / "vit")])
+
+
+def test_a_hub_folder_tells_classes_and_preparation(tmp_path, monkeypatch):
+    asked = {}
+
+    def from_pretrained(folder, **options):
+        asked.update(options)
+        return build(), {"missing_keys": missing}
+
+    missing: list[str] = []
+    auto = types.SimpleNamespace(from_pretrained=from_pretrained)
+    stand_in = types.SimpleNamespace(AutoModelForImageClassification=auto)
+    monkeypatch.setitem(sys.modules, "transformers", stand_in)
+    shape = {"size": {"shortest_edge": 8}, "do_center_crop": True, "crop_size": {"height": 6, "width": 6}}
+    folder = hub_folder(tmp_path / "vit", **shape, image_mean=[0.5, 0.5, 0.5], image_std=[0.2, 0.2, 0.2])
+    built = build_networks([str(folder)])
+    assert asked["local_files_only"]
+    assert asked["use_safetensors"]
+    assert not asked["trust_remote_code"]
+    assert built.hints == Hints(None, CLASSES, 8, 6, (0.5,) * 3, (0.2,) * 3)
+    assert [path.name for path in built.files] == ["model.safetensors"]
+    plain = settle(Job(normalise="none"), built.hints, "float32")
+    assert (plain.mean, plain.resize) == ((0.0,), 8), "the user's word comes first, then the network's"
+    missing.append("classifier.weight")
+    with pytest.raises(StorageError, match=r"lacks weights of the network .classifier\.weight"):
+        build_networks([str(folder)])
+    auto.from_pretrained = lambda *_, **__: (_ for _ in ()).throw(OSError("no such shard\nand more"))
+    with pytest.raises(StorageError, match=r"cannot be loaded by transformers: no such shard$"):
+        build_networks([str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, lambda pixels: (pixels / 255 - 0.4) / 0.2),
+        ({"rescale_factor": 1 / 127.5, "rescale_offset": True}, lambda pixels: (pixels / 127.5 - 1 - 0.4) / 0.2),
+        ({"rescale_factor": 1 / 127.5, "do_normalize": False}, lambda pixels: pixels / 127.5),
+        ({"do_rescale": False}, lambda pixels: (pixels - 0.4) / 0.2),
+        ({"do_rescale": False, "do_normalize": False}, lambda pixels: pixels),
+    ],
+)
+def test_pixels_come_to_the_range_that_the_processor_says(tmp_path, said, expected):
+    folder = hub_folder(tmp_path / "vit", image_mean=[0.4] * 3, image_std=[0.2] * 3, **said)
+    pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    found = settle(Job(), folder_hints(folder), "float32").normalise(pixels)
+    torch.testing.assert_close(found.double(), expected(pixels.double()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_damaged_hub_folder_is_named(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    network = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=6, patch_size=3))
+    network.save_pretrained(tmp_path / "vit")
+    config = json.loads((tmp_path / "vit" / "config.json").read_text())
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
+    with pytest.raises(StorageError, match="vit cannot be loaded by transformers"):
+        build_networks([str(tmp_path / "vit")])
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(config))
+    weights = tmp_path / "vit" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(StorageError, match="vit cannot be loaded by transformers"):
+        build_networks([str(tmp_path / "vit")])
+    (tmp_path / "vit" / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(StorageError, match=r"index\.json lists no weights"):
+        build_networks([str(tmp_path / "vit")])
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_hub_folder_from_transformers_itself(desk, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.set_default_dtype(torch.float32)
+    names = dict(enumerate(CLASSES))
+    config = transformers.ViTConfig(
+        image_size=6,
+        patch_size=3,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        id2label=names,
+        label2id={name: index for index, name in names.items()},
+    )
+    torch.manual_seed(0)
+    network = transformers.ViTForImageClassification(config).eval()
+    network.save_pretrained(tmp_path / "vit")
+    built = build_networks([str(tmp_path / "vit")])
+    inputs = desk.inputs("test")[0]
+    assert torch.equal(built.networks[0](inputs).logits, network(inputs).logits)
+    assert built.hints.classes == CLASSES
+    job = job_for(desk, network=(str(tmp_path / "vit"),), weights=(), val=None, rule="none", train="train.npz")
+    run_fit(job, tmp_path / "posterior")
+    opened = open_folder(tmp_path / "posterior")
+    expected = mola.fit(network, [desk.inputs("train")], progress=False)
+    assert torch.allclose(opened.posterior(inputs), expected(inputs), atol=1e-5)
+    assert opened.classes == CLASSES
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_text_classifier_takes_mappings_of_the_users(desk, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.set_default_dtype(torch.float32)
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=8,
+    )
+    torch.manual_seed(0)
+    network = transformers.BertForSequenceClassification(config).eval()
+    network.save_pretrained(tmp_path / "bert")
+    data = f"{desk.module}:sentences"
+    job = job_for(desk, network=(str(tmp_path / "bert"),), weights=(), train=data, val=None, rule="none")
+    run_fit(job, tmp_path / "posterior")
+    opened = open_folder(tmp_path / "posterior")
+    assert {name: tuple(one.shape) for name, one in opened.example.items()} == {
+        "input_ids": (2, 5),
+        "attention_mask": (2, 5),
+    }
+    assert opened.classes is None, "LABEL_0 and LABEL_1 are no names"
+    batches = __import__(desk.module).sentences()
+    expected = mola.fit(network, batches, progress=False).predict(batches)
+    run_predict(opened, data, tmp_path / "out.npz", probabilities=True)
+    assert np.allclose(np.load(tmp_path / "out.npz")["probabilities"], expected.probs, atol=1e-5)

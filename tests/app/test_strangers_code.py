@@ -1,0 +1,409 @@
+"""Attacks by a downloaded tree: wherever a stranger puts a module, and however his files name it, it does not run by itself.
+
+Every module that an attack places writes a witness file when it is imported. Each attack is tried with the two things that a
+posterior's folder can name, networks and data, and through the files that make a run again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mola.__main__ import main
+from mola.app.jobs.fit import run_fit
+from mola.app.jobs.folder import open_folder
+from mola.app.jobs.networks import build_networks
+from mola.errors import OptionError, StorageError
+from mola.hub.folder import FORMAT
+from mola.lab.imported import import_builder, import_function
+from mola.schema import sealed
+from tests.own_work import job_for, make_desk
+
+
+def forge(job, text):
+    """Let a folder say what a stranger likes, in both of its documents and with a checksum that is right."""
+    job.write_text(text)
+    path = job.with_name("posterior.json")
+    document = {name: one for name, one in json.loads(path.read_text()).items() if name != "sha256"}
+    path.write_text(json.dumps(sealed(document | {"job": tomllib.loads(text)})))
+
+
+OWN_WORD_OR_TRUST = r"name it on your command: --(network|val) \S+\. .*add --trust"
+PLACED = (
+    "dl",
+    "src",
+    "other",
+    "posterior",
+    "torchvision",
+    "looks_like_mine",
+    "evil_on_the_path",
+    "evil_of_a_hub",
+    "evil_by_finder",
+)
+"""Outermost names of the modules that are placed below."""
+
+INSIDE = r"not imported from a posterior's folder.* name it on your command: --(network|val) "
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """A posterior with its weights, as somebody would offer it for download."""
+    desk = make_desk(tmp_path_factory.mktemp("desk"), "own_networks_of_a_stranger")
+    folder = tmp_path_factory.mktemp("fitted") / "posterior"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(desk.root)
+        patch.syspath_prepend(str(desk.root))
+        run_fit(job_for(desk), folder, bundle=True)
+    return desk, folder
+
+
+@pytest.fixture
+def place(bundle, tmp_path, monkeypatch):
+    """The user's current folder, and what an attack needs: modules with a witness, and a posterior that names code."""
+    desk, folder = bundle
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    known = set(sys.modules)
+
+    class Place:
+        root = tmp_path
+        witness = tmp_path / "ran"
+        honest = (desk.root / f"{desk.module}.py").read_text()
+
+        def module(self, path):
+            """The honest module, which in addition writes the witness when it is imported."""
+            target = tmp_path / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(f"open({str(self.witness)!r}, 'w').close()\n{self.honest}")
+
+        def posterior(self, path, code="", option="network"):
+            shutil.copytree(folder, tmp_path / path)
+            job = tmp_path / path / "job.toml"
+            text = job.read_text()
+            if option == "val":
+                code, honest = f"{code}:val", self.own()
+                text = re.sub(r'val = ".*"', f'val = "{code}"', text, count=1)
+                text = text.replace(f"{desk.module}:build", honest)
+            elif code:
+                text = text.replace(f"{desk.module}:build", f"{code}:build")
+            forge(job, text)
+            return Path(path)
+
+        def own(self):
+            """An honest module of the user's own."""
+            (tmp_path / f"mine_{tmp_path.name}.py").write_text(self.honest)
+            return f"mine_{tmp_path.name}:build"
+
+    yield Place()
+    for name in set(sys.modules) - known:  # modules stay imported: each attack begins anew
+        if name.partition(".")[0] in PLACED or name.startswith("mine"):
+            del sys.modules[name]
+
+
+def opened(folder, option, **words):
+    """What `mola predict` does with the networks that a folder names, or `mola evaluate` with its validation data."""
+    fitted = open_folder(folder, **words)
+    if option == "val":
+        fitted.open_set(fitted.job.val, labelled=True)
+    return fitted
+
+
+def beside(place, option):
+    place.module("dl/evil.py")
+    return place.posterior("dl/posterior", "dl.evil", option)
+
+
+def in_a_package(place, option):
+    place.module("dl/__init__.py")
+    place.module("dl/evil.py")
+    return place.posterior("dl/posterior", "dl.evil", option)
+
+
+def below_plain_folders(place, option):
+    place.module("dl/a/b/evil.py")
+    return place.posterior("dl/posterior", "dl.a.b.evil", option)
+
+
+def above(place, option):
+    place.module("dl/evil.py")
+    return place.posterior("dl/x/y/posterior", "dl.evil", option)
+
+
+def behind_a_link(place, option):
+    place.module("dl/evil.py")
+    place.posterior("dl/posterior", "dl.evil", option)
+    (place.root / "shortcut").symlink_to(place.root / "dl" / "posterior")
+    return Path("shortcut")
+
+
+def by_a_roundabout_path(place, option):
+    place.module("dl/evil.py")
+    place.posterior("dl/posterior", "dl.evil", option)
+    (place.root / "work").mkdir()
+    return Path("work/../dl/./posterior")
+
+
+def a_link_that_leads_in(place, option):
+    place.module("dl/evil.py")
+    (place.root / "looks_like_mine.py").symlink_to(place.root / "dl" / "evil.py")
+    return place.posterior("dl/posterior", "looks_like_mine", option)
+
+
+def on_the_path(place, option):
+    place.module("dl/evil_on_the_path.py")
+    sys.path.append(str(place.root / "dl"))  # as PYTHONPATH does
+    return place.posterior("dl/posterior", "evil_on_the_path", option)
+
+
+def in_another_posterior(place, option):
+    place.posterior("other")
+    place.module("other/evil.py")
+    return place.posterior("posterior", "other.evil", option)
+
+
+def in_a_hub_folder(place, option):
+    (place.root / "config.json").write_text(json.dumps({"format": FORMAT}))
+    place.module("evil_of_a_hub.py")
+    return place.posterior("posterior", "evil_of_a_hub", option)
+
+
+def named_like_torchvision(place, option):
+    place.module("torchvision/__init__.py")
+    place.module("torchvision/models.py")
+    return place.posterior("torchvision/posterior", "torchvision.models", option)
+
+
+def of_an_odd_finder(place, option):
+    """As packages are found that are installed for editing."""
+    place.module("far/away/evil_by_finder.py")
+
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name != "evil_by_finder":
+                return None
+            return importlib.util.spec_from_file_location(name, place.root / "far" / "away" / "evil_by_finder.py")
+
+    sys.meta_path.append(Finder())
+    return place.posterior("posterior", "evil_by_finder", option)
+
+
+ATTACKS = [
+    beside,
+    in_a_package,
+    below_plain_folders,
+    above,
+    behind_a_link,
+    by_a_roundabout_path,
+    a_link_that_leads_in,
+    on_the_path,
+    in_another_posterior,
+    in_a_hub_folder,
+    named_like_torchvision,
+    of_an_odd_finder,
+]
+
+
+@pytest.mark.parametrize("option", ["network", "val"])
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda one: one.__name__)
+def test_a_module_that_came_along_is_not_run(place, monkeypatch, attack, option):
+    if "torchvision" in sys.modules:
+        monkeypatch.delitem(sys.modules, "torchvision")
+        monkeypatch.delitem(sys.modules, "torchvision.models", raising=False)
+    folder = attack(place, option)
+    with pytest.raises(OptionError, match=OWN_WORD_OR_TRUST):
+        opened(folder, option)
+    assert not place.witness.exists()
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("option", ["network", "val"])
+def test_nothing_inside_the_posterior_is_run_even_where_it_is_trusted(place, option, trust):
+    folder = place.posterior("posterior", "posterior.evil", option)
+    place.module("posterior/evil.py")
+    with pytest.raises(OptionError, match=INSIDE):
+        opened(folder, option, trust=trust)
+    assert not place.witness.exists()
+
+
+@pytest.mark.parametrize("name", ["dl/evil:build", "../dl/evil:build", "./dl/evil.py:build", "dl\\evil:build"])
+def test_a_path_is_no_module(place, name):
+    place.module("dl/evil.py")
+    folder = place.posterior("dl/posterior")
+    job = place.root / folder / "job.toml"
+    forge(job, re.sub(r"network = \[.*\]", lambda _: f"network = [{json.dumps(name)}]", job.read_text(), count=1))
+    with pytest.raises(OptionError, match="unknown network"):
+        open_folder(folder)
+    with pytest.raises(
+        OptionError, match=r"expected a function as package\.module:function.*Modules are named, not files"
+    ):
+        import_builder(name)
+    assert not place.witness.exists()
+
+
+def test_what_is_not_there_is_not_imported_in_parts(place):
+    place.module("dl/__init__.py")
+    with pytest.raises(OptionError, match=r"cannot import 'dl\.nowhere'.*Run this where the module can be imported"):
+        open_folder(place.posterior("posterior", "dl.nowhere"))
+    assert not place.witness.exists()
+
+
+def test_files_that_python_obeys_elsewhere_are_not_obeyed(place):
+    own = place.own().removesuffix(":build")
+    folder = place.posterior("posterior", own)
+    for name in ("sitecustomize.py", "usercustomize.py", "conftest.py", "__init__.py", "__main__.py"):
+        place.module(f"posterior/{name}")
+    (place.root / folder / "evil.pth").write_text(f"import os; open({str(place.witness)!r}, 'w').close()\n")
+    open_folder(folder)
+    assert not place.witness.exists()
+
+
+def test_a_folder_is_not_taken_for_a_package_that_is_imported_later(place, monkeypatch):
+    """`mola evaluate matplotlib/posterior` must not find matplotlib in the current folder."""
+    path = [entry for entry in sys.path if entry not in ("", str(place.root))]
+    monkeypatch.setattr(sys, "path", list(path))
+    import_builder("torch.nn:Identity")()
+    assert sys.path == path
+    import_function(place.own())
+    assert sys.path == [*path, str(place.root)], (
+        "found when the user's own code asks for it, but after what is installed"
+    )
+
+
+# --- what is allowed ----------------------------------------------------------------------------------------------------
+
+
+def test_the_users_own_command_is_enough(place):
+    folder = beside(place, "network")
+    assert len(open_folder(folder, network=["dl.evil:build"]).posterior.networks) == 3
+    assert place.witness.exists()
+
+
+def test_trust_is_enough(place):
+    open_folder(beside(place, "network"), trust=True)
+    assert place.witness.exists()
+
+
+def test_data_that_the_user_names_are_opened_though_the_folder_names_them_too(place):
+    fitted = open_folder(beside(place, "val"))
+    fitted.open_set("dl.evil:val", labelled=True, said=True)
+    assert place.witness.exists()
+
+
+@pytest.mark.parametrize("path", ["mine_alone.py", "mine/models.py", "src/deep/models.py"])
+@pytest.mark.parametrize("folder", ["posterior", "runs/1/posterior"])
+def test_modules_of_the_current_folder_are_found(place, path, folder):
+    place.module(path)
+    open_folder(place.posterior(folder, path.removesuffix(".py").replace("/", ".")))
+    assert place.witness.exists()
+
+
+# --- the commands -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mola_command(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["mola", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code or 0, capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize("option", ["network", "train", "val", "outliers"])
+def test_the_file_of_a_job_is_not_the_users_word_for_code(place, mola_command, option):
+    """`mola fit --config` names a file, and not what is in it."""
+    place.module("dl/evil.py")
+    place.posterior("dl/posterior")
+    job = place.root / "dl" / "posterior" / "job.toml"
+    text = job.read_text()
+    if option == "network":
+        text = re.sub(r"network = \[.*\]", 'network = ["dl.evil:build"]', text, count=1)
+    else:
+        text = re.sub(rf"^{option} = .*\n", "", text, flags=re.M).replace(
+            "[data]\n", f'[data]\n{option} = "dl.evil:val"\n'
+        )
+    job.write_text(text)
+    own = ("--network", place.own()) if option != "network" else ()
+    code, words = mola_command("fit", "--config", job, "--output", "new", *own)
+    assert code == 1
+    assert re.search(rf"name it on your command: --{option} dl\.evil.*add --trust", " ".join(words.split()))
+    assert not place.witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "label"),
+    [
+        ("predict", {"inputs": "dl.evil:val"}, "DATA"),
+        ("predict", {"inputs": "digits:test", "network": ["dl.evil:build"]}, "--network"),
+        ("evaluate", {"test": "dl.evil:val"}, "--test"),
+        ("evaluate", {"test": "digits:test", "ood": ["digits:val", "dl.evil:val"]}, "--ood"),
+        ("evaluate", {"test": "digits:test", "val": "dl.evil:val"}, "--val"),
+        ("export", {"onnx": "x.onnx", "network": ["dl.evil:build"]}, "--network"),
+    ],
+)
+def test_the_file_of_a_run_is_not_the_users_word_for_code(place, mola_command, command, options, label):
+    folder = place.posterior("dl/posterior", place.own().removesuffix(":build"))
+    place.module("dl/evil.py")
+    lines = [f"{name} = {json.dumps(value)}" for name, value in ({"posterior": str(folder)} | options).items()]
+    (place.root / "dl" / "run.toml").write_text("\n".join([f'command = "{command}"', "[options]", *lines]))
+    code, words = mola_command(command, "--config", "dl/run.toml")
+    assert code == 1
+    assert re.search(rf"name it on your command: {label} dl\.evil.*add --trust", " ".join(words.split()))
+    assert not place.witness.exists()
+
+
+def test_a_command_names_the_networks_in_its_own_words(place, bundle, mola_command):
+    folder = beside(place, "network")
+    data = bundle[0].root / "test.npz"
+    code, words = mola_command("predict", folder, data, "--quiet")
+    assert code == 1
+    assert "--network dl.evil:build" in words
+    assert not place.witness.exists()
+    code, words = mola_command("predict", folder, data, "--quiet", "--network", "dl.evil:build")
+    assert code == 0, words
+    assert place.witness.exists()
+    code, words = mola_command("predict", "--config", "predictions.csv.toml", "--quiet", "--network", "dl.evil:build")
+    assert code == 0, words
+
+
+# --- networks that bring code -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ForImageClassification", "ForSequenceClassification"])
+def test_code_in_a_folder_of_transformers_is_not_run(place, kind):
+    pytest.importorskip("transformers")
+    place.module("hf/modeling_evil.py")
+    place.module("hf/configuration_evil.py")
+    config = {
+        "model_type": "evil",
+        "architectures": [f"Evil{kind}"],
+        "auto_map": {
+            "AutoConfig": "configuration_evil.EvilConfig",
+            f"AutoModel{kind}": f"modeling_evil.Evil{kind}",
+        },
+    }
+    (place.root / "hf" / "config.json").write_text(json.dumps(config))
+    (place.root / "hf" / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
+    with pytest.raises(StorageError, match="cannot be loaded by transformers"):
+        build_networks(["hf"], trust=True)
+    assert not place.witness.exists()
+
+
+def test_a_program_is_not_read_because_a_folder_names_it(place):
+    folder = place.posterior("dl/posterior")
+    (place.root / "dl" / "evil.pt2").write_bytes(b"unread")
+    job = place.root / folder / "job.toml"
+    text = re.sub(r"weights = \[[^]]*\]", "weights = []", job.read_text(), count=1)
+    forge(job, re.sub(r"network = \[.*\]", 'network = ["../evil.pt2"]', text, count=1))
+    with pytest.raises(OptionError, match=r"evil\.pt2 is an exported program.*add --trust"):
+        open_folder(folder)

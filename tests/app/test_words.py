@@ -1,0 +1,210 @@
+"""What the library says: names that are almost right, things that are none, and what a posterior shows of itself."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.app.jobs.datasets import BUILT_IN, open_set
+from mola.app.jobs.networks import build_networks
+from mola.app.jobs.preparation import Intake
+from mola.errors import MolaWarning, OptionError, StorageError
+from mola.export.tracing import quietly
+from mola.lab.corruptions import CORRUPTIONS
+from mola.lab.data.catalogue import DATASETS
+from mola.lab.data.images import NORMALISATIONS, normalisation
+from mola.lab.models import MODELS
+from mola.laplace import STRUCTURES, as_structure
+from mola.links import LINKS, as_link
+from mola.options import one_of
+from mola.tuning.rules import RULES, as_rule
+from mola.tuning.weights import check_weighting
+from mola.whole.links import as_whole_link
+
+TAKERS = {
+    "structure": (STRUCTURES, as_structure),
+    "link": (LINKS, as_link),
+    "whole link": ((*LINKS, "samples"), as_whole_link),
+    "rule": (RULES, as_rule),
+    "weights": (("uniform", "evidence"), lambda name: check_weighting(name, 2)),
+    "mixture": (("uniform",), lambda name: mola.Mixture([nn.Identity()], name)),
+    "score": (("brier",), lambda name: mola.ValidationScore(name)),
+    "draws": (("logits", "weights"), lambda name: mola.MonteCarlo(over=name)),
+    "normalisation": (NORMALISATIONS, normalisation),
+    "network": (MODELS, lambda name: build_networks([name])),
+    "outputs": (("probabilities", "confidence"), lambda name: mola.export.graph.check_outputs([name])),
+}
+
+
+@pytest.fixture
+def parts():
+    torch.manual_seed(0)
+    networks = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2)]
+    inputs = torch.randn(60, 4)
+    labels = networks[0](inputs).argmax(1)
+    return networks, [(inputs[:40], labels[:40])], [(inputs[40:], labels[40:])]
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_name_that_is_almost_right_is_answered_with_the_right_one(taker):
+    known, take = TAKERS[taker]
+    for name in known:
+        for wrong in (name.upper() + "x", name[1:] + name[0] if len(name) > 4 else name + "s"):
+            if wrong in known:
+                continue
+            with pytest.raises(OptionError, match=r"Did you mean '.*'\?") as caught:
+                take(wrong)
+            assert repr(wrong) in str(caught.value) or wrong in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mnits:test", "digist:val"])
+def test_a_data_set_that_is_almost_right_is_answered_with_the_right_one(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=r"Did you mean '(mnist|digits)'"):
+        open_set(name.partition(":")[0], Intake(), labelled=True)
+    assert set(DATASETS) < set(BUILT_IN)
+    assert CORRUPTIONS
+
+
+def test_what_is_no_name_at_all_gets_no_guess():
+    with pytest.raises(OptionError, match=r"must be one of a, b, or a number; got 3\.$"):
+        one_of(3, ("a", "b"), "it", "a number")
+    with pytest.raises(OptionError, match="or a Structure object; got None"):
+        as_structure(None)
+
+
+@pytest.mark.parametrize(
+    "models", ["net0.pt", Path("net0.pt"), ["net0.pt", "net1.pt"], [nn.Linear(1, 2), "net0.pt"]], ids=repr
+)
+def test_files_are_no_networks_and_the_message_says_how_to_make_them_so(models):
+    for make in (lambda: mola.fit(models, []), lambda: mola.ensemble(models), lambda: mola.fit_whole(models, [])):
+        with pytest.raises(OptionError, match=r"name of a file, 'net0\.pt'.*load_state_dict\(torch\.load\('net0\.pt'"):
+            make()
+
+
+@pytest.mark.parametrize("form", [lambda state: state, lambda state: [state, state]], ids=["one", "list"])
+def test_weights_without_a_network_are_named(form):
+    with pytest.raises(OptionError, match=r"got a state dict.*network\.load_state_dict\(state_dict\)"):
+        mola.fit(form(nn.Linear(3, 2).state_dict()), [])
+
+
+def test_a_tuple_that_the_network_does_not_take_is_explained():
+    ensemble = mola.ensemble(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    for use in (ensemble, ensemble.predict):
+        with pytest.raises(mola.DataError, match=r"A tuple holds the network's arguments.*pass the inputs alone"):
+            use((x, torch.arange(4)))
+
+
+def test_a_file_is_not_a_folder(tmp_path):
+    network = nn.Linear(3, 2)
+    mola.fit(network, [torch.randn(5, 3)], progress=False).save(tmp_path)
+    with pytest.raises(mola.StorageError, match=r"is a file; pass the folder that holds it"):
+        mola.load(tmp_path / "posterior.json", network)
+
+
+def test_an_empty_prediction_shows_no_nan():
+    assert repr(mola.ensemble(nn.Linear(3, 2)).predict(torch.zeros(0, 3))) == "Prediction(0 inputs, 2 classes)"
+
+
+# --- rule= --------------------------------------------------------------------------------------------------------------
+
+
+def unread():
+    raise AssertionError("the training data were read")
+    yield
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+@pytest.mark.parametrize("rule", [*RULES, mola.ConfidenceThreshold(0.5), mola.Evidence(shared=False)], ids=str)
+def test_a_rule_of_fit_is_the_rule_of_tune(parts, rule):
+    networks, train, val = parts
+    held = None if rule == "evidence" or isinstance(rule, mola.Evidence) else val
+    apart = mola.fit(networks, train).tune(held, rule)
+    assert mola.fit(networks, train, held, rule=rule).tuning == apart.tuning
+    whole = mola.fit_whole(networks[0], train, structure="diag").tune(held, rule)
+    assert mola.fit_whole(networks[0], train, held, structure="diag", rule=rule).tuning == whole.tuning
+
+
+@pytest.mark.parametrize(
+    "fit", [mola.fit, lambda *a, **k: mola.fit_whole(*a, structure="diag", **k)], ids=["last", "whole"]
+)
+def test_a_rule_that_lacks_something_is_refused_before_the_training_data_are_read(parts, fit):
+    networks, _, val = parts
+    for rule in (*(name for name in RULES if name != "evidence"), mola.ConfidenceThreshold(), mola.OutlierExposure([])):
+        with pytest.raises(OptionError, match=r"needs validation data: pass val_loader, or choose 'evidence'"):
+            fit(networks, unread(), rule=rule)
+    for rule in ("evidence", mola.Evidence()):
+        with pytest.raises(OptionError, match="uses the training data alone: leave val_loader out"):
+            fit(networks, unread(), val, rule=rule)
+    with pytest.raises(OptionError, match="Did you mean 'nll'"):
+        fit(networks, unread(), val, rule="nnl")
+    assert fit(networks, parts[1]).tuning is None, "no rule and no data: nothing is tuned"
+
+
+# --- what it shows ------------------------------------------------------------------------------------------------------
+
+
+def test_a_posterior_shows_what_it_is_made_of(parts):
+    networks, train, _ = parts
+    text = repr(mola.fit(networks, train, structure="diag", rule="evidence"))
+    for words in ("2 networks (Sequential)", "40 training data", "diag", "probit", "Evidence", "uniform"):
+        assert words in text
+    assert "None" not in text
+    assert "as given" in repr(mola.fit(networks[0], train))
+    assert "0.25, 0.75 (given)" in repr(mola.fit(networks, train, weights=[0.25, 0.75]))
+    whole = repr(mola.fit_whole(networks[0], train, structure="diag"))
+    assert "1 network (Sequential), fitted on 40 training data" in whole
+    assert "diag over 67 weights" in whole
+    assert "plain ensemble of 2 networks" in repr(mola.ensemble(networks))
+
+
+def test_networks_less_sure_than_right_are_told_what_to_do(parts):
+    networks, train, val = parts
+    with torch.no_grad():
+        networks[0][2].weight.mul_(0.05), networks[0][2].bias.mul_(0.05)
+    with pytest.warns(MolaWarning) as caught:
+        mola.fit(networks[0], train, val)
+    words = " ".join(str(one.message) for one in caught)
+    for part in (
+        "less sure than they are right",
+        "label smoothing",
+        "mola.temperature_scaled(networks, val_loader)",
+        "rule='nll'",
+    ):
+        assert part in words
+    assert "nothing to add" not in words
+
+
+def test_a_folder_of_another_kind_is_not_replaced(parts, tmp_path):
+    networks, train, _ = parts
+    posterior = mola.fit(networks[0], train)
+    whole = mola.fit_whole(networks[0], train, structure="diag")
+    scaled = mola.TemperatureScaled(networks[0], 2.0)
+    things = {"posterior": posterior, "whole-posterior": whole, "temperature": scaled}
+    for kind, thing in things.items():
+        thing.save(tmp_path / kind)
+        thing.save(tmp_path / kind)  # one of the same kind is
+        before = {path.name: path.read_bytes() for path in (tmp_path / kind).iterdir()}
+        for other, another in things.items():
+            if other != kind:
+                with pytest.raises(StorageError, match=f"holds a saved {kind}, which a {other} does not replace"):
+                    another.save(tmp_path / kind)
+        assert {path.name: path.read_bytes() for path in (tmp_path / kind).iterdir()} == before
+
+
+def test_what_an_optimiser_of_graphs_could_not_fold_is_no_news_and_all_else_is(caplog):
+    logger = logging.getLogger("onnxscript.optimizer._constant_folding")
+    with quietly():
+        logger.warning("Evaluation failed: %s", "no such operation")
+        logger.warning("the graph is wrong")
+    logger.warning("Evaluation failed: %s", "somebody else's")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the graph is wrong",
+        "Evaluation failed: somebody else's",
+    ]

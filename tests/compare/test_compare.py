@@ -1,0 +1,286 @@
+"""Fair comparisons: the same scores for every method, errors against slow references, and bold only where a lead is clear."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola import metrics
+from mola.compare import CLEAR, SCORES, Answer, Tally, area_between, calibration_error, lead, mean_of, pass_rate
+from mola.compare.report.estimate import Estimate, leaders, within
+
+
+def answers(count=60, members=3, classes=4, seed=0):
+    """Answers of a plain ensemble, and of one with a score of its own, on the same inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(members, count, classes, generator=generator)
+    weights = torch.softmax(torch.randn(members, generator=generator), 0)
+    probs = torch.einsum("k,knc->nc", weights, torch.softmax(logits, -1))
+    own = torch.randn(count, generator=generator)
+    labels = torch.randint(classes, (count,), generator=generator)
+    return Answer(probs, logits, weights), Answer(probs, logits, weights, own), labels
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------------
+
+
+def delong(inliers, outliers):
+    """Variance of several AUROCs by DeLong's formulas, pair by pair: (s, s) from scores (s, n) and (s, m)."""
+    wins = (outliers[:, None, :] > inliers[:, :, None]).double()
+    wins += 0.5 * (outliers[:, None, :] == inliers[:, :, None]).double()
+    return torch.cov(wins.mean(2)) / inliers.shape[1] + torch.cov(wins.mean(1)) / outliers.shape[1]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_errors_of_auroc_and_of_differences_are_delongs(ties):
+    generator = torch.Generator().manual_seed(1)
+    near, far = (torch.randn(2, size, generator=generator).double() for size in (83, 47))
+    near[1] += near[0]
+    far = far + torch.tensor([[1.0], [1.5]])
+    far[1] += far[0]
+    if ties:
+        near, far = (2 * near).round(), (2 * far).round()
+    expected = delong(near, far)
+    first, second = (area_between(*pair) for pair in zip(near, far, strict=True))
+    for index, one in enumerate((first, second)):
+        assert one.value == pytest.approx(metrics.auroc(near[index], far[index]), abs=1e-12)
+        assert one.error == pytest.approx(float(expected[index, index].sqrt()), rel=1e-9)
+    spread = expected[0, 0] + expected[1, 1] - 2 * expected[0, 1]
+    assert first.minus(second).error == pytest.approx(float(spread.sqrt()), rel=1e-9)
+    assert first.minus(second).error < math.hypot(first.error, second.error), "methods go up and down together"
+
+
+def resampled(make, *samples, times=2000):
+    """Standard deviation over bootstrap samples: slow, and true to whatever the number is."""
+    generator = torch.Generator().manual_seed(2)
+    found = []
+    for _ in range(times):
+        drawn = [one[:, torch.randint(one.shape[1], (one.shape[1],), generator=generator)] for one in samples]
+        found.append(make(*drawn))
+    return torch.tensor(found, dtype=torch.float64).std()
+
+
+@pytest.mark.parametrize("name", ["auroc", "fpr95", "ece", "nll"])
+def test_errors_are_what_resampling_finds(name):
+    generator = torch.Generator().manual_seed(3)
+    near, far = (torch.randn(1, size, generator=generator).double() for size in (600, 400))
+    far = far + 1.5
+    sure = torch.rand(1, 600, generator=generator).double()
+    right = (torch.rand(1, 600, generator=generator).double() < 0.7 * sure).double()
+    labelled = torch.cat([sure, right])
+    made = {
+        "auroc": (area_between, lambda a, b: metrics.auroc(a[0], b[0]), (near, far)),
+        "fpr95": (pass_rate, lambda a, b: metrics.fpr_at_tpr(a[0], b[0]), (near, far)),
+        "ece": (
+            lambda a: calibration_error(*a, 15),
+            lambda a: metrics.calibration_gap(metrics.bin_sums(a[0], a[1], 15)),
+            (labelled,),
+        ),
+        "nll": (lambda a: mean_of(a), lambda a: float(a.mean()), (near.exp(),)),
+    }
+    measure, value, samples = made[name]
+    found = measure(*(one if name == "ece" else one[0] for one in samples))
+    assert found.value == pytest.approx(value(*samples), abs=1e-12)
+    assert found.error == pytest.approx(float(resampled(value, *samples)), rel=0.12)
+
+
+def test_a_single_datum_has_no_error_and_leads_nobody():
+    one, other = (mean_of(torch.tensor([value])) for value in (1.0, 9.0))
+    assert one.error is None
+    found = lead({("a",): one, ("b",): other}, "low")
+    assert found.best == ("a",)
+    assert found.clear == ()
+
+
+# --- which lead is clear ----------------------------------------------------------------------------------------------------
+
+
+def paired(shift, noise, seed=0, count=400):
+    """Two losses of the same data: a large common part, and a difference of known size."""
+    generator = torch.Generator().manual_seed(seed)
+    common, own = (torch.randn(count, generator=generator).double() for _ in range(2))
+    own = (own - own.mean()) / own.std()
+    return mean_of(10 * common), mean_of(10 * common + shift + noise * own)
+
+
+@pytest.mark.parametrize(("times", "clear"), [(1.9, False), (2.1, True), (-2.1, True)])
+def test_what_decides_is_the_error_of_the_difference(times, clear):
+    error = 1 / 400**0.5
+    one, other = paired(times * error, 1.0)
+    found = lead({("one",): one, ("other",): other}, "low")
+    assert found.best == (("one",) if times > 0 else ("other",))
+    assert found.clear == ((found.best,) if clear else ())
+    assert found.error == pytest.approx(error)
+    assert one.error > 5 * error, "by the errors of the two numbers nothing could be told"
+
+
+def test_a_method_does_not_compete_with_itself_nor_with_its_copy():
+    values = torch.arange(100.0).double()
+    close = values - 1e-3 + 0.1 * torch.randn(100, generator=torch.Generator().manual_seed(0)).double()
+    found = lead(
+        {
+            ("DE", "energy"): mean_of(values),
+            ("MoLA", "energy"): mean_of(values.clone()),
+            ("MoLA", "entropy"): mean_of(close),
+            ("MAP", "energy"): mean_of(values - 5 + 0.1 * close),
+        },
+        "high",
+    )
+    assert found.best[1] in ("energy", "entropy")
+    assert ("MAP", "energy") not in found.clear
+    copies = lead({("DE",): mean_of(values), ("MoLA",): mean_of(values), ("MAP",): mean_of(values - 1)}, "high")
+    assert copies.clear == (("DE",), ("MoLA",)), "the same numbers are marked alike"
+    assert copies.level == (("MoLA",),)
+    assert copies.rival == ("MAP",)
+    alone = lead({("DE",): mean_of(values), ("MoLA",): mean_of(values)}, "high")
+    assert (alone.rival, alone.clear) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("runs", "marked"),
+    [
+        ({"a": [3.0, 5.0, 9.0], "b": [2.0, 4.1, 7.9]}, ["a"]),
+        ({"a": [3.0, 5.0, 9.0], "b": [2.0, 6.0, 7.0]}, []),
+        ({"a": [3.0, 5.0, 9.0], "b": [3.0, 5.0, 9.0], "c": [1.0, 3.0, 7.0]}, ["a", "b"]),
+        ({"a": [3.0, 5.0, 9.0], "b": [3.0, 5.0, 9.0]}, []),
+        ({"a": [3.0], "b": [1.0]}, []),
+        ({"a": [3.0, 3.1, 3.2], "b": [2.0]}, ["a"]),
+        ({"a": [3.0, 5.0, 9.0], "b": [4.0]}, []),
+        ({"a": [9.0], "b": [3.0, 3.1, 3.2]}, ["a"]),
+        ({"a": [3.0, 5.0]}, []),
+    ],
+)
+def test_over_runs_what_decides_is_the_difference_run_by_run(runs, marked):
+    found = {name: Estimate.over(dict(enumerate(values))) for name, values in runs.items()}
+    assert leaders(found, "high") == marked
+    turned = {name: one.scaled(-2) for name, one in found.items()}
+    assert leaders(turned, "low") == marked
+    assert leaders({**found, "unknown": None}, "high") == marked
+    assert leaders({name: one.mean for name, one in found.items()}, "high") == [], "no error, no lead"
+
+
+@pytest.mark.parametrize(
+    ("freedom", "times"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (7, 2.36462), (30, 2.04227)]
+)
+def test_few_runs_are_judged_by_students_t(freedom, times):
+    """Quantiles of 95 % from the tables; and a lead of three errors is clear after many runs, and nothing after two."""
+    assert within(times, freedom) == pytest.approx(0.95, abs=1e-5)
+    gaps = [3.0, 5.0] if freedom == 1 else torch.linspace(-1, 1, freedom + 1).tolist()
+    spread = Estimate.of(gaps).error
+    ahead = {run: 3 * spread + gap - Estimate.of(gaps).mean for run, gap in enumerate(gaps)}
+    found = {"a": Estimate.over(ahead), "b": Estimate.over(dict.fromkeys(ahead, 0.0))}
+    assert leaders(found, "high") == (["a"] if freedom >= 4 else [])
+
+
+def test_differences_of_estimates_are_those_of_the_runs_that_both_have():
+    one, other = Estimate.over({0: 1.0, 1: 2.0, 2: None, 3: 5.0}), Estimate.over({1: 1.5, 2: 9.0, 3: 3.5})
+    gap = one.minus(other)
+    assert gap.mean == pytest.approx(1.0)
+    assert gap.error == pytest.approx(0.5)
+    assert gap.runs == 2
+
+
+# --- tallies ----------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_a_direct_computation():
+    plain, own, _ = answers()
+    found = own.scores()
+    assert tuple(found) == SCORES
+    probs, logits = own.probs.double(), own.logits.double()
+    weights = own.weights.double()
+    expected = {
+        "max probability": 1 - probs.amax(1),
+        "entropy": -(probs * probs.log()).sum(1),
+        "energy": -(weights[:, None] * torch.logsumexp(logits, -1)).sum(0),
+        "maximum logit": -(weights[:, None] * logits.amax(-1)).sum(0),
+        "ood score": own.ood_score.double(),
+    }
+    for name in SCORES:
+        assert torch.allclose(found[name], expected[name], atol=1e-12), name
+    assert tuple(plain.scores()) == SCORES[:-1]
+    assert tuple(Answer(own.probs).scores()) == SCORES[:2]
+
+
+@pytest.mark.parametrize("sizes", [(60,), (59, 1), (1, 58, 1), (7,) * 8 + (4,)])
+def test_tallies_add_up_over_batches(sizes):
+    _, answer, labels = answers()
+    whole = Tally()
+    whole.add(answer, labels)
+    total, start = Tally(), 0
+    for size in sizes:
+        part, rows = Tally(), slice(start, start + size)
+        part.add(
+            Answer(answer.probs[rows], answer.logits[:, rows], answer.weights, answer.ood_score[rows]), labels[rows]
+        )
+        total, start = total + part, start + size
+    assert total.columns == whole.columns
+    assert total.count == whole.count == 60
+    for name in whole.columns:
+        assert torch.equal(total[name], whole[name]), name
+    assert total.labelled() == whole.labelled()
+
+
+def test_classes_are_counted_each_for_itself():
+    _, answer, labels = answers()
+    tally = Tally()
+    tally.add(answer, labels)
+    counts, right, sure = tally.by_class(6)
+    for label in range(6):
+        mine = labels == label
+        assert counts[label] == int(mine.sum())
+        assert right[label] == int((answer.probs[mine].argmax(1) == label).sum())
+        assert sure[label] == pytest.approx(float(answer.probs[mine].amax(1).sum()), rel=1e-6)
+    assert sum(counts) == 60
+
+
+def test_an_ensemble_by_its_logits_is_the_ensemble_itself():
+    """What `mola evaluate` reads off the logits is what `mola.ensemble` with the same weights says."""
+    from mola.app.jobs.evaluate import _mixed
+
+    torch.manual_seed(0)
+    networks = [nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(3)]
+    inputs, weights = torch.randn(40, 5), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    with torch.no_grad():
+        found = _mixed(torch.stack([network(inputs) for network in networks]), weights)
+    assert torch.allclose(found.probs, mola.ensemble(networks).with_weights(weights.tolist())(inputs), atol=1e-7)
+
+
+def test_the_words_for_a_clear_lead_say_what_it_takes():
+    from mola.compare.report.tables import BOLD
+
+    assert f"{CLEAR:g} standard errors of their difference" in BOLD
+
+
+def test_every_pair_of_methods_is_compared():
+    """A lead over the second is not enough where the third is less certain."""
+    steady = torch.zeros(100, dtype=torch.float64)
+    wild = torch.tensor([-50.0, 49.0] * 50, dtype=torch.float64)
+    found = {("best",): mean_of(steady + 1), ("second",): mean_of(steady), ("third",): mean_of(wild)}
+    assert lead(found, "high").clear == ()
+    assert lead(found, "high").rival == ("third",)
+    for order in itertools.permutations(found):
+        assert lead({name: found[name] for name in order}, "high").rival == ("third",)
+
+
+def test_sentences_say_who_has_what_and_whether_it_is_clear():
+    from mola.compare.report.evaluation.words import _said
+
+    one, other = paired(2.1 / 400**0.5, 1.0)
+    clear = lead({("MoLA",): one, ("DE",): other}, "low")
+    assert re.fullmatch(
+        r"MoLA has the lowest log loss, -?[\d.]+, clearly ahead of DE \(by 0\.1050 \N{PLUS-MINUS SIGN} 0\.0500\)",
+        _said(clear, "the lowest log loss", 4),
+    )
+    one, other = paired(1.9 / 400**0.5, 1.0)
+    told = _said(lead({("MoLA",): one, ("DE",): other}, "low"), "the lowest log loss", 4)
+    assert told.endswith(
+        "but is not clearly ahead of DE (by 0.0950 \N{PLUS-MINUS SIGN} 0.0500, within 2 standard errors)"
+    )
+    assert _said(lead({("MoLA",): one, ("DE",): one}, "low"), "x", 4).startswith("All methods share x, ")
+    single = lead({("MoLA",): mean_of(torch.tensor([1.0])), ("DE",): mean_of(torch.tensor([2.0]))}, "low")
+    assert _said(single, "x", 1) == "MoLA has x, 1.0, but is not clearly ahead of DE (by 1.0, of a single input)"

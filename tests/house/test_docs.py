@@ -1,0 +1,162 @@
+"""Every Python snippet of README and docs runs, in order, in one namespace for each page.
+
+Comments in a page say more: `<!-- setup ... -->` holds what the reader has already, `<!-- file: NAME -->` that the snippet below it
+is a file, `<!-- run -->` that the commands below it run there and then.
+"""
+
+import re
+import runpy
+import shlex
+import shutil
+import struct
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.__main__ import main
+from mola.lab.models import lenet
+from mola.saving.weights_files import save_weights
+from tests.own_work import make_desk
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SNIPPET = re.compile(
+    r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```python\n(?P<code>.*?)^```"
+    r"|<!-- setup[^\n]*\n(?P<setup>.*?)-->"
+    r"|^<!-- run -->\n```console\n(?P<commands>.*?)^```",
+    re.M | re.S,
+)
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def run_command(line, monkeypatch):
+    """What a shell would do with it, in this process."""
+    words = shlex.split(line, comments=True)
+    monkeypatch.setattr("sys.argv", words)
+    if words[0] == "python":
+        runpy.run_path(words[1], run_name="__main__")
+        return
+    assert words[0] == "mola", line
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_snippets_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.set_default_dtype(torch.float32)
+    namespace = {"torch": torch}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mola.MolaWarning)
+        for match in SNIPPET.finditer(page.read_text()):
+            if match["file"]:
+                (tmp_path / match["file"]).write_text(match["code"])
+                monkeypatch.delitem(sys.modules, Path(match["file"]).stem, raising=False)
+            elif match["commands"]:
+                for line in match["commands"].replace("\\\n", " ").splitlines():
+                    run_command(line, monkeypatch)
+            else:
+                exec(compile(match["code"] or match["setup"], page.name, "exec"), namespace)
+    for name in [name for name, module in sys.modules.items() if str(tmp_path) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
+    if page.name == "README.md":
+        assert namespace["probs"].shape == (10, 3)
+        assert torch.allclose(namespace["anything"](namespace["x"]).sum(1), torch.ones(10), atol=1e-6)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_to_files_exist(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+COMMANDS = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
+
+
+def commands():
+    """Every command of README's section on one's own models, and of the page it points to, in order."""
+    section = (ROOT / "README.md").read_text().split("## Your own models")[1].split("\n## ")[0]
+    for block in COMMANDS.findall(section + (ROOT / "docs" / "commands.md").read_text()):
+        yield from (line for line in block.splitlines() if line.startswith("mola "))
+
+
+def write_idx(folder: Path, prefix: str, pixels: np.ndarray, labels: np.ndarray) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    heading = struct.pack(">4I", 0x803, *pixels.shape)
+    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(heading + pixels.tobytes())
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, len(labels)) + labels.tobytes())
+
+
+def bars(count: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Images in MNIST's form that ten epochs of nothing can learn: a bar at the height of its class."""
+    labels = np.arange(count, dtype=np.uint8) % 10
+    pixels = draw.integers(0, 60, (count, 28, 28))
+    for place, label in enumerate(labels):
+        pixels[place, 2 * label + 3 : 2 * label + 6] += 150
+    return pixels.astype(np.uint8), labels
+
+
+def prepare(folder: Path) -> None:
+    """What the page says the reader has: checkpoints, data in their standard files, images and a module."""
+    draw = np.random.default_rng(0)
+    for prefix, count in (("train", 200), ("t10k", 100)):
+        write_idx(folder / "DIR" / "MNIST" / "raw", prefix, *bars(count, draw))
+    noise = draw.integers(0, 256, (40, 28, 28)).astype(np.uint8)
+    write_idx(folder / "DIR" / "FashionMNIST" / "raw", "t10k", noise, np.zeros(40, dtype=np.uint8))
+    pixels, labels = bars(200, draw)
+    inputs, targets = torch.from_numpy(pixels)[:, None].float() / 255, torch.from_numpy(labels).long()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        network = lenet()
+        optimiser = torch.optim.Adam(network.parameters(), lr=3e-3)
+        for _ in range(25):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(network(inputs), targets).backward()
+            optimiser.step()
+        save_weights(network, folder / "checkpoints" / f"{seed}.safetensors")
+    # Images of 6 by 6 pixels; the page resizes to 32, so the networks are made for that.
+    desk = make_desk(folder, "models", side=32)
+    for name, network in zip("ab", desk.networks(2), strict=True):
+        torch.save(network.state_dict(), folder / f"{name}.pt")
+    (folder / "images").mkdir()
+    for name, part in (
+        ("train", "train"),
+        ("val", "val"),
+        ("test", "test"),
+        ("strange", "strange"),
+        ("new", "strange"),
+    ):
+        shutil.copytree(folder / part, folder / "images" / name)
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_commands_for_own_models_run(tmp_path, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ran = []
+    for line in commands():
+        words = shlex.split(line, comments=True)
+        expanded = [one for word in words for one in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
+        monkeypatch.setattr("sys.argv", expanded)
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert not stop.value.code, line
+        ran.append(words[1])
+    assert {"fit", "evaluate", "predict", "info"} <= set(ran)
+    assert "MoLA" in (tmp_path / "report" / "index.html").read_text()
+    assert (tmp_path / "predictions.csv").read_text().count("\n") == 101
+    assert (tmp_path / "predictions.jsonl").read_text().count("probabilities") == 12
+    assert (tmp_path / "posterior-nll" / "job.toml").exists()

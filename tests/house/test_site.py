@@ -1,0 +1,165 @@
+"""The documentation as a site: it builds without a warning, is whole, and asks no other host for anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import types
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import mola
+
+ROOT = Path(__file__).resolve().parents[2]
+LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "embed": "src", "object": "data"}
+"""Elements that fetch something when a page is shown, and where they say what."""
+
+
+def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", folder],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = build(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+
+
+class Elements(HTMLParser):
+    """All opening tags of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def hook(name):
+    found = importlib.util.spec_from_file_location(f"hook_{name}", ROOT / "docs" / "hooks" / f"{name}.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_every_page_of_docs_is_on_the_site(pages):
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() in pages
+
+
+def test_every_public_name_is_in_the_reference(pages):
+    public = {
+        name
+        for name in dir(mola)
+        if not name.startswith("_")
+        and name != "TYPE_CHECKING"
+        and not isinstance(getattr(mola, name), types.ModuleType)
+    }
+    reference = "".join(text for name, text in pages.items() if name.startswith("reference/"))
+    documented = set(re.findall(r'<h2 id="mola\.(\w+)"', reference))
+    assert len(public) > 50
+    assert public - documented == set()
+
+
+def test_nothing_is_loaded_from_another_host(site, pages):
+    for name, text in pages.items():
+        for tag, attributes in Elements(text).found:
+            aim = attributes.get(LOADING.get(tag, "")) or (attributes.get("href") if tag == "link" else None)
+            if aim is not None and (tag != "link" or attributes.get("rel") not in ("canonical", "next", "prev")):
+                assert not re.match(r"(https?:)?//", aim), (name, tag, aim)
+            # The theme would fetch a library to draw it.
+            assert "mermaid" not in (attributes.get("class") or ""), name
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", style.read_text(encoding="utf-8")), style.name
+    own = list((site / "assets").glob("*.js"))
+    assert [path.name for path in own] == ["iframe-worker.js"]
+    assert "http" not in own[0].read_text(encoding="utf-8").split("*/")[1]
+
+
+def test_what_pages_point_to_is_there(site, pages):
+    seen = 0
+    for name, text in pages.items():
+        if name == "404.html":
+            continue
+        for tag, attributes in Elements(text).found:
+            aim = attributes.get(LOADING.get(tag, "")) or (attributes.get("href") if tag in ("a", "link") else None)
+            if not aim or urlsplit(aim).scheme or aim.startswith("#"):
+                continue
+            target = (site / name).parent / unquote(urlsplit(aim).path)
+            assert target.is_file(), (name, tag, aim)
+            seen += 1
+    assert seen > 1000
+
+
+def test_formulas_are_mathml(pages):
+    for page in ("method", "links", "scale"):
+        source = re.sub(r"^```.*?^```|`[^`\n]+`", "", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.M | re.S)
+        formulas = re.findall(r"\$\$.+?\$\$|\$[^$\n]+\$", source, re.S)
+        assert pages[f"{page}.html"].count("<math ") == len(formulas) > 5
+    assert "<math " in pages["reference/structures.html"]
+    for name, text in pages.items():
+        assert 'class="arithmatex"' not in text, name
+        # What the translation does not know is passed on as it is: a backslash and a name.
+        assert re.findall(r"<(?:mi|mo|mtext)[^>]*>\\\w+", text) == [], name
+        assert ":math:" not in text, name
+        assert ".. math" not in text, name
+
+
+def test_records_that_pages_cite_are_on_the_site(site):
+    for path in ("benchmarks/results/fit_overhead.json", "results/cifar10/cost.json"):
+        assert (site / "repository" / path).read_bytes() == (ROOT / path).read_bytes()
+
+
+def test_search_works_from_files_too(site):
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert index.startswith("var __index = {")
+    for word in ("Mahalanobis", "ConfidenceThreshold", "DistributedSampler"):
+        assert word in index
+
+
+def test_a_dead_link_is_an_error(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# A page\n\n[nowhere](nowhere.md)\n")
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT}/mkdocs.yml\nnav: [index.md]\nplugins: []\nhooks: []\n")
+    done = build(tmp_path / "site", tmp_path / "mkdocs.yml")
+    assert done.returncode != 0
+    assert "nowhere.md" in done.stderr
+
+
+def test_docstrings_speak_markdown():
+    translated = hook("docstrings").as_markdown(
+        "Sums of :math:`a\nb`.\n\n.. math:: x = y\n   + z.\n\nAfter.\n\n    .. math:: q\n\n    More."
+    )
+    assert translated == "Sums of $a b$.\n\n\n$$\nx = y + z.\n$$\n\n\nAfter.\n\n\n    $$\n    q\n    $$\n\n\n    More."
+
+
+def test_links_out_of_docs_are_found():
+    repository = hook("repository")
+    page = "[a](../results) [b](links.md) [c](https://x.y) [d](../Makefile#e) `[f](../LICENSE)` [g](tables.py) [h](../nothing)"
+    assert repository.links(page, "docs") == ["Makefile", "docs/tables.py", "results"]
+    assert repository.place("results") == "repository/results/index.md"
+    assert repository.place("docs/tables.py") == "repository/docs/tables.py.md"
+    assert repository.place("docs/links.md") == "links.md"
+    assert repository.place("benchmarks/results/modes.json") == "repository/benchmarks/results/modes.json"

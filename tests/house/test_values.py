@@ -1,0 +1,140 @@
+"""Numbers on the pages: each is one of a record, and none stands there by itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+FILLED = [page for page in sorted(DOCS.rglob("*.md")) if re.search("<!-- (= |cut:)", page.read_text(encoding="utf-8"))]
+MEASURED = [DOCS / f"{name}.md" for name in ("choosing", "index", "laplace-torch", "method", "outliers")]
+"""Pages on which every decimal and every percentage must be a record's."""
+
+
+def _module(name, path):
+    found = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses look for it there
+    found.loader.exec_module(module)
+    return module
+
+
+VALUES = _module("values_of_docs", DOCS / "values.py")
+
+
+def _record(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _written_by_hand(page: str) -> list[str]:
+    """Decimals and percentages that no record stands behind; code and formulas are not measurements."""
+    page = VALUES.CUT.sub("", VALUES.VALUE.sub("", page))
+    page = re.sub(
+        r"<!--.*?-->|^```.*?^```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$|<[^>]*>|\]\([^)]*\)", "", page, flags=re.M | re.S
+    )
+    return re.findall(r"\d*\.\d+|\d+(?= ?%)", page)
+
+
+@pytest.mark.parametrize("page", FILLED, ids=lambda page: page.name)
+def test_numbers_are_those_of_the_records(page):
+    text = page.read_text(encoding="utf-8")
+    assert VALUES.fill(text) == text, f"run: python docs/values.py {page.relative_to(ROOT)}"
+    # To Markdown, a comment at the start of a line ends the paragraph.
+    assert re.findall(r"^ *<!-- = .*", text, re.M) == []
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.name)
+def test_no_number_is_written_by_hand(page):
+    assert _written_by_hand(page.read_text(encoding="utf-8")) == []
+
+
+def test_the_tables_of_links_are_those_of_the_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = _module("links_benchmark", ROOT / "benchmarks" / "links_against_monte_carlo.py")
+    found = _record("links_against_monte_carlo")
+    page = (DOCS / "links.md").read_text(encoding="utf-8")
+    tables = [benchmark.error_table(found["rows"], rule) for rule in ("threshold", "validation NLL")]
+    tables += [benchmark.score_table(found["tuned"]), benchmark.variance_table(found["variances"])]
+    for table in tables:
+        assert table.count("\n") > 4
+        assert table in page
+
+
+def test_the_table_of_exports_is_that_of_the_record():
+    page = (DOCS / "export.md").read_text(encoding="utf-8")
+    outputs = ("probabilities", "confidence", "entropy", "mutual_information", "ood_score")
+    for precision, found in _record("export_agreement")["summary"].items():
+        cells = [f"{found[name]:.1e}".replace("e-0", "e-") for name in outputs]
+        row = [precision, f"{found['tolerance']:g}", *cells, f"{found['labels']} of {found['rows']}"]
+        assert f"| {' | '.join(row)} |" in page
+
+
+def test_the_constants_of_scale_are_those_of_the_record():
+    page = (DOCS / "scale.md").read_text(encoding="utf-8")
+    found = _record("scale_out")
+    arithmetic, sums = found["arithmetic"], found["sums"]
+    rate = arithmetic["operations_a_second"]
+    for words in (
+        f"{1e3 * arithmetic['seconds_for_each_datum']:.2f} ms a datum and network: r = {rate / 1e9:.1f} · 10⁹",
+        f"{rate / arithmetic['float64_product_operations_a_second']:.0%}".replace("%", " % of this core's"),
+        f"{sums['sum_bytes'] / 1e6:.1f} MB a network",
+        f"{sums['all_reduce_seconds']:.2f} s a network through gloo",
+        f"{arithmetic['eigenproblem_seconds']:.1f} s a network |",
+        f"1/{found['speed_up_cpu']:.2f} of the CPU time",
+        f"({found['speed_up_cpu_least']:.2f} to {found['speed_up_cpu_most']:.2f} in five turns",
+        f"({found['speed_up']:.2f}, from {found['speed_up_least']:.2f} to {found['speed_up_most']:.2f})",
+    ):
+        assert words in page
+
+
+def test_a_number_that_is_written_by_hand_is_noticed():
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    assert _written_by_hand(page + "\nIt is better by 3.1 points, or 12 %.\n") == ["3.1", "12"]
+    assert _written_by_hand(page + "\n| `kron` | 0.17 |\n") == ["0.17"]
+
+
+def test_a_forged_number_is_noticed():
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    in_text, in_table = re.search(r"-->(0\.\d+)<!-- /=", page), re.search(r"^\| MAP \|.*?(\d+\.\d+)", page, re.M)
+    for number in (in_text, in_table):
+        forged = page[: number.start(1)] + "0.1234" + page[number.end(1) :]
+        assert forged != page
+        assert VALUES.fill(forged) == page
+
+
+@pytest.mark.parametrize("ending", ["<!-- /= -->", "<!-- end -->"])
+def test_a_place_that_is_not_closed_takes_no_text_with_it(ending):
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    for place in (page.index(ending), page.rindex(ending)):
+        with pytest.raises(ValueError, match="is not closed"):
+            VALUES.fill(page[:place] + page[place + len(ending) :])
+
+
+def test_the_page_of_choices_has_a_table_for_each_option():
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    for name in ("structures", "variants", "rules", "weights", "components"):
+        assert f"<!-- cut: cifar10 ablation {name};" in page
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("<!-- = cifar10 nothing; MoLA; NLL -->?<!-- /= -->", "has no table 'nothing'; it has outliers"),
+        ("<!-- = cifar10 in-distribution; MOLA; NLL -->?<!-- /= -->", "no .'MOLA'.. Rows: MAP"),
+        ("<!-- cut: cifar10 in-distribution; MoLA; nil -->\n<!-- end -->", "no .'nil'.. Rows: .* Columns: accuracy"),
+        ("<!-- = benchmarks/results/modes.json; weigths; d -->?<!-- /= -->", "weigths"),
+        (
+            "<!-- = benchmarks/results/fit_overhead.json; rows; structure=krom; fit; whole; .2f -->?<!-- /= -->",
+            "0 of [0-9]+ entries have structure=krom, expected one",
+        ),
+    ],
+)
+def test_a_place_for_what_there_is_not_is_an_error(place, message):
+    with pytest.raises(KeyError, match=message):
+        VALUES.fill(place)

@@ -1,0 +1,326 @@
+"""The demo, run for real at a reduced size: what it finds, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mola.app.cli import app
+from mola.compare.demo_result import METHODS, DemoResult, DemoSettings
+from mola.compare.report.demo import write_demo
+from mola.compare.report.figures import FIGURES, Drawn
+from mola.compare.report.tables import Column, demo_tables, make_table
+from mola.compare.report.words import headlines, near_one
+from mola.lab.demo import plane_points, run_demo
+
+SMALL = DemoSettings(seed=0, members=3, epochs=60, outliers=200, moons_epochs=80, map_size=25)
+TINY = DemoSettings(seed=1, members=2, epochs=2, outliers=20, moons_epochs=2, map_size=5)
+NEAR = ("natural patches", "noise")
+FAR, FAR_DIGITS = "noise \N{MULTIPLICATION SIGN}1000", "digits \N{MULTIPLICATION SIGN}1000"
+
+
+@dataclass
+class Runs:
+    """A demo that shows something, a tiny one twice, and what they left behind in the process."""
+
+    result: DemoResult
+    tiny: DemoResult
+    again: DemoResult
+    steps: list[tuple[str, float]]
+    random_state_kept: bool
+    threads_kept: bool
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    # All here, because only here do they see the same default precision: other tests run in float64.
+    steps: list[tuple[str, float]] = []
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    result = run_demo(SMALL, lambda doing, done: steps.append((doing, done)))
+    kept = torch.equal(torch.get_rng_state(), state), torch.get_num_threads() == threads
+    return Runs(result, run_demo(TINY), run_demo(TINY), steps, *kept)
+
+
+@pytest.fixture(scope="module")
+def result(runs) -> DemoResult:
+    return runs.result
+
+
+@pytest.fixture(scope="module")
+def written(result, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("demo")
+    assert write_demo(result, directory) == directory / "index.html"
+    return directory
+
+
+# --- what it finds --------------------------------------------------------------------------------------------------
+
+
+def test_every_method_recognises_digits(result):
+    assert list(result.digits.clean) == list(METHODS)
+    assert all(scores.accuracy > 0.93 for scores in result.digits.clean.values())
+
+
+def test_laplace_costs_nothing_in_distribution(result):
+    clean = result.digits.clean
+    assert clean["MoLA"].nll < clean["MAP"].nll
+    assert clean["MoLA"].accuracy > clean["MAP"].accuracy - 0.01
+    assert clean["MoLA"].ece < clean["MAP"].ece + 0.02
+
+
+@pytest.mark.parametrize("kind", [*NEAR, FAR])
+def test_mola_is_less_sure_of_outliers_than_map_and_tells_them_apart_better(result, kind):
+    found = result.digits.detection[kind]
+    assert found["MoLA"].confidence < found["MAP"].confidence - 0.1
+    assert found["MoLA"].auroc > found["MAP"].auroc + 0.05
+    assert found["MoLA"].confidence < found["DE"].confidence
+    assert found["LLLA"].confidence < found["MAP"].confidence
+
+
+def test_the_table_tells_what_the_predictions_were(result):
+    digits = result.digits
+    for kind, found in digits.detection.items():
+        for method in METHODS:
+            outliers, inliers = digits.confidences[kind][method], digits.confidences["test digits"][method]
+            assert found[method].confidence == pytest.approx(outliers.mean(), rel=1e-12)
+            wins = (outliers[:, None] < inliers).mean() + (outliers[:, None] == inliers).mean() / 2
+            assert found[method].auroc == pytest.approx(wins)
+
+
+def test_the_ood_score_sees_direction_and_not_length(result):
+    for method in ("LLLA", "MoLA"):
+        scores = {kind: found[method].scores["ood score"][0] for kind, found in result.digits.detection.items()}
+        assert scores[FAR] == pytest.approx(scores["noise"], abs=1e-3)
+        assert scores[FAR_DIGITS] == pytest.approx(0.5, abs=1e-3)
+        assert scores["noise"] > result.digits.detection["noise"][method].auroc
+
+
+def test_rotation_hurts_mola_less(result):
+    rotated = result.digits.rotated
+    assert list(rotated) == list(range(0, 181, 15))
+    for angle in range(30, 181, 15):
+        assert rotated[angle]["MoLA"].nll < rotated[angle]["MAP"].nll
+        assert rotated[angle]["MoLA"].confidence < rotated[angle]["MAP"].confidence
+    assert rotated[45]["MAP"].accuracy < rotated[15]["MAP"].accuracy < rotated[0]["MAP"].accuracy
+
+
+def test_reliability_counts_every_prediction(result):
+    for angle, by_method in result.digits.reliability.items():
+        for method, bins in by_method.items():
+            scores = result.digits.rotated[angle][method]
+            assert bins[:, 0].sum() == 500
+            assert bins[:, 1].sum() / 500 == pytest.approx(scores.confidence)
+            assert bins[:, 2].sum() / 500 == pytest.approx(scores.accuracy)
+
+
+@pytest.mark.parametrize("kind", ["noise", "test digits"])
+def test_far_away_confidence_meets_its_limit_and_stays_below_the_bound(result, kind):
+    distance = result.distance
+    assert distance.scales[0] == 1
+    assert distance.scales[-1] == pytest.approx(1e6)
+    for method in ("LLLA", "MoLA"):
+        curve, limit, bound = (
+            distance.curves[kind][method],
+            distance.limits[kind][method],
+            distance.bounds[kind][method],
+        )
+        assert curve[-1] == pytest.approx(limit, abs=1e-5)
+        assert abs(curve[0] - limit) > 1e-4
+        assert (curve <= bound + 1e-6).all()
+        assert limit < 0.999
+    assert distance.curves[kind]["MAP"][-1] > 0.9999
+
+
+def test_the_bound_bites_at_small_prior_precisions_and_is_never_crossed(result):
+    distance = result.distance
+    assert (distance.limit <= distance.bound + 1e-12).all()
+    assert (np.diff(distance.bound) >= -1e-12).all()
+    assert distance.bound[0] < 0.2
+    assert distance.bound[-1] > 0.999
+    assert distance.limit[0] == pytest.approx(0.1, abs=0.01)  # ten classes, and nothing known
+
+
+def test_on_two_moons_map_is_sure_nearly_everywhere_and_mola_is_not(result):
+    maps = result.moons.maps
+    assert all(confidence.shape == (25, 25) for confidence in maps.values())
+    assert all(confidence.min() >= 0.5 for confidence in maps.values())
+    assert maps["MAP"].mean() > 0.97
+    assert maps["MoLA"].mean() < maps["DE"].mean() < maps["MAP"].mean()
+
+
+def test_maps_have_rows_from_the_lowest_and_columns_from_the_left():
+    plane = plane_points(2.0, 5).reshape(5, 5, 2)
+    assert plane[0, 4].tolist() == [2.0, -2.0]
+    assert plane[4, 0].tolist() == [-2.0, 2.0]
+    assert plane[3, 2].tolist() == [0.0, 1.0]
+
+
+def test_the_same_seed_gives_the_same_numbers(runs):
+    first, again = runs.tiny.numbers(), runs.again.numbers()
+    del first["seconds"], again["seconds"]
+    assert first == again
+    for method in METHODS:
+        np.testing.assert_array_equal(runs.tiny.moons.maps[method], runs.again.moons.maps[method])
+        for kind, confidences in runs.tiny.digits.confidences.items():
+            np.testing.assert_array_equal(confidences[method], runs.again.digits.confidences[kind][method])
+    np.testing.assert_array_equal(runs.tiny.distance.bound, runs.again.distance.bound)
+
+
+def test_it_leaves_no_trace_in_the_process(runs):
+    assert runs.random_state_kept
+    assert runs.threads_kept
+
+
+def test_progress_only_grows(runs):
+    shares = [done for _, done in runs.steps]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] < 0.05
+    assert 0.9 < shares[-1] <= 1
+    assert [doing for doing, _ in runs.steps if doing.startswith("training")][-1] == "training network 3 of 3"
+
+
+# --- what it leaves on disk -----------------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    """Ids, references, tags and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids, self.references, self.tags, self.text = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            elif name.split(":")[-1] in ("href", "src", "srcset", "action", "data"):
+                self.references.append(value)
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_holds_every_figure_and_asks_for_nothing(written):
+    text = (written / "index.html").read_text(encoding="utf-8")
+    page = _Page(text)
+    for name in FIGURES:
+        for shape in ("wide", "narrow"):
+            assert any(one.startswith(f"{name}-{shape}-") for one in page.ids), (name, shape)
+    assert page.tags.count("svg") == 2 * len(FIGURES)
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert all(value.startswith(("#", "data:image/png;base64,")) for value in page.references)
+    assert "://" not in text
+    assert "@import" not in text
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+
+
+def test_ids_on_the_page_are_unique_and_every_reference_is_met(written):
+    text = (written / "index.html").read_text(encoding="utf-8")
+    page = _Page(text)
+    assert len(page.ids) == len(set(page.ids))
+    wanted = {value[1:] for value in page.references if value.startswith("#")}
+    wanted |= {target[1:] for target in re.findall(r"url\(([^)]*)\)", text)}
+    assert wanted <= set(page.ids)
+
+
+def test_figures_follow_the_page_from_light_to_dark(written):
+    text = (written / "index.html").read_text(encoding="utf-8")
+    assert "currentColor" in text
+    assert "prefers-color-scheme: dark" in text
+    assert "#25303b" not in text.split("</style>")[1]
+
+
+def test_the_page_says_what_the_tables_say(written, result):
+    words = "".join(_Page((written / "index.html").read_text(encoding="utf-8")).text)
+    for table in demo_tables(result):
+        assert table.title in words
+        assert all(cell.text in words for row in table.rows for cell in row.cells)
+    assert all(headline.sentence in words for headline in headlines(result))
+
+
+def test_figures_and_numbers_stand_beside_the_page(written, result):
+    assert sorted(path.name for path in written.iterdir()) == ["figures", "index.html", "numbers.json"]
+    for name in FIGURES:
+        assert (written / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (written / "figures" / f"{name}.svg").read_text(encoding="utf-8").startswith("<svg style")
+    stored = json.loads((written / "numbers.json").read_text(encoding="utf-8"))
+    assert stored["detection"]["noise"]["MoLA"]["auroc"] == result.digits.detection["noise"]["MoLA"].auroc
+    assert stored["rotated"]["45"]["DE"]["nll"] == result.digits.rotated[45]["DE"].nll
+
+
+def test_a_table_marks_what_was_found_to_lead():
+    columns = [Column("loss", better="low", digits=1), Column("size")]
+    values = {"a": (0.11, 1), "b": (0.14, 2)}
+    table = make_table("", "", columns, values, aside={"c": (0.0, None)}, best={("b", 0)})
+    assert [[cell.best for cell in row.cells] for row in table.rows] == [[False, False], [True, False], [False, False]]
+    assert [cell.text for cell in table.rows[2].cells] == ["0.0", "\N{EN DASH}"]
+
+
+def test_every_method_is_shown_by_every_score_that_it_has(result):
+    for kind, by_method in result.digits.detection.items():
+        for method, found in by_method.items():
+            own = {"ood score"} if method in ("LLLA", "MoLA") else set()
+            assert set(found.scores) == {"max probability", "entropy", "energy", "maximum logit"} | own, (kind, method)
+            assert found.auroc == found.scores["max probability"][0]
+    table = demo_tables(result)[-1]
+    assert [row.name for row in table.rows].count("DE, energy") == 1
+    assert not any(row.aside for row in table.rows)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0.25, "0.250"), (1 - 2e-9, "1 - 2e-09"), (1.0, "1 to machine precision")]
+)
+def test_a_bound_near_one_is_told_apart_from_one(value, words):
+    assert near_one(value) == words
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _drawn_elsewhere(monkeypatch, result):
+    """The command's own work, without another run and another drawing of what the tests above look at."""
+    monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda settings, progress: replace(result, settings=settings))
+    monkeypatch.setattr(
+        "mola.compare.report.demo.draw", lambda name, result: Drawn(name, "<svg ></svg>", "<svg ></svg>", b"")
+    )
+
+
+@pytest.mark.usefixtures("_drawn_elsewhere")
+def test_the_command_prints_the_tables_and_writes_the_page(result, tmp_path):
+    outcome = CliRunner().invoke(app, ["demo", "--seed", "7", "--output", str(tmp_path / "deep" / "out")])
+    assert outcome.exit_code == 0, outcome.output
+    for method in METHODS:
+        assert f"{100 * result.digits.detection['noise'][method].auroc:.1f}" in outcome.stdout
+    assert "MoLA, ood score" in outcome.stdout
+    assert "DE, energy" in outcome.stdout
+    assert "drawing moons" in outcome.stderr
+    stored = json.loads((tmp_path / "deep" / "out" / "numbers.json").read_text(encoding="utf-8"))
+    assert stored["settings"] == asdict(DemoSettings(seed=7))
+    assert "mola demo --seed 7" in (tmp_path / "deep" / "out" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("_drawn_elsewhere")
+def test_quiet_is_quiet(tmp_path):
+    outcome = CliRunner().invoke(app, ["demo", "--quiet", "--output", str(tmp_path)])
+    assert (outcome.exit_code, outcome.output) == (0, "")
+    assert (tmp_path / "index.html").is_file()
+
+
+@pytest.mark.usefixtures("_drawn_elsewhere")
+def test_what_tuning_remarks_is_shown_as_a_note(result, monkeypatch, tmp_path):
+    remark = "LLLA: the search for the prior precision went [on]."
+    noted = replace(result, digits=replace(result.digits, notes=(remark,)))
+    monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda settings, progress: noted)
+    outcome = CliRunner().invoke(app, ["demo", "--output", str(tmp_path)])
+    assert remark in " ".join(outcome.stdout.split())
+    assert remark in (tmp_path / "index.html").read_text(encoding="utf-8")

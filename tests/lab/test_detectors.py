@@ -1,0 +1,223 @@
+"""Detectors against loops and scikit-learn; scores of logits against their definitions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.covariance import EmpiricalCovariance
+from sklearn.neighbors import NearestNeighbors
+
+import mola.lab.detectors
+from mola.errors import DataError, OptionError
+from mola.lab.detectors import DetectorEnsemble, Mahalanobis, NearestNeighbours
+from mola.metrics import auroc
+from mola.uncertainty import energy_score, max_logit_score
+
+
+def make_features(seed=0, count=300, width=6, classes=4):
+    """Correlated clusters, and queries around and far from them."""
+    generator = torch.Generator().manual_seed(seed)
+    means = 3 * torch.randn(classes, width, generator=generator)
+    mixing = torch.randn(width, width, generator=generator)
+    labels = torch.randint(classes, (count,), generator=generator)
+    features = means[labels] + torch.randn(count, width, generator=generator) @ mixing
+    queries = 4 * torch.randn(70, width, generator=generator)
+    return features, labels, queries
+
+
+@pytest.fixture(params=[2**23, 50], ids=["at once", "in turns"])
+def turns(request, monkeypatch):
+    monkeypatch.setattr(mola.lab.detectors, "PAIRS_AT_ONCE", request.param)
+    if request.param == 50:
+        monkeypatch.setattr(mola.lab.detectors, "BANK_AT_ONCE", 11)
+
+
+def loop_mahalanobis(features, labels, queries, relative):
+    features, labels, queries = features.numpy(), labels.numpy(), queries.numpy()
+    means = {c: features[labels == c].mean(0) for c in set(labels.tolist())}
+    residuals = np.stack([row - means[c] for row, c in zip(features, labels.tolist(), strict=True)])
+    inverse = np.linalg.pinv(sum(np.outer(row, row) for row in residuals) / len(residuals), hermitian=True)
+    everything = np.linalg.pinv(np.cov(features.T, bias=True), hermitian=True)
+    scores = []
+    for query in queries:
+        score = min((query - mean) @ inverse @ (query - mean) for mean in means.values())
+        if relative:
+            score -= (query - features.mean(0)) @ everything @ (query - features.mean(0))
+        scores.append(score)
+    return np.array(scores)
+
+
+@pytest.mark.usefixtures("turns")
+@pytest.mark.parametrize("relative", [False, True])
+def test_mahalanobis_against_a_loop(relative):
+    features, labels, queries = make_features()
+    labels = 3 * labels  # class numbers need not be consecutive
+    detector = Mahalanobis.fit(features, labels, relative=relative)
+    expected = loop_mahalanobis(features, labels, queries, relative)
+    np.testing.assert_allclose(detector(queries).numpy(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_mahalanobis_of_one_class_is_sklearns():
+    features, labels, queries = make_features(classes=1)
+    theirs = EmpiricalCovariance().fit(features.numpy()).mahalanobis(queries.numpy())
+    np.testing.assert_allclose(Mahalanobis.fit(features, labels)(queries).numpy(), theirs, rtol=1e-10)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_mahalanobis_is_invariant_to_linear_maps(relative):
+    """Distances have the units of the data: any invertible affine map of the features changes nothing."""
+    features, labels, queries = make_features(1)
+    generator = torch.Generator().manual_seed(5)
+    mixing, shift = torch.randn(6, 6, generator=generator), 100 * torch.randn(6, generator=generator)
+    ours = Mahalanobis.fit(features, labels, relative=relative)(queries)
+    mapped = Mahalanobis.fit(features @ mixing + shift, labels, relative=relative)(queries @ mixing + shift)
+    torch.testing.assert_close(mapped, ours, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_dead_features_change_nothing(relative):
+    features, labels, queries = make_features(2)
+    ours = Mahalanobis.fit(features, labels, relative=relative)(queries)
+
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(6, 5, generator=generator)
+
+    def padded(values, off):
+        """Two constant columns and five that follow from the others, left by `off` as training data never leave them."""
+        never = torch.cat([-off @ mixing.T, off], 1)  # orthogonal to every (value, value @ mixing)
+        constant = 0.1 + off[:, :2]
+        return torch.cat([torch.cat([values, values @ mixing], 1) + never, constant], 1)
+
+    detector = Mahalanobis.fit(padded(features, torch.zeros(300, 5)), labels, relative=relative)
+    for off in (torch.zeros(70, 5), torch.randn(70, 5, generator=generator)):
+        torch.testing.assert_close(detector(padded(queries, off)), ours, rtol=1e-8, atol=1e-8)
+
+
+def test_sums_are_exact_for_float32_features_far_from_zero():
+    features, labels, queries = make_features(3)
+    shifted, far = (features + 1e4).float(), (queries + 1e4).float()
+    expected = loop_mahalanobis(shifted.double(), labels, far.double(), relative=False)
+    scores = Mahalanobis.fit(shifted, labels)(far)
+    assert scores.dtype == torch.float32
+    np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-6)
+    assert Mahalanobis.fit(features.half(), labels)(1000 * queries.half()).isfinite().all()
+
+
+@pytest.mark.usefixtures("turns")
+@pytest.mark.parametrize("k", [1, 7, 50, 300])
+def test_nearest_neighbours_against_sklearn(k):
+    features, labels, queries = make_features()
+    unit = features / features.norm(dim=1, keepdim=True)
+    theirs = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(unit.numpy())
+    expected = theirs.kneighbors((queries / queries.norm(dim=1, keepdim=True)).numpy())[0][:, -1]
+    detector = NearestNeighbours.fit(features, labels, k=k)
+    np.testing.assert_allclose(detector(queries).numpy(), expected, atol=1e-9)
+    # Lengths do not matter.
+    np.testing.assert_allclose(detector(7 * queries).numpy(), expected, atol=1e-9)
+
+
+def test_nearest_neighbours_of_training_points_and_of_nothing():
+    features, labels, _ = make_features()
+    # Each point is its own first neighbour; cancellation leaves the root of the rounding error.
+    assert NearestNeighbours.fit(features, labels, k=1)(features).max() < 1e-7
+    detector = NearestNeighbours.fit(features, k=3)
+    torch.testing.assert_close(detector(torch.zeros(1, 6)), torch.ones(1))
+    assert detector(features[:0]).shape == (0,)
+    assert NearestNeighbours.fit(features).k == 50
+    torch.testing.assert_close(
+        NearestNeighbours.fit(features.float())(features.float()).double(),
+        NearestNeighbours.fit(features)(features),
+        atol=1e-3,
+        rtol=1e-3,
+    )
+
+
+def test_memory_of_nearest_neighbours_is_bounded(monkeypatch):
+    """No intermediate holds all distances: the largest made is within the stated limit."""
+    features, _, queries = make_features(count=500)
+    monkeypatch.setattr(mola.lab.detectors, "PAIRS_AT_ONCE", 600)
+    monkeypatch.setattr(mola.lab.detectors, "BANK_AT_ONCE", 100)
+    largest = []
+    original = torch.addmm
+
+    def watched(*args, **kwargs):
+        result = original(*args, **kwargs)
+        largest.append(result.numel())
+        return result
+
+    monkeypatch.setattr(torch, "addmm", watched)
+    NearestNeighbours.fit(features, k=10)(queries)
+    assert 0 < max(largest) <= 600
+    assert sum(largest) == 500 * 70
+
+
+@pytest.mark.parametrize("make", [Mahalanobis.fit, NearestNeighbours.fit])
+def test_detectors_find_outliers_and_keep_their_values(make):
+    features, labels, _ = make_features(4)
+    generator = torch.Generator().manual_seed(1)
+    detector = make(features[:200], labels[:200])
+    outside = 20 * torch.randn(100, 6, generator=generator)
+    assert auroc(detector(features[200:]), detector(outside)) > 0.7
+    with pytest.raises(AttributeError):
+        detector.centre = None
+    with pytest.raises(DataError, match=r"features must be floating-point of shape \(n, 6\), got \(3, 5\)"):
+        detector(torch.randn(3, 5))
+    with pytest.raises(DataError, match="1 of 3 rows are not"):
+        detector(torch.tensor([[math.nan] * 6, [0.0] * 6, [1.0] * 6]))
+
+
+def test_what_cannot_be_fitted_is_refused():
+    features, labels, _ = make_features()
+    with pytest.raises(DataError, match="labels must be one class number"):
+        Mahalanobis.fit(features, labels[:-1])
+    with pytest.raises(DataError, match="do not vary within the classes"):
+        Mahalanobis.fit(features[:3], torch.arange(3))
+    with pytest.raises(OptionError, match="k must be between 1 and the 40 training points, got 50"):
+        NearestNeighbours.fit(features[:40])
+    with pytest.raises(OptionError, match="got 0"):
+        NearestNeighbours.fit(features, k=0)
+
+
+def test_an_ensemble_is_indifferent_to_the_units_of_its_members():
+    features, labels, queries = make_features()
+    first, second = Mahalanobis.fit(features, labels), NearestNeighbours.fit(features[:, :4])
+    held = make_features(9)[0]
+    plain = DetectorEnsemble.fit([first, second], [held, held[:, :4]])
+    scaled = DetectorEnsemble.fit([lambda x: 1000 * first(x) - 5, second], [held, held[:, :4]])
+    scores = plain([queries, queries[:, :4]])
+    torch.testing.assert_close(scaled([queries, queries[:, :4]]), scores)
+    # On the reference data every member has mean 0 and spread 1.
+    reference = torch.stack([first(held), second(held[:, :4])])
+    by_hand = ((reference - reference.mean(1, keepdim=True)) / reference.std(1, correction=0, keepdim=True)).mean(0)
+    torch.testing.assert_close(plain([held, held[:, :4]]), by_hand)
+
+
+def test_an_ensemble_needs_features_of_every_member():
+    features, labels, queries = make_features()
+    one = Mahalanobis.fit(features, labels)
+    with pytest.raises(DataError, match="each of the 2 networks; got 1 tensors"):
+        DetectorEnsemble.fit([one, one], [features])
+    both = DetectorEnsemble.fit([one, one], [features, features])
+    with pytest.raises(DataError, match=r"with \[70, 3\] rows"):
+        both([queries, queries[:3]])
+    with pytest.raises(DataError, match="member 1 gives all 300 reference data the same score"):
+        DetectorEnsemble.fit([one, lambda x: torch.zeros(len(x))], [features, features])
+
+
+def test_energy_and_largest_logit_by_their_definitions():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2, 20, 5, generator=generator)
+    for temperature in (0.5, 1.0, 4.0):
+        expected = [
+            [-temperature * math.log(sum(math.exp(value / temperature) for value in row)) for row in member]
+            for member in logits.tolist()
+        ]
+        torch.testing.assert_close(energy_score(logits, temperature), torch.tensor(expected))
+    torch.testing.assert_close(max_logit_score(logits), -logits.amax(-1))
+    torch.testing.assert_close(energy_score(logits, 1e-3), max_logit_score(logits), atol=1e-2, rtol=0)
+    # The energy is what the probabilities do not see: log p_c = f_c + energy.
+    torch.testing.assert_close(torch.log_softmax(logits, -1), logits + energy_score(logits)[..., None])
+    assert energy_score(torch.tensor([[1e4, 0.0]])) == -1e4
+    with pytest.raises(OptionError, match="temperature must be positive"):
+        energy_score(logits, 0.0)

@@ -1,0 +1,249 @@
+"""Downloads from a server on this machine: whole, wrong, cut off, missing; nothing half-written is left."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import sys
+import tarfile
+import threading
+import zipfile
+from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+import mola
+from mola.lab.data import catalogue
+from mola.lab.data.catalogue import DATASETS, Archive, fetch, fetch_archive, load_images
+from mola.lab.data.cifar10_c import ARCHIVE, load_cifar10_c
+from mola.lab.data.files import Original
+from tests.lab.test_datasets import colour, grey, holds, idx, records
+
+pytest.importorskip("pooch")
+
+
+def md5(content):
+    return hashlib.md5(content).hexdigest()
+
+
+class Server:
+    """Answers with `files`; those in `cut` are promised whole but end in the middle."""
+
+    def __init__(self):
+        self.files: dict[str, bytes] = {}
+        self.cut: set[str] = set()
+        self.asked: list[str] = []
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                name = self.path.lstrip("/")
+                owner.asked.append(name)
+                content = owner.files.get(name)
+                if content is None:
+                    self.send_error(404)
+                    return
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2] if name in owner.cut else content)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=partial(self.server.serve_forever, poll_interval=0.01))
+        self.thread.start()
+
+    def offer(self, name, content, mirrors=("",)):
+        self.files[name] = content
+        return Original(name, md5(content), tuple(self.url(f"{mirror}{name}") for mirror in mirrors))
+
+    def url(self, name):
+        return f"http://127.0.0.1:{self.server.server_address[1]}/{name}"
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    started = Server()
+    yield started
+    started.close()
+
+
+def files_in(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def mnist(server, monkeypatch):
+    """MNIST's test set with four digits, from a mirror that has none of them and one that has."""
+    pixels, labels = grey(4), np.arange(4, dtype=np.uint8)
+    originals = tuple(
+        server.offer(f"t10k-{kind}-ubyte.gz", gzip.compress(idx(array)), mirrors=("down/", ""))
+        for kind, array in (("images-idx3", pixels), ("labels-idx1", labels))
+    )
+    dataset = replace(DATASETS["mnist"], originals={"test": originals})
+    monkeypatch.setattr(catalogue, "DATASETS", {"mnist": dataset})
+    return dataset, pixels, labels
+
+
+def test_missing_files_are_fetched_into_torchvisions_folder_and_only_once(tmp_path, server, mnist, capsys):
+    _, pixels, labels = mnist
+    with pytest.raises(mola.DataError, match=r"download=True"):
+        load_images("mnist", "test", tmp_path)
+    assert server.asked == []
+    holds(load_images("mnist", "test", tmp_path, download=True), pixels[:, None], labels)
+    names = ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]
+    assert files_in(tmp_path) == [f"MNIST/raw/{name}" for name in names]
+    assert server.asked == [f"{mirror}{name}" for name in names for mirror in ("down/", "")]
+    assert "100%" in capsys.readouterr().err  # a progress bar, on stderr
+    load_images("mnist", "test", tmp_path, download=True)
+    assert len(server.asked) == 4
+
+
+def test_the_bar_can_be_left_out(tmp_path, mnist, capsys):
+    load_images("mnist", "test", tmp_path, download=True, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_is_there_is_never_replaced(tmp_path, server, mnist):
+    _, pixels, labels = mnist
+    mine = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(idx(pixels[::-1].copy()))
+    holds(load_images("mnist", "test", tmp_path, download=True), pixels[::-1, None], labels)
+    assert not any("images" in name for name in server.asked)
+
+
+@pytest.mark.parametrize("fault", ["wrong", "cut", "missing"])
+def test_what_arrives_broken_is_not_kept(tmp_path, server, mnist, fault):
+    dataset, *_ = mnist
+    name = "t10k-labels-idx1-ubyte.gz"
+    whole = server.files[name]
+    if fault == "wrong":
+        server.files[name] += b"more"
+    elif fault == "cut":
+        server.cut.add(name)
+    else:
+        del server.files[name]
+    expected = dataset.originals["test"][1].md5
+    with pytest.raises(mola.DataError, match=rf"(?s)could not be downloaded: {name} \(md5 {expected}\)") as caught:
+        load_images("mnist", "test", tmp_path, download=True)
+    assert str(tmp_path / "MNIST" / "raw" / name.removesuffix(".gz")) in str(caught.value)
+    assert server.url(name) in str(caught.value)
+    assert files_in(tmp_path) == ["MNIST/raw/t10k-images-idx3-ubyte.gz"]  # the whole one is kept
+    # With the fault mended, the next attempt goes on from there.
+    server.cut.clear()
+    server.files[name] = whole
+    assert len(load_images("mnist", "test", tmp_path, download=True)) == 4
+
+
+def test_without_a_network_the_message_says_what_to_put_where(tmp_path, mnist, monkeypatch):
+    dataset, *_ = mnist
+    nowhere = tuple(replace(original, urls=("http://127.0.0.1:9/x.gz",)) for original in dataset.originals["test"])
+    monkeypatch.setattr(catalogue, "DATASETS", {"mnist": replace(dataset, originals={"test": nowhere})})
+    with pytest.raises(mola.DataError, match=r"(?s)was not to be had.*Put there yourself:.*MNIST/raw/t10k-images"):
+        load_images("mnist", "test", tmp_path, download=True)
+    assert files_in(tmp_path) == []
+
+
+def tarball(members):
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        for name, value in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(value)
+            archive.addfile(entry, io.BytesIO(value))
+    return content.getvalue()
+
+
+def test_of_an_archive_only_what_is_wanted_is_taken_out(tmp_path, server, monkeypatch):
+    pixels = colour(2)
+    inside = "cifar-10-batches-bin/test_batch.bin"
+    content = tarball(
+        {inside: records([[3], [4]], pixels), "../escaped.txt": b"x", "cifar-10-batches-bin/readme.html": b"x"}
+    )
+    dataset = DATASETS["cifar10"]
+    archive = replace(dataset.archives["test"], original=server.offer("cifar-10-binary.tar.gz", content))
+    monkeypatch.setattr(catalogue, "DATASETS", {"cifar10": replace(dataset, archives={"test": archive})})
+    (tmp_path / "data").mkdir()
+    holds(load_images("cifar10", "test", tmp_path / "data", download=True), pixels, [3, 4])
+    assert files_in(tmp_path) == [f"data/{inside}"]
+
+
+def test_zip_archives_too(tmp_path, server):
+    content = io.BytesIO()
+    names = ["emnist-letters-test-images-idx3-ubyte.gz", "emnist-letters-test-labels-idx1-ubyte.gz"]
+    pixels, labels = grey(2), np.array([1, 26], np.uint8)
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, array in zip(names, (pixels, labels), strict=True):
+            archive.writestr(f"gzip/{name}", gzip.compress(idx(array)))
+    dataset = DATASETS["emnist-letters"]
+    own = replace(dataset.archives["test"], original=server.offer("gzip.zip", content.getvalue()))
+    fetch(replace(dataset, archives={"test": own}), "test", tmp_path, progress=False)
+    assert files_in(tmp_path) == [f"EMNIST/raw/{name}" for name in names]
+    holds(load_images("emnist-letters", "test", tmp_path), pixels.transpose(0, 2, 1)[:, None], [0, 25])
+
+
+@pytest.mark.parametrize("fault", ["wrong", "cut", "without", "broken"])
+def test_nothing_is_left_of_an_archive_that_fails(tmp_path, server, fault):
+    name, inside = "set.tar.gz", "folder/file.bin"
+    content = tarball({inside: bytes(100_000)})
+    if fault == "without":
+        content = tarball({"folder/other.bin": b"x"})
+    elif fault == "broken":
+        content = content[: len(content) // 2]
+    original = server.offer(name, content)
+    if fault == "wrong":
+        original = replace(original, md5="0" * 32)
+    elif fault == "cut":
+        server.cut.add(name)
+    with pytest.raises(mola.DataError, match=name):
+        fetch_archive(Archive(original, {inside: inside}), tmp_path, progress=False)
+    assert files_in(tmp_path) == []
+    assert not list(tmp_path.glob(".download*"))
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path, server):
+    (tmp_path / "folder").write_text("in the way")
+    original = server.offer("set.tar.gz", tarball({"folder/file.bin": b"x"}))
+    with pytest.raises(mola.DataError, match=rf"set.tar.gz cannot be unpacked in {tmp_path}: .*folder"):
+        fetch_archive(Archive(original, {"folder/file.bin": "folder/file.bin"}), tmp_path, progress=False)
+    assert files_in(tmp_path) == ["folder"]
+
+
+def test_cifar10_c_comes_as_one_archive(tmp_path, server, monkeypatch):
+    members = {}
+    pixels, labels = colour(5), np.arange(5)
+    for name in ARCHIVE.members:
+        content = io.BytesIO()
+        np.save(content, labels if name.endswith("labels.npy") else pixels.transpose(0, 2, 3, 1))
+        members[name] = content.getvalue()
+    own = replace(ARCHIVE, original=server.offer("CIFAR-10-C.tar", tarball(members)))
+    monkeypatch.setattr("mola.lab.data.cifar10_c.ARCHIVE", own)
+    holds(load_cifar10_c("fog", 3, tmp_path, download=True), pixels[2:3], [2])
+    assert len(files_in(tmp_path)) == 20
+
+
+def test_sets_without_an_address_say_so(tmp_path):
+    with pytest.raises(
+        mola.DataError, match=r"(?s)LSUN classrooms \(test\) cannot be downloaded.*classroom_val_lmdb.zip"
+    ):
+        load_images("lsun", "test", tmp_path, download=True)
+
+
+def test_without_pooch_the_extra_is_named(tmp_path, mnist, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(mola.errors.MissingExtraError, match=r"pip install 'mola-torch\[bench\]'"):
+        load_images("mnist", "test", tmp_path, download=True)

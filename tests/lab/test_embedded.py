@@ -1,0 +1,77 @@
+"""The demo's data: complete, in range, and the same for the same seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mola
+from mola.lab.data.embedded import load_digits, natural_patches, two_moons, uniform_noise
+from mola.lab.data.transforms import rotate
+
+
+def _as_rows(images):
+    return {tuple(image.flatten().tolist()) for image in images}
+
+
+def test_the_parts_of_the_digits_are_disjoint_and_complete():
+    digits = load_digits(seed=3)
+    parts = [digits.train, digits.val, digits.test]
+    assert [len(part) for part in parts] == [1000, 297, 500]
+    rows = [_as_rows(part.inputs) for part in parts]
+    assert len(rows[0] | rows[1] | rows[2]) == 1797
+    everything = torch.cat([part.inputs for part in parts])
+    assert everything.min() == 0
+    assert everything.max() == 1
+
+
+def test_the_split_follows_its_seed():
+    assert torch.equal(load_digits(seed=1).test.inputs, load_digits(seed=1).test.inputs)
+    assert not torch.equal(load_digits(seed=1).test.inputs, load_digits(seed=2).test.inputs)
+
+
+def test_a_split_that_leaves_nothing_to_test_on_is_refused():
+    with pytest.raises(mola.OptionError, match="leave some of 1797 digits for testing, got 1500 and 297"):
+        load_digits(train=1500, val=297)
+
+
+def test_batches_hold_every_datum_in_order():
+    part = load_digits().val
+    batches = part.batches(100)
+    assert [len(labels) for _, labels in batches] == [100, 100, 97]
+    assert torch.equal(torch.cat([labels for _, labels in batches]), part.labels)
+
+
+def test_a_quarter_turn_is_counter_clockwise_and_four_are_none():
+    image = torch.zeros(1, 1, 8, 8)
+    image[0, 0, :2, 5:] = 1  # top right
+    torch.testing.assert_close(rotate(image, 90), torch.rot90(image, 1, (2, 3)))  # to the top left
+    turned = image
+    for _ in range(4):
+        turned = rotate(turned, 90)
+    torch.testing.assert_close(turned, image)
+    assert rotate(image, 0) is image
+
+
+def test_a_small_turn_keeps_the_ink():
+    digits = load_digits().test.inputs
+    kept = rotate(digits, 15).sum() / digits.sum()
+    assert 0.95 < kept < 1.01
+
+
+def test_patches_fill_the_range_of_the_digits_and_are_not_noise():
+    patches = natural_patches(50, 8, seed=1)
+    assert patches.shape == (50, 1, 8, 8)
+    assert torch.equal(patches.amin((1, 2, 3)), torch.zeros(50, dtype=torch.float32))
+    assert torch.equal(patches.amax((1, 2, 3)), torch.ones(50, dtype=torch.float32))
+    assert torch.equal(patches, natural_patches(50, 8, seed=1))
+    # Neighbouring pixels of a photograph are alike, those of noise are not.
+    noise = uniform_noise(50, 8, seed=1)
+    assert patches.diff(dim=3).abs().mean() < 0.6 * noise.diff(dim=3).abs().mean()
+
+
+def test_two_moons_are_centred_and_balanced():
+    moons = two_moons(200, seed=4)
+    assert moons.inputs.mean(0).abs().max() < 0.1
+    assert moons.inputs.abs().max() < 2.5
+    assert moons.labels.bincount().tolist() == [100, 100]

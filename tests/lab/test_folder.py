@@ -1,0 +1,276 @@
+"""Folders of images: order, sizes, laziness, broken files; ImageNet's and LSUN's layouts on top."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mola
+from mola.lab.data import folder as folder_module
+from mola.lab.data.catalogue import has_images, load_images
+from mola.lab.data.folder import CENTRE_224, Preparation, open_folder, open_imagenet, open_imagenet_c
+from mola.lab.data.images import NORMALISATIONS
+
+RANDOM = np.random.default_rng(0)
+
+
+def picture(width, height, mode="RGB"):
+    shape = (height, width) if mode == "L" else (height, width, 3)
+    return Image.fromarray(RANDOM.integers(0, 256, shape, dtype=np.uint8))
+
+
+def save(image, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+    return np.array(image)
+
+
+@pytest.fixture
+def pets(tmp_path):
+    """Nine pictures of 6 x 5 pixels in three classes, saved in no order."""
+    names = [
+        "cat/b.png",
+        "ant/2.PNG",
+        "cat/a.png",
+        "bee/z/deep.png",
+        "ant/1.png",
+        "bee/c.png",
+        "cat/c.png",
+        "ant/3.png",
+    ]
+    arrays = {name: save(picture(6, 5), tmp_path / name) for name in names}
+    (tmp_path / "ant" / "notes.txt").write_text("no image")
+    (tmp_path / "ant" / ".hidden.png").write_text("no image")
+    (tmp_path / ".cache").mkdir()
+    return tmp_path, arrays
+
+
+def test_classes_and_images_are_in_the_order_of_their_names(pets):
+    root, arrays = pets
+    opened = open_folder(root)
+    names = [
+        "ant/1.png",
+        "ant/2.PNG",
+        "ant/3.png",
+        "bee/c.png",
+        "bee/z/deep.png",
+        "cat/a.png",
+        "cat/b.png",
+        "cat/c.png",
+    ]
+    assert [str(path.relative_to(root)) for path in opened.paths] == names
+    assert opened.classes == ("ant", "bee", "cat")
+    assert opened.labels.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    images = opened.load()
+    np.testing.assert_array_equal(images.pixels.numpy(), np.stack([arrays[name].transpose(2, 0, 1) for name in names]))
+    assert opened.part([7, 0]).labels.tolist() == [2, 0]
+    assert torch.equal(opened.part([7, 0]).load().pixels, images.pixels[[7, 0]])
+    assert opened.evenly(3).labels.tolist() == [0, 1, 2]
+    assert opened.evenly(100) is opened
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 3, 8, 100])
+def test_batches_hold_every_image_once_and_can_be_read_again(pets, size, workers):
+    opened = open_folder(pets[0])
+    expected = opened.load()
+    batches = opened.batches(size, workers=workers)
+    for _ in range(2):
+        read = list(batches)
+        assert len(read) == len(batches) == -(-8 // size)
+        assert all(len(labels) <= size for _, labels in read)
+        assert torch.equal(torch.cat([pixels for pixels, _ in read]), expected.pixels)
+        assert torch.equal(torch.cat([labels for _, labels in read]), expected.labels)
+    normalise = NORMALISATIONS["imagenet"]
+    inputs = torch.cat([batch for batch, _ in opened.batches(size, normalise, workers)])
+    assert torch.equal(inputs, normalise(expected.pixels))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_are_decoded_when_their_batch_is_asked_for(pets, monkeypatch, workers):
+    decoded = []
+    original = folder_module._decode
+    monkeypatch.setattr(folder_module, "_decode", lambda path, prepare: decoded.append(path) or original(path, prepare))
+    opened = open_folder(pets[0])
+    reader = iter(opened.batches(2, workers=workers))
+    assert decoded == []
+    for batch in range(1, 3):
+        next(reader)
+        # With threads, the next batch may be under way: no more than that.
+        assert 2 * batch <= len(decoded) <= 2 * batch + (2 if workers else 0)
+    reader.close()
+
+
+def torchvision_size(width, height, size):
+    """Its rule for the shorter side, as documented."""
+    if width <= height:
+        return size, int(size * height / width)
+    return int(size * width / height), size
+
+
+@pytest.mark.parametrize(("width", "height"), [(50, 30), (30, 50), (31, 47), (40, 40), (100, 13), (7, 9)])
+def test_resize_and_crop_are_torchvisions(tmp_path, width, height):
+    image = picture(width, height)
+    save(image, tmp_path / "a" / "x.png")
+    result = open_folder(tmp_path, Preparation(resize=20, crop=16)).load().pixels[0]
+    resized = image.resize(torchvision_size(width, height, 20), Image.Resampling.BILINEAR)
+    left, top = round((resized.width - 16) / 2), round((resized.height - 16) / 2)
+    expected = np.array(resized)[top : top + 16, left : left + 16].transpose(2, 0, 1)
+    np.testing.assert_array_equal(result.numpy(), expected)
+
+
+def test_exact_sizes_distort_and_crops_beyond_the_border_are_black(tmp_path):
+    image = picture(9, 6)
+    values = save(image, tmp_path / "a" / "x.png")
+    exact = open_folder(tmp_path, Preparation(resize=(4, 7))).load().pixels[0]
+    np.testing.assert_array_equal(
+        exact.numpy(), np.array(image.resize((7, 4), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    )
+    wide = open_folder(tmp_path, Preparation(crop=11)).load().pixels[0].numpy()
+    np.testing.assert_array_equal(wide[:, 2:8, 1:10], values.transpose(2, 0, 1))
+    assert wide.astype(int).sum() == values.astype(int).sum()
+
+
+def test_colours_are_brought_to_one_mode(tmp_path):
+    flat = save(picture(4, 4, "L"), tmp_path / "a" / "grey.png")
+    pixels = open_folder(tmp_path).load().pixels[0].numpy()
+    np.testing.assert_array_equal(pixels, np.stack([flat] * 3))
+    assert open_folder(tmp_path, Preparation(mode="L")).load().pixels.shape == (1, 1, 4, 4)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("damage", ["cut", "empty", "text"])
+def test_broken_images_are_named(tmp_path, damage, workers):
+    for index in range(5):
+        save(picture(64, 64), tmp_path / "a" / f"{index}.jpg")
+    path = tmp_path / "a" / "3.jpg"
+    path.write_bytes({"cut": path.read_bytes()[:700], "empty": b"", "text": b"not found"}[damage])
+    reader = iter(open_folder(tmp_path).batches(2, workers=workers))
+    next(reader)  # what comes before it can be read
+    with pytest.raises(mola.DataError, match=r"a/3.jpg \([\d,]+ bytes\) cannot be decoded.*take it out of the folder"):
+        list(reader)
+
+
+def test_unequal_sizes_want_a_preparation(tmp_path):
+    save(picture(4, 5), tmp_path / "a" / "1.png")
+    save(picture(5, 4), tmp_path / "a" / "2.png")
+    with pytest.raises(mola.DataError, match=r"have the shapes \[\(3, 4, 5\), \(3, 5, 4\)\]: resize and crop them"):
+        open_folder(tmp_path).load()
+
+
+def test_folders_that_hold_nothing_are_refused(tmp_path):
+    with pytest.raises(mola.DataError, match=r"none is not a folder"):
+        open_folder(tmp_path / "none")
+    with pytest.raises(mola.DataError, match=r"holds no images: expected files that end in .bmp"):
+        open_folder(tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(mola.DataError, match=r"holds no images"):
+        open_folder(tmp_path)
+
+
+def test_options_are_checked(pets):
+    opened = open_folder(pets[0])
+    with pytest.raises(mola.OptionError, match="size must be at least 1 and workers at least 0, got 0 and 0"):
+        opened.batches(0)
+    with pytest.raises(mola.OptionError, match="count must be at least 1"):
+        opened.evenly(0)
+    with pytest.raises(mola.DataError, match="has the subfolder ant, which is none of the 2 classes"):
+        open_folder(pets[0], classes=["bee", "cat"])
+
+
+def test_without_pillow_the_extra_is_named(pets, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(mola.errors.MissingExtraError, match="reading image files needs pillow"):
+        open_folder(pets[0])
+
+
+# --- ImageNet ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_synsets_are_numbered_by_name(tmp_path):
+    image = tmp_path / "image.png"
+    save(picture(3, 3), image)
+    content = image.read_bytes()
+    for number in range(1000):
+        folder = tmp_path / "imagenet" / "val" / f"n{7 * number:08}"
+        folder.mkdir(parents=True)
+        (folder / "x.png").write_bytes(content)
+    opened = open_imagenet(tmp_path)
+    assert opened.labels.tolist() == list(range(1000))
+    assert opened.prepare == CENTRE_224
+    (tmp_path / "imagenet" / "val" / "n00000007" / "x.png").unlink()
+    assert open_imagenet(tmp_path, "test").labels.tolist() == [0, *range(2, 1000)]
+    (tmp_path / "imagenet" / "val" / "n00000007").rmdir()
+    with pytest.raises(mola.DataError, match=r"has 999 of 1000 synset folders.*put a file synsets.txt"):
+        open_imagenet(tmp_path)
+
+
+def test_a_file_of_synsets_numbers_a_part_of_them(tmp_path):
+    for split in ("val", "train"):
+        for synset in ("n05", "n20"):
+            save(picture(300, 260), tmp_path / "ImageNet" / split / synset / "x.png")
+    lines = "".join(f"n{number:02} some words\n" for number in range(30))
+    (tmp_path / "ImageNet" / "synsets.txt").write_text(lines)
+    for split in ("val", "train", "test"):
+        opened = open_imagenet(tmp_path, split)
+        assert opened.labels.tolist() == [5, 20]
+        assert len(opened.classes) == 30
+    assert opened.load().pixels.shape == (2, 3, 224, 224)
+    assert open_imagenet(tmp_path, synsets=["n20", "n05"]).labels.tolist() == [1, 0]
+    (tmp_path / "ImageNet" / "synsets.txt").write_text("n05\nn20\nn05\n")
+    with pytest.raises(mola.DataError, match="names a synset twice among its 3 lines"):
+        open_imagenet(tmp_path)
+
+
+@pytest.mark.parametrize("between", ["", "weather"])
+def test_imagenet_c_lies_by_corruption_and_severity(tmp_path, between):
+    for severity in (1, 5):
+        save(picture(8, 8), tmp_path / "imagenet-c" / between / "fog" / str(severity) / "n01" / f"{severity}.png")
+    (tmp_path / "imagenet").mkdir()
+    (tmp_path / "imagenet" / "synsets.txt").write_text("n00\nn01\n")
+    for severity in (1, 5):
+        opened = open_imagenet_c("fog", severity, tmp_path)
+        assert [path.name for path in opened.paths] == [f"{severity}.png"]
+        assert opened.labels.tolist() == [1]
+    with pytest.raises(mola.DataError, match=r"(?s)fog at severity 2 is not in.*imagenet-c/fog/2/<synset>.*zenodo"):
+        open_imagenet_c("fog", 2, tmp_path)
+    with pytest.raises(mola.OptionError, match="severity must be 1 to 5, got 6"):
+        open_imagenet_c("fog", 6, tmp_path)
+
+
+def test_a_missing_imagenet_says_what_to_put_where(tmp_path):
+    with pytest.raises(mola.DataError, match=r"(?s)imagenet/val/<synset>/\*.JPEG.*registration"):
+        open_imagenet(tmp_path)
+    with pytest.raises(mola.OptionError, match="train and val, got 'dev'"):
+        open_imagenet(tmp_path, "dev")
+
+
+# --- LSUN ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["lsun/classroom_val", "LSUN/classroom_val", "classroom_val"])
+def test_lsun_is_shrunk_without_regard_to_proportions(tmp_path, place):
+    image = picture(70, 40)
+    save(image, tmp_path / place / "b.png")
+    save(picture(40, 90), tmp_path / place / "c.png")
+    images = load_images("lsun", "test", tmp_path)
+    expected = np.array(image.resize((32, 32), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    np.testing.assert_array_equal(images.pixels[0].numpy(), expected)
+    assert images.labels.tolist() == [0, 0]
+
+
+def test_lsun_exports_with_subfolders_are_one_class(tmp_path):
+    for name in ("0/1/a.webp", "3/b.webp"):
+        save(picture(40, 40), tmp_path / "lsun" / "classroom_val" / name)
+    assert load_images("lsun", "test", tmp_path).labels.tolist() == [0, 0]
+
+
+def test_a_folder_without_pictures_is_not_lsun(tmp_path):
+    for name in ("lsun/classroom_val/data.mdb", "lsun/bedroom_val/a.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"no picture")
+    assert not has_images("lsun", "test", tmp_path)

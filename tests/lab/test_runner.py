@@ -1,0 +1,494 @@
+"""Suites: stored activations change nothing, work is done once, and what was done is not lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import mola
+from mola import metrics
+from mola.compare.record import Record
+from mola.compare.store import Store
+from mola.lab.activations import Activations, open_networks
+from mola.lab.comparisons import COMPARISONS
+from mola.lab.contestants import LastLayer
+from mola.lab.corruptions import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
+from mola.lab.data.images import Images
+from mola.lab.networks import Training, check_networks, find_networks, train_networks
+from mola.lab.plan import Plan, describe
+from mola.lab.runner import run_suite
+from mola.lab.suite import DataOptions, Shift, Suite, TrainingData, from_memory
+from mola.lab.suites.cifar10 import corrupted
+from mola.lab.suites.registry import SUITES, find_suite
+from mola.training import Recipe
+from mola.training.labelled import Labelled
+from mola.training.mlps import mlp
+
+CLASSES, SIDE = 3, 4
+
+
+def build():
+    return mlp(SIDE * SIDE, (12, 6), CLASSES)
+
+
+def images(count, seed, noise=40):
+    """Blobs: class c is bright in row c."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    pixels = torch.randint(0, noise, (count, 1, SIDE, SIDE), generator=generator)
+    pixels[torch.arange(count), 0, labels] += 115
+    return Images(pixels.to(torch.uint8), labels)
+
+
+def prepare(pixels):
+    return pixels.float() / 255
+
+
+def sources(options):
+    def source(name, role, data, level=0.0, change=lambda one: one):
+        return from_memory(name, name.title(), role, data, prepare, made_by=(name,), level=level, change=change)
+
+    def noisy(data):
+        noise = torch.randint(0, 100, data.pixels.shape, generator=torch.Generator().manual_seed(9))
+        return Images((data.pixels + noise).clamp(max=255).to(torch.uint8), data.labels)
+
+    test = images(90, 2, noise=140)
+    return {
+        "train": source("train", "train", images(options.train or 120, 0, noise=140)),
+        "validation": source("validation", "validation", images(60, 1, noise=140)),
+        "test": source("test", "test", test),
+        "noise 1": source("noise 1", "shift", test, level=1.0, change=noisy),
+        # Labels of outliers are not the network's: 7 is no class of it.
+        "strange": source("strange", "outlier", Images(images(70, 3).pixels.flip(2), torch.full((70,), 7))),
+    }
+
+
+SUITE = Suite(
+    name="blobs",
+    title="Blobs",
+    builders={"mlp": build},
+    classes=("a", "b", "c"),
+    recipe=Recipe(epochs=12, learning_rate=1e-2),
+    threshold=None,
+    shift=Shift("noise", "Noisy blobs", "level", (0.0, 1.0)),
+    make_sources=sources,
+    training_data=lambda options, recipe: TrainingData(Labelled(images(120, 0).pixels, images(120, 0).labels), prepare),
+    components=2,
+)
+
+
+def same_weights(first, second):
+    """Bit for bit; the order of a file's metadata is not determined."""
+    first, second = load_file(first), load_file(second)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    """As users have it; fixtures of the module are made so too."""
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("networks")
+    train_networks(Training(SUITE, 4, SUITE.recipe), folder, lambda doing, done: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plan(trained):
+    networks = open_networks(find_networks(trained), build, "mlp")
+    return Plan(SUITE, "mlp", networks, sources(DataOptions()), runs=2, components=2, groups=("main",))
+
+
+def run(plan, folder, **options):
+    folders = Activations(folder / "activations"), Store(folder / "results")
+    return run_suite(plan, *folders, lambda doing, done: None, **options)
+
+
+@pytest.fixture(scope="module")
+def finished(plan, tmp_path_factory):
+    """A folder in which everything was run."""
+    folder = tmp_path_factory.mktemp("finished")
+    run(plan, folder)
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def records_of(folder):
+    return Store(folder / "results").records("blobs")
+
+
+def whole_networks(plan, run_index, count):
+    return [network.load() for network in plan.members("main", run_index)[:count]]
+
+
+def loader(plan, name):
+    return list(plan.sources[name].open())
+
+
+@pytest.mark.parametrize(
+    ("method", "count"), [("MAP", 1), ("DE", 2), ("LLLA", 1), ("MoLA", 2)], ids=lambda value: str(value)
+)
+def test_stored_activations_give_what_the_whole_networks_give(plan, finished, method, count):
+    """The slow and obvious way: the public calls on the networks themselves, images in."""
+    records = {(record.method, record.run): record for record in records_of(finished)}
+    for index in range(2):
+        models = whole_networks(plan, index, count)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", mola.MolaWarning)  # that the grid grew is no matter here
+            predictor = (
+                mola.ensemble(models)
+                if method in ("MAP", "DE")
+                else mola.fit(models, loader(plan, "train"), loader(plan, "validation"), progress=False)
+            )
+        record = records[method, index]
+        test, strange = loader(plan, "test"), [inputs for inputs, _ in loader(plan, "strange")]
+        labels = torch.cat([labels for _, labels in test])
+        inside = predictor.predict([inputs for inputs, _ in test], progress=False)
+        outside = predictor.predict(strange, progress=False)
+        found = record.labelled["test"].metrics
+        assert found["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-5)
+        assert found["accuracy"] == metrics.accuracy(inside.probs, labels)
+        assert record.labelled["test"].count == 90
+        assert sum(record.labelled["test"].histogram) == 90
+        shown = record.outliers["strange"]
+        assert shown.confidence == pytest.approx(metrics.mean_confidence(outside.probs), rel=1e-5)
+        assert shown.scores["entropy"]["auroc"] == pytest.approx(
+            metrics.auroc(inside.entropy, outside.entropy), abs=1e-3
+        )
+        if method in ("LLLA", "MoLA"):
+            assert record.chosen["prior_precision"][0] == pytest.approx(predictor.prior_precision[0], rel=1e-6)
+
+
+def test_runs_share_no_network_and_methods_of_a_run_do(finished):
+    records = records_of(finished)
+    by_run = [{name for record in records if record.run == index for name in record.networks} for index in (0, 1)]
+    assert by_run[0].isdisjoint(by_run[1])
+    assert {len(record.networks) for record in records if record.method in ("MAP", "MAP-T", "LLLA")} == {1}
+    assert {len(record.networks) for record in records if record.method in ("DE", "DE-T", "MoLA")} == {2}
+
+
+def test_a_second_run_computes_nothing(plan, copied, monkeypatch):
+    first = {(record.method, record.run): record for record in records_of(copied)}
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and path.name != "suite.json"}
+    monkeypatch.setattr(LastLayer, "fit", lambda *_: pytest.fail("fitted again"))
+    monkeypatch.setattr("mola.lab.activations._run", lambda *_: pytest.fail("ran a network again"))
+    assert {(record.method, record.run): record for record in run(plan, copied)} == first
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_an_interrupted_run_keeps_every_record_it_had(plan, tmp_path, monkeypatch):
+    plan = replace(plan, runs=1)
+    done = []
+    fit = LastLayer.fit
+
+    def fit_some(self, context):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(self.name)
+        return fit(self, context)
+
+    monkeypatch.setattr(LastLayer, "fit", fit_some)
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, tmp_path)
+    kept = Store(tmp_path / "results").records("blobs")
+    assert sorted(record.method for record in kept) == sorted(done)
+    later = []
+
+    def fit_rest(self, context):
+        later.append(self.name)
+        return fit(self, context)
+
+    monkeypatch.setattr(LastLayer, "fit", fit_rest)
+    names = {record.method for record in run(plan, tmp_path)}
+    assert set(later) == names - set(done)
+
+
+def test_a_method_that_refuses_does_not_stop_the_others(plan, tmp_path, monkeypatch):
+    fit = LastLayer.fit
+
+    def refuse(self, context):
+        if self.name == "LLLA":
+            message = "too large"
+            raise mola.StructureTooLargeError(message)
+        return fit(self, context)
+
+    monkeypatch.setattr(LastLayer, "fit", refuse)
+    with pytest.raises(mola.OptionError, match="LLLA, run 1: too large"):
+        run(replace(plan, runs=1), tmp_path)
+    assert {record.method for record in records_of(tmp_path)} == {"MAP", "MAP-T", "DE", "DE-T", "MoLA", "MoLA (NLL)"}
+
+
+def test_the_same_network_twice_is_refused(plan, trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    shutil.copy(trained / "00.safetensors", tmp_path / "zz.safetensors")
+    networks = open_networks(find_networks(tmp_path), build, "mlp")
+    with pytest.raises(mola.OptionError, match=r"00\.safetensors and zz\.safetensors are the same"):
+        replace(plan, networks=networks)
+
+
+def test_another_architecture_with_the_same_weights_is_another_network(trained):
+    def build_tanh():
+        layers = [nn.Tanh() if isinstance(layer, nn.ReLU) else layer for layer in build()]
+        return nn.Sequential(*layers)
+
+    paths = find_networks(trained)
+    first, other = open_networks(paths, build, "mlp"), open_networks(paths, build_tanh, "mlp")
+    assert {network.checksum for network in first}.isdisjoint({network.checksum for network in other})
+    assert [network.checksum for network in first] == [one.checksum for one in open_networks(paths, build, "mlp")]
+
+
+def test_what_is_done_to_the_data_enters_their_checksum():
+    data = images(70, 0)
+
+    def key(prepare=prepare, change=lambda one: one):
+        return from_memory("x", "x", "test", data, prepare, made_by=(), change=change).checksum
+
+    def darker(one):
+        return Images(one.pixels // 2, one.labels)
+
+    assert len({key(), key(change=darker), key(prepare=lambda pixels: pixels.float() / 256)}) == 3
+    assert key() == key()
+
+
+def test_networks_trained_for_something_else_are_refused(trained):
+    paths = find_networks(trained)
+    check_networks(paths, SUITE, "mlp", DataOptions())
+    for suite, name, options in (
+        (replace(SUITE, name="other"), "mlp", DataOptions()),
+        (SUITE, "lenet", DataOptions()),
+        (SUITE, "mlp", DataOptions(normalisation="imagenet")),
+    ):
+        with pytest.raises(mola.OptionError, match=r"00\.safetensors was trained with (data|model|normalisation)"):
+            check_networks(paths, suite, name, options)
+
+
+def test_too_little_memory_is_told_before_the_work(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr("mola.lab.activations.free_memory", lambda: 1000)
+    monkeypatch.setattr("mola.lab.activations._run", lambda *_: pytest.fail("ran a network"))
+    with pytest.raises(mola.OptionError, match=r"GiB of memory.*fewer images"):
+        run(plan, tmp_path)
+
+
+def test_other_data_networks_or_settings_are_another_experiment(plan, copied):
+    plan, tmp_path = replace(plan, runs=1), copied
+    first = {(record.method, record.run): record for record in records_of(copied)}
+    fewer = replace(plan, sources=sources(DataOptions(train=60)))
+    for other in (fewer, replace(plan, components=1), replace(plan, suite=replace(SUITE, threshold=0.5))):
+        with pytest.raises(mola.StorageError, match=r"holds another experiment \(.+\)\. Write.*--fresh"):
+            run(other, tmp_path)
+    assert {(record.method, record.run): record for record in records_of(copied)} == first
+    other_data = {(record.method, record.run): record for record in run(fewer, tmp_path, fresh=True)}
+    assert {record.run for record in records_of(copied)} == {0}, "records of the other experiment were kept"
+    assert other_data["MoLA", 0].chosen["log_evidence"] != first["MoLA", 0].chosen["log_evidence"]
+    swapped = replace(plan, networks=plan.networks[::-1])
+    other_networks = {(record.method, record.run): record for record in run(swapped, tmp_path, fresh=True)}
+    assert other_networks["MAP", 0].labelled["test"].metrics != first["MAP", 0].labelled["test"].metrics
+    strict = replace(plan, suite=replace(SUITE, threshold=0.5))
+    other_threshold = {(record.method, record.run): record for record in run(strict, tmp_path, fresh=True)}
+    assert "target confidence 50 %, as given" in other_threshold["MoLA", 0].chosen["rule"]
+
+
+def test_a_record_that_cannot_be_read_is_made_again(plan, copied):
+    store = Store(copied / "results")
+    path = store.path("blobs", "DE", 0)
+    whole = store.read("blobs", "DE", 0)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.warns(mola.MolaWarning, match=r"run-0\.json is not readable JSON.*It is made again"):
+        run(replace(plan, runs=1), copied)
+    assert store.read("blobs", "DE", 0).labelled == whole.labelled
+
+
+def test_a_damaged_file_of_activations_is_named_and_can_be_made_again(plan, copied):
+    plan, tmp_path = replace(plan, runs=1), copied
+    first = run(plan, tmp_path)
+    folder = Activations(tmp_path / "activations")
+    path = folder.path(plan.networks[0], plan.sources["test"])
+    path.write_bytes(path.read_bytes()[:-5])
+    for record in (tmp_path / "results").rglob("run-*.json"):
+        record.unlink()
+    with pytest.raises(mola.StorageError, match=rf"{path.name} is not a whole file of activations.*Delete it"):
+        run(plan, tmp_path)
+    path.unlink()
+    again = run(plan, tmp_path)
+    assert [record.labelled for record in again] == [record.labelled for record in first]
+
+
+def test_a_full_disk_loses_the_record_under_way_alone(plan, tmp_path, monkeypatch):
+    """The disk is full when the bytes of LLLA's record are to reach it."""
+    plan, synchronise = replace(plan, runs=1), os.fsync
+
+    def full(descriptor):
+        if "/llla/" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(28, "No space left on device")
+        synchronise(descriptor)
+
+    monkeypatch.setattr("mola.saving.storage.os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(plan, tmp_path)
+    kept = {record.method for record in Store(tmp_path / "results").records("blobs")}
+    assert kept == {"MAP", "MAP-T", "DE", "DE-T"}
+    assert not list(tmp_path.rglob("*.partial")), "a part of a record was left behind"
+
+
+def test_records_survive_json(finished):
+    for record in records_of(finished):
+        assert Record.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not readable JSON"),
+        ("[]", "is no benchmark result"),
+        ('{"format": "mola-bench", "version": 99}', "has version 99; this mola reads version 1"),
+        ('{"format": "mola-bench", "version": 1}', "expected an entry 'suite'"),
+    ],
+    ids=["cut off", "foreign", "newer", "incomplete"],
+)
+def test_records_that_cannot_be_read_are_named(tmp_path, content, message):
+    path = Store(tmp_path).path("blobs", "MAP", 0)
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(mola.StorageError, match=message):
+        Store(tmp_path).records("blobs")
+
+
+def test_too_few_networks_are_counted(plan):
+    with pytest.raises(
+        mola.OptionError, match=r"--runs 3 --components 2 in main need 6 networks, found 4.*--networks 6"
+    ):
+        replace(plan, runs=3, groups=("main",))
+    with pytest.raises(mola.OptionError, match="need 10 networks, found 4"):
+        replace(plan, runs=1, groups=("components",))
+
+
+def test_every_comparison_has_unique_methods():
+    names = [method.name for comparison in COMPARISONS.values() for method in comparison(SUITE.budget)]
+    folders = {Store("x").path("blobs", name, 0) for name in names}
+    assert len(set(names)) == len(names) == len(folders)
+
+
+# --- networks
+
+
+def test_more_networks_begin_with_the_same_ones(trained, tmp_path):
+    train_networks(Training(SUITE, 2, SUITE.recipe), tmp_path, lambda doing, done: None)
+    for path in find_networks(tmp_path):
+        assert same_weights(path, trained / path.name)
+
+
+def test_networks_that_are_there_are_not_trained_again(trained, monkeypatch):
+    monkeypatch.setattr("mola.lab.networks.train", lambda *_, **__: pytest.fail("trained again"))
+    assert len(train_networks(Training(SUITE, 4, SUITE.recipe), trained, lambda doing, done: None)) == 4
+
+
+def test_a_network_of_another_recipe_is_refused(trained):
+    with pytest.raises(mola.StorageError, match=r"00\.safetensors is another network than asked for.*another folder"):
+        train_networks(Training(SUITE, 1, replace(SUITE.recipe, epochs=9)), trained, lambda doing, done: None)
+
+
+def test_an_interrupted_ensemble_goes_on_to_the_same_bits(trained, tmp_path):
+    def stop(doing, done):
+        if doing.startswith("network 2 of 3, epoch 2"):
+            raise KeyboardInterrupt
+
+    training = Training(SUITE, 3, SUITE.recipe)
+    with pytest.raises(KeyboardInterrupt):
+        train_networks(training, tmp_path, stop)
+    assert [path.name for path in find_networks(tmp_path)] == ["00.safetensors"]
+    train_networks(training, tmp_path, lambda doing, done: None)
+    for path in find_networks(tmp_path):
+        assert same_weights(path, trained / path.name)
+    assert not list(tmp_path.glob("*.training.safetensors"))
+
+
+def test_a_folder_without_networks_says_how_to_make_some(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(mola.OptionError, match=r"holds no trained networks.*mola train"):
+            find_networks(folder)
+
+
+# --- the suites that are declared
+
+
+def test_corruptions_are_dealt_in_turn():
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (2 * len(PAPER_CORRUPTIONS), 3, 32, 32), generator=generator).to(torch.uint8)
+    dealt = corrupted(Images(pixels, torch.zeros(len(pixels), dtype=torch.int64)), 3, PAPER_CORRUPTIONS)
+    for index in (0, 5, 11):
+        rows = [index, index + len(PAPER_CORRUPTIONS)]
+        assert torch.equal(dealt.pixels[rows], corrupt(pixels[rows], PAPER_CORRUPTIONS[index], 3))
+    assert len(CORRUPTIONS) == 19
+    assert len(PAPER_CORRUPTIONS) == 16
+
+
+def test_unknown_suites_and_networks_are_listed():
+    with pytest.raises(
+        mola.OptionError, match=r"suite must be one of digits, mnist, cifar10, imagenet; got 'minst'. Did you"
+    ):
+        find_suite("minst")
+    with pytest.raises(mola.OptionError, match="network must be one of wrn-16-4, resnet-20"):
+        SUITES["cifar10"].builder("resnet-21")
+
+
+def test_the_users_own_architecture_can_be_named(tmp_path, monkeypatch):
+    (tmp_path / "own_network_for_test.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Linear(2, 3)\nNUMBER = int\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name, builder = SUITES["mnist"].builder("own_network_for_test:build")
+    assert name == "own_network_for_test:build"
+    assert isinstance(builder(), nn.Linear)
+    for wrong, message in (
+        ("no_such_module_here:build", "cannot import"),
+        ("own_network_for_test:missing", "has no 'missing'"),
+        ("own_network_for_test:", "expected a function as package.module:function"),
+    ):
+        with pytest.raises(mola.OptionError, match=message):
+            SUITES["mnist"].builder(wrong)
+    with pytest.raises(mola.OptionError, match="made a int"):
+        SUITES["mnist"].builder("own_network_for_test:NUMBER")[1]()
+
+
+def test_the_digits_suite_reads_the_embedded_data():
+    found = SUITES["digits"].make_sources(DataOptions(test=40, outliers=20))
+    assert [source.role for source in found.values()][:3] == ["train", "validation", "test"]
+    assert {source.count for source in found.values() if source.role in ("test", "shift")} == {40}
+    assert [source.level for source in found.values() if source.role == "shift"] == list(range(15, 181, 15))
+    assert len({source.checksum for source in found.values()}) == len(found)
+    again = SUITES["digits"].make_sources(DataOptions(test=40, outliers=20))
+    assert [source.checksum for source in again.values()] == [source.checksum for source in found.values()]
+    batches = list(found["rotation 90"].open())
+    assert torch.cat([inputs for inputs, _ in batches]).shape == (40, 1, 8, 8)
+    assert torch.equal((255 * batches[0][0][:3]).round().to(torch.uint8), found["rotation 90"].show(3))
+
+
+def test_the_description_holds_what_the_report_needs(plan):
+    document = describe(plan)
+    json.dumps(document)
+    assert document["shift"]["levels"] == [0.0, 1.0]
+    assert document["sets"]["noise 1"] == {"title": "Noise 1", "role": "shift", "count": 90, "level": 1.0}
+    assert document["examples"]["strange"]["shape"] == [8, 1, SIDE, SIDE]
+
+
+def test_a_suite_without_training_says_so(tmp_path):
+    with pytest.raises(mola.OptionError, match="imagenet suite does not train networks"):
+        train_networks(Training(SUITES["imagenet"], 1, Recipe(epochs=1)), Path(tmp_path), lambda doing, done: None)

@@ -1,0 +1,334 @@
+"""The declared suites from the command line to records, on small data in the standard layouts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import mola
+from mola.__main__ import main
+from mola.app.cli import app
+from mola.compare.store import Store
+from mola.lab.corruptions import PAPER_CORRUPTIONS, corrupt
+from mola.lab.data.images import NORMALISATIONS
+from mola.lab.suite import DataOptions
+from mola.lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
+from mola.lab.suites.mnist import MNIST
+
+NETWORK = """
+import torch
+from torch import nn
+
+def thousand():
+    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 24), nn.ReLU(), nn.Linear(24, 1000))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+def write_images(folder, count, seed):
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(seed)
+    for index in range(count):
+        pixels = generator.integers(0, 256, (40 + index, 50, 3), dtype=np.uint8)
+        # Files of the same size and name in every class: neither may stand for their content.
+        Image.fromarray(pixels).save(folder / f"picture_{index}.bmp")
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory):
+    """Three of a thousand synsets, as ImageNet and ImageNet-C lie on disk, and two networks."""
+    root = tmp_path_factory.mktemp("imagenet")
+    names = [f"n{index:08d}" for index in range(1000)]
+    present = [names[3], names[500], names[999]]
+    for seed, name in enumerate(present):
+        write_images(root / "data" / "imagenet" / "train" / name, 8, seed)
+        write_images(root / "data" / "imagenet" / "val" / name, 6, 10 + seed)
+        for corruption in ("fog", "snow"):
+            for severity in range(1, 6):
+                folder = root / "data" / "imagenet-c" / corruption / str(severity) / name
+                write_images(folder, 6, 100 * severity + 10 + seed)  # the names of the validation images
+    (root / "data" / "imagenet" / "synsets.txt").write_text("\n".join(names))
+    (root / "thousand_for_test.py").write_text(NETWORK)
+    (root / "networks").mkdir()
+    sys.path.insert(0, str(root))
+    import thousand_for_test
+
+    for seed in range(2):
+        torch.manual_seed(seed)
+        network = thousand_for_test.thousand().float()
+        save_file(network.state_dict(), root / "networks" / f"{seed:02d}.safetensors")
+    yield root
+    sys.path.remove(str(root))
+
+
+@pytest.mark.filterwarnings("ignore:ImageNet-C lacks:mola.MolaWarning")
+def test_imagenet_runs_from_folders_to_records_with_a_thousand_classes(imagenet, tmp_path):
+    arguments = ["bench", "imagenet", "--network", "thousand_for_test:thousand", "--components", "2", "--quiet"]
+    folders = {"--networks": imagenet / "networks", "--data": imagenet / "data", "--results": tmp_path / "results"}
+    for option, folder in {**folders, "--cache": tmp_path / "cache"}.items():
+        arguments += [option, str(folder)]
+    outcome = CliRunner().invoke(app, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    store = Store(tmp_path / "results")
+    records = {record.method: record for record in store.records("imagenet")}
+    assert set(records) == {"MAP", "MAP-T", "DE", "DE-T", "LLLA", "MoLA", "MoLA (NLL)"}
+    mola_record = records["MoLA"]
+    assert list(mola_record.labelled) == ["test", *(f"severity {severity}" for severity in range(1, 6))]
+    # 18 held-out images: 4 to tune on, 14 to test on, each under two corruptions.
+    assert mola_record.labelled["test"].count == 14
+    assert mola_record.labelled["severity 3"].count == 28
+    assert len(mola_record.networks) == 2
+    document = store.read_document("imagenet", "suite.json")
+    assert document["examples"]["test"]["shape"] == [8, 3, 224, 224]
+
+
+# --- CIFAR-10 and MNIST in their standard layouts
+
+
+def write_cifar(root, seed=0):
+    """The binary version, 10 images a training file and 2100 test images."""
+    generator = np.random.default_rng(seed)
+    folder = root / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+
+    def rows(count):
+        labels = generator.integers(0, 10, (count, 1), dtype=np.uint8)
+        return np.concatenate([labels, generator.integers(0, 256, (count, 3072), dtype=np.uint8)], axis=1)
+
+    for index in range(1, 6):
+        (folder / f"data_batch_{index}.bin").write_bytes(rows(10).tobytes())
+    test = rows(2100)
+    (folder / "test_batch.bin").write_bytes(test.tobytes())
+    return torch.from_numpy(test[:, 1:].reshape(-1, 3, 32, 32)), torch.from_numpy(test[:, 0]).long()
+
+
+def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypatch):
+    types = PAPER_CORRUPTIONS[:3]
+    monkeypatch.setitem(CORRUPTION_SETS, "paper", types)
+    pixels, labels = write_cifar(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mola.MolaWarning)
+        generated = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
+    folder = tmp_path / "CIFAR-10-C"
+    folder.mkdir()
+    np.save(folder / "labels.npy", labels.repeat(5).numpy().astype(np.uint8))
+    for index, corruption in enumerate(types):
+        # Not what we would generate, so that the two can be told apart.
+        stack = torch.cat([pixels // (index + 2) + severity for severity in range(1, 6)])
+        np.save(folder / f"{corruption}.npy", stack.permute(0, 2, 3, 1).numpy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mola.MolaWarning)
+        taken = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
+    assert "generated" in generated["severity 2"].title
+    assert "generated" not in taken["severity 2"].title
+    assert taken["severity 2"].checksum != generated["severity 2"].checksum
+    assert taken["test"].checksum == generated["test"].checksum
+    plain, shifted = taken["test"].show(40), taken["severity 2"].show(40)
+    for index in range(40):
+        assert torch.equal(shifted[index], plain[index] // (index % 3 + 2) + 2), index
+    assert torch.equal(generated["severity 2"].show(4)[2], corrupt(generated["test"].show(4)[2:3], types[2], 2)[0])
+
+
+def write_idx(path, array):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mnist")
+    generator = np.random.default_rng(0)
+    for folder, kinds in (("MNIST", ("train", "t10k")), ("FashionMNIST", ("t10k",))):
+        for kind in kinds:
+            count = 64 if kind == "train" else 2040
+            labels = generator.integers(0, 10, count)
+            images = generator.integers(0, 60, (count, 28, 28))
+            images[np.arange(count), labels * 2] += 190
+            write_idx(root / folder / "raw" / f"{kind}-images-idx3-ubyte", images)
+            write_idx(root / folder / "raw" / f"{kind}-labels-idx1-ubyte", labels)
+    return root
+
+
+@pytest.mark.filterwarnings("always::mola.MolaWarning")
+def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
+    """Train, run, report: three commands, and the record of each method."""
+    monkeypatch.chdir(tmp_path)
+    places = ["--data", str(mnist)]
+
+    def mola_command(*arguments):
+        monkeypatch.setattr("sys.argv", ["mola", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code, capsys.readouterr()
+
+    code, _ = mola_command("train", "mnist", *places, "--networks", "2", "--epochs", "2", "--quiet")
+    assert code == 0
+    bench = ["bench", "mnist", *places, "--components", "2", "--test-images", "30", "--outliers", "30"]
+    code, said = mola_command(*bench)
+    assert code == 0, said.err
+    assert "mola: note: EMNIST" in said.err
+    assert "Traceback" not in said.err
+    assert "mola report mnist" in said.out.replace("\n", " ")
+    records = {record.method: record for record in Store("results").records("mnist")}
+    assert set(records["MoLA"].outliers) == {"fashion-mnist"}
+    assert len(records["MoLA"].labelled) == 13
+    assert set(records["MAP"].outliers["fashion-mnist"].scores) >= {"energy", "Mahalanobis", "nearest neighbours"}
+    assert "ood score" in records["MoLA"].outliers["fashion-mnist"].scores
+    code, _ = mola_command("report", "mnist", "--output", "page", "--quiet")
+    assert code == 0
+    assert (tmp_path / "page" / "index.html").stat().st_size > 10_000
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_levels_are_degrees_counter_clockwise(mnist):
+    found = MNIST.make_sources(DataOptions(directory=mnist, test=20))
+    plain = found["test"].show(5)
+    assert torch.equal(found["rotation 180"].show(5), plain.flip(2, 3))
+    assert torch.equal(found["rotation 90"].show(5), plain.rot90(1, (2, 3)))
+    assert [source.level for source in found.values() if source.role == "shift"] == list(range(15, 181, 15))
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_the_authors_conventions_normalise_each_set_by_itself(tmp_path):
+    write_cifar(tmp_path)
+    shutil.copytree(tmp_path / "cifar-10-batches-bin", tmp_path / "cifar-100-binary")
+    (tmp_path / "cifar-100-binary" / "test_batch.bin").unlink()
+    rows = np.random.default_rng(1).integers(0, 10, (30, 3074), dtype=np.uint8)
+    (tmp_path / "cifar-100-binary" / "test.bin").write_bytes(rows.tobytes())
+    ours, theirs = (
+        CIFAR10.make_sources(DataOptions(directory=tmp_path, test=20, conventions=name))
+        for name in ("consistent", "authors")
+    )
+    (first, _), *_ = ours["cifar100"].open()
+    (second, _), *_ = theirs["cifar100"].open()
+    own, paper = NORMALISATIONS["cifar100-own"], NORMALISATIONS["cifar10"]
+    pixels = ours["cifar100"].show(len(first))
+    torch.testing.assert_close(first, paper(pixels))
+    torch.testing.assert_close(second, own(pixels))
+    assert ours["test"].checksum == theirs["test"].checksum
+    with pytest.raises(mola.OptionError, match="for one set of outliers alone"):
+        DataOptions(normalisation="svhn-own")
+
+
+def test_sets_that_are_not_what_was_published_are_noted(mnist):
+    with pytest.warns(mola.MolaWarning) as caught:
+        MNIST.make_sources(DataOptions(directory=mnist, test=20))
+    said = " ".join(str(one.message) for one in caught)
+    assert "MNIST (train) has 64 images here; 60,000 were published" in said
+
+
+def test_a_truncated_file_is_named_with_its_checksum(mnist, tmp_path):
+    shutil.copytree(mnist / "MNIST", tmp_path / "MNIST")
+    path = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(mola.DataError, match=r"t10k-images-idx3-ubyte.*md5 checksum 9fb629c4189551a2d022fa330f9573f3"):
+        MNIST.make_sources(DataOptions(directory=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["bench", "minst"],
+            "suite must be one of digits, mnist, cifar10, imagenet; got 'minst'. Did you mean 'mnist'?",
+        ),
+        (["bench", "mnist", "--groups", "mian"], "Did you mean 'main'?"),
+        (
+            ["bench", "mnist", "--corruptions", "al"],
+            "corruptions must be one of paper, all; got 'al'. Did you mean 'all'?",
+        ),
+        (["bench", "mnist", "--normalisation", "cifar"], "normalisation must be one of none, cifar10, imagenet"),
+        (["bench", "mnist", "--conventions", "author"], "Did you mean 'authors'?"),
+        (["bench", "mnist", "--networks", "nowhere"], "holds no trained networks"),
+        (["train", "imagenet", "--networks", "1"], "does not train networks"),
+        (["train", "mnist", "--network", "alexnet"], "network must be 'lenet'"),
+        (["train", "mnist", "--learning-rate", "0"], "learning_rate must be above 0"),
+        (["bench", "cifar10", "--network", "nope:build"], "cannot import"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_are_one_clear_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["mola", *arguments, "--quiet"])
+    monkeypatch.delenv("MOLA_DATA", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 1
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_missing_data_say_what_to_put_where(tmp_path, monkeypatch, capsys):
+    (tmp_path / "networks" / "mnist").mkdir(parents=True)
+    save_file({"x": torch.zeros(1)}, tmp_path / "networks" / "mnist" / "00.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["mola", "bench", "mnist", "--data", str(tmp_path), "--components", "1"])
+    with pytest.raises(SystemExit):
+        main()
+    error = capsys.readouterr().err
+    assert "MNIST (test) is not in" in error
+    assert "t10k-images-idx3-ubyte" in error
+
+
+def test_an_interrupted_command_says_that_it_can_go_on(tmp_path):
+    command = [sys.executable, "-m", "mola", "train", "digits", "--networks", "50", "--output", str(tmp_path)]
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell that started these tests in the background may have them ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("*.safetensors")) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert error.endswith("mola: stopped. The same command goes on where it can.\n")
+    assert "Traceback" not in error
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["mola", "report", "--results", str(tmp_path)])
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "results/x.json")
+
+    monkeypatch.setattr("mola.app.cli.app", full)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == (
+        "mola: No space left on device (results/x.json). What was finished before is kept.\n"
+    )
+
+
+def test_records_are_plain_json_without_nan(imagenet, tmp_path):
+    path = Store(tmp_path).write_document("x", "suite.json", {"title": "x"})
+    assert json.loads(path.read_text())["title"] == "x"
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        Store(tmp_path).write_document("x", "suite.json", {"title": float("nan")})
+    assert json.loads(path.read_text())["title"] == "x"

@@ -1,0 +1,247 @@
+"""Methods of the suites that are more than a last layer: SWAG, MultiSWAG, MIMO, MIMO-MoLA."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mola
+from mola.compare.store import Store
+from mola.lab.activations import Activations, open_networks
+from mola.lab.cost import _Work, measure_cost
+from mola.lab.networks import Training, find_networks, train_networks
+from mola.lab.plan import Plan
+from mola.lab.run import Order
+from mola.lab.runner import run_suite
+from mola.lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
+from mola.lab.swag_mimo import Shuffled, drawn_networks, fit_mimo, fit_swag
+from mola.metrics import auroc, negative_log_likelihood
+from tests.lab.test_runner import SUITE, build, sources
+
+BUDGET = Budget(SwagBudget(1e-2, snapshots=3, batch_size=32, samples=4), MimoBudget(epochs=15, batch_repetition=2))
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    """As users have it."""
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    torch.set_default_dtype(torch.float32)
+    folder = tmp_path_factory.mktemp("networks")
+    train_networks(Training(SUITE, 4, SUITE.recipe), folder, lambda doing, done: None)
+    networks = open_networks(find_networks(folder), build, "mlp")
+    data = sources(DataOptions())
+    return Plan(SUITE, "mlp", networks, data, runs=2, components=2, groups=("beyond",), budget=BUDGET)
+
+
+def run(plan, folder, **options):
+    activations = Activations(folder / "activations")
+    return run_suite(plan, activations, Store(folder / "results"), lambda doing, done: None, **options)
+
+
+@pytest.fixture(scope="module")
+def finished(plan, tmp_path_factory):
+    torch.set_default_dtype(torch.float32)
+    folder = tmp_path_factory.mktemp("beyond")
+    return folder, {(record.method, record.run): record for record in run(plan, folder)}
+
+
+def test_records_stand_beside_the_main_ones(finished):
+    _, records = finished
+    assert {name for name, _ in records} == {"SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA"}
+    assert {record.group for record in records.values()} == {"main"}
+    assert records["SWAG", 0].settings["components"] == 1
+    assert records["MultiSWAG", 1].settings["components"] == 2
+    assert records["MIMO-MoLA", 0].settings["components"] == 3
+    assert records["MultiSWAG", 0].settings["swag"]["snapshots"] == 3
+
+
+def test_swag_in_a_suite_is_the_library_s_swag(plan, finished):
+    _, records = finished
+    training = SUITE.training_data(DataOptions(), SUITE.recipe)
+    swags = [fit_swag(network, training, BUDGET.swag, None) for network in plan.members("beyond", 1)]
+    for name, predictor in (("SWAG", swags[0]), ("MultiSWAG", mola.MultiSwag(swags))):
+        record = records[name, 1]
+        probs = {one: predictor.predict(list(plan.sources[one].open())) for one in ("test", "strange", "noise 1")}
+        for one in ("test", "noise 1"):
+            labels = torch.cat([labels for _, labels in plan.sources[one].open()])
+            expected = negative_log_likelihood(probs[one].probs, labels)
+            assert record.labelled[one].metrics["nll"] == pytest.approx(expected, rel=1e-5)
+        spread = auroc(probs["test"].mutual_information, probs["strange"].mutual_information)
+        assert record.outliers["strange"].scores["mutual information"]["auroc"] == pytest.approx(spread, abs=2e-3)
+
+
+def test_mimo_in_a_suite_is_the_library_s_mimo(plan, finished):
+    _, records = finished
+    training = SUITE.training_data(DataOptions(), SUITE.recipe)
+    seed = plan.workshop(Activations("unused")).seed(1)
+    mimo = fit_mimo(build, training, SUITE.recipe, BUDGET.mimo, seed, None)
+    labels = torch.cat([labels for _, labels in plan.sources["test"].open()])
+    test, train, val = (list(plan.sources[name].open()) for name in ("test", "train", "validation"))
+    found = records["MIMO", 1].labelled["test"].metrics["nll"]
+    assert found == pytest.approx(negative_log_likelihood(mimo.predict(test).probs, labels), rel=1e-5)
+    posterior = mola.mimo_mola(mimo, train, val, progress=False)
+    record = records["MIMO-MoLA", 1]
+    assert record.chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
+    expected = negative_log_likelihood(posterior.predict(test).probs, labels)
+    assert record.labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_runs_have_networks_of_their_own(finished):
+    _, records = finished
+    for name in ("SWAG", "MIMO"):
+        assert records[name, 0].labelled["test"].metrics != records[name, 1].labelled["test"].metrics
+
+
+def test_what_is_trained_is_taken_up(plan, finished, monkeypatch):
+    folder, records = finished
+    monkeypatch.setattr("mola.baselines.swag_path.walk_epoch", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("mola.baselines.mimo._loss", lambda *_: pytest.fail("trained again"))
+    again = {(record.method, record.run): record for record in run(plan, folder, fresh=True)}
+    for key, record in again.items():
+        assert record.labelled == records[key].labelled
+        assert record.outliers == records[key].outliers
+
+
+def test_another_budget_is_another_record(plan, finished):
+    folder, records = finished
+    other = replace(plan, runs=1, budget=replace(BUDGET, swag=replace(BUDGET.swag, samples=2)))
+    found = {record.method: record for record in run(other, folder)}
+    assert found["SWAG"].labelled != records["SWAG", 0].labelled
+    assert found["SWAG"].settings != records["SWAG", 0].settings
+    assert found["MIMO"].labelled == records["MIMO", 0].labelled
+
+
+def test_drawn_networks_have_the_draws_weights(plan):
+    training = SUITE.training_data(DataOptions(), SUITE.recipe)
+    swag = fit_swag(plan.networks[0], training, BUDGET.swag, None)
+    inputs = next(iter(plan.sources["test"].open()))[0]
+    for index, network in enumerate(drawn_networks(swag)):
+        for name, tensor in swag.sample(index).items():
+            assert torch.equal(network.state_dict()[name], tensor)
+        torch.testing.assert_close(network(inputs).softmax(1), swag.predictors[index](inputs))
+
+
+def test_shuffled_is_a_new_order_each_time_and_each_datum_once():
+    training = SUITE.training_data(DataOptions(), SUITE.recipe)
+    loader = Shuffled(training, 50)
+    torch.manual_seed(0)
+    first, second = (torch.cat([inputs for inputs, _ in loader]) for _ in range(2))
+    assert len(loader) == len(list(loader)) == 3
+    assert not torch.equal(first, second)
+    whole = training.prepare(training.data.inputs).flatten(1)
+    for order in (first, second):
+        assert torch.equal(order.flatten(1).sort(0).values, whole.sort(0).values)
+    assert sum(len(labels) for _, labels in Shuffled(training, 50, images=70)) == 70
+
+
+def test_damaged_opinions_are_named(plan, finished):
+    folder, _ = finished
+    whole = {path: path.read_bytes() for path in (folder / "activations" / "opinions").rglob("*.safetensors")}
+    for path, content in whole.items():
+        path.write_bytes(content[:50])
+    try:
+        with pytest.raises(mola.StorageError, match="Delete it: it will be made again"):
+            run(plan, folder, fresh=True)
+    finally:
+        for path, content in whole.items():
+            path.write_bytes(content)
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
+    records = {record.method: record for record in run(replace(plan, runs=1, groups=("whole",)), tmp_path)}
+    models = [network.load() for network in plan.members("whole", 0)]
+    train, val, test = (list(plan.sources[name].open()) for name in ("train", "validation", "test"))
+    labels = torch.cat([labels for _, labels in test])
+    for name, options in (("MoLA (all layers)", {"structure": "kron"}), ("MoLA (subnetwork)", {"subnetwork": 303})):
+        posterior = mola.fit_whole(models, train, val, progress=False, **options)
+        expected = negative_log_likelihood(posterior.predict(test).probs, labels)
+        assert records[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4)
+        assert records[name].chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
+        # One predictor disagrees with nobody: no score is made of that.
+        assert set(records[name].outliers["strange"].scores) == {"max probability", "entropy"}
+    # What was fitted is taken up.
+    again = run(replace(plan, runs=1, groups=("whole",)), tmp_path, fresh=True)
+    assert [one.labelled for one in again] == [one.labelled for one in records.values()]
+
+
+def test_all_groups_are_all_but_the_long_ones(tmp_path):
+    def groups(text):
+        return Order(SUITE, 1, 2, text, tmp_path, tmp_path, tmp_path).chosen_groups()
+
+    assert set(groups("all")) == {"main", "variants", "structures", "components", "rules", "weights", "cost"}
+    assert set(groups("all,beyond")) == {*groups("all"), "beyond"}
+    assert groups("whole,main,whole") == ("whole", "main")
+
+
+def test_cost_of_all_methods_is_measured_in_one_run(plan):
+    found = measure_cost(
+        plan.members("beyond", 0),
+        plan.sources["train"],
+        plan.sources["test"],
+        BUDGET,
+        lambda doing, done: None,
+        repeats=1,
+    )
+    rows = {row["method"]: row for row in found["rows"]}
+    assert list(rows) == ["MAP", "DE", "LLLA", "MoLA", "SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA"]
+    numbers = sum(tensor.numel() for tensor in plan.networks[0].load().state_dict().values())
+    assert rows["MAP"]["bytes"] == 4 * numbers
+    assert rows["DE"]["bytes"] == 2 * rows["MAP"]["bytes"]
+    # The formula: mean, second moment and one deviation a snapshot, and a header.
+    swag = 4 * numbers * (2 + BUDGET.swag.snapshots)
+    assert swag <= rows["SWAG"]["bytes"] <= swag + 5000
+    assert rows["MultiSWAG"]["bytes"] > 2 * swag
+    assert all(row["predict_seconds"] > 0 for row in rows.values())
+    assert {name for name, row in rows.items() if row["fit_seconds"] is None} == {"MAP", "DE", "MIMO"}
+    assert found["settings"]["SWAG_draws"] == 4
+    assert float(torch.tensor(1e-40) * 1) > 0, "tiny numbers are numbers again"
+
+
+def test_a_fit_is_extended_along_the_line_through_medians():
+    some = [(torch.zeros(10, 1), torch.zeros(10)) for _ in range(4)]
+    on_some, on_half = 3 + 0.1 * 40, 3 + 0.1 * 20  # 3 once, and a tenth for each datum; others were disturbed
+    work = _Work(len, some, times=3, on_some=[on_some, on_some, 99.0], on_half=[on_half, 0.0, on_half])
+    assert work.seconds(1000) == pytest.approx(3 * (3 + 0.1 * 1000))
+    noise = _Work(len, some, on_some=[2.0], on_half=[2.5])
+    assert noise.seconds(1000) == 2.0, "more data never take less"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("epochs", "expected name=number of"),
+        ("speed=3", "of epochs, members, batch_repetition"),
+        ("epochs=many", "expected name=number"),
+        ("epochs=inf", "expected name=number"),
+        ("epochs=2.5", "epochs must be a whole number"),
+        ("epochs=0", "epochs of MIMO must be at least 1"),
+        ("members=0", "members of MIMO must be at least 1"),
+        ("batch_repetition=0", "batch repetition of MIMO must be at least 1"),
+    ],
+)
+def test_budgets_that_cannot_be(text, says):
+    with pytest.raises(mola.OptionError, match=says):
+        changed(MimoBudget(), text)
+
+
+@pytest.mark.parametrize("text", ["snapshots=1", "samples=0", "images=0", "batch_size=0", "learning_rate=0"])
+def test_swag_budgets_that_cannot_be(text):
+    with pytest.raises(mola.OptionError, match="must be"):
+        changed(SwagBudget(1e-2), text)
+
+
+def test_a_budget_changed_in_words():
+    found = changed(SwagBudget(1e-2), " snapshots=12, learning_rate=2e-3 ,images=12500,")
+    assert found == SwagBudget(2e-3, snapshots=12, images=12500)
+    assert changed(found, "") == found
+
+
+def test_a_suite_without_training_data_says_so(plan, tmp_path):
+    plan = replace(plan, suite=replace(SUITE, training_data=None), runs=1)
+    with pytest.raises(mola.OptionError, match="no training data to train SWAG or MIMO with"):
+        run(plan, tmp_path)

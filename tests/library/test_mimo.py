@@ -1,0 +1,456 @@
+"""MIMO: independent orders, heads against hand-tiled passes, and MIMO-MoLA against fits on hand-made networks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.baselines.mimo import member_rows
+from mola.lab.models import WideResNet
+from tests.conftest import make_problem
+
+
+def images(count=24, classes=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 2, 6, 6, generator=generator)
+    return inputs, torch.randint(classes, (count,), generator=generator)
+
+
+def conv_net(classes=3, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.ReLU(),
+        nn.Linear(8, classes),
+    )
+
+
+class Batches:
+    def __init__(self, inputs, labels, size=8):
+        self.inputs, self.labels, self.size = inputs, labels, size
+
+    def __len__(self):
+        return -(-len(self.inputs) // self.size)
+
+    def __iter__(self):
+        for rows in torch.randperm(len(self.inputs)).split(self.size):
+            yield self.inputs[rows], self.labels[rows]
+
+
+def optimiser(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
+
+
+def trained(members=3, epochs=3, **options):
+    inputs, labels = images()
+    mimo = mola.Mimo(conv_net(), members, example=inputs[:2])
+    return mimo.fit(Batches(inputs, labels), epochs=epochs, optimiser=optimiser, progress=False, **options)
+
+
+def by_hand(mimo, batches):
+    """Logits of every head, written out: trunk of the channels side by side, then one matrix for each head."""
+    trunk = copy.deepcopy(mimo.trunk.network).eval()
+    features = trunk(torch.cat(batches, dim=1)).detach()
+    return torch.stack([features @ head.weight.T + head.bias for head in mimo.heads]).detach()
+
+
+def test_the_parameter_count_of_the_papers_network():
+    network = WideResNet(16, 4)
+    mimo = mola.Mimo(network, 3, example=torch.zeros(2, 3, 32, 32))
+    assert sum(parameter.numel() for parameter in network.parameters()) == 2_748_890
+    assert sum(parameter.numel() for parameter in mimo.parameters()) == 2_754_894
+
+
+def test_heads_agree_with_a_hand_tiled_pass():
+    mimo, inputs = trained(), images(seed=5)[0]
+    logits = by_hand(mimo, [inputs] * 3)
+    torch.testing.assert_close(mimo.logits(inputs), logits)
+    expected = logits.softmax(-1).mean(0)
+    torch.testing.assert_close(mimo(inputs), expected)
+    torch.testing.assert_close(mimo.predict([(part,) for part in inputs.split(5)]).probs, expected)
+    np.testing.assert_allclose(mimo.predict_proba(inputs.numpy()), expected)
+    torch.testing.assert_close(mola.Mixture([mimo, mimo])(inputs), expected)
+    for head, one in zip(logits, mimo.networks, strict=True):
+        torch.testing.assert_close(one.eval()(inputs), head)
+    within = torch.special.entr(logits.softmax(-1)).sum(-1).mean(0)
+    torch.testing.assert_close(mimo.predict(inputs).mutual_information, torch.special.entr(expected).sum(1) - within)
+    apart = [images(seed=seed)[0] for seed in (1, 2, 3)]
+    torch.testing.assert_close(mimo.logits(apart), by_hand(mimo, apart))
+
+
+def test_every_member_sees_every_datum_as_often():
+    rows = member_rows(10, 3, 4, 0.0)
+    for own in rows:
+        assert torch.bincount(own).tolist() == [4] * 10
+
+
+def test_shuffles_are_independent():
+    """Pairs of data seen by two members in one row are as good as uniform: a chi-square, and the share of coincidences."""
+    size, draws = 6, 1500
+    generator = torch.Generator().manual_seed(0)
+    for repetition in (1, 4):
+        pairs = torch.zeros(3, size * size)
+        for _ in range(draws):
+            rows = member_rows(size, 3, repetition, 0.0, generator)
+            for index, (one, other) in enumerate(((0, 1), (0, 2), (1, 2))):
+                # One row of each draw: rows of one draw are not independent of each other.
+                pairs[index, rows[one, 0] * size + rows[other, 0]] += 1
+        expected = draws / size**2
+        chi_square = ((pairs - expected) ** 2 / expected).sum(1)
+        # 35 degrees of freedom: 99.99 % lie below 77.
+        assert float(chi_square.max()) < 77
+        coincidences = pairs.view(3, size, size).diagonal(dim1=1, dim2=2).sum(1) / draws
+        assert float((coincidences - 1 / size).abs().max()) < 4.5 * (5 / 36 / draws) ** 0.5
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 0.5), (1.0, 1.0)])
+def test_input_repetition_is_the_share_of_rows_that_agree(share, expected):
+    size, generator = 50, torch.Generator().manual_seed(1)
+    agree = torch.stack(
+        [
+            (rows == rows[0]).all(0).double().mean()
+            for rows in (member_rows(size, 3, 4, share, generator) for _ in range(200))
+        ]
+    )
+    # The rest agree by chance, with probability 1 / size^2 for three members.
+    assert float(agree.mean()) == pytest.approx(expected + (1 - expected) / size**2, abs=2e-3)
+
+
+def test_a_step_is_sgd_on_the_mean_over_rows_of_the_sum_over_heads():
+    inputs, labels = images()
+    mimo = mola.Mimo(conv_net(), 2, example=inputs[:2])
+    reference = copy.deepcopy(mimo)
+    loader = [(inputs, labels)]
+    plain = {"optimiser": lambda parameters: torch.optim.SGD(parameters, lr=0.1), "progress": False}
+    drawn = []
+
+    class Spy(nn.Module):
+        def forward(self, stacked):
+            drawn.append(stacked.detach().clone())
+            return stacked
+
+    spied = copy.deepcopy(mimo)
+    spied.trunk.network.insert(0, Spy())
+    spied.fit(loader, epochs=1, batch_repetition=2, **plain)
+    mimo.fit(loader, epochs=1, batch_repetition=2, **plain)
+    (stacked,) = drawn
+    assert stacked.shape == (48, 4, 6, 6)
+    # Which datum each member saw, found by looking.
+    rows = [
+        torch.tensor([int((inputs == one).flatten(1).all(1).nonzero()) for one in stacked[:, 2 * k : 2 * k + 2]])
+        for k in range(2)
+    ]
+    assert not torch.equal(rows[0], rows[1])
+    assert torch.bincount(rows[1]).tolist() == [2] * 24
+    trunk = reference.trunk.network.train()
+    features = trunk(stacked)
+    loss = sum(nn.functional.cross_entropy(reference.heads[k](features), labels[rows[k]]) for k in range(2))
+    for ours, theirs in zip(mimo.parameters(), reference.parameters(), strict=True):
+        (gradient,) = torch.autograd.grad(loss, theirs, retain_graph=True)
+        torch.testing.assert_close(ours.detach(), (theirs - 0.1 * gradient).detach())
+
+
+def test_it_learns():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (300,), generator=generator)
+    inputs = 0.5 * torch.randn(300, 2, 6, 6, generator=generator)
+    inputs[torch.arange(300), 0, labels, labels] += 3
+    mimo = mola.Mimo(conv_net(), 3, example=inputs[:2])
+    mimo.fit(Batches(inputs, labels, 50), epochs=12, optimiser=optimiser, progress=False)
+    own = [(head.argmax(1) == labels).double().mean() for head in mimo.logits(inputs)]
+    assert min(own) > 0.9
+    # Each head follows its own input, not another's.
+    other = torch.randperm(300, generator=generator)
+    logits = mimo.logits([inputs, inputs[other], inputs[other]])
+    assert (logits[0].argmax(1) == labels).double().mean() > 0.8
+    assert (logits[1].argmax(1) == labels[other]).double().mean() > 0.8
+
+
+def test_the_seed_gives_the_same_bits_interrupted_or_not(tmp_path):
+    whole, again, other = trained(epochs=4, seed=1), trained(epochs=4, seed=1), trained(epochs=4, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(next(whole.parameters()), next(other.parameters()))
+    inputs, labels = images()
+
+    class Broken(Batches):
+        passes = 0
+
+        def __iter__(self):
+            Broken.passes += 1
+            if Broken.passes == 3:
+                raise KeyboardInterrupt
+            yield from super().__iter__()
+
+    options = {"epochs": 4, "seed": 1, "optimiser": optimiser, "checkpoint": tmp_path, "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        mola.Mimo(conv_net(), 3, example=inputs[:2]).fit(Broken(inputs, labels), **options)
+    resumed = mola.Mimo(conv_net(), 3, example=inputs[:2]).fit(Batches(inputs, labels), **options)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+    with pytest.raises(mola.StorageError, match="another training or another network"):
+        mola.Mimo(conv_net(), 3, example=inputs[:2]).fit(Batches(inputs, labels), **(options | {"seed": 3}))
+    with pytest.raises(mola.StorageError, match="another training or another network"):
+        mola.Mimo(conv_net(seed=1), 3, example=inputs[:2]).fit(Batches(inputs, labels), **options)
+
+
+RATES = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    ("made", "schedule"),
+    [
+        (torch.optim.Adam, None),
+        (optimiser, lambda of, steps: RATES.MultiStepLR(of, [steps // 2, 3 * steps // 4])),
+        (optimiser, lambda of, steps: RATES.OneCycleLR(of, 0.1, total_steps=steps)),  # cycles the momentum, too
+        (torch.optim.Adam, lambda of, steps: RATES.OneCycleLR(of, 0.01, total_steps=steps)),
+        (
+            optimiser,
+            lambda of, steps: RATES.SequentialLR(
+                of, [RATES.LinearLR(of, 0.1, 1, 4), RATES.MultiStepLR(of, [steps // 2])], [4]
+            ),
+        ),
+    ],
+    ids=["adam", "steps", "one cycle", "one cycle with adam", "one after the other"],
+)
+def test_every_optimiser_and_schedule_resumes_to_the_same_bits(tmp_path, made, schedule):
+    inputs, labels = images()
+    options = {"epochs": 5, "optimiser": made, "schedule": schedule, "progress": False}
+    loader = Batches(inputs, labels)
+    whole = mola.Mimo(conv_net(), 2, example=inputs[:2]).fit(loader, **options)
+
+    def broken(epoch=[0]):  # noqa: B006
+        epoch[0] += 1
+        if epoch[0] == 3:
+            raise KeyboardInterrupt
+        yield from loader
+
+    class Once:
+        def __len__(self):
+            return len(loader)
+
+        def __iter__(self):
+            return broken()
+
+    with pytest.raises(KeyboardInterrupt):
+        mola.Mimo(conv_net(), 2, example=inputs[:2]).fit(Once(), checkpoint=tmp_path, **options)
+    resumed = mola.Mimo(conv_net(), 2, example=inputs[:2]).fit(loader, checkpoint=tmp_path, **options)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_the_users_network_and_random_state_are_untouched():
+    inputs, _ = images()
+    network = conv_net()
+    before, state = {name: tensor.clone() for name, tensor in network.state_dict().items()}, torch.get_rng_state()
+    mimo = mola.Mimo(network, 3, example=inputs[:2])
+    mimo.fit(Batches(*images()), epochs=1, progress=False, optimiser=optimiser)
+    mimo.predict(inputs)
+    assert network[0].in_channels == 2
+    assert network.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_new_weights_keep_the_architectures_own_scale():
+    """The widened layer gives the variance that the plain one gave; heads have the entries of the old head."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 5))
+    mimo = mola.Mimo(network, 4, example=torch.zeros(2, 200))
+    inputs = [torch.randn(500, 200) for _ in range(4)]
+    plain, wide = network[0](inputs[0]).detach(), mimo.trunk.network[0](torch.cat(inputs, 1)).detach()
+    assert float(wide.var() / plain.var()) == pytest.approx(1, abs=0.05)
+    own = set(network[2].weight.flatten().tolist())
+    heads = [head.weight for head in mimo.heads]
+    assert all(set(head.flatten().tolist()) <= own for head in heads)
+    assert not torch.equal(heads[0], heads[1])
+
+
+class OneHead(nn.Module):
+    """A head of a MIMO network as a network made by hand, sharing nothing."""
+
+    def __init__(self, mimo, index):
+        super().__init__()
+        self.trunk, self.head = copy.deepcopy(mimo.trunk.network), copy.deepcopy(mimo.heads[index])
+        self.members = mimo.members
+
+    def forward(self, inputs):
+        return self.head(self.trunk(torch.cat([inputs] * self.members, dim=1)))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_mimo_mola_is_the_fit_of_hand_made_networks(structure, tmp_path):
+    mimo, (inputs, labels), validation = trained(), images(), images(seed=9)
+    loader = list(zip(inputs.split(7), labels.split(7), strict=True))
+    by_hand_networks = [OneHead(mimo, index) for index in range(3)]
+    rule = mola.ConfidenceThreshold(0.4)
+    expected = mola.fit(by_hand_networks, loader, structure=structure, progress=False)
+    posterior = mola.mimo_mola(mimo, loader, structure=structure, progress=False)
+    torch.testing.assert_close(posterior(validation[0]), expected(validation[0]))
+    torch.testing.assert_close(posterior.log_evidence(), expected.log_evidence())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mola.MolaWarning)  # the grid may grow
+        tuned, wanted = (one.tune([validation], rule=rule, progress=False) for one in (posterior, expected))
+    assert len(set(tuned.prior_precision)) == 1
+    assert tuned.prior_precision == wanted.prior_precision
+    torch.testing.assert_close(tuned.predict(validation[0]).probs, wanted.predict(validation[0]).probs)
+    tuned.save(tmp_path)
+    again = mola.load(tmp_path, models=mimo.networks)
+    assert torch.equal(again(validation[0]), tuned(validation[0]))
+    with pytest.raises(mola.StorageError, match="3 components, got 2 models"):
+        mola.load(tmp_path, models=mimo.networks[:2])
+
+
+def test_one_pass_of_the_trunk_serves_all_heads():
+    mimo, (inputs, labels) = trained(), images()
+    loader = list(zip(inputs.split(8), labels.split(8), strict=True))
+    plain, passes = OneHead(mimo, 0), []
+    for network in (mimo.trunk.network, plain.trunk):
+        network.register_forward_hook(lambda *_: passes.append(1))
+
+    def count(act):
+        passes.clear()
+        act()
+        return len(passes)
+
+    made = []
+    one_network = count(lambda: mola.fit(plain, loader, structure="full", progress=False))
+    assert count(lambda: made.append(mola.mimo_mola(mimo, loader, progress=False))) == one_network
+    posterior = made[0]
+    assert count(lambda: posterior(inputs)) == 1
+    assert count(lambda: posterior.predict(loader)) == len(loader)
+    assert count(lambda: mimo.predict(loader)) == len(loader)
+    assert count(lambda: posterior.reweight(loader, progress=False)) == len(loader)
+    assert mimo.trunk._memory is None
+
+
+def test_what_one_head_saw_under_autocast_is_not_for_the_next_one_outside():
+    mimo, inputs = trained().float().eval(), images()[0].float()
+    first, second, _ = mimo.networks
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert first(inputs).dtype == torch.bfloat16
+        torch.testing.assert_close(second(inputs), by_hand(mimo, [inputs] * 3)[1])
+
+
+def test_the_trunk_never_answers_from_a_stale_memory():
+    mimo, (inputs, _) = trained(), images()
+    first, second, third = mimo.eval().networks
+    with torch.no_grad():
+        batch = inputs.clone()
+        first(batch)
+        batch.numpy()[:] = inputs.flip(0).numpy()  # the same tensor, filled again behind torch's back
+        torch.testing.assert_close(second(batch), by_hand(mimo, [inputs.flip(0)] * 3)[1])
+        first(inputs)
+        mimo.trunk.network[0].weight.mul_(1.5)
+        torch.testing.assert_close(third(inputs), by_hand(mimo, [inputs] * 3)[2])
+        first(inputs)
+        mimo.trunk.train()
+        expected = copy.deepcopy(mimo.trunk.network).train()(torch.cat([inputs] * 3, 1))
+        torch.testing.assert_close(second(inputs), mimo.heads[1](expected))
+        mimo.eval()
+    mimo.trunk._memory = None
+    first(inputs)  # with gradients nothing is remembered
+    assert mimo.trunk._memory is None
+    first(inputs).sum().backward()
+    assert mimo.trunk.network[0].weight.grad is not None
+
+
+def test_files(tmp_path):
+    mimo, (inputs, _) = trained(), images()
+    mimo.save(tmp_path)
+    again = mola.Mimo.load(tmp_path, conv_net(seed=4), example=inputs[:2])
+    assert torch.equal(mimo(inputs), again(inputs))
+    with pytest.raises(mola.StorageError, match="does not fit Sequential with 3 members"):
+        mola.Mimo.load(tmp_path, conv_net(classes=4), example=inputs[:2])
+
+
+def test_inputs_that_are_not_images_work():
+    problem = make_problem()
+    mimo = mola.Mimo(problem.network, 2, example=problem.inputs[:3])
+    assert mimo.trunk.network[0].in_features == 6
+    mimo.fit(problem.loader, epochs=1, optimiser=optimiser, progress=False)
+    assert mimo(problem.inputs).shape == (40, 4)
+    flattened = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.ReLU(), nn.Linear(5, 3))
+    assert mola.Mimo(flattened, 3, example=images()[0])(images()[0]).shape == (24, 3)
+
+
+class Fixed(nn.Module):
+    """A network that scales its channels by a buffer before the first layer: it cannot take more of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2, 1, 1))
+        self.rest = conv_net()
+
+    def forward(self, inputs):
+        return self.rest(inputs * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        (Fixed(), "cannot be widened at its first layer 'rest.0'"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(72, 3)), "no linear or convolutional layer before its head"),
+        (
+            nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 3)),
+            "grouped convolution",
+        ),
+        (
+            nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 4, 3)), nn.Flatten(), nn.Linear(64, 3)),
+            "parametrised",
+        ),
+    ],
+    ids=["fixed", "no-trunk", "groups", "parametrised"],
+)
+def test_architectures_that_cannot_be_widened_are_refused(network, words):
+    with pytest.raises(mola.OptionError, match=words):
+        mola.Mimo(network.double(), 3, example=images()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"epochs": 0}, "epochs must be"),
+        ({"batch_repetition": 0}, "batch_repetition must be"),
+        ({"input_repetition": 1.5}, "input_repetition must lie"),
+        ({"seed": -1}, "seed must be"),
+    ],
+)
+def test_bad_options_are_refused(options, words):
+    inputs, labels = images()
+    mimo = mola.Mimo(conv_net(), 2, example=inputs)
+    with pytest.raises(mola.OptionError, match=words):
+        mimo.fit([(inputs, labels)], progress=False, **options)
+
+
+def test_bad_input_is_refused():
+    inputs, labels = images()
+    with pytest.raises(mola.OptionError, match="members must be"):
+        mola.Mimo(conv_net(), 0, example=inputs)
+    with pytest.raises(mola.OptionError, match="example"):
+        mola.Mimo(conv_net(), 2, example=inputs[:0])
+    mimo = mola.Mimo(conv_net(), 2, example=inputs)
+    with pytest.raises(mola.DataError, match="got 3"):
+        mimo.logits([inputs] * 3)
+    with pytest.raises(mola.DataError, match="one tensor"):
+        mimo({"pixels": inputs})
+    with pytest.raises(mola.DataError, match="a label for each"):
+        mimo.fit([inputs], progress=False)
+    with pytest.raises(mola.DataError, match="labels must lie in"):
+        mimo.fit([(inputs, labels + 3)], progress=False)
+    with pytest.raises(mola.DataError, match="diverged in epoch 1 of 2 at learning rate"):
+        mimo.fit(
+            [(1e200 * inputs, labels)] * 3,
+            epochs=2,
+            optimiser=lambda parameters: torch.optim.SGD(parameters, lr=1e300),
+            progress=False,
+        )

@@ -1,0 +1,66 @@
+"""Networks in float32 against their exact copies in float64: posteriors agree in probabilities, also near singularity."""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import mola
+from mola.likelihood import CATEGORICAL
+from tests.conftest import STRUCTURES
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    spec = importlib.util.spec_from_file_location("precision_benchmark", FOLDER / "precision.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.set_default_dtype(torch.float32)
+    return module
+
+
+@pytest.mark.parametrize(
+    "kind", ["ordinary", "combinations of 8", "sizes from 1e-6 to 100", "almost constant", "certain"]
+)
+def test_every_structure_at_small_size(benchmark, structure, kind):
+    found = benchmark.largest_difference(structure, 24, 10, kind)
+    assert len(found) == 4
+    assert max(found.values()) < 1e-4
+
+
+@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "full"])
+def test_a_thousand_classes(benchmark, structure):
+    for kind in ("ordinary", "combinations of 8"):
+        assert max(benchmark.largest_difference(structure, 48, 1000, kind).values()) < 1e-4
+
+
+def test_the_comparison_can_fail(benchmark):
+    """A posterior of other data is told apart by far more than the bar."""
+    network = benchmark.network(24, 10, "ordinary")
+    inputs = torch.randn(48, benchmark.INPUTS)
+    one, two = (mola.fit(network, [some], progress=False, prior_precision=1e-3) for some in (inputs, 3 * inputs))
+    assert float((one(inputs) - two(inputs)).abs().max()) > 1e-2
+
+
+def test_a_singular_factor_is_singular(benchmark):
+    network = copy.deepcopy(benchmark.network(24, 10, "combinations of 8"))
+    posterior = mola.fit(network, [torch.randn(48, benchmark.INPUTS)], progress=False)
+    values = posterior.components[0].curvature.spectrum.feature_values
+    assert int((values > 1e-10 * values.max()).sum()) == 9  # eight, and the constant
+
+
+@pytest.mark.parametrize("classes", [2, 10, 33, 1000])
+@pytest.mark.parametrize("scale", [0.1, 10.0, 1000.0])
+def test_scores_and_curvature_at_once_are_those_apart(classes, scale):
+    outputs, labels = scale * torch.randn(50, classes), torch.randint(classes, (50,))
+    scores, curvature = CATEGORICAL.scored_curvature(outputs, labels)
+    torch.testing.assert_close(
+        scores, torch.log_softmax(outputs, 1).gather(1, labels[:, None])[:, 0], rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(curvature.coupling, torch.softmax(outputs, 1), rtol=1e-12, atol=1e-300)
+    torch.testing.assert_close(curvature.degrees(), curvature.diagonal().sum(0), rtol=1e-9, atol=1e-13)

@@ -1,0 +1,177 @@
+"""Training: it learns, follows its seed, and leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mola
+from mola.lab.data.embedded import two_moons
+from mola.training import RECIPES, Recipe, train, train_ensemble
+from mola.training.loop import Checkpoint
+from mola.training.mlps import mlp
+
+
+def _build():
+    return mlp(2, (16,), 2)
+
+
+def _weights(network):
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+
+
+def test_it_learns_the_moons():
+    data = two_moons(200)
+    network = train(_build, data, Recipe(epochs=60, learning_rate=1e-2), seed=0)
+    assert (network(data.inputs).argmax(1) == data.labels).float().mean() > 0.9
+
+
+def test_the_network_comes_in_eval_mode_and_in_the_precision_of_its_data():
+    network = train(_build, two_moons(40), Recipe(epochs=1), seed=0)
+    assert not any(module.training for module in network.modules())
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_gives_others():
+    data, recipe = two_moons(40), Recipe(epochs=2)
+    first, again, other = (train(_build, data, recipe, seed=seed) for seed in (5, 5, 6))
+    assert torch.equal(_weights(first), _weights(again))
+    assert not torch.equal(_weights(first), _weights(other))
+
+
+def test_the_random_state_is_left_as_it_was():
+    before = torch.get_rng_state()
+    train(_build, two_moons(40), Recipe(epochs=1), seed=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_ensembles_of_neighbouring_seeds_share_no_member():
+    data, recipe = two_moons(40), Recipe(epochs=1)
+    members = [
+        tuple(_weights(network).tolist())
+        for seed in (0, 1)
+        for network in train_ensemble(_build, data, recipe, members=3, seed=seed)
+    ]
+    assert len(set(members)) == 6
+
+
+def test_every_epoch_is_reported():
+    seen = []
+    train_ensemble(
+        _build,
+        two_moons(40),
+        Recipe(epochs=2),
+        members=2,
+        seed=0,
+        on_epoch=lambda member, epoch: seen.append((member, epoch)),
+    )
+    assert seen == [(0, 1), (0, 2), (1, 1), (1, 2)]
+
+
+def test_a_network_without_biases_is_positively_homogeneous():
+    network = mlp(4, (8, 8), 3, bias=False)
+    inputs = torch.randn(5, 4)
+    torch.testing.assert_close(network(1000 * inputs), 1000 * network(inputs))
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": 0}, {"learning_rate": 0.0}, {"batch_size": 0}, {"weight_decay": -1.0}])
+def test_a_recipe_that_cannot_be_followed_is_refused(wrong):
+    with pytest.raises(mola.OptionError, match="must be above 0"):
+        Recipe(**({"epochs": 1} | wrong))
+
+
+class InterruptedHereError(Exception):
+    pass
+
+
+def _noisy(inputs):
+    """Draws from torch's own generator, as augmentation does."""
+    return inputs + 0.1 * torch.randn_like(inputs)
+
+
+def _build_noisy():
+    return torch.nn.Sequential(mlp(2, (16,), 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("schedule", ["cosine", "steps"])
+def test_an_interrupted_training_goes_on_to_the_same_bits(optimiser, schedule, tmp_path):
+    drops = {"drops": (0.4, 0.8)} if schedule == "steps" else {}
+    recipe = Recipe(epochs=5, batch_size=16, learning_rate=1e-2, optimiser=optimiser, schedule=schedule, **drops)
+    data = two_moons(40)
+    whole = train(_build_noisy, data, recipe, seed=1, prepare=_noisy)
+    checkpoint = Checkpoint(tmp_path / "under-way.safetensors", {"seed": 1})
+    epochs = []
+
+    def stop(epoch):
+        epochs.append(epoch)
+        if epoch in (2, 3):
+            raise InterruptedHereError
+
+    for _ in range(2):
+        with pytest.raises(InterruptedHereError):
+            train(_build_noisy, data, recipe, seed=1, prepare=_noisy, checkpoint=checkpoint, on_epoch=stop)
+            # The second time it is told of epoch 2, where it goes on, and stops there again.
+        epochs.append(None)
+    done = train(_build_noisy, data, recipe, seed=1, prepare=_noisy, checkpoint=checkpoint)
+    assert epochs == [1, 2, None, 2, None]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, done.state_dict()[name]), name
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path):
+    path = tmp_path / "under-way.safetensors"
+    train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=Checkpoint(path, {"seed": 1}))
+    with pytest.raises(mola.StorageError, match=r"another training: expected .*2.* got .*1.*Delete it"):
+        train(_build, two_moons(20), Recipe(epochs=1), seed=2, checkpoint=Checkpoint(path, {"seed": 2}))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None], ids=["empty", "foreign", "cut off"])
+def test_a_damaged_checkpoint_is_named(tmp_path, content):
+    path = tmp_path / "under-way.safetensors"
+    train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=Checkpoint(path, {}))
+    path.write_bytes(path.read_bytes()[:-10] if content is None else content)
+    with pytest.raises(mola.StorageError, match=r"under-way\.safetensors is not a whole checkpoint.*from the start"):
+        train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=Checkpoint(path, {}))
+
+
+def test_a_training_that_diverges_says_so():
+    with pytest.raises(mola.DataError, match="lower the learning rate"):
+        train(_build, two_moons(40), Recipe(epochs=3, learning_rate=1e30, optimiser="sgd"), seed=0)
+
+
+def test_the_cosine_ends_at_zero_and_the_steps_are_tenths():
+    for schedule, drops, expected in (("cosine", (), 0.0), ("steps", (0.5, 0.75), 0.01)):
+        recipe = Recipe(epochs=4, batch_size=5, learning_rate=1.0, optimiser="sgd", schedule=schedule, drops=drops)
+        optimiser = recipe.make_optimiser([torch.nn.Parameter(torch.zeros(1))])
+        steps = recipe.make_schedule(optimiser, 12)
+        for _ in range(4 * 3):
+            optimiser.step()
+            steps.step()
+        assert optimiser.param_groups[0]["lr"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_papers_recipes():
+    """Section 6 of the fact sheet: Adam and SGD, 100 epochs, batches of 128, weight decay 5e-4."""
+    mnist, cifar = RECIPES["mnist"], RECIPES["cifar10"]
+    assert (mnist.optimiser, mnist.learning_rate, cifar.optimiser, cifar.learning_rate) == ("adam", 1e-3, "sgd", 0.1)
+    assert {recipe.epochs for recipe in (mnist, cifar)} == {100}
+    assert {(recipe.batch_size, recipe.weight_decay, recipe.schedule) for recipe in (mnist, cifar)} == {
+        (128, 5e-4, "cosine")
+    }
+    assert (mnist.augment, cifar.augment) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"optimiser": "adamm"}, r"optimiser must be one of adamw, adam, sgd; got 'adamm'. Did you mean 'adam"),
+        ({"schedule": "linear"}, "schedule must be one of"),
+        ({"schedule": "steps"}, "drops must be shares"),
+        ({"drops": (0.5,)}, "drops must be shares"),
+        ({"schedule": "steps", "drops": (1.5,)}, "drops must be shares"),
+    ],
+)
+def test_unknown_choices_are_listed(wrong, message):
+    with pytest.raises(mola.OptionError, match=message):
+        Recipe(epochs=1, **wrong)
