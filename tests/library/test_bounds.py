@@ -9,8 +9,8 @@ from torch import nn
 import mola
 from mola.lab.models import lenet
 from tests.conftest import make_problem
-from tests.reference import dense
 from tests.library.test_laws import data, loader
+from tests.reference import dense
 
 DELTAS = [1.0, 10.0, 1e3, 1e6]
 

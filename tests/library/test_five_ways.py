@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 import mola
 from tests.conftest import CLOSED_FORM_LINKS
-from tests.team_script import batches, data, inputs, networks
 from tests.library.test_distributed import run
+from tests.team_script import batches, data, inputs, networks
 
 LINKS = (*CLOSED_FORM_LINKS, "mc")
 
