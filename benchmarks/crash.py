@@ -52,7 +52,7 @@ from tqdm.auto import tqdm
 
 import mola
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_folder
+from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.job import Job
 from mola.app.jobs.predict import run_predict
 from mola.lab.models import build_network
@@ -172,7 +172,7 @@ class SaveByCommand(Work):
     def state(self, folder: Path) -> Any:
         os.chdir(folder)
         output = folder / "seen.npz"
-        run_predict(open_folder(Path("fitted")), "test.npz", output, probabilities=True)
+        run_predict(open_posterior(Path("fitted")), "test.npz", output, probabilities=True)
         with np.load(output) as found:
             numbers = digest(*(found[name] for name in sorted(found.files) if found[name].dtype.kind != "U"))
         output.unlink()
@@ -285,7 +285,7 @@ class Predict(Work):
 
     def predict(self, folder: Path, data: str) -> None:
         os.chdir(folder)
-        fitted = open_folder(Path("fitted"))
+        fitted = open_posterior(Path("fitted"))
         run_predict(fitted, data, Path(f"predictions{self.ending}"), probabilities=True)
 
     def act(self, folder: Path) -> None:

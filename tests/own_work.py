@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import Fitted, open_folder
+from mola.app.jobs.folder import PosteriorFolder, open_posterior
 from mola.app.jobs.job import Job
 from mola.lab.data.folder import Preparation
 from mola.lab.data.images import NORMALISATIONS
@@ -186,10 +186,10 @@ def job_for(desk: Desk, **changes) -> Job:
     return Job(**(given | changes))
 
 
-def fit_at(desk: Desk, folder: Path) -> Fitted:
+def fit_at(desk: Desk, folder: Path) -> PosteriorFolder:
     """A posterior, made and opened where the user sits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(desk.root)
         patch.syspath_prepend(str(desk.root))
         run_fit(job_for(desk), folder)
-        return open_folder(folder)
+        return open_posterior(folder)

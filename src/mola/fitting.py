@@ -19,7 +19,7 @@ from mola.network import check_loader, undisturbed
 from mola.network.fingerprint import Watch
 from mola.posterior import MoLA
 from mola.saving import archive, storage
-from mola.sums import Keeper, sum_up
+from mola.sums import SumsCheckpoint, sum_up
 from mola.tuning.data_checks import Remembering, shared_rows
 from mola.tuning.rules import Rule, check_rule
 from mola.tuning.weights import check_weighting
@@ -100,7 +100,7 @@ def fit(
             and the loader.
     """
     together = Team.alone() if team is None else team
-    keeper = Keeper(checkpoint, checkpoint_every, together.rank, together.size)
+    checkpoints = SumsCheckpoint(checkpoint, checkpoint_every, together.rank, together.size)
     with together.work("fit"):
         if together.size > 1:
             check_sampler(train_loader)
@@ -123,7 +123,7 @@ def fit(
             "link": {"name": chosen_link.name, **chosen_link.settings()},
             "validation data": val_loader is not None,
             "rule": None if rule is None else rule if isinstance(rule, str) else type(rule).__name__,
-            "checkpoint": keeper.active,
+            "checkpoint": checkpoints.active,
         }
         if val_loader is not None and together.size == 1:  # each process of a team sees its own shards alone
             check_loader(train_loader, "the training loader")
@@ -137,7 +137,7 @@ def fit(
                 chosen_structure,
                 CATEGORICAL,
                 team=together,
-                keeper=keeper,
+                checkpoints=checkpoints,
                 options=options,
                 progress=progress,
             )
@@ -156,7 +156,7 @@ def fit(
         posterior = posterior.tune(val_loader, rule, progress=progress, team=team)
         if isinstance(train_loader, Remembering) and isinstance(val_loader, Remembering):
             posterior = posterior.with_doubt(shared_rows(train_loader, val_loader))
-    keeper.remove()
+    checkpoints.remove()
     return posterior
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from mola.__main__ import main
 from mola.app.cli import app
 from mola.app.cli.shared_options import sides, texts
-from mola.app.jobs.folder import open_folder
+from mola.app.jobs.folder import open_posterior
 from mola.errors import OptionError
 from tests.own_work import CLASSES, make_desk
 
@@ -74,7 +74,7 @@ def posterior(desk, tmp_path_factory):
 def test_weights_may_follow_each_other_as_a_shell_expands_them(desk, posterior):
     document = (posterior / "job.toml").read_text()
     assert all(f"{index}.safetensors" in document for index in range(3))
-    assert open_folder(posterior).posterior.weights.tolist() == pytest.approx([1 / 3] * 3)
+    assert open_posterior(posterior).posterior.weights.tolist() == pytest.approx([1 / 3] * 3)
 
 
 def test_fit_says_what_it_did(desk, tmp_path, mola_command):
@@ -162,7 +162,7 @@ def test_predictions_in_every_format_are_the_posteriors(desk, posterior, tmp_pat
     code, out, _ = mola_command("predict", posterior, data, "--output", output, "--probabilities", "--json")
     assert code == 0
     summary = json.loads(out)
-    expected = open_folder(posterior).posterior.predict(desk.inputs("test")[0])
+    expected = open_posterior(posterior).posterior.predict(desk.inputs("test")[0])
     found = read(output)
     for name in NUMBERS:
         assert np.allclose(np.array(found[name], dtype=float), getattr(expected, name), atol=1e-6), name

@@ -24,13 +24,13 @@ import mola
 from mola.app.explore.answers import SLIDERS, Answers, heading, message, thumbnails
 from mola.app.explore.bars import classes_card, confidence_card, members_card, shown_classes, split_card
 from mola.app.explore.changes import NEUTRAL, RANGES, Changes, apply
+from mola.app.explore.ood_examples import ood_examples
 from mola.app.explore.opinions import METHODS, STEPS, Explorer, Member, Opinions, affordable
 from mola.app.explore.pictures import LARGEST_FILE, LARGEST_PIXELS, decode, from_data_url
 from mola.app.explore.plots import score_card, turned_card
 from mola.app.explore.reference import Reference
 from mola.app.explore.server import LARGEST_REQUEST, Guarded
 from mola.app.explore.sight import Sight, as_png
-from mola.app.explore.strangers import strangers
 from mola.app.explore.subject import Example, Subject
 from mola.app.explore.words import percent, verdict
 from mola.app.jobs.fit import LEVELS, quantiles
@@ -777,6 +777,6 @@ def test_requests_that_write_files_or_do_not_say_how_large_they_are_go_nowhere()
 
 
 def test_strangers_have_the_networks_size(shape):
-    made = strangers(make_subject(shape).sight)
+    made = ood_examples(make_subject(shape).sight)
     assert [one.name for one in made] == ["noise", "checks", "a flower"]
     assert all(one.pixels.shape == shape and one.pixels.dtype == torch.uint8 for one in made)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import mola
 from mola.app.cli import app
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_folder
+from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.job import Job
 from mola.errors import OptionError, StorageError
 from tests.own_work import CLASSES, make_desk
@@ -44,7 +44,7 @@ def test_a_folder_becomes_both_kinds_of_file_that_take_bytes(folder, desk, tmp_p
     assert [one["path"] for one in summary] == [str(path) for path in files]
     assert all(max(one["differences"].values()) < 1e-5 for one in summary)
     pixels, _ = desk.pixels("test")
-    posterior = open_folder(folder).posterior
+    posterior = open_posterior(folder).posterior
     for path in files:
         loaded = mola.load_exported(path)
         assert loaded.classes == list(CLASSES)
@@ -85,7 +85,7 @@ def test_a_posterior_on_exported_programs_is_exported_where_they_are_trusted(des
     assert "add --trust" in str(refused)
     assert not target.exists()
     run(tmp_path / "posterior", "--onnx", target, "--trust", "--outputs", "probabilities,ood_score")
-    posterior = open_folder(tmp_path / "posterior", trust=True).posterior
+    posterior = open_posterior(tmp_path / "posterior", trust=True).posterior
     for count in (1, 5):
         found, wanted = mola.load_exported(target)(inputs[:count]), posterior.predict(inputs[:count])
         assert torch.allclose(found["probabilities"], wanted.probs, atol=1e-5)

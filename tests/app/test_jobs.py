@@ -21,13 +21,13 @@ from mola import metrics
 from mola.app.jobs import pictures
 from mola.app.jobs import scores as kept_scores
 from mola.app.jobs.built_in import overlap
+from mola.app.jobs.class_order import check_order, warn_of_guessing
 from mola.app.jobs.datasets import open_set
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import describe_inputs, example_of, open_folder
+from mola.app.jobs.folder import describe_inputs, example_of, open_posterior
 from mola.app.jobs.information import read_information
 from mola.app.jobs.job import read_job
-from mola.app.jobs.order import check_order, warn_of_guessing
 from mola.app.jobs.output import holds_posterior
 from mola.app.jobs.predict import run_predict
 from mola.app.jobs.preparation import Intake
@@ -200,7 +200,7 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
     run_fit(
         job_for(desk, rule="none", prior_precision=2.5, mixing="stacking", structure="diag", link="mc"), tmp_path / "b"
     )
-    opened = open_folder(tmp_path / "b").posterior
+    opened = open_posterior(tmp_path / "b").posterior
     assert (opened.prior_precision, opened.structure, opened.link.name) == ((2.5,) * 3, "diag", "mc")
     assert opened.weights.tolist() != pytest.approx([1 / 3] * 3), "stacking chose"
 
@@ -249,7 +249,7 @@ def test_an_output_that_is_a_file_is_refused(desk, tmp_path):
 def test_a_bundle_can_be_moved(desk, tmp_path, fitted):
     run_fit(job_for(desk, val="val.npz"), tmp_path / "made", bundle=True)
     shutil.move(tmp_path / "made", tmp_path / "elsewhere")
-    opened = open_folder(tmp_path / "elsewhere")
+    opened = open_posterior(tmp_path / "elsewhere")
     assert all("elsewhere" in path for path in opened.job.weights)
     assert torch.equal(opened.posterior(opened.example), fitted.posterior(fitted.example))
     with pytest.raises(OptionError, match="--bundle copies files of --weights"):
@@ -271,13 +271,13 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
         shutil.move(home / name, away / name)
     shutil.copy(home / "test.npz", away)
     with pytest.raises(OptionError, match=r"away/val\.npz, which are not there.*with --val DATA") as caught:
-        run_evaluate(open_folder(away / "bundle"), str(away / "test.npz"))
+        run_evaluate(open_posterior(away / "bundle"), str(away / "test.npz"))
     assert "test.npz" not in str(caught.value), "the test data are no validation data"
-    assert run_evaluate(open_folder(away / "bundle"), str(away / "test.npz"), val=str(home / "val.npz")).count
+    assert run_evaluate(open_posterior(away / "bundle"), str(away / "test.npz"), val=str(home / "val.npz")).count
     with pytest.raises(
         OptionError, match=r"away/0\.safetensors do not exist.*mola fit --config .*plain/job\.toml --bundle"
     ):
-        open_folder(away / "plain")
+        open_posterior(away / "plain")
 
 
 def test_a_bundle_made_of_a_bundle_loses_nothing(desk, tmp_path):
@@ -290,7 +290,7 @@ def test_a_bundle_made_of_a_bundle_loses_nothing(desk, tmp_path):
     new = sorted((folder / "weights").iterdir())
     assert [path.read_bytes() for path in new] == old[::-1]
     assert [path.name[:2] for path in new] == ["0-", "1-"]
-    open_folder(folder)
+    open_posterior(folder)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_garbled_result_is_named(fitted, desk, tmp_path, old, new):
     text = re.sub(r'"[^"]*/weights/', f'"{weights}/', text.replace(old, new))
     (tmp_path / "posterior" / "job.toml").write_text(text)
     with pytest.raises(StorageError, match=r"job\.toml"):
-        open_folder(tmp_path / "posterior")
+        open_posterior(tmp_path / "posterior")
 
 
 def test_weights_that_changed_or_went_are_named(desk, tmp_path):
@@ -325,26 +325,26 @@ def test_weights_that_changed_or_went_are_named(desk, tmp_path):
     shutil.copy(desk.weights()[2], paths[1])
     assert read_information(tmp_path / "posterior")["weight_files"][1]["state"] == "changed"
     with pytest.raises(StorageError, match=r"1\.safetensors has changed since the posterior was fitted"):
-        open_folder(tmp_path / "posterior")
+        open_posterior(tmp_path / "posterior")
     paths[1].unlink()
     assert read_information(tmp_path / "posterior")["weight_files"][1]["state"] == "missing"
     with pytest.raises(OptionError, match=r"the weights .*1\.safetensors do not exist"):
-        open_folder(tmp_path / "posterior")
+        open_posterior(tmp_path / "posterior")
 
 
 def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
     with pytest.raises(StorageError, match=r"holds no job\.toml"):
-        open_folder(tmp_path)
+        open_posterior(tmp_path)
     (tmp_path / "job.toml").write_text("[networks]\nnetwork = 'lenet'\n")
     with pytest.raises(StorageError, match="has no results"):
-        open_folder(tmp_path)
+        open_posterior(tmp_path)
     (tmp_path / "job.toml").write_text("[result]\noutputs = 'three'\n")
     with pytest.raises(StorageError, match=r"job\.toml: the saved document is garbled"):
-        open_folder(tmp_path)
+        open_posterior(tmp_path)
     with pytest.raises(OptionError, match="device 'abacus' cannot be used"):
-        open_folder(fitted.folder, device="abacus")
+        open_posterior(fitted.folder, device="abacus")
     with pytest.raises(OptionError, match="device 'meta' cannot be used"):  # there is one, but it holds no numbers
-        open_folder(fitted.folder, device="meta")
+        open_posterior(fitted.folder, device="meta")
     with pytest.raises(StorageError, match="holds no saved posterior"):
         read_information(tmp_path)
 
@@ -357,10 +357,10 @@ def test_a_module_that_is_not_here_is_named_with_the_remedy(desk, fitted, tmp_pa
     (copy / "job.toml").write_text(text)
     (copy / "hidden_inside.py").write_text("raise SystemExit('code of the folder was run')")
     with pytest.raises(OptionError, match=r"cannot import 'hidden_inside'.*Run this where the module can be imported"):
-        open_folder(copy)
+        open_posterior(copy)
     monkeypatch.chdir(copy)
     with pytest.raises(OptionError, match="code is not imported from a posterior's folder"):
-        open_folder(copy)
+        open_posterior(copy)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_a_strangers_folder_runs_no_code(desk, fitted, tmp_path, monkeypatch, co
     monkeypatch.delitem(sys.modules, desk.module, raising=False)  # imported anew from the current folder
     monkeypatch.setattr("sys.argv", ["mola", "predict", folder])
     with pytest.raises(OptionError, match=words):
-        run_evaluate(open_folder(Path(folder)), str(desk.root / "test"))
+        run_evaluate(open_posterior(Path(folder)), str(desk.root / "test"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -534,7 +534,7 @@ def test_evaluating_reads_the_validation_data_once(desk, tmp_path, monkeypatch, 
     run_fit(job_for(desk, weights=tuple(desk.weights(3)), rule=rule), tmp_path / "posterior")
     opened, decode = [], pictures.decode
     monkeypatch.setattr(pictures, "decode", lambda path, *rest: opened.append(str(path)) or decode(path, *rest))
-    found = run_evaluate(open_folder(tmp_path / "posterior"), "test.npz").chosen
+    found = run_evaluate(open_posterior(tmp_path / "posterior"), "test.npz").chosen
     assert len(opened) == len(set(opened)) == 18
     # LLLA is tuned as if it had read the data for itself; what DE-T says is held by the test of its weights.
     if rule != "evidence":
@@ -641,7 +641,7 @@ def test_a_tally_over_batches_is_the_metric_of_all():
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count):
     run_fit(job_for(desk, weights=tuple(desk.weights(count))), tmp_path / "posterior")
-    result = run_evaluate(open_folder(tmp_path / "posterior"), "test.csv", ["strange"])
+    result = run_evaluate(open_posterior(tmp_path / "posterior"), "test.csv", ["strange"])
     train, val = ([desk.inputs(split)] for split in ("train", "val"))
     networks = desk.networks(count)
     methods = {
@@ -696,7 +696,7 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count)
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_the_plain_ensemble_has_the_weights_of_the_mixture(desk, tmp_path, mixing):
     run_fit(job_for(desk, weights=tuple(desk.weights(3)), mixing=mixing), tmp_path / "posterior")
-    opened = open_folder(tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior")
     weights = opened.posterior.weights.tolist()
     assert max(weights) > min(weights) + 0.01
     result = run_evaluate(opened, "test")
@@ -717,7 +717,7 @@ INTAKE_ALL = Intake(mode="RGB", shape=(3, 6, 6))
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_an_evaluation_without_validation_data_or_on_data_seen_before_says_so(desk, fitted, tmp_path):
     run_fit(job_for(desk, val=None, rule="evidence"), tmp_path / "posterior")
-    opened = open_folder(tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior")
     alone = run_evaluate(opened, "test.npz")
     assert list(alone.methods) == ["MAP", "DE", "LLLA", "MoLA"]
     assert any("no temperatures" in note for note in alone.notes)
@@ -754,7 +754,7 @@ def test_mappings_go_all_the_way(desk, tmp_path):
     job = job_for(desk, train=f"{desk.module}:mappings", val=f"{desk.module}:mappings")
     with pytest.warns(MolaWarning, match="the validation data are the training data"):
         run_fit(job, tmp_path / "posterior")
-    opened = open_folder(tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior")
     assert opened.example["input"].shape == (2, 3, 6, 6)
     result = run_predict(opened, f"{desk.module}:mappings", tmp_path / "out.npz", probabilities=True)
     stored = np.load(tmp_path / "out.npz")
@@ -788,7 +788,7 @@ def test_predictions_do_not_take_the_place_of_the_data(desk, fitted, tmp_path):
 
 def test_drawing_links_follow_the_seed(desk, tmp_path):
     run_fit(job_for(desk, link="mc", rule="none"), tmp_path / "posterior")
-    opened = open_folder(tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior")
     results = [
         run_predict(opened, "test", tmp_path / f"{index}.csv", seed=seed) for index, seed in enumerate((1, 1, 2))
     ]
@@ -801,4 +801,4 @@ def test_weights_load_in_the_networks_own_precision(desk, tmp_path):
     load_weights(network, desk.weights()[0])
     save_weights(network.half(), tmp_path / "half.safetensors")
     run_fit(job_for(desk, weights=(str(tmp_path / "half.safetensors"),), train="train.npz"), tmp_path / "posterior")
-    assert open_folder(tmp_path / "posterior").example.dtype == torch.float32
+    assert open_posterior(tmp_path / "posterior").example.dtype == torch.float32

@@ -14,7 +14,7 @@ from torch import nn
 
 import mola
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_folder
+from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.hub import folder_hints, timm_hints
 from mola.app.jobs.job import Job
 from mola.app.jobs.networks import build_networks
@@ -125,8 +125,8 @@ def test_an_exported_program_is_fitted_like_its_network(desk, tmp_path, fitted):
     run_fit(job_for(desk, network=tuple(files), weights=(), trust=True), tmp_path / "posterior")
     assert "trust" not in (tmp_path / "posterior" / "job.toml").read_text()
     with pytest.raises(OptionError, match="add --trust"):  # a folder may come from a stranger
-        open_folder(tmp_path / "posterior")
-    opened = open_folder(tmp_path / "posterior", trust=True)
+        open_posterior(tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior", trust=True)
     assert torch.allclose(opened.posterior(inputs), fitted.posterior(inputs), atol=1e-6)
     assert opened.posterior.prior_precision == pytest.approx(fitted.posterior.prior_precision, rel=1e-6)
 
@@ -287,7 +287,7 @@ def test_a_hub_folder_from_transformers_itself(desk, tmp_path):
     assert built.hints.classes == CLASSES
     job = job_for(desk, network=(str(tmp_path / "vit"),), weights=(), val=None, rule="none", train="train.npz")
     run_fit(job, tmp_path / "posterior")
-    opened = open_folder(tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior")
     expected = mola.fit(network, [desk.inputs("train")], progress=False)
     assert torch.allclose(opened.posterior(inputs), expected(inputs), atol=1e-5)
     assert opened.classes == CLASSES
@@ -311,7 +311,7 @@ def test_a_text_classifier_takes_mappings_of_the_users(desk, tmp_path):
     data = f"{desk.module}:sentences"
     job = job_for(desk, network=(str(tmp_path / "bert"),), weights=(), train=data, val=None, rule="none")
     run_fit(job, tmp_path / "posterior")
-    opened = open_folder(tmp_path / "posterior")
+    opened = open_posterior(tmp_path / "posterior")
     assert {name: tuple(one.shape) for name, one in opened.example.items()} == {
         "input_ids": (2, 5),
         "attention_mask": (2, 5),

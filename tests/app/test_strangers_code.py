@@ -18,7 +18,7 @@ import pytest
 
 from mola.__main__ import main
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_folder
+from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.networks import build_networks
 from mola.errors import OptionError, StorageError
 from mola.hub.folder import FORMAT
@@ -110,7 +110,7 @@ def place(bundle, tmp_path, monkeypatch):
 
 def opened(folder, option, **words):
     """What `mola predict` does with the networks that a folder names, or `mola evaluate` with its validation data."""
-    fitted = open_folder(folder, **words)
+    fitted = open_posterior(folder, **words)
     if option == "val":
         fitted.open_set(fitted.job.val, labelled=True)
     return fitted
@@ -240,7 +240,7 @@ def test_a_path_is_no_module(place, name):
     job = place.root / folder / "job.toml"
     forge(job, re.sub(r"network = \[.*\]", lambda _: f"network = [{json.dumps(name)}]", job.read_text(), count=1))
     with pytest.raises(OptionError, match="unknown network"):
-        open_folder(folder)
+        open_posterior(folder)
     with pytest.raises(
         OptionError, match=r"expected a function as package\.module:function.*Modules are named, not files"
     ):
@@ -251,7 +251,7 @@ def test_a_path_is_no_module(place, name):
 def test_what_is_not_there_is_not_imported_in_parts(place):
     place.module("dl/__init__.py")
     with pytest.raises(OptionError, match=r"cannot import 'dl\.nowhere'.*Run this where the module can be imported"):
-        open_folder(place.posterior("posterior", "dl.nowhere"))
+        open_posterior(place.posterior("posterior", "dl.nowhere"))
     assert not place.witness.exists()
 
 
@@ -261,7 +261,7 @@ def test_files_that_python_obeys_elsewhere_are_not_obeyed(place):
     for name in ("sitecustomize.py", "usercustomize.py", "conftest.py", "__init__.py", "__main__.py"):
         place.module(f"posterior/{name}")
     (place.root / folder / "evil.pth").write_text(f"import os; open({str(place.witness)!r}, 'w').close()\n")
-    open_folder(folder)
+    open_posterior(folder)
     assert not place.witness.exists()
 
 
@@ -282,17 +282,17 @@ def test_a_folder_is_not_taken_for_a_package_that_is_imported_later(place, monke
 
 def test_the_users_own_command_is_enough(place):
     folder = beside(place, "network")
-    assert len(open_folder(folder, network=["dl.evil:build"]).posterior.networks) == 3
+    assert len(open_posterior(folder, network=["dl.evil:build"]).posterior.networks) == 3
     assert place.witness.exists()
 
 
 def test_trust_is_enough(place):
-    open_folder(beside(place, "network"), trust=True)
+    open_posterior(beside(place, "network"), trust=True)
     assert place.witness.exists()
 
 
 def test_data_that_the_user_names_are_opened_though_the_folder_names_them_too(place):
-    fitted = open_folder(beside(place, "val"))
+    fitted = open_posterior(beside(place, "val"))
     fitted.open_set("dl.evil:val", labelled=True, said=True)
     assert place.witness.exists()
 
@@ -301,7 +301,7 @@ def test_data_that_the_user_names_are_opened_though_the_folder_names_them_too(pl
 @pytest.mark.parametrize("folder", ["posterior", "runs/1/posterior"])
 def test_modules_of_the_current_folder_are_found(place, path, folder):
     place.module(path)
-    open_folder(place.posterior(folder, path.removesuffix(".py").replace("/", ".")))
+    open_posterior(place.posterior(folder, path.removesuffix(".py").replace("/", ".")))
     assert place.witness.exists()
 
 
@@ -406,4 +406,4 @@ def test_a_program_is_not_read_because_a_folder_names_it(place):
     text = re.sub(r"weights = \[[^]]*\]", "weights = []", job.read_text(), count=1)
     forge(job, re.sub(r"network = \[.*\]", 'network = ["../evil.pt2"]', text, count=1))
     with pytest.raises(OptionError, match=r"evil\.pt2 is an exported program.*add --trust"):
-        open_folder(folder)
+        open_posterior(folder)

@@ -25,7 +25,7 @@ def listings(page):
     for line in page.splitlines():
         if opened := re.fullmatch(r"    src/(mola/(?:\w+/)*)", line):
             folder = found.setdefault(opened[1], [])
-        elif folder is not None and (entry := re.match(r"      (\w+)(?:/|\.py)(?:  |$)", line)):
+        elif folder is not None and (entry := re.match(r"      (\w+)(?:/|\.py)(?:\s|$)", line)):
             folder.append(entry[1])
         elif not line.startswith("      "):
             folder = None
@@ -66,6 +66,8 @@ def out_of_order(path, imported):
     if mine[depth] == "__init__":
         return None  # a front door shows what is behind it
     order = LISTED["/".join(("mola", *mine[:depth])) + "/"]
+    if missing := [name for name in (theirs[depth], mine[depth]) if name not in order]:
+        return f"{missing[0]} is not on the page"
     return None if order.index(theirs[depth]) < order.index(mine[depth]) else f"it stands above {imported}"
 
 

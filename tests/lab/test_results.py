@@ -14,7 +14,7 @@ import torch
 
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_folder
+from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.job import Job
 from mola.compare.store import Store
 from mola.errors import MolaWarning
@@ -133,7 +133,7 @@ def made_again(tmp_path_factory):
             # The search leaves its grid here, as it did for the record, and says so.
             warnings.simplefilter("ignore", MolaWarning)
             run_fit(job, root / "posterior")
-            return run_evaluate(open_folder(root / "posterior"), "mnist:report", ["fashion-mnist:test"])
+            return run_evaluate(open_posterior(root / "posterior"), "mnist:report", ["fashion-mnist:test"])
     finally:
         torch.set_default_dtype(dtype)
 

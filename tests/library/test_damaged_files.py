@@ -18,7 +18,7 @@ from torch import nn
 import mola
 from mola import MolaError, StorageError
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_folder, read_folder
+from mola.app.jobs.folder import open_posterior, read_folder
 from mola.app.jobs.information import read_information
 from mola.app.jobs.job import read_job
 from mola.app.jobs.toml import to_toml
@@ -337,7 +337,7 @@ def test_a_posterior_keeps_its_preparation_whatever_its_job_file_says(folder, fi
     before = read_folder(folder)
     edited(folder, lambda document: document["result"]["intake"].update(mean=[9.0], std=[0.1]))
     with pytest.warns(mola.MolaWarning, match=r"result\.intake differs.*what was fitted is used.*mola fit --config"):
-        opened = open_folder(folder)
+        opened = open_posterior(folder)
     assert opened.preparation == before[1]["result"]["intake"] == fitted.preparation
     (folder / "job.toml").unlink()
     assert read_folder(folder) == before, "the posterior's own document has the job, too"
@@ -348,24 +348,24 @@ def test_an_edited_job_file_is_still_a_run_file(folder):
     edited(folder, lambda document: document["method"].update(structure="diag"))
     assert read_job(folder / "job.toml")[0].structure == "diag"
     with pytest.warns(mola.MolaWarning, match=r"method\.structure differs"):
-        assert open_folder(folder).posterior.structure == "kron"
+        assert open_posterior(folder).posterior.structure == "kron"
 
 
 def test_files_that_moved_may_be_named_in_the_job_file(folder, desk, tmp_path):
     moved = [shutil.copy(path, tmp_path / f"moved-{index}.safetensors") for index, path in enumerate(desk.weights())]
     edited(folder, lambda document: document["networks"].update(weights=[str(path) for path in moved]))
     with warnings.catch_warnings(action="error"):
-        opened = open_folder(folder)
+        opened = open_posterior(folder)
     assert list(opened.job.weights) == [str(path) for path in moved]
     Path(moved[0]).write_bytes(Path(moved[1]).read_bytes())
     with pytest.raises(StorageError, match="has changed since"):
-        open_folder(folder)
+        open_posterior(folder)
 
 
 def test_a_posterior_saved_over_another_does_not_take_its_job(folder, fitted):
     fitted.posterior.with_prior_precision(3.0).save(folder)
     with pytest.raises(StorageError, match=r"job\.toml is of another posterior.*saved from Python"):
-        open_folder(folder)
+        open_posterior(folder)
 
 
 def test_a_folder_of_an_older_version_still_opens(folder, fitted):
@@ -376,7 +376,7 @@ def test_a_folder_of_an_older_version_still_opens(folder, fitted):
         sums = {"sum": float(numbers.sum()), "magnitude": float(numbers.abs().sum())}
         part["network"] = {"numbers": len(numbers), **sums, "half": False}
     (folder / "posterior.json").write_text(json.dumps(document))
-    opened = open_folder(folder)
+    opened = open_posterior(folder)
     assert torch.equal(opened.posterior(opened.example), fitted.posterior(fitted.example))
 
 
@@ -384,7 +384,7 @@ def test_absurd_inputs_in_a_job_are_refused(folder):
     as_of_old(folder)
     edited(folder, lambda document: document["result"]["inputs"][0].update(shape=[2**40, 2**40]))
     with pytest.raises(StorageError, match=r"garbled: inputs of shape"):
-        open_folder(folder)
+        open_posterior(folder)
 
 
 STEPS = [("replace", call) for call in (1, 2, 3)] + [("unlink", call) for call in range(1, 5)]
@@ -397,7 +397,7 @@ def test_a_fit_that_is_killed_leaves_the_old_posterior_or_the_new_one(name, call
     monkeypatch.syspath_prepend(str(desk.root))
     folder = tmp_path / "posterior"
     run_fit(job_for(desk, mean=(0.0,), std=(1.0,), val="val.npz", rule="none"), folder, bundle=True)
-    old = open_folder(folder)
+    old = open_posterior(folder)
     original, calls = getattr(Path, name), []
 
     def killed(self, *args, **kwargs):
@@ -414,7 +414,7 @@ def test_a_fit_that_is_killed_leaves_the_old_posterior_or_the_new_one(name, call
         with pytest.raises(KeyboardInterrupt):
             run_fit(new, folder, bundle=True)
     with warnings.catch_warnings(action="ignore"):  # job.toml, for people, may be the old one's
-        opened = open_folder(folder)
+        opened = open_posterior(folder)
     pair = (opened.posterior.structure, opened.preparation["mean"])
     assert pair in (("kron", old.preparation["mean"]), ("diag", [0.5]))
 

@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 import mola
 from mola.app.cli import app
 from mola.app.jobs.evaluate import run_evaluate
-from mola.app.jobs.folder import open_folder
+from mola.app.jobs.folder import open_posterior
 from mola.distributed.control import PIECE, Control
 from mola.errors import StorageError
 from mola.laplace import Kron, base
-from mola.sums.checkpoint import START, follow
+from mola.sums.checkpoint import START, batch_checksum
 from tests.conftest import make_problem
 from tests.own_work import make_desk
 from tests.team_script import Counted, batches, data, laws, networks
@@ -257,7 +257,7 @@ def check_evaluation(root, command, environment):
     assert done.returncode == 0, done.stderr
     shared = json.loads(done.stdout)
     assert (root / "report" / "index.html").exists()
-    alone = run_evaluate(open_folder(root / "two"), "test", ["strange"]).plain()
+    alone = run_evaluate(open_posterior(root / "two"), "test", ["strange"]).plain()
     assert shared["count"] == alone["count"] == 18
     for method, one in alone["methods"].items():
         assert shared["methods"][method]["scores"] == pytest.approx(one["scores"], rel=1e-4), method
@@ -468,8 +468,8 @@ class TestResuming:
         given = torch.zeros(5000, dtype=kind)
         other = given.clone()
         other[7] = 1
-        assert follow(START, given) == follow(START, given.clone())
-        assert follow(START, [given.view(50, 100).T]) != follow(START, [other.view(50, 100).T])
+        assert batch_checksum(START, given) == batch_checksum(START, given.clone())
+        assert batch_checksum(START, [given.view(50, 100).T]) != batch_checksum(START, [other.view(50, 100).T])
 
     def test_again_after_the_last_batch(self, loader, tmp_path):
         """Tuning failed after the whole pass: nothing of the pass is done again."""

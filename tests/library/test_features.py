@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import mola
 from mola import DataError, HeadError
 from mola.laplace import as_structure
-from mola.network import Features, Head, Lifted, Room, batch_count, capture, find_heads, peek, stream, undisturbed
+from mola.network import Features, Head, Lifted, RowBuffer, batch_count, capture, find_heads, peek, stream, undisturbed
 from tests.witness import unchanged
 
 X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -87,8 +87,8 @@ def test_rows_go_to_the_device_before_they_go_to_float64(networks, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "copy_", careful)
     list(read(networks, LOADER, rows=100))
-    room, head = Room(Head("", nn.Linear(4, 3)), 10), torch.randn(5, 4)
-    assert room.put(Features(head, torch.randn(5, 3))).features.shape == (5, 5)
+    buffer, head = RowBuffer(Head("", nn.Linear(4, 3)), 10), torch.randn(5, 4)
+    assert buffer.put(Features(head, torch.randn(5, 3))).features.shape == (5, 5)
 
 
 def test_networks_that_give_different_numbers_of_rows_are_refused(networks):

@@ -35,7 +35,7 @@ from mola.network.calling import Differentiable
 from mola.options import whole_number
 from mola.posterior import MoLA
 from mola.saving import folders
-from mola.saving.training_checkpoint import DivergedError, Keeper, all_tensors, blame_inputs
+from mola.saving.training_checkpoint import DivergedError, TrainingCheckpoint, all_tensors, blame_inputs
 
 __all__ = ["MakeOptimiser", "MakeSchedule", "Mimo", "member_rows", "mimo_mola", "train_members"]
 
@@ -121,7 +121,7 @@ def train_members(
         numbers = {"batch_repetition": batch_repetition, "input_repetition": input_repetition, "steps": steps}
         identity = {"members": members, "epochs": epochs, "seed": seed, **numbers, **_described(chosen, rates)}
         identity["network"] = folders.signature_of(network)
-        keeper = Keeper(Path(checkpoint), "mimo-checkpoint", identity)
+        keeper = TrainingCheckpoint(Path(checkpoint), "mimo-checkpoint", identity)
         done, _ = keeper.restore(epochs, network, chosen, rates)
     seeds = derived_seeds(seed, TRAINING, epochs)
     bar = tqdm(range(done, epochs), desc="MIMO", initial=done, total=epochs, disable=None if progress else True)

@@ -32,7 +32,7 @@ from mola.network import as_batch, batch_count, call, check_logits, peek
 from mola.network.calling import Differentiable
 from mola.options import is_real
 from mola.saving import folders
-from mola.saving.training_checkpoint import DivergedError, Keeper, blame_inputs
+from mola.saving.training_checkpoint import DivergedError, TrainingCheckpoint, blame_inputs
 
 __all__ = ["Moments", "SgdPath", "trainable", "walk_epoch"]
 
@@ -216,7 +216,7 @@ class SgdPath:
         # Other data of as many batches are not noticed: their order may differ from one reading to the next.
         known = {"batches": batch_count(loader), "network": folders.signature_of(network)}
         identity = {"path": asdict(self), **known}
-        keeper = None if checkpoint is None else Keeper(checkpoint, "swag-checkpoint", identity)
+        keeper = None if checkpoint is None else TrainingCheckpoint(checkpoint, "swag-checkpoint", identity)
         moments = Moments.start({name: tensor.detach() for name, tensor in weights.items()})
         if keeper is not None:
             done, kept = keeper.restore(epochs, network, optimiser)

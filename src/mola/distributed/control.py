@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from mola import errors
 from mola.errors import DistributedError, MolaError
 
-__all__ = ["Control", "ToldError"]
+__all__ = ["Control", "RemoteError"]
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ KINDS: dict[str, type[MolaError]] = {
 """Our kinds of errors that are made of a message."""
 
 
-class ToldError(Exception):
+class RemoteError(Exception):
     """Somebody has failed, and everybody knows. Becomes the same error on every rank."""
 
     def __init__(self, report: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class Control:
         """Stop if another rank has failed; cheap enough for every batch.
 
         Raises:
-            ToldError: with what it reported.
+            RemoteError: with what it reported.
         """
         now = time.monotonic()
         if now - self._looked < LOOK:
@@ -138,7 +138,7 @@ class Control:
         self._looked = now
         for key in (self._key("failed"), "ended"):
             if self._ask(lambda key=key: self._store.check([key])):  # type: ignore[misc]
-                raise ToldError(json.loads(self._ask(lambda key=key: self._store.get(key))))  # type: ignore[misc]
+                raise RemoteError(json.loads(self._ask(lambda key=key: self._store.get(key))))  # type: ignore[misc]
 
     def report(self, error: BaseException) -> dict[str, Any]:
         """Tell all that this rank failed; gives what all will know, which is another's report if that came first."""
@@ -171,14 +171,14 @@ class Control:
             error: as the backend raised it.
 
         Raises:
-            ToldError: with the rank that was lost, or with the backend's own words.
+            RemoteError: with the rank that was lost, or with the backend's own words.
         """
         end = time.monotonic() + 1.5 * self.patience
         while time.monotonic() < end:
             self._look()
             time.sleep(SLEEP[1])
         message = f"the processes lost touch with each other during {self._what}: {error}"
-        raise ToldError(self._post({"kind": "DistributedError", "message": message})) from error
+        raise RemoteError(self._post({"kind": "DistributedError", "message": message})) from error
 
     # --- meetings ---------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Control:
         """While waiting: has somebody failed, or been lost?
 
         Raises:
-            ToldError: if so.
+            RemoteError: if so.
         """
         self._looked = 0.0
         self.check()
@@ -198,7 +198,7 @@ class Control:
                 f"its machine cannot be reached; a killed process often ran out of memory. Start the job again (with "
                 f"checkpoint=... a fit goes on where it was)."
             )
-            raise ToldError(self._post({"kind": "DistributedError", "message": message, "lost": lost}))
+            raise RemoteError(self._post({"kind": "DistributedError", "message": message, "lost": lost}))
 
     def _await(self, key: str, count: int) -> None:
         pause, longest = SLEEP
@@ -211,7 +211,7 @@ class Control:
             pause = min(longest, 1.5 * pause)
 
     def meet(self) -> None:
-        """Wait until every rank has arrived. `ToldError` if one has failed or is lost."""
+        """Wait until every rank has arrived. `RemoteError` if one has failed or is lost."""
         self._step += 1
         key = self._key(f"meeting/{self._step}")
         self._ask(lambda: self._store.add(key, 1))

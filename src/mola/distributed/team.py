@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mola.distributed.control import Control, ToldError
+from mola.distributed.control import Control, RemoteError
 from mola.distributed.sharding import shard
 from mola.errors import MolaError, OptionError
 
@@ -106,11 +106,11 @@ class Team:
         try:
             yield
             self._control.finish()
-        except ToldError as told:
+        except RemoteError as told:
             self._control.leave(told.report)
             raise told.as_error() from told.__cause__
         except BaseException as error:
-            known = ToldError(self._control.report(error))
+            known = RemoteError(self._control.report(error))
             self._control.leave(known.report)
             if not isinstance(error, MolaError):
                 raise

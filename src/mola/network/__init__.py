@@ -9,7 +9,7 @@ from mola.network.calling import Batch, Inputs, as_batch, call, device_of, one_b
 from mola.network.features import (
     Features,
     Lifted,
-    Room,
+    RowBuffer,
     Watched,
     batch_count,
     batches_of,
@@ -33,7 +33,7 @@ __all__ = [
     "Inputs",
     "LayerCall",
     "Lifted",
-    "Room",
+    "RowBuffer",
     "Watched",
     "as_batch",
     "batch_count",

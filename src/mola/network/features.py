@@ -28,7 +28,7 @@ __all__ = [
     "Features",
     "Gathered",
     "Lifted",
-    "Room",
+    "RowBuffer",
     "Watched",
     "batch_count",
     "batches_of",
@@ -169,7 +169,7 @@ ALIGNED = 8
 """Rows begin at multiples of 64 bytes: products of rows of 257 numbers took a third longer."""
 
 ROWS = 4096
-"""For which there is room from the start; room for more is made as they come."""
+"""For which there is memory from the start; more is allocated as they come."""
 
 
 class Lifted(Features):
@@ -183,12 +183,12 @@ def device_of_sums(seen: Features) -> torch.device:
     return exact_device(seen.logits.device)
 
 
-class Room:
+class RowBuffer:
     """What one network made of some data.
 
     Args:
         head: which sees the features.
-        rows: how many there is to be room for.
+        rows: how many rows to allocate memory for.
     """
 
     def __init__(self, head: Head, rows: int) -> None:
@@ -280,8 +280,8 @@ class Gathered:
 
     def __init__(self, rows: int, heads: Sequence[Head | None], likelihood: Likelihood) -> None:
         """Wait for the first batch."""
-        self._rooms = [Room(head, rows) for head in heads if head is not None]
-        self.rows, self.likelihood = rows if len(self._rooms) == len(heads) else 1, likelihood
+        self._buffers = [RowBuffer(head, rows) for head in heads if head is not None]
+        self.rows, self.likelihood = rows if len(self._buffers) == len(heads) else 1, likelihood
         self.count = 0
         self._waiting: list[Waiting] = []
         self._without_rows = 0
@@ -321,7 +321,7 @@ class Gathered:
         if counts[0] < self.rows:
             # A network or a loader may use its memory again for the next batch, or features be a part of something large.
             try:
-                seen = [room.put(one, self.count) for room, one in zip(self._rooms, seen, strict=True)]
+                seen = [buffer.put(one, self.count) for buffer, one in zip(self._buffers, seen, strict=True)]
             except DataError:
                 with located(place):
                     raise
@@ -336,7 +336,7 @@ class Gathered:
         self._waiting, self.count, self._without_rows = [], 0, 0
         joined: list[Features] = list(waiting[0].seen)
         if len(waiting) > 1:
-            joined = [room.first(count) for room in self._rooms]
+            joined = [buffer.first(count) for buffer in self._buffers]
         if not all(all_finite(one.logits) for one in joined):  # what is wrong with the features shows in the logits
             self._check_each(waiting)
         return joined, self._labels(waiting, joined[0].logits)

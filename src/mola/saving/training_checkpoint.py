@@ -19,7 +19,7 @@ from mola.network import Inputs
 from mola.saving import folders
 from mola.saving.storage import DOCUMENT
 
-__all__ = ["DivergedError", "Keeper", "all_tensors", "below", "blame_inputs", "restore_optimiser"]
+__all__ = ["DivergedError", "TrainingCheckpoint", "all_tensors", "below", "blame_inputs", "restore_optimiser"]
 
 
 class DivergedError(DataError):
@@ -53,7 +53,7 @@ def all_tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Keeper:
+class TrainingCheckpoint:
     """Where a training is kept, and what training it is."""
 
     folder: Path

@@ -1,4 +1,4 @@
-"""Factors of no data, and the same factors with other numbers: moved, loaded, or added up elsewhere.
+"""Factors of no data, and the same factors with other numbers: on another device, loaded, or added up elsewhere.
 
 What sums belong to, as a JSON document: networks, heads and structure. Sums of other ones must not be added.
 
@@ -32,36 +32,36 @@ from mola.schema import Optional
 
 __all__ = [
     "START",
-    "Keeper",
     "Kept",
+    "SumsCheckpoint",
+    "batch_checksum",
     "describe_heads",
     "difference",
-    "follow",
+    "empty_factors",
     "heads_from",
     "identity_of",
-    "moved",
-    "no_data",
-    "remade",
+    "on_device",
+    "with_tensors",
 ]
 
 
-def no_data(structure: Structure, features: int, outputs: int, log_likelihood: float | None) -> Factors:
+def empty_factors(structure: Structure, features: int, outputs: int, log_likelihood: float | None) -> Factors:
     """The neutral element of `+`: sums over nothing."""
     shapes = structure.empty(features, outputs)
     zeros = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name, shape in shapes.items()}
     return structure.restore(0, log_likelihood, zeros)
 
 
-def remade(like: Factors, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> Factors:
+def with_tensors(like: Factors, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> Factors:
     """Factors of the same kind with other numbers."""
     changes: dict[str, Any] = {"count": count, "log_likelihood": log_likelihood, **tensors}
     return replace(like, **changes)
 
 
-def moved(factors: Factors, device: torch.device) -> Factors:
+def on_device(factors: Factors, device: torch.device) -> Factors:
     """The same sums on another device."""
     there = {name: tensor.to(device) for name, tensor in factors.tensors().items()}
-    return remade(factors, factors.count, factors.log_likelihood, there)
+    return with_tensors(factors, factors.count, factors.log_likelihood, there)
 
 
 def identity_of(networks: Sequence[nn.Module], structure: Structure, likelihood: Likelihood) -> dict[str, Any]:
@@ -154,12 +154,12 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 """Whole numbers by their size in bytes."""
 
 
-def follow(trail: str, batch: Any) -> str:
-    """The trail after one more batch: shapes, types, some numbers and the sum of all bits of its tensors.
+def batch_checksum(so_far: str, batch: Any) -> str:
+    """The checksum after one more batch: shapes, types, some numbers and the sum of all bits of its tensors.
 
     Some numbers alone may all be of an image's margin. Whole numbers add up to the same in any order and on any machine.
     """
-    digest = hashlib.sha256(trail.encode())
+    digest = hashlib.sha256(so_far.encode())
     for tensor in _tensors(batch):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         numbers = tensor.detach().reshape(-1)
@@ -201,13 +201,13 @@ class Kept:
     """How far a fit is."""
 
     batches: int = 0
-    trail: str = START
+    checksum: str = START
     labelled: bool | None = None
     heads: list[dict[str, Any]] | None = None
     totals: Sequence[Factors] | None = None
 
 
-class Keeper:
+class SumsCheckpoint:
     """Where a fit under way is kept; with no folder, nowhere.
 
     Args:
@@ -300,13 +300,13 @@ class Keeper:
         tensors: dict[str, Tensor],
         structure: Structure,
     ) -> Factors:
-        blank = no_data(structure, head["features"], head["classes"], None)
+        empty = empty_factors(structure, head["features"], head["classes"], None)
         named = {name.partition(".")[2]: one for name, one in tensors.items() if name.startswith(f"{index}.")}
-        for name, like in blank.tensors().items():
+        for name, like in empty.tensors().items():
             if name not in named or named[name].shape != like.shape or named[name].dtype != like.dtype:
                 message = f"{self.place}: tensor {index}.{name} is missing or of another shape. Delete the folder to start from zero."
                 raise StorageError(message)
-        return remade(blank, document["counts"][index], document["log_likelihoods"][index], named)
+        return with_tensors(empty, document["counts"][index], document["log_likelihoods"][index], named)
 
     def save(self, identity: dict[str, Any], kept: Kept) -> None:
         """Keep how far the fit is; the folder always holds a whole state.
@@ -322,7 +322,7 @@ class Keeper:
             "identity": identity,
             "heads": kept.heads,
             "batches": kept.batches,
-            "trail": kept.trail,
+            "trail": kept.checksum,
             "labelled": bool(kept.labelled),
             "counts": [total.count for total in totals],
             "log_likelihoods": [total.log_likelihood for total in totals],

@@ -18,7 +18,7 @@ from mola.network import (
     Features,
     Head,
     Lifted,
-    Room,
+    RowBuffer,
     as_batch,
     batch_count,
     batches_of,
@@ -27,16 +27,16 @@ from mola.network import (
     stream,
 )
 from mola.sums.checkpoint import (
-    Keeper,
     Kept,
+    SumsCheckpoint,
+    batch_checksum,
     describe_heads,
     difference,
-    follow,
+    empty_factors,
     heads_from,
     identity_of,
-    moved,
-    no_data,
-    remade,
+    on_device,
+    with_tensors,
 )
 
 __all__ = ["sum_up"]
@@ -52,7 +52,7 @@ class Work:
     structure: Structure
     likelihood: Likelihood
     team: Team
-    keeper: Keeper
+    checkpoints: SumsCheckpoint
     identity: dict[str, Any]
 
 
@@ -64,7 +64,7 @@ def sum_up(
     likelihood: Likelihood,
     *,
     team: Team,
-    keeper: Keeper,
+    checkpoints: SumsCheckpoint,
     options: dict[str, Any],
     progress: bool,
 ) -> tuple[list[Head], list[Factors]]:
@@ -79,7 +79,7 @@ def sum_up(
         structure: what is summed.
         likelihood: what the outputs mean.
         team: the processes.
-        keeper: keeps sums under way.
+        checkpoints: keeps sums under way.
         options: what else must be the same on every rank, as JSON.
         progress: whether to show a progress bar on stderr, if that is a terminal.
 
@@ -96,11 +96,16 @@ def sum_up(
             "running_average: its sums are exact and merge."
         )
         raise OptionError(message)
-    plain = team.size == 1 and not keeper.active
+    plain = team.size == 1 and not checkpoints.active
     work = Work(
-        networks, structure, likelihood, team, keeper, {} if plain else identity_of(networks, structure, likelihood)
+        networks,
+        structure,
+        likelihood,
+        team,
+        checkpoints,
+        {} if plain else identity_of(networks, structure, likelihood),
     )
-    kept = keeper.load(work.identity, structure)
+    kept = checkpoints.load(work.identity, structure)
     batches = batches_of(loader, "the training loader")
     _skip(batches, kept)
     first = next(batches, None)
@@ -132,17 +137,17 @@ def _skip(batches: Iterator[Any], kept: Kept) -> None:
     Raises:
         StorageError: if they are other batches than those.
     """
-    trail = Kept().trail
+    checksum = Kept().checksum
     for index in range(kept.batches):
         try:
-            trail = follow(trail, next(batches))
+            checksum = batch_checksum(checksum, next(batches))
         except StopIteration:
             message = (
                 f"the checkpoint holds sums of {kept.batches} batches, but the training loader has only {index}: it is not the "
                 f"loader that this fit began with. Pass that one, or delete the checkpoint to start from zero."
             )
             raise StorageError(message) from None
-    if trail != kept.trail:
+    if checksum != kept.checksum:
         message = (
             f"the first {kept.batches} batches of the training loader are not those in the checkpoint: the data, their order or the "
             f"batch size have changed. Going on would count some data twice and others never. Pass the same data unshuffled, or "
@@ -219,20 +224,20 @@ def _stream(
     labelled: bool | None,
     progress: bool,
 ) -> list[Factors]:
-    structure, likelihood, keeper = work.structure, work.likelihood, work.keeper
+    structure, likelihood, checkpoints = work.structure, work.likelihood, work.checkpoints
     totals: list[Any] = [None] * len(heads)
     if kept.totals is not None:
         # A checkpoint comes back in main memory; sums go on where the features are.
-        totals = [moved(total, device_of_sums(one)) for total, one in zip(kept.totals, first, strict=True)]
+        totals = [on_device(total, device_of_sums(one)) for total, one in zip(kept.totals, first, strict=True)]
     rows = structure.rows(max(head.width for head in heads), heads[0].classes)
-    rooms = [Room(head, rows or 1) for head in heads]
-    trails = [kept.trail]
+    buffers = [RowBuffer(head, rows or 1) for head in heads]
+    checksums = [kept.checksum]
     done = saved = kept.batches
     coming = 0
 
-    def trailed() -> Iterator[Any]:
+    def with_checksums() -> Iterator[Any]:
         for batch in batches:
-            trails.append(follow(trails[-1], batch))
+            checksums.append(batch_checksum(checksums[-1], batch))
             yield batch
 
     def told(count: int) -> None:
@@ -241,12 +246,14 @@ def _stream(
 
     def save() -> None:
         described = describe_heads(heads)
-        keeper.save(work.identity, Kept(done, trails[0], labelled, described, [total.cpu() for total in totals]))
+        checkpoints.save(
+            work.identity, Kept(done, checksums[0], labelled, described, [total.cpu() for total in totals])
+        )
 
     for seen, labels in stream(
         work.networks,
         heads,
-        trailed() if keeper.active else batches,
+        with_checksums() if checkpoints.active else batches,
         where="training loader",
         progress=progress,
         total=total,
@@ -256,17 +263,17 @@ def _stream(
         start=kept.batches,
         told=told,
     ):
-        for index, (room, one) in enumerate(zip(rooms, seen, strict=True)):
-            totals[index] = _absorbed(work, totals[index], _portions(room, one, labels, rows))
+        for index, (buffer, one) in enumerate(zip(buffers, seen, strict=True)):
+            totals[index] = _absorbed(work, totals[index], _portions(buffer, one, labels, rows))
         del seen, labels, one  # not kept while the next is made
         done += coming
-        if keeper.active:
-            del trails[:coming]  # the first is that of all batches in the sums
-            if done - saved >= keeper.every:
+        if checkpoints.active:
+            del checksums[:coming]  # the first is that of all batches in the sums
+            if done - saved >= checkpoints.every:
                 save()
                 saved = done
         work.team.check()
-    if keeper.active and done > saved:
+    if checkpoints.active and done > saved:
         save()
     return totals
 
@@ -285,7 +292,7 @@ def _absorbed(work: Work, total: Any, portions: Iterable[tuple[Tensor, Tensor, T
 
 
 def _portions(
-    room: Room, seen: Features, labels: Tensor | None, rows: int | None
+    buffer: RowBuffer, seen: Features, labels: Tensor | None, rows: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Features with the constant 1, logits and labels, in float64 and at most `rows` at a time: a batch may be large."""
     count = len(seen.logits)
@@ -293,7 +300,7 @@ def _portions(
         part = slice(start, None if rows is None else start + rows)
         features, logits = seen.features[part], seen.logits[part]
         if not isinstance(seen, Lifted):
-            features, logits = room.put(Features(features, logits))
+            features, logits = buffer.put(Features(features, logits))
         yield features, logits, None if labels is None else labels[part].to(logits.device)
 
 
@@ -302,7 +309,7 @@ def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, l
     if work.team.size == 1:
         return [total.cpu() for total in totals]
     nothing = 0.0 if labelled else None
-    own = totals or [no_data(work.structure, head.width, head.classes, nothing) for head in heads]
+    own = totals or [empty_factors(work.structure, head.width, head.classes, nothing) for head in heads]
     # A rank without data may lack sums that the others have.
     forms: list[dict[str, list[int]]] = [{} for _ in own]
     described = [{name: list(tensor.shape) for name, tensor in total.tensors().items()} for total in own]
@@ -320,5 +327,5 @@ def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, l
     for total, form in zip(own, forms, strict=True):
         count, score = next(sums).tolist()
         named = {name: next(sums).cpu() for name in form}
-        summed.append(remade(total, int(count), score if labelled else None, named))
+        summed.append(with_tensors(total, int(count), score if labelled else None, named))
     return summed

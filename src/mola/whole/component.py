@@ -14,8 +14,8 @@ from mola.likelihood import CATEGORICAL
 from mola.network import Inputs, call, check_finite, check_logits, without_autocast
 from mola.network.calling import WithTensors
 from mola.network.fingerprint import Watch
-from mola.whole.jacobians import Directions, Layout, Rows, jacobian_rows, portions
-from mola.whole.spectra import Dense, Spectrum
+from mola.whole.jacobians import Directions, JacobianRows, WeightLayout, jacobian_rows, portions
+from mola.whole.spectra import Dense, WeightSpectrum
 from mola.whole.spread import logit_moments, seen_and_shift
 
 __all__ = ["WholeComponent", "WholeCurvature"]
@@ -25,8 +25,8 @@ __all__ = ["WholeComponent", "WholeCurvature"]
 class WholeCurvature:
     """What the passes over the training data left."""
 
-    layout: Layout
-    spectrum: Spectrum
+    layout: WeightLayout
+    spectrum: WeightSpectrum
     mean: Tensor
     """Trained weights (D,), in the layout's order."""
     classes: int
@@ -52,13 +52,13 @@ class WholeComponent(nn.Module):
         super().__init__()
         self.network, self.curvature = network, curvature
         self.precision = check_precision(precision)
-        self._near: tuple[torch.device, torch.dtype, Spectrum] | None = None
+        self._near: tuple[torch.device, torch.dtype, WeightSpectrum] | None = None
 
     def at(self, precision: float) -> WholeComponent:
         """The same network and curvature at another prior precision."""
         return WholeComponent(self.network, self.curvature, precision)
 
-    def _spectrum(self, like: Tensor) -> Spectrum:
+    def _spectrum(self, like: Tensor) -> WeightSpectrum:
         """The spectrum where the network is, in its precision, but never below float32."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         if self._near is None or self._near[:2] != (like.device, dtype):
@@ -102,7 +102,7 @@ class WholeComponent(nn.Module):
             return logit_moments(torch.cat(means), joint)
         return logit_moments(torch.cat(means).to(joint), joint, place)
 
-    def covariance(self, rows: Rows, spectrum: Spectrum, precision: float) -> Tensor:
+    def covariance(self, rows: JacobianRows, spectrum: WeightSpectrum, precision: float) -> Tensor:
         """Covariance (n, R, R) of the linearised logits along the rows' directions, in a precision that holds it."""
         return self._held(rows, spectrum, lambda rows, own: own.covariance(rows, precision))
 
@@ -114,7 +114,9 @@ class WholeComponent(nn.Module):
             found.append(self._held(rows, spectrum, lambda rows, own: own.variances(rows, precisions.to(rows.logits))))
         return torch.cat(means), torch.cat(found, dim=1)
 
-    def _held(self, rows: Rows, spectrum: Spectrum, work: Callable[[Rows, Spectrum], Tensor]) -> Tensor:
+    def _held(
+        self, rows: JacobianRows, spectrum: WeightSpectrum, work: Callable[[JacobianRows, WeightSpectrum], Tensor]
+    ) -> Tensor:
         """What follows from rows: in float64, where their squares leave the range of the network's precision, or nearly vanish."""
         found = work(rows, spectrum)
         limits = torch.finfo(found.dtype)
@@ -124,7 +126,7 @@ class WholeComponent(nn.Module):
         lifted = rows.exactly()
         return work(lifted, self.curvature.spectrum.to(lifted.logits))
 
-    def rows(self, inputs: Inputs, directions: Directions) -> Iterator[tuple[Tensor, Rows, Spectrum]]:
+    def rows(self, inputs: Inputs, directions: Directions) -> Iterator[tuple[Tensor, JacobianRows, WeightSpectrum]]:
         """Portions of the data: logits, rows of the Jacobian, and the spectrum beside them."""
         layout, classes = self.curvature.layout, self.curvature.classes
         for _, some in portions(inputs, layout, classes, self._explicit()):

@@ -19,9 +19,9 @@ from mola.saving import folders
 from mola.schema import Optional
 from mola.tuning.candidates import Tuning
 from mola.whole.component import WholeComponent, WholeCurvature
-from mola.whole.jacobians import Layer, Layout, is_normalisation, is_plain
+from mola.whole.jacobians import Layer, WeightLayout, is_normalisation, is_plain
 from mola.whole.links import WeightDraws
-from mola.whole.spectra import Blocks, Dense, LayerSpectrum, Spectrum
+from mola.whole.spectra import Blocks, Dense, LayerSpectrum, WeightSpectrum
 
 __all__ = ["Parts", "read", "write"]
 
@@ -168,7 +168,7 @@ def _link(entry: dict[str, Any]) -> Link | WeightDraws:
 def _unpack(network: nn.Module, entry: dict[str, Any], tensors: dict[str, Tensor], index: int) -> WholeComponent:
     names = ("name", "rows", "columns", "weight", "bias", "scales", "positions")
     layers = tuple(Layer(*(layer[name] for name in names)) for layer in entry["layers"])
-    layout = Layout(layers, tuple((part["name"], tuple(part["shape"])) for part in entry["rest"]))
+    layout = WeightLayout(layers, tuple((part["name"], tuple(part["shape"])) for part in entry["rest"]))
     _check_layout(network, layout, index)
     rotated = [layer["rotated"] for layer in entry["layers"]]
     spectrum = _spectrum(_checked(tensors, _shapes(layout, entry, rotated)), layout, entry, rotated)
@@ -184,7 +184,7 @@ def _unpack(network: nn.Module, entry: dict[str, Any], tensors: dict[str, Tensor
     return WholeComponent(network, curvature, entry["prior_precision"])
 
 
-def _check_layout(network: nn.Module, layout: Layout, index: int) -> None:
+def _check_layout(network: nn.Module, layout: WeightLayout, index: int) -> None:
     """Refuse a layout that is not over this network's weights.
 
     Raises:
@@ -210,7 +210,7 @@ def _check_layout(network: nn.Module, layout: Layout, index: int) -> None:
         raise StorageError(message)
 
 
-def _shapes(layout: Layout, entry: dict[str, Any], rotated: Iterable[bool]) -> dict[str, tuple[int, ...]]:
+def _shapes(layout: WeightLayout, entry: dict[str, Any], rotated: Iterable[bool]) -> dict[str, tuple[int, ...]]:
     if entry["dense"]:
         side = layout.size if entry["chosen"] is None else entry["chosen"]
         chosen = {} if entry["chosen"] is None else {"chosen": (side,)}
@@ -239,7 +239,9 @@ def _checked(tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> 
     return tensors
 
 
-def _spectrum(tensors: dict[str, Tensor], layout: Layout, entry: dict[str, Any], rotated: Sequence[bool]) -> Spectrum:
+def _spectrum(
+    tensors: dict[str, Tensor], layout: WeightLayout, entry: dict[str, Any], rotated: Sequence[bool]
+) -> WeightSpectrum:
     if entry["dense"]:
         chosen = tensors.get("chosen") if entry["chosen"] is not None else None
         if chosen is not None and (int(chosen.min()) < 0 or int(chosen.max()) >= layout.size):

@@ -39,7 +39,7 @@ from mola.tuning.weights import check_weighting
 from mola.whole.component import WholeComponent, WholeCurvature
 from mola.whole.jacobians import (
     Layer,
-    Layout,
+    WeightLayout,
     layer_rows,
     portions,
     size_of,
@@ -56,7 +56,7 @@ from mola.whole.sums import DenseSum, DiagonalSum, KroneckerSum, Sum, check_dens
 __all__ = ["fit_whole", "settled"]
 
 
-def settled(network: nn.Module, layout: Layout, inputs: Inputs) -> tuple[Layout, int]:
+def settled(network: nn.Module, layout: WeightLayout, inputs: Inputs) -> tuple[WeightLayout, int]:
     """Keep the layers whose rows are right; the parameters of others join the rest.
 
     A layer may be called twice, not at all (its weight used by hand), or with the data in another dimension than the first.
@@ -193,7 +193,7 @@ def fit_whole(
                 )
                 raise DataError(message)
         else:
-            kinds: dict[str, Callable[[nn.Module, Layout], Sum]] = {
+            kinds: dict[str, Callable[[nn.Module, WeightLayout], Sum]] = {
                 "kron": KroneckerSum,
                 "diag": DiagonalSum,
                 "full": DenseSum,
@@ -253,7 +253,7 @@ def _largest(diagonal: Tensor, subnetwork: float | None) -> Tensor:
     return order[: _count(len(diagonal), subnetwork)].sort().values
 
 
-def _check_size(name: str, layouts: Sequence[Layout], subnetwork: float | None) -> None:
+def _check_size(name: str, layouts: Sequence[WeightLayout], subnetwork: float | None) -> None:
     largest = max(layout.size for layout in layouts)
     if name == "full":
         check_dense_size(largest, len(layouts), "Use structure 'kron' or 'diag', or a subnetwork=1000.")
@@ -265,7 +265,7 @@ def _check_size(name: str, layouts: Sequence[Layout], subnetwork: float | None) 
         check_dense_size(_count(largest, subnetwork), len(layouts), "Use a smaller subnetwork, or structure 'kron'.")
 
 
-def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[Layout], int]:
+def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[WeightLayout], int]:
     """How the weights of each network lie, and the number of classes.
 
     Raises:
@@ -289,7 +289,7 @@ class _Reading:
     def __init__(
         self,
         networks: Sequence[nn.Module],
-        layouts: Sequence[Layout],
+        layouts: Sequence[WeightLayout],
         classes: int,
         total: int | None,
         *,

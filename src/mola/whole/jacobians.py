@@ -6,7 +6,7 @@ itself: a matrix of a column or two. All other parameters (of embeddings, of lay
 the rest: their Jacobian is taken by automatic differentiation datum by datum. K-FAC treats each weight of a normalisation
 and of the rest by itself.
 
-Rows of the Jacobian of the logits with respect to the weights, one set for each datum.
+JacobianRows of the Jacobian of the logits with respect to the weights, one set for each datum.
 
 A row is :math:`r^\top \partial f(x) / \partial \theta` for some direction r of the C logits. R directions take R backward
 passes for all data together; no pass makes gradients of weights. A layer's part of a row is the outer product of the
@@ -35,11 +35,11 @@ from mola.network.calling import Differentiable, WithTensors
 
 __all__ = [
     "Directions",
+    "JacobianRows",
     "Layer",
-    "Layout",
     "Piece",
     "Product",
-    "Rows",
+    "WeightLayout",
     "jacobian_rows",
     "layer_rows",
     "portions",
@@ -94,7 +94,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """The weights in their order: matrices of layers first, then all the rest."""
 
     layers: tuple[Layer, ...]
@@ -140,7 +140,7 @@ class Layout:
         made |= dict(zip((name for name, _ in self.rest), torch.split(rest, sizes), strict=True))
         return {name: tensor.reshape(own[name].shape).to(own[name]) for name, tensor in made.items()}
 
-    def with_layers(self, layers: Sequence[Layer], shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    def with_layers(self, layers: Sequence[Layer], shapes: Mapping[str, tuple[int, ...]]) -> WeightLayout:
         """The same weights with these layers alone; the parameters of the others join the rest.
 
         Args:
@@ -152,7 +152,7 @@ class Layout:
         """
         kept = {name for layer in layers for name in layer.parameters}
         moved = [(name, shapes[name]) for name in self.parameters if name not in kept and name not in dict(self.rest)]
-        return Layout(tuple(layers), (*self.rest, *moved))
+        return WeightLayout(tuple(layers), (*self.rest, *moved))
 
 
 def is_normalisation(module: nn.Module) -> bool:
@@ -174,7 +174,7 @@ def is_plain(module: nn.Module) -> bool:
     return padding[0] == padding[1] and padding[2] == padding[3]
 
 
-def trainable_layout(network: nn.Module) -> Layout:
+def trainable_layout(network: nn.Module) -> WeightLayout:
     """All parameters of a network that require gradients.
 
     Args:
@@ -205,9 +205,9 @@ def trainable_layout(network: nn.Module) -> Layout:
         if weight or bias:
             rows, columns = own["weight"].shape[0], own["weight"][0].numel() * weight + bias
             layers.append(Layer(name, rows, columns, weight, bias, scales))
-    whole = Layout((), tuple((name, tuple(parameter.shape)) for name, parameter in free.items()))
+    whole = WeightLayout((), tuple((name, tuple(parameter.shape)) for name, parameter in free.items()))
     taken = {name for layer in layers for name in layer.parameters}
-    return Layout(tuple(layers), tuple(entry for entry in whole.rest if entry[0] not in taken))
+    return WeightLayout(tuple(layers), tuple(entry for entry in whole.rest if entry[0] not in taken))
 
 
 Directions = Callable[[Tensor], Tensor]
@@ -255,7 +255,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Rows:
+class JacobianRows:
     """R rows of the Jacobian for each of n data."""
 
     logits: Tensor
@@ -264,16 +264,16 @@ class Rows:
     rest: Tensor | None
     """(n, R, P), of the parameters that are in no layer."""
 
-    def exactly(self) -> Rows:
+    def exactly(self) -> JacobianRows:
         """The same in float64."""
         layers = tuple(
             Piece(exact(one.inputs), exact(one.gradients)) if isinstance(one, Piece) else Product(exact(one.rows))
             for one in self.layers
         )
-        return Rows(exact(self.logits), layers, None if self.rest is None else exact(self.rest))
+        return JacobianRows(exact(self.logits), layers, None if self.rest is None else exact(self.rest))
 
 
-def numbers(layout: Layout, classes: int, dense: int = 0) -> int:
+def numbers(layout: WeightLayout, classes: int, dense: int = 0) -> int:
     """Numbers that the rows of one datum take, with so many columns made explicit."""
     kept = sum(layer.rows * layer.positions for layer in layout.layers)
     inputs = sum(layer.positions * layer.columns for layer in layout.layers)
@@ -281,7 +281,7 @@ def numbers(layout: Layout, classes: int, dense: int = 0) -> int:
     return (classes + 1) * (kept + products + layout.rest_size + dense) + inputs
 
 
-def portions(inputs: Inputs, layout: Layout, classes: int, dense: int = 0) -> Iterator[tuple[slice, Inputs]]:
+def portions(inputs: Inputs, layout: WeightLayout, classes: int, dense: int = 0) -> Iterator[tuple[slice, Inputs]]:
     """Inputs in portions whose rows fit in memory.
 
     Args:
@@ -356,8 +356,8 @@ def watched(network: nn.Module, layers: tuple[Layer, ...]) -> Iterator[Watch]:
                 handle.remove()
 
 
-def jacobian_rows(network: nn.Module, layout: Layout, inputs: Inputs, directions: Directions) -> Rows:
-    """Rows of the Jacobian for a batch. Call it inside `undisturbed(network)`.
+def jacobian_rows(network: nn.Module, layout: WeightLayout, inputs: Inputs, directions: Directions) -> JacobianRows:
+    """JacobianRows of the Jacobian for a batch. Call it inside `undisturbed(network)`.
 
     Args:
         network: in eval mode, so that data do not mix.
@@ -385,7 +385,7 @@ def jacobian_rows(network: nn.Module, layout: Layout, inputs: Inputs, directions
         layers = layer_rows(network, layout.layers, seen, logits, wanted)
     with torch.inference_mode(False), torch.no_grad():
         rest = _rest_rows(network, layout, inputs, wanted) if layout.rest else None
-        return Rows(logits.detach(), layers, rest)
+        return JacobianRows(logits.detach(), layers, rest)
 
 
 def layer_rows(
@@ -467,8 +467,8 @@ def _normalised(module: nn.Module, given: Tensor) -> Tensor:
     return nn.functional.batch_norm(given, mean, variance, None, None, False, 0.0, module.eps)
 
 
-def _rest_rows(network: nn.Module, layout: Layout, inputs: Inputs, wanted: Tensor) -> Tensor:
-    """Rows (n, R, P) of parameters that are in no layer, by automatic differentiation datum by datum.
+def _rest_rows(network: nn.Module, layout: WeightLayout, inputs: Inputs, wanted: Tensor) -> Tensor:
+    """JacobianRows (n, R, P) of parameters that are in no layer, by automatic differentiation datum by datum.
 
     Raises:
         OptionError: if the network cannot be differentiated so.

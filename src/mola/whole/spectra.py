@@ -20,22 +20,22 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from mola.whole.jacobians import NUMBERS_AT_ONCE, Layout, Piece, Product, Rows
+from mola.whole.jacobians import NUMBERS_AT_ONCE, JacobianRows, Piece, Product, WeightLayout
 
-__all__ = ["Blocks", "Dense", "LayerSpectrum", "Spectrum"]
+__all__ = ["Blocks", "Dense", "LayerSpectrum", "WeightSpectrum"]
 
 
-class Spectrum(Protocol):
+class WeightSpectrum(Protocol):
     """Curvature of all weights in its eigenbasis."""
 
     @property
     def values(self) -> Tensor:
         """Eigenvalues (D,)."""
 
-    def covariance(self, rows: Rows, precision: float) -> Tensor:
+    def covariance(self, rows: JacobianRows, precision: float) -> Tensor:
         """Covariance (n, R, R) of the linearised logits along the rows' directions."""
 
-    def variances(self, rows: Rows, precisions: Tensor) -> Tensor:
+    def variances(self, rows: JacobianRows, precisions: Tensor) -> Tensor:
         """Variances (L, n, R) of the same, at several prior precisions."""
 
     def deviation(self, noise: Tensor, precision: float) -> Tensor:
@@ -70,7 +70,7 @@ class LayerSpectrum:
         )
 
     def _products(self, piece: Piece | Product) -> Tensor:
-        """Rows (n, R, O I) in the eigenbasis: each side is rotated before or after the product, whichever is less work."""
+        """JacobianRows (n, R, O I) in the eigenbasis: each side is rotated before or after the product, whichever is less work."""
         left, right = self.left, self.right
         if isinstance(piece, Piece):
             given, gradients = piece.inputs, piece.gradients
@@ -140,14 +140,14 @@ class Blocks:
         """Eigenvalues (D,)."""
         return torch.cat([*(layer.values.flatten() for layer in self.layers), self.rest])
 
-    def covariance(self, rows: Rows, precision: float) -> Tensor:
+    def covariance(self, rows: JacobianRows, precision: float) -> Tensor:
         """Covariance (n, R, R) of the linearised logits along the rows' directions."""
         parts = [layer.covariance(piece, precision) for layer, piece in zip(self.layers, rows.layers, strict=True)]
         if rows.rest is not None:
             parts.append(torch.bmm(rows.rest / (self.rest + precision), rows.rest.mT))
         return torch.stack(parts).sum(0)
 
-    def variances(self, rows: Rows, precisions: Tensor) -> Tensor:
+    def variances(self, rows: JacobianRows, precisions: Tensor) -> Tensor:
         """Variances (L, n, R) of the same, at several prior precisions."""
         parts = [layer.variances(piece, precisions) for layer, piece in zip(self.layers, rows.layers, strict=True)]
         if rows.rest is not None:
@@ -175,17 +175,17 @@ class Dense:
     """(S, S)"""
     chosen: Tensor | None
     """Places (S,) of the weights in the vector of all, rising; None: all of them."""
-    layout: Layout
+    layout: WeightLayout
 
-    def _products(self, rows: Rows) -> Tensor:
+    def _products(self, rows: JacobianRows) -> Tensor:
         return dense_rows(rows, self.layout, self.chosen) @ self.vectors
 
-    def covariance(self, rows: Rows, precision: float) -> Tensor:
+    def covariance(self, rows: JacobianRows, precision: float) -> Tensor:
         """Covariance (n, R, R) of the linearised logits along the rows' directions."""
         products = self._products(rows)
         return torch.bmm(products / (self.values + precision), products.mT)
 
-    def variances(self, rows: Rows, precisions: Tensor) -> Tensor:
+    def variances(self, rows: JacobianRows, precisions: Tensor) -> Tensor:
         """Variances (L, n, R) of the same, at several prior precisions."""
         return _summed(self._products(rows), 1 / (self.values + precisions[:, None]))
 
@@ -202,8 +202,8 @@ class Dense:
         return Dense(self.values.to(like), self.vectors.to(like), chosen, self.layout)
 
 
-def dense_rows(rows: Rows, layout: Layout, chosen: Tensor | None) -> Tensor:
-    """Rows (n, R, S) of all weights, or of the chosen ones, multiplied out."""
+def dense_rows(rows: JacobianRows, layout: WeightLayout, chosen: Tensor | None) -> Tensor:
+    """JacobianRows (n, R, S) of all weights, or of the chosen ones, multiplied out."""
     parts, start = [], 0
     for piece, layer in zip(rows.layers, layout.layers, strict=True):
         if chosen is None:

@@ -16,9 +16,9 @@ from mola.float64 import exact
 from mola.laplace.memory import free_memory
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import Inputs
-from mola.whole.jacobians import Layout, Piece, Product, jacobian_rows
+from mola.whole.jacobians import Piece, Product, WeightLayout, jacobian_rows
 from mola.whole.kfac import KroneckerFactors
-from mola.whole.spectra import Blocks, Dense, LayerSpectrum, Spectrum, dense_rows
+from mola.whole.spectra import Blocks, Dense, LayerSpectrum, WeightSpectrum, dense_rows
 
 __all__ = ["DenseSum", "DiagonalSum", "KroneckerSum", "Sum", "check_dense_size", "roots"]
 
@@ -35,7 +35,7 @@ class Sum(Protocol):
     def add(self, inputs: Inputs) -> Tensor:
         """Take one more portion of data; gives the logits (n, C)."""
 
-    def spectrum(self) -> Spectrum:
+    def spectrum(self) -> WeightSpectrum:
         """What was summed, in its eigenbasis."""
 
 
@@ -67,7 +67,7 @@ class DiagonalSum:
 
     explicit = 0
 
-    def __init__(self, network: nn.Module, layout: Layout) -> None:
+    def __init__(self, network: nn.Module, layout: WeightLayout) -> None:
         """Start from nothing."""
         self.network, self.layout = network, layout
         self.total = torch.zeros(layout.size, dtype=torch.float64, device="cpu")
@@ -105,10 +105,10 @@ class KroneckerSum:
 
     explicit = 0
 
-    def __init__(self, network: nn.Module, layout: Layout) -> None:
+    def __init__(self, network: nn.Module, layout: WeightLayout) -> None:
         """Start from nothing."""
         maps = tuple(layer for layer in layout.layers if not layer.scales)
-        others = Layout(tuple(layer for layer in layout.layers if layer.scales), layout.rest)
+        others = WeightLayout(tuple(layer for layer in layout.layers if layer.scales), layout.rest)
         self.layout = layout
         self.factors = KroneckerFactors(network, maps) if maps else None
         self.others = DiagonalSum(network, others) if others.size else None
@@ -136,7 +136,7 @@ class DenseSum:
         chosen: places of some of them, rising; None: all.
     """
 
-    def __init__(self, network: nn.Module, layout: Layout, chosen: Tensor | None = None) -> None:
+    def __init__(self, network: nn.Module, layout: WeightLayout, chosen: Tensor | None = None) -> None:
         """Start from nothing."""
         self.network, self.layout, self.chosen = network, layout, chosen
         self.explicit = layout.size if chosen is None else len(chosen)

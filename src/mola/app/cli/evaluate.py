@@ -73,7 +73,7 @@ def evaluate(
 
     # Before the work rather than after it: a missing extra, and a folder that cannot be written.
     from mola.app.jobs.evaluate import run_evaluate
-    from mola.app.jobs.folder import open_folder
+    from mola.app.jobs.folder import open_posterior
     from mola.app.jobs.rows import Account
     from mola.compare.report.demo import prepare_folder
     from mola.compare.report.evaluation.tables import class_table, evaluation_tables
@@ -88,7 +88,7 @@ def evaluate(
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         result = run_evaluate(
-            open_folder(posterior, device, trust=trust, network=network or ()),
+            open_posterior(posterior, device, trust=trust, network=network or ()),
             test,
             tuple(ood or ()),
             lambda doing, done: progress(doing, DRAWING_BEGINS * done),

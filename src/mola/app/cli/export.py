@@ -52,13 +52,13 @@ def export(
         mola export posterior --onnx model.onnx
     """
     from mola.app.jobs.exporting import run_export
-    from mola.app.jobs.folder import open_folder
+    from mola.app.jobs.folder import open_posterior
 
     check_run(context, config, trust=trust)
     set_threads(threads)
     with showing_progress(quiet=quiet) as progress:
         progress("loading networks", 0.0)
-        fitted = open_folder(posterior, device, trust=trust, network=network or ())
+        fitted = open_posterior(posterior, device, trust=trust, network=network or ())
         progress("writing the graph", 0.3)
         written = run_export(
             fitted,

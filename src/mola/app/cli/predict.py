@@ -67,7 +67,7 @@ def predict(
 
         mola predict posterior images/ --output predictions.csv
     """
-    from mola.app.jobs.folder import open_folder
+    from mola.app.jobs.folder import open_posterior
     from mola.app.jobs.predict import run_predict
     from mola.distributed import join
 
@@ -75,7 +75,7 @@ def predict(
     set_threads(threads)
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
-        fitted = open_folder(posterior, device, trust=trust, network=network or ())
+        fitted = open_posterior(posterior, device, trust=trust, network=network or ())
         result = run_predict(
             fitted,
             inputs,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mola.app.explore.ood_examples import ood_examples
 from mola.app.explore.reference import Reference
 from mola.app.explore.sight import Sight
-from mola.app.explore.strangers import strangers
 from mola.app.explore.subject import Example, Subject
 from mola.app.jobs.material import Progress
 from mola.app.jobs.preparation import Intake
@@ -61,5 +61,5 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
         classes=tuple(str(label) for label in range(CLASSES)),
         sight=sight,
         reference=reference,
-        examples=(*examples, *strangers(sight)),
+        examples=(*examples, *ood_examples(sight)),
     )

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mola.app.explore.ood_examples import ood_examples
 from mola.app.explore.reference import Reference
 from mola.app.explore.sight import Sight
-from mola.app.explore.strangers import strangers
 from mola.app.explore.subject import Example, Subject
 from mola.app.jobs.built_in import InMemory
 from mola.app.jobs.datasets import UserSet
-from mola.app.jobs.folder import open_folder
+from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.material import Progress
 from mola.app.jobs.pictures import Pictures
 from mola.app.jobs.preparation import Intake
@@ -55,7 +55,7 @@ def open_subject(
         reference: data as the user names them.
         directory: that holds the built-in sets.
         device: where to compute.
-        trust: see `mola.app.jobs.folder.open_folder`.
+        trust: see `mola.app.jobs.folder.open_posterior`.
         network: likewise.
 
     Returns:
@@ -66,7 +66,7 @@ def open_subject(
         MolaError: if the reference data cannot be read, or the folder is none.
     """
     progress("loading networks", 0.0)
-    fitted = open_folder(folder, device, trust=trust, network=network)
+    fitted = open_posterior(folder, device, trust=trust, network=network)
     if not isinstance(fitted.example, Tensor) or not fitted.example.is_floating_point():
         message = (
             "the explorer is for networks that see pictures, as one tensor of numbers: these take other inputs. "
@@ -107,7 +107,7 @@ def open_subject(
         classes=fitted.classes or tuple(str(index) for index in range(fitted.outputs)),
         sight=sight,
         reference=found,
-        examples=(*examples, *strangers(sight)),
+        examples=(*examples, *ood_examples(sight)),
         notes=tuple(notes),
     )
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from mola import __version__
 from mola.app.jobs.built_in import overlap
+from mola.app.jobs.class_order import check_order
 from mola.app.jobs.datasets import UserSet
 from mola.app.jobs.fit import make_rule
-from mola.app.jobs.folder import Fitted
+from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.material import Progress
-from mola.app.jobs.order import check_order
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.shards import divided
 from mola.baselines.temperature import fit_temperature
@@ -77,7 +77,7 @@ def _mixed(logits: Tensor, weights: Tensor | None) -> Answer:
 
 
 def run_evaluate(
-    fitted: Fitted,
+    fitted: PosteriorFolder,
     test: str,
     outliers: Sequence[str] = (),
     progress: Progress = lambda doing, done: None,
@@ -179,7 +179,9 @@ def run_evaluate(
     )
 
 
-def _contest(fitted: Fitted, val: Loader | None, exposed: Loader | None, team: Team) -> tuple[_Contest, list[str]]:
+def _contest(
+    fitted: PosteriorFolder, val: Loader | None, exposed: Loader | None, team: Team
+) -> tuple[_Contest, list[str]]:
     posterior, notes = fitted.posterior, []
     temperatures: dict[str, float] = {}
     held: HeldOut | None = None
@@ -261,7 +263,7 @@ def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
     return {method: tallies.get(method, Tally()).together(team) for method in methods}
 
 
-def _warnings(fitted: Fitted, test: str, tuned_on: str | None) -> list[str]:
+def _warnings(fitted: PosteriorFolder, test: str, tuned_on: str | None) -> list[str]:
     """What makes a comparison flatter than the truth."""
     notes = []
     for what, name in (("training", fitted.job.train), ("validation", tuned_on)):

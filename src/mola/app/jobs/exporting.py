@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mola.app.jobs.folder import Fitted
+from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.scores import alarm
 from mola.errors import OptionError
@@ -19,7 +19,7 @@ __all__ = ["run_export"]
 
 
 def run_export(
-    fitted: Fitted,
+    fitted: PosteriorFolder,
     *,
     onnx: Path | None = None,
     torch_program: Path | None = None,

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from mola import __version__
+from mola.app.jobs.class_order import check_order, warn_of_guessing
 from mola.app.jobs.folder import move
 from mola.app.jobs.job import NAME, Job, relative
 from mola.app.jobs.material import Material, Progress
 from mola.app.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
-from mola.app.jobs.order import check_order, warn_of_guessing
 from mola.app.jobs.output import BUNDLED, holds_posterior
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.scores import keep_scores, remove_others, usual_alarm

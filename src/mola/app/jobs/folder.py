@@ -30,7 +30,7 @@ from mola.posterior import MoLA
 from mola.saving import storage
 from mola.schema import SEAL, Optional, check
 
-__all__ = ["Fitted", "describe_inputs", "example_of", "move", "open_folder", "read_folder"]
+__all__ = ["PosteriorFolder", "describe_inputs", "example_of", "move", "open_posterior", "read_folder"]
 
 Moved = TypeVar("Moved", bound=nn.Module)
 
@@ -50,7 +50,7 @@ VALIDATION = {"outlier_threshold": float}
 
 
 @dataclass(frozen=True)
-class Fitted:
+class PosteriorFolder:
     """A posterior with its networks, and how inputs come to them.
 
     Attributes:
@@ -204,7 +204,9 @@ def _options(document: dict[str, Any]) -> dict[str, Any]:
     return {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
 
 
-def open_folder(path: Path, device: str = "cpu", *, trust: bool = False, network: Sequence[str] = ()) -> Fitted:
+def open_posterior(
+    path: Path, device: str = "cpu", *, trust: bool = False, network: Sequence[str] = ()
+) -> PosteriorFolder:
     """Open a posterior that `mola fit` wrote: build its networks, load their weights, and put the posterior on them.
 
     Functions that the folder names are imported from the current folder, but for what came along with the posterior; others need
@@ -242,7 +244,7 @@ def open_folder(path: Path, device: str = "cpu", *, trust: bool = False, network
     if outputs != {result["outputs"]}:
         message = f"{path / NAME} says {result['outputs']} outputs, and the networks have {outputs}: one of them has been changed."
         raise StorageError(message)
-    return Fitted(
+    return PosteriorFolder(
         posterior=posterior,
         classes=tuple(result["classes"]) or None,
         example=example_of(result),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mola.app.jobs.folder import Fitted
+from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.material import Progress
 from mola.app.jobs.portions import COLUMNS, Portion, in_order, portions
 from mola.app.jobs.rows import Account
@@ -69,7 +69,7 @@ class PredictResult:
 
 
 def run_predict(
-    fitted: Fitted,
+    fitted: PosteriorFolder,
     data: str,
     output: Path,
     progress: Progress = lambda doing, done: None,
@@ -158,7 +158,7 @@ def run_predict(
     )
 
 
-def _class_names(fitted: Fitted) -> tuple[str, ...]:
+def _class_names(fitted: PosteriorFolder) -> tuple[str, ...]:
     return fitted.classes or tuple(str(index) for index in range(fitted.outputs))
 
 

@@ -22,7 +22,7 @@ from mola.schema import check
 from mola.uncertainty import alarm_rank, alarm_threshold
 
 if TYPE_CHECKING:
-    from mola.app.jobs.folder import Fitted
+    from mola.app.jobs.folder import PosteriorFolder
 
 __all__ = ["FALSE_ALARMS", "alarm", "keep_scores", "usual_alarm"]
 
@@ -75,7 +75,7 @@ def usual_alarm(scores: NDArray[np.float64]) -> tuple[float, float]:
     return alarm_threshold(scores, rate), rate
 
 
-def alarm(fitted: Fitted, false_alarm_rate: float | None) -> float | None:
+def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
     """The outlier score above which inputs are called outlying.
 
     Args:

@@ -37,8 +37,8 @@ __all__ = [
     "VARIABLE",
     "Archive",
     "Dataset",
+    "FileLayout",
     "FolderLayout",
-    "Layout",
     "check_original",
     "cifar10",
     "cifar100",
@@ -57,7 +57,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """One form in which a split may lie on disk.
 
     Attributes:
@@ -149,7 +149,7 @@ class Dataset:
     classes: int
     shape: tuple[int, int, int]
     counts: Mapping[str, int]
-    layouts: Mapping[str, tuple[Layout | FolderLayout, ...]]
+    layouts: Mapping[str, tuple[FileLayout | FolderLayout, ...]]
     originals: Mapping[str, tuple[Original, ...]]
     archives: Mapping[str, Archive]
     hint: str = ""
@@ -159,7 +159,7 @@ class Dataset:
         """Those that exist."""
         return tuple(self.layouts)
 
-    def find(self, split: str, directory: Path) -> tuple[Layout | FolderLayout, list[Path]] | None:
+    def find(self, split: str, directory: Path) -> tuple[FileLayout | FolderLayout, list[Path]] | None:
         """The first layout whose files are all there, and their paths."""
         for layout in self.layouts[split]:
             paths = layout.find(directory, self.originals.get(split, ()))
@@ -236,11 +236,11 @@ def mnist_like(
     contents: dict[str, tuple[str, str]],
 ) -> Dataset:
     """MNIST and the sets that took over its file names: `sums` and `contents` are for images and labels of each split."""
-    layouts: dict[str, tuple[Layout | FolderLayout, ...]] = {}
+    layouts: dict[str, tuple[FileLayout | FolderLayout, ...]] = {}
     originals: dict[str, tuple[Original, ...]] = {}
     for split, prefix in IDX_PREFIX.items():
         files = _idx_names(prefix)
-        layouts[split] = (Layout(_folders(folder, name), files, _pair, ambiguous=True),)
+        layouts[split] = (FileLayout(_folders(folder, name), files, _pair, ambiguous=True),)
         inside = contents.get(split, (None, None))
         originals[split] = tuple(
             Original(f"{file}.gz", md5, tuple(f"{page}/{file}.gz" for page in pages), content)
@@ -261,12 +261,12 @@ def emnist(part: str, *, upright: bool) -> Dataset:
     )
     letters = part == "letters"
     read = partial(_pair, first_label=1 if letters else 0, upright=upright)
-    layouts: dict[str, tuple[Layout | FolderLayout, ...]] = {}
+    layouts: dict[str, tuple[FileLayout | FolderLayout, ...]] = {}
     originals: dict[str, tuple[Original, ...]] = {}
     archives: dict[str, Archive] = {}
     for split in IDX_PREFIX:
         files = _idx_names(f"emnist-{part}-{split}")
-        layouts[split] = (Layout((*_folders("EMNIST", "emnist"), "EMNIST/raw/gzip", "gzip"), files, read),)
+        layouts[split] = (FileLayout((*_folders("EMNIST", "emnist"), "EMNIST/raw/gzip", "gzip"), files, read),)
         originals[split] = tuple(
             Original(f"{file}.gz", EMNIST_SUMS[file], content_md5=EMNIST_CONTENTS.get(file)) for file in files
         )
@@ -293,9 +293,9 @@ def notmnist() -> Dataset:
         grey = Preparation(mode="L")
         return open_folder(paths[0], grey, classes="ABCDEFGHIJ", without=NOTMNIST_BROKEN).load()
 
-    def layouts(prefix: str, size: str) -> tuple[Layout | FolderLayout, ...]:
+    def layouts(prefix: str, size: str) -> tuple[FileLayout | FolderLayout, ...]:
         return (
-            Layout(_folders("notMNIST", "notmnist"), _idx_names(prefix), _pair, ambiguous=True),
+            FileLayout(_folders("notMNIST", "notmnist"), _idx_names(prefix), _pair, ambiguous=True),
             FolderLayout((f"notMNIST_{size}", f"notMNIST/notMNIST_{size}"), read, ("A/*.png",)),
         )
 
@@ -350,16 +350,16 @@ def _cifar(
     label_bytes, key = (1, "labels") if classes == 10 else (2, "fine_labels")
     archive_name = f"{title.lower()}-binary.tar.gz"
     archive = Original(archive_name, archive_md5, (f"{CIFAR_PAGE}/{archive_name}",))
-    layouts: dict[str, tuple[Layout | FolderLayout, ...]] = {}
+    layouts: dict[str, tuple[FileLayout | FolderLayout, ...]] = {}
     originals: dict[str, tuple[Original, ...]] = {}
     archives: dict[str, Archive] = {}
     for split, stems in files.items():
         names = tuple(f"{stem}.bin" for stem in stems)
         layouts[split] = (
-            Layout(
+            FileLayout(
                 (binary, name, ""), names, partial(read_cifar_binary, label_bytes=label_bytes), ambiguous=classes == 100
             ),
-            Layout((python, name, ""), stems, partial(read_cifar_python, label_key=key), ambiguous=True),
+            FileLayout((python, name, ""), stems, partial(read_cifar_python, label_key=key), ambiguous=True),
         )
         originals[split] = tuple(Original(file, sums[file]) for file in (*names, *stems))
         archives[split] = Archive(archive, {f"{binary}/{file}": f"{binary}/{file}" for file in names})
@@ -424,7 +424,7 @@ def svhn() -> Dataset:
         shape=(3, 32, 32),
         counts={"train": 73_257, "test": 26_032},
         layouts={
-            split: tuple(Layout(("svhn", "SVHN", ""), (f"{split}_32x32.{end}",), read) for end in ("mat", "npz"))
+            split: tuple(FileLayout(("svhn", "SVHN", ""), (f"{split}_32x32.{end}",), read) for end in ("mat", "npz"))
             for split in sums
         },
         originals={
@@ -759,7 +759,7 @@ def _missing(dataset: Dataset, split: str, root: Path, download: bool) -> str:
         if fetchable and not download
         else " Put there:"
     )
-    plain = isinstance(first, Layout)
+    plain = isinstance(first, FileLayout)
     note = "Compressed by gzip or not; the folders that torchvision makes are found too." if plain else ""
     return (
         f"{dataset.title} ({split}) is not in {root}.{some}{unpack}{remedy}\n{dataset.wanted(split, root)}\n{note}"

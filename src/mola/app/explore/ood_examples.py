@@ -7,12 +7,12 @@ import torch
 from mola.app.explore.sight import Sight
 from mola.app.explore.subject import Example
 
-__all__ = ["strangers"]
+__all__ = ["ood_examples"]
 
 SEED = 0
 
 
-def strangers(sight: Sight) -> tuple[Example, ...]:
+def ood_examples(sight: Sight) -> tuple[Example, ...]:
     """Noise, checks and, where scikit-learn brings it, a photograph of a flower.
 
     Args:
