@@ -264,7 +264,7 @@ def test_later_pickles_of_the_same_data_are_read_too(tmp_path, protocol):
     path = tmp_path / "batch"
     path.write_bytes(pickle.dumps(batch, protocol=protocol))
     if protocol == 2:  # bytes are written as a call of a text's encode
-        with pytest.raises(mola.DataError, match=r"it names _codecs.encode, which data have no use for"):
+        with pytest.raises(mola.DataError, match=r"it names _codecs.encode, which data do not need"):
             read_plain_pickle(path)
         return
     if protocol == 5:  # another way of rebuilding arrays
@@ -290,6 +290,25 @@ def test_nothing_in_a_pickle_is_run(tmp_path, protocol, monkeypatch):
     with pytest.raises(mola.DataError, match=r"test_batch is not plain pickled data.*binary version"):
         load_images("cifar10", "test", tmp_path)
     assert not (tmp_path / "harmed").exists()
+
+
+def test_small_pickles_that_claim_to_be_huge_are_refused(tmp_path):
+    """Ten bytes that make the standard reader allocate tens of gigabytes: a high number of the memo, a long bytearray."""
+    path, huge = tmp_path / "batch", 2**40
+    for content in (
+        b"\x80\x02]r\xff\xff\xff\x7f",
+        b"\x80\x05\x96" + struct.pack("<Q", huge),
+        b"\x80\x04\x8e" + b"\xff" * 8,
+    ):
+        path.write_bytes(content)
+        with pytest.raises(mola.DataError, match="not plain pickled data"):
+            read_plain_pickle(path)
+    state = {"data": np.zeros((1, 4), np.uint8), "labels": [0]}
+    path.write_bytes(
+        pickle.dumps(state, protocol=4).replace(b"K\x01K\x04\x86", b"J" + b"\xff\xff\xff\x7f" + b"K\x04\x86")
+    )
+    with pytest.raises(mola.DataError, match=r"an array of shape \(2147483647, 4\) in another number of bytes"):
+        read_plain_pickle(path)
 
 
 def test_damaged_pickles_are_refused_whatever_the_damage(tmp_path):
