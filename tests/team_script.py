@@ -152,6 +152,28 @@ def refusals(team):
     return told
 
 
+def documents(team):
+    """Documents of any length reach rank 0, and rank 0's reach all; processes of a group of one's own can be a team too."""
+    right = []
+    with team.work("talking"):
+        for length in (0, 1, 10_000_000):
+            own = {"rank": team.rank, "text": "\N{SNOWMAN}" * length}
+            everyone = [{**own, "rank": rank} for rank in range(team.size)]
+            right.append(team.collect(own) == (everyone if team.first else None))
+            right.append(team.share(own) == everyone[0])
+    members = [0, team.size - 1]
+    group = torch.distributed.new_group(members)
+    for factor in (1.0, 2.0):  # one after the other
+        if team.rank in members:
+            part = mola.Team(group)
+            with part.work("adding"):
+                (total,) = part.sum([torch.tensor([factor * team.rank])])
+                rows = part.rows(torch.full((team.rank, 2), team.rank, dtype=torch.bfloat16))
+            right += [total.item() == factor * members[1], rows.tolist() == [[members[1]] * 2] * members[1]]
+            part.close()
+    return right
+
+
 class Counted(nn.Sequential):
     """A network that counts its passes."""
 
@@ -197,12 +219,18 @@ def main(what, output):
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore", mola.MolaWarning)
-    with mola.join(patience=2.0) as team:
+    with mola.join() as team:
         place = Path(output) / f"{what}-{team.rank}-of-{team.size}"
         if what == "everything":
             save_file(laws(team), f"{place}.safetensors")
             Path(f"{place}.json").write_text(
-                json.dumps({"refusals": refusals(team), "resumed": resumed(team, Path(output) / f"kept-{team.size}")})
+                json.dumps(
+                    {
+                        "documents": documents(team),
+                        "refusals": refusals(team),
+                        "resumed": resumed(team, Path(output) / f"kept-{team.size}"),
+                    }
+                )
             )
             return
         if what == "ways":

@@ -8,14 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 from typer.testing import CliRunner
@@ -24,7 +22,6 @@ import mola
 from mola.app.cli import app
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.folder import open_posterior
-from mola.distributed.control import PIECE, Control
 from mola.errors import StorageError
 from mola.laplace import Kron, base
 from mola.sums.checkpoint import START, batch_checksum
@@ -73,6 +70,7 @@ def test_a_team_does_what_one_process_does(size, tmp_path):
     check_laws(found)
     check_refusals([one["refusals"] for one in told], size)
     check_resumed([one["resumed"] for one in told])
+    assert all(all(one["documents"]) for one in told)
     assert not (tmp_path / f"kept-{size}").exists()
 
 
@@ -145,8 +143,8 @@ def test_a_process_that_ends_ends_all(size, what, tmp_path):
         if rank == victim:
             continue
         words = {
-            "killed1": f"DistributedError: rank 1 of {size} lost during fit: no sign of life for 2 s",
-            "killed0": "DistributedError: lost touch with the other processes during fit",
+            "killed1": "DistributedError: lost touch with the other processes during fit: one of them has ended",
+            "killed0": "DistributedError: lost touch with the other processes during fit: one of them has ended",
             "left1": "DistributedError: rank 1 ended: ValueError: a mistake in the script",
         }[what]
         assert words in errors[rank], errors[rank]
@@ -276,29 +274,6 @@ def check_evaluation(root, command, environment):
     assert {name: found["best"] for name, found in shared["leads"].items()} == {
         name: list(found["best"]) for name, found in alone["leads"].items()
     }
-
-
-@pytest.mark.parametrize("size", [1, PIECE - 4, PIECE - 2, PIECE, 5 * PIECE])
-def test_documents_may_be_of_any_length(size):
-    """Rows with the probabilities of many classes are: the store takes 8 MB at once and hangs up on more."""
-    first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [first, dist.TCPStore("127.0.0.1", first.port, is_master=False)]
-    controls = [Control(store, rank, 2, 10.0) for rank, store in enumerate(stores)]
-    documents = ["a" * size, {"b": ["\N{SNOWMAN}" * (size // 6)]}]
-
-    def talk(rank):
-        controls[rank].begin("talking")
-        return controls[rank].collect(documents[rank]), controls[rank].share(documents[0] if rank == 0 else None)
-
-    with ThreadPoolExecutor(2) as pool:
-        (collected, shared), (nothing, told) = pool.map(talk, range(2))
-    kept = [f"1/document/1/{rank}{piece}" for rank in range(2) for piece in ("", "/0", "/1")]
-    assert not any(first.check([key]) for key in kept)
-    for control in controls:
-        control.close()
-    assert collected == documents
-    assert nothing is None
-    assert shared == told == documents[0]
 
 
 class TestAlone:

@@ -1,7 +1,6 @@
 """Processes that work together: each streams its own shard, and sums meet. Uses nothing of factors but that they add up."""
 
-from mola.distributed.joining import join
 from mola.distributed.sharding import check_sampler, shard
-from mola.distributed.team import Team
+from mola.distributed.team import Team, join
 
 __all__ = ["Team", "check_sampler", "join", "shard"]

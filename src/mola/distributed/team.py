@@ -1,23 +1,51 @@
-"""The processes of one job, as seen from one of them."""
+"""The processes of one job, as seen from one of them: what they tell each other, what they add up, and how they fail together.
+
+Everything goes through object collectives and sums of torch.distributed. Every meeting begins with the same exchange, in which each
+rank says whether it has failed, so a rank that raises meets the others once more and all of them raise its error. A process
+that dies closes its connections, which ends the exchange on the others; torchrun ends what is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mola.distributed.control import Control, RemoteError
+from mola import errors
 from mola.distributed.sharding import shard
-from mola.errors import MolaError, OptionError
+from mola.errors import DistributedError, MolaError, OptionError
 
-__all__ = ["Team"]
+__all__ = ["Team", "join"]
 
-PATIENCE = 30.0
-"""Seconds without a sign of life after which a process counts as lost."""
+T = TypeVar("T")
+
+PATIENCE = 24 * 3600.0
+"""Seconds to wait for a process that is connected and does not arrive: parts of the data may be of very different sizes."""
+
+REACHING = timedelta(minutes=10)
+"""How long processes may take to find each other."""
+
+LOOK = 0.2
+"""Seconds between two looks at whether another rank has failed, while there is work to do."""
+
+Failure = tuple[type[MolaError], str]
+"""An error as every rank raises it: its kind and its message."""
+
+
+class RemoteError(Exception):
+    """A rank has failed, and every rank knows. Becomes the same error on each."""
+
+    def __init__(self, failure: Failure) -> None:
+        """Keep the failure."""
+        super().__init__(failure[1])
+        self.error = failure[0](failure[1])
 
 
 class Team:
@@ -28,7 +56,7 @@ class Team:
 
     Args:
         group: the processes; None is the default group of torch.distributed, which must have been set up.
-        patience: seconds without a sign of life after which a process counts as lost.
+        patience: seconds to wait for a process that does not arrive. One that ended is noticed at once.
 
     Raises:
         OptionError: if there is no process group, or this process is not in it.
@@ -53,19 +81,28 @@ class Team:
         if not patience > 0:
             message = f"patience must be a number of seconds above 0, got {patience!r}."
             raise OptionError(message)
-        self._group = group
-        self._root = 0 if group is None else dist.get_global_rank(group, 0)
-        nccl = "gloo" not in dist.get_backend_config(group)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        self._control: Control | None = None
+        self._what, self._failures, self._looked = "nothing", 0, 0.0
         if self.size > 1:
-            self._control = Control(_own_store(group, self.rank), self.rank, self.size, patience)
+            # A group of its own, of gloo also among GPUs: it is in nobody's way, and notices at once who has died.
+            self._ranks = dist.get_process_group_ranks(group)
+            self._group = dist.new_group(
+                self._ranks,
+                timeout=timedelta(seconds=patience),
+                backend="gloo",
+                use_local_synchronization=self.size < dist.get_world_size(),
+            )
+            store = dist.distributed_c10d._get_default_store()
+            name = f"mola/{self._group.group_name}"
+            # Names of groups may come again: every rank counts its teams.
+            self._store = dist.distributed_c10d.PrefixStore(
+                f"{name}/{store.add(f'{name}/teams/{self.rank}', 1)}", store
+            )
 
     @classmethod
     def alone(cls) -> Team:
         """A team of this one process, without any process group."""
         team = cls.__new__(cls)
-        team.rank, team.size, team._control = 0, 1, None
+        team.rank, team.size = 0, 1
         return team
 
     def __repr__(self) -> str:
@@ -83,10 +120,11 @@ class Team:
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the team; with an error, the others are told and end as well."""
-        if self._control is not None:
-            self._control.close(error)
+        if self.size > 1 and error is not None:
+            with suppress(RuntimeError):  # then nobody is left to be told
+                self._store.compare_set("ended", "", f"rank {self.rank} ended: {type(error).__name__}: {error}")
 
-    # --- working together -------------------------------------------------------------------------------------------
+    # --- failing together -------------------------------------------------------------------------------------------
 
     @contextmanager
     def work(self, what: str) -> Iterator[None]:
@@ -96,44 +134,108 @@ class Team:
             what: in words, for messages.
 
         Yields:
-            Nothing. What one of mola's errors ends on one rank, it ends on every rank; an error that is not mola's is raised as it
-            is where it happened, and as `DistributedError` elsewhere.
+            Nothing. An error of mola's on one rank is raised on every rank; any other error is raised as it is where it happened,
+            and as `DistributedError` elsewhere.
         """
-        if self._control is None:
+        if self.size == 1:
             yield
             return
-        self._control.begin(what)
+        self._what, self._looked = what, 0.0
         try:
             yield
-            self._control.finish()
-        except RemoteError as told:
-            self._control.leave(told.report)
-            raise told.as_error() from told.__cause__
-        except BaseException as error:
-            known = RemoteError(self._control.report(error))
-            self._control.leave(known.report)
-            if not isinstance(error, MolaError):
-                raise
-            raise known.as_error() from error
+            self._exchange()
+        except RemoteError as remote:
+            raise remote.error from remote.__cause__
+        except Exception as error:
+            try:
+                self._meet_after(error)
+            except RemoteError as remote:
+                if (
+                    isinstance(error, MolaError) and remote.__cause__ is None
+                ):  # all met; else it was no use to tell them
+                    raise remote.error from error
+            raise
+
+    def _meet_after(self, error: Exception) -> None:
+        """Tell the others that this rank has failed; raises what every rank raises, the error of the lowest rank that failed."""
+        kind = next(
+            one
+            for one in (*type(error).__mro__, DistributedError)
+            if one.__module__ == errors.__name__ and "__init__" not in vars(one)
+        )
+        words = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
+        # What is said of the ranks needs no rank that says it.
+        message = words if words.startswith("rank ") else f"rank {self.rank} of {self.size}, {self._what}: {words}"
+        self._ask(lambda: self._store.set(f"failed/{self._failures}", "yes"))
+        self._exchange(failure=(kind, message))
 
     def check(self) -> None:
-        """Inside `work`: stop if another process has failed meanwhile. Cheap enough for every batch."""
-        if self._control is not None:
-            self._control.check()
+        """Inside `work`: stop if another process has failed meanwhile. Cheap enough for every batch.
+
+        Raises:
+            RemoteError: if one has failed or ended.
+        """
+        if self.size == 1 or time.monotonic() - self._looked < LOOK:
+            return
+        self._looked = time.monotonic()
+        if self._ask(lambda: self._store.check([f"failed/{self._failures}"])):
+            self._exchange()
+        if self._ask(lambda: self._store.check(["ended"])):
+            raise RemoteError((DistributedError, self._store.get("ended").decode()))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """What torch.distributed answers.
+
+        Raises:
+            RemoteError: if another process has ended.
+        """
+        try:
+            return question()
+        except RuntimeError as error:
+            message = (
+                f"lost touch with the other processes during {self._what}: one of them has ended, or cannot be reached. Its own "
+                f"messages say why; a process that was killed often ran out of memory. Start the job again (with checkpoint=... "
+                f"a fit continues where it was)."
+            )
+            with suppress(RuntimeError):  # the store may have ended too
+                if self._store.check(["ended"]):
+                    message = self._store.get("ended").decode()
+            raise RemoteError((DistributedError, message)) from error
+
+    def _exchange(self, document: Any = None, failure: Failure | None = None) -> list[Any]:
+        """The documents of all ranks, on every rank.
+
+        Raises:
+            RemoteError: if a rank has failed.
+        """
+        everyone: list[Any] = [None] * self.size
+        self._ask(lambda: dist.all_gather_object(everyone, (failure, document), group=self._group))
+        failed = [one for one, _ in everyone if one is not None]
+        if failed:
+            self._failures += 1
+            raise RemoteError(failed[0])
+        return [one for _, one in everyone]
+
+    # --- working together -------------------------------------------------------------------------------------------
 
     def collect(self, document: Any) -> list[Any] | None:
-        """Inside `work`: the JSON documents of all ranks in their order, on rank 0; None on the others."""
-        return [document] if self._control is None else self._control.collect(document)
+        """Inside `work`: the documents of all ranks in their order, on rank 0; None on the others."""
+        if self.size == 1:
+            return [document]
+        self._exchange()
+        everyone: list[Any] | None = [None] * self.size if self.first else None
+        self._ask(lambda: dist.gather_object(document, everyone, dst=self._ranks[0], group=self._group))
+        return everyone
 
     def share(self, document: Any) -> Any:
-        """Inside `work`: rank 0's JSON document, on every rank."""
-        return document if self._control is None else self._control.share(document)
+        """Inside `work`: rank 0's document, on every rank."""
+        return document if self.size == 1 else self._exchange(document if self.first else None)[0]
 
     def agree(self, document: dict[str, Any]) -> None:
-        """Inside `work`: see that all ranks are doing the same.
+        """Inside `work`: check that all ranks are doing the same.
 
         Args:
-            document: what they do, as JSON.
+            document: what they do.
 
         Raises:
             OptionError: on every rank, if one does something else.
@@ -148,7 +250,7 @@ class Team:
                     raise OptionError(message)
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Inside `work`: sums over all ranks, the same bits on every rank, where the tensors are.
+        """Inside `work`: sums over all ranks, the same bits on every rank, on the device of the tensors.
 
         Args:
             tensors: of the same shapes and types on every rank.
@@ -156,20 +258,15 @@ class Team:
         Returns:
             The sums.
         """
-        if self._control is None:
+        if self.size == 1:
             return list(tensors)
-        self._control.meet()
-        totals = []
-        try:
-            for tensor in tensors:
-                # Added up on one rank and handed on: no rank can round otherwise than the others.
-                total = tensor.detach().to(self._device, copy=True).contiguous()
-                dist.reduce(total, self._root, group=self._group)
-                dist.broadcast(total, self._root, group=self._group)
-                totals.append(total.to(tensor.device))
-        except RuntimeError as error:
-            self._control.broken(error)
-        return totals
+        totals = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
+        self._exchange()
+        for total in totals:
+            # Added up on one rank and handed on: no rank can round otherwise than the others.
+            self._ask(lambda total=total: dist.reduce(total, self._ranks[0], group=self._group))  # type: ignore[misc]
+            self._ask(lambda total=total: dist.broadcast(total, self._ranks[0], group=self._group))  # type: ignore[misc]
+        return [total.to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
     def rows(self, tensor: Tensor | None) -> Tensor:
         """Inside `work`: the rows of all ranks in the order of the ranks, on every rank and in main memory.
@@ -183,40 +280,61 @@ class Team:
         Raises:
             OptionError: if no rank has rows.
         """
-        if self._control is None:
-            if tensor is None:
-                message = "expected rows, got none."
-                raise OptionError(message)
-            return tensor.cpu()
-        own = None if tensor is None else [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
-        forms = self.share(self.collect(own))
-        if not any(forms):
+        own = None if tensor is None else tensor.detach().cpu()
+        forms = [own] if self.size == 1 else self._exchange(None if own is None else (own.dtype, own.shape))
+        if all(form is None for form in forms):
             message = "expected rows on some rank, got none on any."
             raise OptionError(message)
+        if self.size == 1 and own is not None:
+            return own
         parts = []
-        try:
-            for rank, form in enumerate(forms):
-                if form is None:
-                    continue
-                kind, *shape = form
-                part = torch.empty(shape, dtype=getattr(torch, kind), device=self._device)
-                if rank == self.rank and tensor is not None:
-                    part.copy_(tensor.detach())
-                # As bytes: every type of number is known to every backend then.
-                source = rank if self._group is None else dist.get_global_rank(self._group, rank)
-                dist.broadcast(part.view(-1).view(torch.uint8), source, group=self._group)
-                parts.append(part.cpu())
-        except RuntimeError as error:
-            self._control.broken(error)
+        for rank, form in zip(self._ranks, forms, strict=True):
+            if form is not None:
+                dtype, shape = form
+                part = torch.empty(shape, dtype=dtype, device="cpu")
+                if rank == self._ranks[self.rank] and own is not None:
+                    part.copy_(own)
+                # As bytes: gloo does not know every type of number.
+                content = part.view(-1).view(torch.uint8)
+                self._ask(lambda content=content, rank=rank: dist.broadcast(content, rank, group=self._group))  # type: ignore[misc]
+                parts.append(part)
         return torch.cat(parts)
 
 
-def _own_store(group: dist.ProcessGroup | None, rank: int) -> Any:
-    """The store of the processes, with keys that no other team uses.
+@contextmanager
+def join(*, backend: str | None = None, patience: float = PATIENCE) -> Iterator[Team]:
+    """Work with the other processes that torchrun started; a script started without it is a team of one.
 
-    The same group may form several teams, one after the other: every rank counts its own.
+    Args:
+        backend: of torch.distributed's default group; None is NCCL where there are GPUs, with the process's own as current
+            device, else gloo. The team itself uses gloo.
+        patience: seconds to wait for a process that does not arrive. One that ended is noticed at once.
+
+    Yields:
+        The team. An error that ends this process inside the context ends the others too.
+
+    Raises:
+        OptionError: if the environment is only partly set up.
     """
-    store: Any = dist.distributed_c10d._get_default_store()
-    name = "world" if group is None or group is dist.group.WORLD else group.group_name
-    generation = store.add(f"mola/{name}/teams/{rank}", 1)
-    return dist.distributed_c10d.PrefixStore(f"mola/{name}/{generation}", store)
+    size = os.environ.get("WORLD_SIZE", "1")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if size != "1" and missing and not dist.is_initialized():
+        message = f"WORLD_SIZE is {size}, but {' and '.join(missing)} is not set. Start the script with torchrun."
+        raise OptionError(message)
+    own = size != "1" and not dist.is_initialized()
+    if own:
+        if torch.cuda.is_available() and backend != "gloo":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group(
+            backend or ("nccl" if torch.cuda.is_available() else "gloo"), init_method="env://", timeout=REACHING
+        )
+    team = Team(patience=patience) if dist.is_initialized() else Team.alone()
+    try:
+        yield team
+    except BaseException as error:
+        # The group is not taken down in good order: processes that wait for each other would wait here again.
+        team.close(error)
+        raise
+    team.close()
+    if own:
+        dist.destroy_process_group()
