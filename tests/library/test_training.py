@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import mola
 from mola.lab.data.embedded import two_moons
+from mola.saving.storage import sealed_tensors
+from mola.saving.training_checkpoint import TrainingCheckpoint
 from mola.training import RECIPES, Recipe, train, train_ensemble
-from mola.training.loop import Checkpoint
 from mola.training.mlps import mlp
 
 
@@ -100,7 +103,7 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(optimiser, schedule, t
     recipe = Recipe(epochs=5, batch_size=16, learning_rate=1e-2, optimiser=optimiser, schedule=schedule, **drops)
     data = two_moons(40)
     whole = train(_build_noisy, data, recipe, seed=1, prepare=_noisy)
-    checkpoint = Checkpoint(tmp_path / "under-way.safetensors", {"seed": 1})
+    checkpoint = TrainingCheckpoint(tmp_path / "under-way", "training-checkpoint", {"seed": 1})
     epochs = []
 
     def stop(epoch):
@@ -119,20 +122,62 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(optimiser, schedule, t
         assert torch.equal(value, done.state_dict()[name]), name
 
 
+def kept(folder, identity, older=None):
+    return TrainingCheckpoint(folder, "training-checkpoint", identity, older)
+
+
+def test_a_checkpoint_of_an_older_version_resumes_to_the_same_bits(tmp_path):
+    """`mola train` kept a training in one file, with the schedule's steps and the learning rates alone."""
+    recipe, data, path = Recipe(epochs=3, batch_size=16, optimiser="adam"), two_moons(40), tmp_path / "old.safetensors"
+    whole = train(_build_noisy, data, recipe, seed=1, prepare=_noisy)
+
+    class Older(TrainingCheckpoint):
+        def save(self, epochs, network, optimiser, schedule=None, more=None):
+            tensors = {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
+            for index, state in optimiser.state_dict()["state"].items():
+                tensors |= {f"optimiser.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
+            rates = json.dumps([group["lr"] for group in optimiser.param_groups])
+            metadata = {"format": "mola-training-1", "identity": json.dumps(self.identity), "epoch": str(epochs)}
+            metadata |= {"rates": rates, "steps": str(schedule.last_epoch)}
+            path.write_bytes(sealed_tensors(tensors | more, metadata))
+
+    def stop(epoch):
+        if epoch == 2:
+            raise InterruptedHereError
+
+    older = Older(tmp_path / "new", "training-checkpoint", {"seed": 1})
+    with pytest.raises(InterruptedHereError):
+        train(_build_noisy, data, recipe, seed=1, prepare=_noisy, checkpoint=older, on_epoch=stop)
+    checkpoint, epochs = kept(tmp_path / "new", {"seed": 1}, path), []
+    done = train(_build_noisy, data, recipe, seed=1, prepare=_noisy, checkpoint=checkpoint, on_epoch=epochs.append)
+    assert epochs == [2, 3]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, done.state_dict()[name]), name
+    checkpoint.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_checkpoint_of_another_training_is_refused(tmp_path):
-    path = tmp_path / "under-way.safetensors"
-    train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=Checkpoint(path, {"seed": 1}))
-    with pytest.raises(mola.StorageError, match=r"another training: expected .*2.* got .*1.*Delete it"):
-        train(_build, two_moons(20), Recipe(epochs=1), seed=2, checkpoint=Checkpoint(path, {"seed": 2}))
+    path = tmp_path / "under-way"
+    train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=kept(path, {"seed": 1}))
+    with pytest.raises(mola.StorageError, match=r"another training .*: expected .*2.* got .*1.*Delete it"):
+        train(_build, two_moons(20), Recipe(epochs=1), seed=2, checkpoint=kept(path, {"seed": 2}))
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", None], ids=["empty", "foreign", "cut off"])
 def test_a_damaged_checkpoint_is_named(tmp_path, content):
-    path = tmp_path / "under-way.safetensors"
-    train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=Checkpoint(path, {}))
-    path.write_bytes(path.read_bytes()[:-10] if content is None else content)
-    with pytest.raises(mola.StorageError, match=r"under-way\.safetensors is not a whole checkpoint.*from the start"):
-        train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=Checkpoint(path, {}))
+    path = tmp_path / "under-way"
+    train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=kept(path, {}))
+    for file in path.iterdir():
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-10] if content is None else content)
+        with pytest.raises(mola.StorageError, match=rf"{file.name} is .*To train from the start.* delete this one"):
+            train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=kept(path, {}))
+        file.write_bytes(whole)
+    older = kept(tmp_path / "none", {}, tmp_path / "older.safetensors")
+    older.older.write_bytes(whole[:-10] if content is None else content)
+    with pytest.raises(mola.StorageError, match=r"older.safetensors is not a whole safetensors file.*from the start"):
+        train(_build, two_moons(20), Recipe(epochs=1), seed=1, checkpoint=older)
 
 
 def test_a_training_that_diverges_says_so():

@@ -23,8 +23,9 @@ from mola.errors import OptionError, located
 from mola.likelihood import CATEGORICAL
 from mola.mixture import Mixture
 from mola.network import Inputs, call, check_finite, check_logits, undisturbed
+from mola.network.fingerprint import NETWORK, require_network, signature_of
 from mola.options import whole_number
-from mola.saving import folders
+from mola.saving import storage
 
 __all__ = ["McDropout"]
 
@@ -36,7 +37,7 @@ SELF_NORMALISING = (nn.AlphaDropout, nn.FeatureAlphaDropout)
 ALPHA = -1.7580993408473766
 """What a self-normalising network (Klambauer et al., 2017) has at minus infinity: the value of a dropped unit."""
 
-SCHEMA = {"samples": int, "seed": int, "network": folders.NETWORK}
+SCHEMA = {"samples": int, "seed": int, "network": NETWORK}
 
 _door = threading.RLock()
 """Masks are put on the user's layers for the duration of a pass: one thread at a time."""
@@ -105,8 +106,8 @@ class McDropout(Mixture):
         Returns:
             The folder, for `mola.McDropout.load(directory, model)`.
         """
-        document = {"samples": self.samples, "seed": self.seed, "network": folders.signature_of(self.network)}
-        return folders.save(directory, "mc-dropout", document, {})
+        document = {"samples": self.samples, "seed": self.seed, "network": signature_of(self.network)}
+        return storage.write(directory, document, {}, kind="mc-dropout")
 
     @classmethod
     def load(cls, directory: str | Path, model: nn.Module) -> McDropout:
@@ -119,8 +120,8 @@ class McDropout(Mixture):
         Returns:
             The predictor; `StorageError` if the files are damaged, or the network is another.
         """
-        document, _ = folders.load(directory, "mc-dropout", SCHEMA)
-        folders.require_network(model, document["network"], "model")
+        document, _ = storage.read(directory, "mc-dropout", SCHEMA)
+        require_network(model, document["network"], "model")
         return cls(model, document["samples"], seed=document["seed"])
 
 

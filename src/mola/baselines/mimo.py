@@ -32,9 +32,10 @@ from mola.links import Link
 from mola.mixture import Mixture
 from mola.network import Inputs, as_batch, batch_count, call, check_finite, peek, undisturbed
 from mola.network.calling import Differentiable
+from mola.network.fingerprint import signature_of
 from mola.options import whole_number
 from mola.posterior import MoLA
-from mola.saving import folders
+from mola.saving import storage
 from mola.saving.training_checkpoint import DivergedError, TrainingCheckpoint, all_tensors, blame_inputs
 
 __all__ = ["MakeOptimiser", "MakeSchedule", "Mimo", "member_rows", "mimo_mola", "train_members"]
@@ -120,7 +121,7 @@ def train_members(
     if checkpoint is not None:
         numbers = {"batch_repetition": batch_repetition, "input_repetition": input_repetition, "steps": steps}
         identity = {"members": members, "epochs": epochs, "seed": seed, **numbers, **_described(chosen, rates)}
-        identity["network"] = folders.signature_of(network)
+        identity["network"] = signature_of(network)
         keeper = TrainingCheckpoint(Path(checkpoint), "mimo-checkpoint", identity)
         done, _ = keeper.restore(epochs, network, chosen, rates)
     seeds = derived_seeds(seed, TRAINING, epochs)
@@ -352,7 +353,7 @@ class Mimo(Mixture):
         Returns:
             The folder, for `mola.Mimo.load(directory, model, example=...)`.
         """
-        return folders.save(directory, "mimo", {"members": self.members}, all_tensors(self))
+        return storage.write(directory, {"members": self.members}, all_tensors(self), kind="mimo")
 
     @classmethod
     def load(cls, directory: str | Path, model: nn.Module, *, example: Tensor) -> Mimo:
@@ -369,7 +370,7 @@ class Mimo(Mixture):
         Raises:
             StorageError: if the files are damaged, or the architecture is another.
         """
-        document, tensors = folders.load(directory, "mimo", SCHEMA)
+        document, tensors = storage.read(directory, "mimo", SCHEMA)
         mimo = cls(model, document["members"], example=example)
         own = all_tensors(mimo)
         found, expected = ({name: tuple(tensor.shape) for name, tensor in part.items()} for part in (tensors, own))

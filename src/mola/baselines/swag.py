@@ -40,8 +40,9 @@ from mola.likelihood import CATEGORICAL
 from mola.mixture import Mixture
 from mola.network import Inputs, call, check_finite, check_logits, undisturbed
 from mola.network.calling import WithTensors
+from mola.network.fingerprint import signature_of
 from mola.options import is_real, whole_number
-from mola.saving import folders
+from mola.saving import storage
 from mola.saving.storage import DOCUMENT
 from mola.saving.training_checkpoint import all_tensors
 from mola.schema import Optional
@@ -94,7 +95,7 @@ def write_swag(directory: str | Path, network: nn.Module, parts: SwagParts) -> P
     tensors = {f"moments.{name}": tensor for name, tensor in parts.moments.tensors().items()}
     tensors |= {f"statistics.{name}": tensor for name, tensor in parts.statistics.items()}
     tensors |= {f"network.{name}": tensor for name, tensor in _rest(network, set(parts.moments.mean)).items()}
-    return folders.save(directory, "swag", document, tensors)
+    return storage.write(directory, document, tensors, kind="swag")
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -114,7 +115,7 @@ def read_swag(directory: str | Path, network: nn.Module) -> SwagParts:
     Raises:
         StorageError: if the files are damaged, or the snapshots are of another network.
     """
-    document, tensors = folders.load(directory, "swag", SCHEMA)
+    document, tensors = storage.read(directory, "swag", SCHEMA)
     moved = set(_below(tensors, "moments.mean."))
     rest = _rest(network, moved)
     expected = _expected_shapes(document, network, moved, rest, set(_below(tensors, "statistics.")))
@@ -205,14 +206,14 @@ def statistics_of_draws(
         with torch.no_grad():
             for name, tensor in draw(moments, seed, index, scale).items():
                 parameters[name].copy_(tensor)
-        identity = {"seed": seed, "scale": scale, "network": folders.signature_of(network)}
+        identity = {"seed": seed, "scale": scale, "network": signature_of(network)}
         folder = None if checkpoint is None else checkpoint / "draws" / str(index)
         made = None if folder is None else _kept(folder, identity)
         if made is None:
             with undisturbed(network), seeded(network, passes[index]):
                 made = recompute_statistics(network, loader)
             if folder is not None:
-                folders.save(folder, KIND, {"identity": identity}, made)
+                storage.write(folder, {"identity": identity}, made, kind=KIND)
         found.append(made)
     return {name: torch.stack([one[name].to(found[0][name].device) for one in found]) for name in found[0]}
 
@@ -221,7 +222,7 @@ def _kept(folder: Path, identity: dict[str, Any]) -> dict[str, Tensor] | None:
     """What was kept of this very draw, if it was."""
     if not (folder / DOCUMENT).exists():
         return None
-    document, tensors = folders.load(folder, KIND, {"identity": {}})
+    document, tensors = storage.read(folder, KIND, {"identity": {}})
     return tensors if document["identity"] == identity else None
 
 
@@ -510,7 +511,7 @@ class MultiSwag(Mixture):
         for name, swag in zip(names, self.swags, strict=True):
             swag.save(Path(directory) / name)
         tuning = None if self.tuning is None else self.tuning.as_json()
-        return folders.save(directory, "multi-swag", {"swags": names, "tuning": tuning}, {})
+        return storage.write(directory, {"swags": names, "tuning": tuning}, {}, kind="multi-swag")
 
     @classmethod
     def load(cls, directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MultiSwag:
@@ -526,7 +527,7 @@ class MultiSwag(Mixture):
         Raises:
             StorageError: if the files are damaged, or there are not as many networks.
         """
-        document, _ = folders.load(directory, "multi-swag", {"swags": [str], "tuning": SCHEMA["tuning"]})
+        document, _ = storage.read(directory, "multi-swag", {"swags": [str], "tuning": SCHEMA["tuning"]})
         names = document["swags"]
         networks = ensemble(models).networks
         networks = networks * len(names) if len(networks) == 1 else networks

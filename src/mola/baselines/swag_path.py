@@ -30,8 +30,8 @@ from mola.errors import DataError, OptionError
 from mola.likelihood import CATEGORICAL
 from mola.network import as_batch, batch_count, call, check_logits, peek
 from mola.network.calling import Differentiable
+from mola.network.fingerprint import signature_of
 from mola.options import is_real
-from mola.saving import folders
 from mola.saving.training_checkpoint import DivergedError, TrainingCheckpoint, blame_inputs
 
 __all__ = ["Moments", "SgdPath", "trainable", "walk_epoch"]
@@ -214,7 +214,7 @@ class SgdPath:
             weights.values(), lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
         )
         # Other data of as many batches are not noticed: their order may differ from one reading to the next.
-        known = {"batches": batch_count(loader), "network": folders.signature_of(network)}
+        known = {"batches": batch_count(loader), "network": signature_of(network)}
         identity = {"path": asdict(self), **known}
         keeper = None if checkpoint is None else TrainingCheckpoint(checkpoint, "swag-checkpoint", identity)
         moments = Moments.start({name: tensor.detach() for name, tensor in weights.items()})

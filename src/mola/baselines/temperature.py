@@ -28,10 +28,10 @@ from mola.float64 import exact
 from mola.likelihood import CATEGORICAL
 from mola.mixture import Mixture
 from mola.network import Inputs, check_finite, one_batch, undisturbed, without_autocast
-from mola.network.fingerprint import Watch
+from mola.network.fingerprint import NETWORK, Watch, require_network
 from mola.options import counted, one_of
 from mola.prediction import Prediction
-from mola.saving import folders
+from mola.saving import storage
 from mola.tuning.candidates import read_held_out
 from mola.tuning.weights import check_weights, uniform_weights
 from mola.uncertainty import entropy, max_probability_score, mutual_information
@@ -186,7 +186,7 @@ def _bisect(loss: Callable[[float], tuple[float, float]], left: float, right: fl
 
 
 MODES = ("shared", "members", "pooled")
-SCHEMA = {"temperatures": [float], "weights": [float], "pooled": bool, "networks": [folders.NETWORK]}
+SCHEMA = {"temperatures": [float], "weights": [float], "pooled": bool, "networks": [NETWORK]}
 
 
 class TemperatureScaled(Mixture):
@@ -316,7 +316,7 @@ class TemperatureScaled(Mixture):
             "pooled": self.pooled,
             "networks": [watch.signature for watch in self._watches],
         }
-        return folders.save(directory, "temperature", document, {})
+        return storage.write(directory, document, {}, kind="temperature")
 
     @classmethod
     def load(cls, directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> TemperatureScaled:
@@ -332,7 +332,7 @@ class TemperatureScaled(Mixture):
         Raises:
             StorageError: if the files are damaged, or a network is another.
         """
-        document, _ = folders.load(directory, "temperature", SCHEMA)
+        document, _ = storage.read(directory, "temperature", SCHEMA)
         networks = ensemble(models).networks
         if len(networks) != len(document["networks"]):
             message = (
@@ -340,7 +340,7 @@ class TemperatureScaled(Mixture):
             )
             raise StorageError(message)
         for index, (network, saved) in enumerate(zip(networks, document["networks"], strict=True)):
-            folders.require_network(network, saved, f"models[{index}]")
+            require_network(network, saved, f"models[{index}]")
         try:
             loaded = cls(networks, document["temperatures"], document["weights"], pooled=document["pooled"])
         except OptionError as error:

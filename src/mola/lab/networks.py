@@ -11,17 +11,19 @@ from typing import Any
 from mola.errors import OptionError, StorageError
 from mola.lab.data.images import Images
 from mola.lab.suite import DataOptions, Suite, TrainingData, image_checksum
+from mola.saving.training_checkpoint import TrainingCheckpoint
 from mola.saving.weights_files import read_metadata, save_weights
 from mola.schema import check, parse
 from mola.training import Recipe, train
 from mola.training.labelled import Labelled
-from mola.training.loop import Checkpoint, member_seeds
+from mola.training.loop import member_seeds
 
 __all__ = ["Training", "check_networks", "find_networks", "train_networks"]
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".th")
 
 UNDER_WAY = ".training.safetensors"
+"""Ending of the files in which older versions kept a training under way."""
 
 Progress = Callable[[str, float], None]
 
@@ -104,7 +106,8 @@ def train_networks(training: Training, directory: Path, progress: Progress) -> l
             doing = f"network {index + 1} of {training.count}, epoch {epoch} of {training.recipe.epochs}"
             progress(doing, (index + share) / training.count)
 
-        checkpoint = Checkpoint(directory / f"{index:02d}{UNDER_WAY}", identity)
+        folder, older = directory / f"{index:02d}.training", directory / f"{index:02d}{UNDER_WAY}"
+        checkpoint = TrainingCheckpoint(folder, "training-checkpoint", identity, older)
         network = train(
             build,
             moved,

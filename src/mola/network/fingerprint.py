@@ -14,12 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mola.errors import StorageError
 from mola.float64 import exact
 from mola.network.calling import check_values, device_of
-from mola.network.visiting import visited
+from mola.network.visiting import undisturbed, visited
 from mola.schema import check
 
-__all__ = ["NETWORK", "Watch", "fingerprint", "same_network", "same_signature", "signature"]
+__all__ = [
+    "NETWORK",
+    "Watch",
+    "fingerprint",
+    "require_network",
+    "same_network",
+    "same_signature",
+    "signature",
+    "signature_of",
+]
 
 KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALF = (torch.float16, torch.bfloat16)
@@ -142,6 +152,30 @@ def same_network(network: nn.Module, saved: dict[str, Any]) -> bool:
         Whether it is.
     """
     return same_signature(signature(network), saved) if "tensors" in saved else _same_sums(network, saved)
+
+
+def signature_of(network: nn.Module) -> dict[str, Any]:
+    """The signature of a network, read without disturbing it."""
+    with undisturbed(network):
+        return signature(network)
+
+
+def require_network(network: nn.Module, saved: dict[str, Any], name: str) -> None:
+    """Refuse a network that is not the one that was saved.
+
+    Args:
+        network: as the user passed it.
+        saved: signature of the one that was saved.
+        name: of the argument, for the message.
+
+    Raises:
+        StorageError: if it is another.
+    """
+    with undisturbed(network):
+        same = same_network(network, saved)
+    if not same:
+        message = f"{name}: this is not the network that was saved: its parameters differ. Pass the network this was made from."
+        raise StorageError(message)
 
 
 SAMPLED = 8

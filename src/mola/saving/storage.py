@@ -208,13 +208,16 @@ def read_sealed_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+def write(
+    directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor], kind: str | None = None
+) -> Path:
     """Save a document and its tensors.
 
     Args:
         directory: folder to write to; made if missing. What it held before stays readable until all is written.
         document: JSON.
         tensors: by name.
+        kind: of thing that is saved, such as "swag", so that one kind is never read as another; None is a posterior.
 
     Returns:
         The folder.
@@ -222,6 +225,7 @@ def write(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[s
     Raises:
         StorageError: if the path is a file.
     """
+    document = document if kind is None else {"kind": kind, **document}
     folder = _place(directory, make=True)
     if folder.exists() and not folder.is_dir():
         message = f"{folder} is a file; expected a folder to save the posterior in."
@@ -264,28 +268,38 @@ def _keep_others(folder: Path, kind: str) -> None:
         raise StorageError(message)
 
 
-def read(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(
+    directory: str | Path, kind: str | None = None, schema: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Load a document and its tensors.
 
     Args:
         directory: a folder that `write` made.
+        kind: of thing that must be in it; None accepts any.
+        schema: of its document.
 
     Returns:
         The document and the tensors by name.
 
     Raises:
-        StorageError: if files are missing, truncated, foreign, or newer than this library.
+        StorageError: if files are missing, truncated, foreign, of another kind, or newer than this library.
     """
     folder = _place(directory)
     document = read_document(folder)
     try:
-        return document, _read_tensors(folder, document)
+        tensors = _read_tensors(folder, document)
     except StorageError:
-        # Somebody may have saved over it since the document was read: then the new one is whole.
+        # Somebody may have saved over it since the document was read: then the new one is intact.
         again = read_document(folder)
         if again == document:
             raise
-        return again, _read_tensors(folder, again)
+        document, tensors = again, _read_tensors(folder, again)
+    found = document.get("kind", "posterior")
+    if kind not in (None, found):
+        message = f"{directory} holds a saved {found}, expected a saved {kind}. {how_to_load(found)}"
+        raise StorageError(message)
+    check(document, dict(schema or {}), "")
+    return document, tensors
 
 
 def kind_of(directory: str | Path) -> str | None:

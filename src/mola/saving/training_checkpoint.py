@@ -1,8 +1,12 @@
-"""A training under way, in a folder: interrupted after an epoch, it goes on to the same bits."""
+"""Checkpoints of a training under way: interrupted after an epoch, it continues to the same bits.
+
+One format for `mola train`, SWAG and MIMO: network, optimiser and schedule in a folder, with what identifies the training.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +20,14 @@ from torch.utils._pytree import tree_map
 
 from mola.errors import DataError, OptionError, StorageError
 from mola.network import Inputs
-from mola.saving import folders
-from mola.saving.storage import DOCUMENT
+from mola.saving import storage
+from mola.saving.storage import DOCUMENT, read_sealed_tensors
+from mola.schema import parse
 
-__all__ = ["DivergedError", "TrainingCheckpoint", "all_tensors", "below", "blame_inputs", "restore_optimiser"]
+__all__ = ["DivergedError", "TrainingCheckpoint", "all_tensors", "below", "blame_inputs"]
+
+OLDER_FORMAT = "mola-training-1"
+"""Of the single file in which `mola train` kept its trainings before it shared this format."""
 
 
 class DivergedError(DataError):
@@ -58,9 +66,11 @@ class TrainingCheckpoint:
 
     folder: Path
     kind: str
-    """Of training, as in "swag-checkpoint"."""
+    """Of training, such as "swag-checkpoint"."""
     identity: dict[str, Any]
-    """Plain JSON values: the folder of another training is refused."""
+    """Plain JSON values: the checkpoint of another training is refused."""
+    older: Path | None = None
+    """A file of `OLDER_FORMAT` from which to resume where the folder does not exist yet."""
 
     def save(
         self,
@@ -70,14 +80,14 @@ class TrainingCheckpoint:
         schedule: LRScheduler | None = None,
         more: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Keep the state after an epoch; the folder always holds a whole one.
+        """Save the state after an epoch; the folder always holds a complete one.
 
         Args:
             epochs: number done.
             network: under training.
             optimiser: of its parameters.
             schedule: of the learning rate, if it changes.
-            more: tensors to keep beside.
+            more: tensors to save with it.
 
         Raises:
             OptionError: if the schedule cannot be written down.
@@ -101,29 +111,32 @@ class TrainingCheckpoint:
             "schedule": rates,
             "groups": _settings_of_groups(optimiser),
         }
-        folders.save(self.folder, self.kind, document, tensors)
+        storage.write(self.folder, document, tensors, kind=self.kind)
 
     def restore(
         self, epochs: int, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler | None = None
     ) -> tuple[int, dict[str, Tensor]]:
-        """Put back what was kept.
+        """Restore what was saved.
 
         Args:
-            epochs: how many are asked for.
+            epochs: number requested.
             network: as it was at the start.
             optimiser: of its parameters, fresh.
             schedule: of the learning rate, fresh.
 
         Returns:
-            The number of epochs done, 0 if nothing was kept, and the tensors beside.
+            The number of epochs done, 0 if nothing was saved, and the other tensors.
 
         Raises:
             StorageError: if the folder is damaged, or belongs to another training.
         """
-        if not (self.folder / DOCUMENT).exists():
+        try:
+            document, tensors = self._read()
+        except StorageError as error:
+            message = f"{error} To train from the start, choose another folder or delete this one."
+            raise StorageError(message) from error
+        if not document:
             return 0, {}
-        schema = {"epochs": int, "identity": {}, "groups": [{}]}
-        document, tensors = folders.load(self.folder, self.kind, schema)
         if document["identity"] != _as_json(self.identity):
             message = (
                 f"{self.folder} is the checkpoint of another training or another network: expected {self.identity}, got "
@@ -144,7 +157,7 @@ class TrainingCheckpoint:
             for name, tensor in own.items():
                 tensor.copy_(kept[name])
         try:
-            restore_optimiser(optimiser, below(tensors, "optimiser."), document["groups"])
+            _restore_optimiser(optimiser, below(tensors, "optimiser."), document["groups"])
             if schedule is not None:
                 schedule.load_state_dict(_taken_up(schedule.state_dict(), document["schedule"]))
         except (
@@ -156,6 +169,43 @@ class TrainingCheckpoint:
             message = f"{self.folder} is damaged ({error!r}). Delete it to train from the start."
             raise StorageError(message) from error
         return document["epochs"], below(tensors, "more.")
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What was kept; two empty dictionaries if nothing was."""
+        if (self.folder / DOCUMENT).exists():
+            return storage.read(self.folder, self.kind, {"epochs": int, "identity": {}, "groups": [{}]})
+        return ({}, {}) if self.older is None or not self.older.exists() else _read_older(self.older)
+
+    def remove(self) -> None:
+        """Delete the checkpoint: the training is done."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.older is not None:
+            self.older.unlink(missing_ok=True)
+
+
+def _read_older(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The checkpoint in a file of `OLDER_FORMAT`, as it would be in a folder.
+
+    Raises:
+        StorageError: if it is damaged, or something else.
+    """
+    tensors, metadata = read_sealed_tensors(path)
+    if metadata.get("format") != OLDER_FORMAT:
+        message = f"{path} is not a checkpoint of a training."
+        raise StorageError(message)
+    try:
+        document = {
+            "epochs": int(metadata["epoch"]),
+            "identity": parse(metadata["identity"]),
+            "schedule": {"last_epoch": int(metadata["steps"])},
+            "groups": [{"lr": float(rate)} for rate in parse(metadata["rates"])],
+        }
+    except (KeyError, ValueError, TypeError) as error:
+        message = f"{path} is damaged ({error!r})."
+        raise StorageError(message) from error
+    return document, {
+        f"more.{name}" if name.startswith("random.") else name: tensor for name, tensor in tensors.items()
+    }
 
 
 def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -175,10 +225,10 @@ def _settings_of_groups(optimiser: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
+def _restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
     """Put back an optimiser's state, kept as tensors by "parameter.name", and the settings of its groups."""
     state: dict[int, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):  # files do not keep the order
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = tensor
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})

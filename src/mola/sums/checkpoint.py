@@ -26,7 +26,7 @@ from mola.laplace import Factors, Structure
 from mola.likelihood import Likelihood
 from mola.network import Head, head_by_name
 from mola.network.fingerprint import NETWORK, fingerprint, same_signature, signature
-from mola.saving import folders
+from mola.saving import storage
 from mola.saving.storage import DOCUMENT
 from mola.schema import Optional
 
@@ -260,7 +260,7 @@ class SumsCheckpoint:
         self._refuse_other_teams()
         if not (self.place / DOCUMENT).exists():
             return Kept()
-        document, tensors = folders.load(self.place, KIND, SCHEMA)
+        document, tensors = storage.read(self.place, KIND, SCHEMA)
         words = difference(document["identity"], identity)
         if words is not None:
             message = (
@@ -328,7 +328,7 @@ class SumsCheckpoint:
             "log_likelihoods": [total.log_likelihood for total in totals],
         }
         tensors = {f"{k}.{name}": one for k, total in enumerate(totals) for name, one in total.tensors().items()}
-        folders.save(self.place, KIND, document, tensors)
+        storage.write(self.place, document, tensors, kind=KIND)
 
     def remove(self) -> None:
         """The fit is done: forget how far it was."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from mola.errors import OptionError, StorageError
 from mola.fitting import ensemble
 from mola.links import LINKS, Link
-from mola.network.fingerprint import Watch
+from mola.network.fingerprint import NETWORK, Watch, require_network
 from mola.options import counted
-from mola.saving import folders
+from mola.saving import storage
 from mola.schema import Optional
 from mola.tuning.candidates import Tuning
 from mola.whole.component import WholeComponent, WholeCurvature
@@ -50,7 +50,7 @@ SCHEMA = {
             "rest": [{"name": str, "shape": [int]}],
             "dense": bool,
             "chosen": Optional(int),
-            "network": folders.NETWORK,
+            "network": NETWORK,
             "prior_precision": float,
             "classes": int,
             "count": int,
@@ -87,7 +87,7 @@ def write(directory: str | Path, parts: Parts) -> Path:
         "tuning": None if parts.tuning is None else parts.tuning.as_json(),
         "components": entries,
     }
-    return folders.save(directory, KIND, document, tensors)
+    return storage.write(directory, document, tensors, kind=KIND)
 
 
 def _pack(component: WholeComponent) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -135,14 +135,14 @@ def read(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> Part
     Raises:
         StorageError: if the files are damaged, or a network is another.
     """
-    document, tensors = folders.load(directory, KIND, SCHEMA)
+    document, tensors = storage.read(directory, KIND, SCHEMA)
     networks, entries = ensemble(models).networks, document["components"]
     if not entries or len(networks) != len(entries):
         message = f"{directory} was saved with {counted(len(entries), 'network')}, got {len(networks)}."
         raise StorageError(message)
     components = []
     for index, (network, entry) in enumerate(zip(networks, entries, strict=True)):
-        folders.require_network(network, entry["network"], f"models[{index}]")
+        require_network(network, entry["network"], f"models[{index}]")
         own = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
         components.append(
             _unpack(network, entry, {name.split(".", 1)[1]: tensor for name, tensor in own.items()}, index)
