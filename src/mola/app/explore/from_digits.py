@@ -8,7 +8,7 @@ from mola.app.explore.ood_examples import ood_examples
 from mola.app.explore.reference import Reference
 from mola.app.explore.sight import Sight
 from mola.app.explore.subject import Example, Subject
-from mola.app.jobs.material import Progress
+from mola.app.jobs.job import Progress
 from mola.app.jobs.preparation import Intake
 from mola.compare.demo_result import DemoSettings
 from mola.compare.four_methods import four_methods

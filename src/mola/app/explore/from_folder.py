@@ -13,13 +13,12 @@ from mola.app.explore.ood_examples import ood_examples
 from mola.app.explore.reference import Reference
 from mola.app.explore.sight import Sight
 from mola.app.explore.subject import Example, Subject
-from mola.app.jobs.built_in import InMemory
-from mola.app.jobs.datasets import UserSet
+from mola.app.jobs.arrays import InMemory
 from mola.app.jobs.folder import open_posterior
-from mola.app.jobs.material import Progress
+from mola.app.jobs.job import Progress
 from mola.app.jobs.pictures import Pictures
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.shards import some_of
+from mola.app.jobs.sets import UserSet, some_of
 from mola.errors import DataError, MolaError, OptionError
 from mola.lab.data.images import even_places
 from mola.posterior import MoLA

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from mola.app.jobs.fit import quantiles
-from mola.app.jobs.scores import usual_alarm
+from mola.app.jobs.folder import usual_alarm
 from mola.errors import DataError, StorageError
 
 __all__ = ["Reference"]
