@@ -25,11 +25,11 @@ import pytest
 import torch
 from PIL import Image
 
+from mola.app.explore.answers import percent
 from mola.app.explore.changes import NEUTRAL, Changes
-from mola.app.explore.from_digits import digits_subject
 from mola.app.explore.opinions import METHODS, Explorer
 from mola.app.explore.pictures import LARGEST_FILE
-from mola.app.explore.words import percent
+from mola.app.explore.subject import digits_subject
 from mola.compare.demo_result import DemoSettings
 from tests.app.test_explore import bomb, saved
 
@@ -41,7 +41,7 @@ SERVER = f"""
 import torch
 torch.set_num_threads(1)
 from mola.compare.demo_result import DemoSettings
-from mola.app.explore.from_digits import digits_subject
+from mola.app.explore.subject import digits_subject
 from mola.app.explore.opinions import Explorer
 from mola.app.explore.server import listen, make_app, serve
 listening = listen("127.0.0.1", 0)

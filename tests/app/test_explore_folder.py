@@ -23,15 +23,13 @@ from torch import nn
 import mola
 from mola.__main__ import main
 from mola.app.explore.changes import NEUTRAL
-from mola.app.explore.from_digits import digits_subject
-from mola.app.explore.from_folder import EXAMPLES, open_subject, thinned
 from mola.app.explore.opinions import METHODS, Explorer
 from mola.app.explore.server import listen
-from mola.app.jobs.datasets import open_set
+from mola.app.explore.subject import EXAMPLES, digits_subject, open_subject, thinned
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.job import Job
+from mola.app.jobs.job import Job, to_toml
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.toml import to_toml
+from mola.app.jobs.sets import open_set
 from mola.compare.demo_result import DemoSettings
 from mola.errors import MolaError, MolaWarning, OptionError, StorageError
 from mola.saving.weights_files import save_weights

@@ -18,8 +18,7 @@ import pytest
 pytest.importorskip("gradio")
 
 from mola.app.explore import server as serving
-from mola.app.explore.questions import ASKED, MOST_PARTS, why_refused
-from mola.app.explore.server import Guarded
+from mola.app.explore.server import ASKED, MOST_PARTS, Guarded, why_refused
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,21 +18,23 @@ from safetensors.torch import load_file, save_file
 
 import mola
 from mola import metrics
+from mola.app.jobs import folder as folders
 from mola.app.jobs import pictures
-from mola.app.jobs import scores as kept_scores
-from mola.app.jobs.built_in import overlap
-from mola.app.jobs.class_order import check_order, warn_of_guessing
-from mola.app.jobs.datasets import open_set
 from mola.app.jobs.evaluate import run_evaluate
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import describe_inputs, example_of, open_posterior
-from mola.app.jobs.information import read_information
-from mola.app.jobs.job import read_job
-from mola.app.jobs.output import holds_posterior
+from mola.app.jobs.fit import check_order, run_fit, warn_of_guessing
+from mola.app.jobs.folder import (
+    alarm,
+    describe_inputs,
+    example_of,
+    holds_posterior,
+    open_posterior,
+    read_information,
+    usual_alarm,
+)
+from mola.app.jobs.job import read_job, to_toml
 from mola.app.jobs.predict import run_predict
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.scores import alarm, usual_alarm
-from mola.app.jobs.toml import to_toml
+from mola.app.jobs.sets import open_set, overlap
 from mola.compare import SCORES, Answer, Tally, area_between
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
 from mola.saving.weights_files import load_weights, save_weights
@@ -503,8 +505,8 @@ def test_a_number_of_classes_that_the_networks_do_not_have_is_refused(desk, tmp_
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_the_validation_data_are_read_once(desk, tmp_path, monkeypatch, changes):
     opened = []
-    decode = pictures.decode
-    monkeypatch.setattr(pictures, "decode", lambda path, *rest: opened.append(str(path)) or decode(path, *rest))
+    read = pictures.read_pixels
+    monkeypatch.setattr(pictures, "read_pixels", lambda path, *rest: opened.append(str(path)) or read(path, *rest))
     run_fit(job_for(desk, **changes), tmp_path / "posterior")
     validation = [path for path in opened if "/val/" in path or path.startswith("val")]
     assert sorted(validation) == sorted(set(validation))
@@ -518,13 +520,13 @@ def test_files_that_are_not_ours_are_neither_taken_for_ours_nor_removed(tmp_path
         (folder / name).write_text("mine")
         with pytest.raises(OptionError, match="holds no posterior but"):
             holds_posterior(folder, None)
-        kept_scores.remove_others(folder, None)
+        folders.remove_old_scores(folder, None)
         assert (folder / name).read_text() == "mine"
     ours = tmp_path / "interrupted"
     ours.mkdir()
-    kept_scores.keep_scores(ours, np.arange(20.0))
+    folders.keep_scores(ours, np.arange(20.0))
     assert not holds_posterior(ours, None)
-    kept_scores.remove_others(ours, None)
+    folders.remove_old_scores(ours, None)
     assert not list(ours.iterdir())
 
 
@@ -532,8 +534,8 @@ def test_files_that_are_not_ours_are_neither_taken_for_ours_nor_removed(tmp_path
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_evaluating_reads_the_validation_data_once(desk, tmp_path, monkeypatch, rule):
     run_fit(job_for(desk, weights=tuple(desk.weights(3)), rule=rule), tmp_path / "posterior")
-    opened, decode = [], pictures.decode
-    monkeypatch.setattr(pictures, "decode", lambda path, *rest: opened.append(str(path)) or decode(path, *rest))
+    opened, read = [], pictures.read_pixels
+    monkeypatch.setattr(pictures, "read_pixels", lambda path, *rest: opened.append(str(path)) or read(path, *rest))
     found = run_evaluate(open_posterior(tmp_path / "posterior"), "test.npz").chosen
     assert len(opened) == len(set(opened)) == 18
     # LLLA is tuned as if it had read the data for itself; what DE-T says is held by the test of its weights.
@@ -559,9 +561,9 @@ def test_a_threshold_is_the_same_everywhere(desk, fitted, tmp_path):
 
 
 def test_scores_of_very_many_data_are_thinned_so_that_alarms_are_no_more_frequent(fitted, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_scores, "MOST", 50)
+    monkeypatch.setattr(folders, "MOST_SCORES", 50)
     every = np.random.default_rng(0).normal(size=1234)
-    entry = kept_scores.keep_scores(tmp_path, every)
+    entry = folders.keep_scores(tmp_path, every)
     document = {"result": {"validation": {"count": 1234, "scores": entry, "outlier_threshold": 0.0}}}
     thinned = replace(fitted, document=document, folder=tmp_path)
     assert alarm(thinned, 0.05) == usual_alarm(every)[0], "to ask for the usual rate is to ask for nothing"

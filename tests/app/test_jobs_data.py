@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 
 from mola.app.jobs.arrays import open_arrays
-from mola.app.jobs.datasets import open_set
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.job import Job
 from mola.app.jobs.predict import run_predict
 from mola.app.jobs.preparation import Hints, Intake, settle
 from mola.app.jobs.rows import Account, Loader
+from mola.app.jobs.sets import open_set
 from mola.errors import DataError, OptionError
 from tests.own_work import CLASSES, Desk, fit_at, job_for, make_desk
 

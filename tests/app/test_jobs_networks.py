@@ -15,9 +15,8 @@ from torch import nn
 import mola
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import open_posterior
-from mola.app.jobs.hub import folder_hints, timm_hints
 from mola.app.jobs.job import Job
-from mola.app.jobs.networks import build_networks
+from mola.app.jobs.networks import build_networks, folder_hints, timm_hints
 from mola.app.jobs.predict import run_predict
 from mola.app.jobs.preparation import Hints, settle
 from mola.errors import HeadError, MissingExtraError, OptionError, StorageError

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import mola
-from mola.app.jobs.hub import timm_builder
-from mola.app.jobs.networks import build_networks
+from mola.app.jobs.networks import build_networks, timm_builder
 from mola.errors import OptionError, StorageError
 from mola.hub import Measured
 from mola.saving.weights_files import load_weights, read_state

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import mola
-from mola.app.jobs.datasets import BUILT_IN, open_set
 from mola.app.jobs.networks import build_networks
 from mola.app.jobs.preparation import Intake
+from mola.app.jobs.sets import BUILT_IN, open_set
 from mola.errors import MolaWarning, OptionError, StorageError
 from mola.export.tracing import quietly
 from mola.lab.corruptions import CORRUPTIONS

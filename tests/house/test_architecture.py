@@ -187,7 +187,7 @@ def unsafe_loads(source):
             )
 
 
-TRUSTED = {"app/jobs/exported.py": ["torch.export.load"], "export/torch_file.py": ["torch.export.load"]}
+TRUSTED = {"app/jobs/networks.py": ["torch.export.load"], "export/torch_file.py": ["torch.export.load"]}
 """Loaders that unpickle. Called only for files that the user says to trust (tested in test_jobs.py), or that were found to
 hold nothing pickled but plain tensors (tested in test_export.py)."""
 

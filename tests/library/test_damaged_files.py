@@ -18,10 +18,8 @@ from torch import nn
 import mola
 from mola import MolaError, StorageError
 from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_posterior, read_folder
-from mola.app.jobs.information import read_information
-from mola.app.jobs.job import read_job
-from mola.app.jobs.toml import to_toml
+from mola.app.jobs.folder import open_posterior, read_folder, read_information
+from mola.app.jobs.job import read_job, to_toml
 from mola.compare.record import LabelledResult, OutlierResult, Record
 from mola.compare.store import Store
 from mola.export.information import from_properties

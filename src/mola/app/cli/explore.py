@@ -50,7 +50,10 @@ def explore(
     """
     # Before the work rather than after it: a missing extra, a port that is taken.
     import mola.app.explore.page  # noqa: F401
+    from mola.app.explore.opinions import Explorer
     from mola.app.explore.server import listen, make_app, serve
+    from mola.app.explore.subject import digits_subject, open_subject
+    from mola.compare.demo_result import DemoSettings
 
     if posterior is None:
         _refuse_reference(reference)
@@ -59,16 +62,9 @@ def explore(
     set_threads(threads)
     try:
         with showing_progress(quiet=quiet) as progress:
-            from mola.app.explore.opinions import Explorer
-
             if posterior is None:
-                from mola.app.explore.from_digits import digits_subject
-                from mola.compare.demo_result import DemoSettings
-
                 subject = digits_subject(progress, DemoSettings(seed=seed))
             else:
-                from mola.app.explore.from_folder import open_subject
-
                 subject = open_subject(
                     posterior,
                     progress,

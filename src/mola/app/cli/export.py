@@ -51,7 +51,7 @@ def export(
 
         mola export posterior --onnx model.onnx
     """
-    from mola.app.jobs.exporting import run_export
+    from mola.app.jobs.export import run_export
     from mola.app.jobs.folder import open_posterior
 
     check_run(context, config, trust=trust)

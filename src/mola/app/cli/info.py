@@ -27,7 +27,7 @@ def info(
 
         mola info posterior
     """
-    from mola.app.jobs.information import read_information
+    from mola.app.jobs.folder import read_information
 
     found = read_information(posterior)
     if as_json:

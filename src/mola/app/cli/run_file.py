@@ -9,7 +9,7 @@ import typer
 
 import mola
 from mola.app.cli.shared_options import RUN
-from mola.app.jobs.toml import read_toml, to_toml
+from mola.app.jobs.job import read_toml, to_toml
 from mola.errors import OptionError
 from mola.saving.storage import write_atomically
 

@@ -1,21 +1,23 @@
-"""What the page shows for a picture and the places of the sliders: the whole of the explorer, but for the page itself."""
+"""What the page shows for a picture and the positions of the sliders: sentences, figures and pictures, as HTML.
+
+The HTML is in `assets/answers.html`, which escapes every text: class names and titles may come from a stranger's folder.
+"""
 
 from __future__ import annotations
 
-from html import escape
+import math
+from functools import cache
 from typing import Any
 
-from mola.app.explore.bars import classes_card, confidence_card, members_card, split_card
+from jinja2 import Environment, PackageLoader
+
 from mola.app.explore.changes import Changes
-from mola.app.explore.opinions import METHODS, Explorer, Opinions
-from mola.app.explore.pictures import LARGEST_FILE, decode, from_data_url, too_large
-from mola.app.explore.plots import score_card, turned_card
-from mola.app.explore.sight import as_png
-from mola.app.explore.subject import Subject
-from mola.app.explore.words import percent, verdict
+from mola.app.explore.opinions import METHODS, Explorer, Opinions, Turned
+from mola.app.explore.pictures import LARGEST_FILE, decode, from_data_url, to_data_url, too_large
+from mola.app.explore.subject import Reference, Subject
 from mola.errors import DataError
 
-__all__ = ["SLIDERS", "Answers", "heading", "message", "thumbnails"]
+__all__ = ["SLIDERS", "Answers", "heading", "message", "percent", "thumbnails", "verdict"]
 
 SLIDERS = {
     "rotation": ("Rotation (degrees)", 1),
@@ -25,9 +27,70 @@ SLIDERS = {
     "brightness": ("Brightness", 0.01),
     "contrast": ("Contrast (times)", 0.05),
 }
-"""Label and step of each, in the order of the page."""
+"""Label and step of each slider, in the order of the page."""
 
-NOTHING = '<section class="card verdict"><p>Draw something, drop a picture, or choose an example.</p></section>'
+FULL_NAMES = {"MAP": "the single network", "DE": "the ensemble", "MoLA": "MoLA"}
+RARE, ODD = 0.99, 0.95
+"""Shares of the validation data that a picture must exceed to be called unlike them, or unusual."""
+
+SURE = 0.9
+MOST, LITTLE = 0.6, 0.15
+"""Shares of the doubt that are called most of it, or little."""
+
+ALL_SHOWN = 12
+"""Up to this number of classes, all are shown, in their order; of more, the most probable."""
+
+SHOWN = 8
+WIDEST = 13
+"""Letters of a class's name that there is room for beside its bars."""
+
+LONGEST = 22
+"""Letters of a class's name that are shown at all."""
+
+BINS = 36
+WIDTH, HEIGHT = 400, 190
+LEFT, RIGHT, TOP, BOTTOM = 34, 12, 14, 26
+BASE = HEIGHT - BOTTOM
+FRAME = {
+    "width": WIDTH,
+    "height": HEIGHT,
+    "left": LEFT,
+    "edge": LEFT / 2,
+    "right": WIDTH - RIGHT,
+    "top": TOP,
+    "base": BASE,
+    "below": HEIGHT - 8,
+}
+"""Of figures with axes, in the units of their SVG."""
+
+
+def percent(value: float) -> str:
+    """A probability in percent, never rounded to a certainty that it is not."""
+    if value >= 0.9995 and value < 1:
+        return "> 99.9 %"
+    if 0 < value < 0.0005:
+        return "< 0.1 %"
+    return f"{100 * value:.1f} %"
+
+
+def short(name: str) -> str:
+    """A name that fits."""
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+@cache
+def _templates() -> Any:
+    environment = Environment(
+        loader=PackageLoader("mola.app.explore", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"percent": percent, "short": short, "px": lambda value: f"{value:.1f}"}
+    environment.globals |= {"METHODS": METHODS, "FRAME": FRAME}
+    return environment.get_template("answers.html").module
+
+
+def _render(part: str, *values: Any, **named: Any) -> str:
+    """A part of the page, by the name of its macro."""
+    return str(getattr(_templates(), part)(*values, **named)).strip()
 
 
 class Answers:
@@ -43,17 +106,19 @@ class Answers:
         self.subject = explorer.subject
 
     def look(self, picture: str, *moved: Any) -> tuple[str, str, str]:
-        """Verdict and the cards of both columns."""
+        """The verdict, and the cards of both columns."""
         if not picture:
-            return NOTHING, "", ""
+            return _render("verdict", [], [], ""), "", ""
         changes = as_changes(moved)
         pixels = self.subject.sight.read(picture)
         opinions = self.explorer.look(pixels, changes)
-        seen = as_png((self.explorer.values(pixels, changes)[0] * 255).round().byte())
+        seen = to_data_url((self.explorer.values(pixels, changes)[0] * 255).round().byte())
         subject = self.subject
-        first = confidence_card(opinions, subject) + split_card(opinions)
+        # A number and its unit stay on one line.
+        said = [one.replace(" %", "\N{NO-BREAK SPACE}%") for one in verdict(opinions, subject)]
+        first = confidence_card(opinions, subject) + split_card(opinions) + score_card(opinions, subject.reference)
         second = classes_card(opinions, subject) + members_card(opinions, subject)
-        return self._verdict(opinions, seen), first + score_card(opinions, subject.reference), second
+        return _render("verdict", said, _by_method(opinions, subject), seen), first, second
 
     def turn(self, picture: str, *moved: Any) -> str:
         """The curve over all angles."""
@@ -64,7 +129,7 @@ class Answers:
 
     def drawn(self, data: str) -> str:
         """A drawing, in the networks' size."""
-        return as_png(self.subject.sight.fit(decode(from_data_url(data, "the drawing")).image)[0])
+        return to_data_url(self.subject.sight.fit(decode(from_data_url(data, "the drawing")).image)[0])
 
     def dropped(self, name: str, size: int, data: str | None) -> tuple[str, str]:
         """A file in the networks' size, and what was done to it.
@@ -72,7 +137,7 @@ class Answers:
         Args:
             name: of the file.
             size: in bytes.
-            data: as a `data:` address; None if the page did not send it, since it is too large or cannot be read.
+            data: as a `data:` URL; None if the page did not send it, because it is too large or cannot be read.
 
         Returns:
             The picture and a note.
@@ -83,12 +148,12 @@ class Answers:
         if size > LARGEST_FILE:
             raise DataError(too_large(name))
         if data is None:
-            words = f"{name} cannot be read by the browser: a file can be dropped, a folder cannot."
+            words = f"the browser cannot read {name}: drop a file; a folder cannot be dropped."
             raise DataError(words)
         picture = decode(from_data_url(data, name), name)
         pixels, done = self.subject.sight.fit(picture.image)
         notes = [*picture.notes, *([done] if done else [])]
-        return as_png(pixels), f"{name}: {'; '.join(notes)}." if notes else f"{name}, as it is."
+        return to_data_url(pixels), f"{name}: {'; '.join(notes)}." if notes else f"{name}, unchanged."
 
     def chosen(self, index: int) -> tuple[str, str]:
         """An example and its name.
@@ -103,25 +168,10 @@ class Answers:
             DataError: if there is none.
         """
         if not 0 <= index < len(self.subject.examples):
-            words = f"there is no example {index}, only {len(self.subject.examples)} of them: load the page again."
+            words = f"there is no example {index}, only {len(self.subject.examples)} of them: reload the page."
             raise DataError(words)
         example = self.subject.examples[index]
-        return as_png(example.pixels), example.name
-
-    def _verdict(self, opinions: Opinions, seen: str) -> str:
-        # A number and its unit stay on one line.
-        first, *others = (escape(one).replace(" %", "\N{NO-BREAK SPACE}%") for one in verdict(opinions, self.subject))
-        rest = "".join(f"<p>{one}</p>" for one in others)
-        strip = "".join(
-            f'<span><i class="{method}">{method}</i> {escape(self.subject.classes[opinions.label(method)][:8])} '
-            f"<b>{percent(opinions.confidence(method))}</b></span>"
-            for method in METHODS
-        )
-        return (
-            f'<section class="card verdict"><figure><img src="{seen}" alt="The picture as the networks see it">'
-            f'<figcaption>what the networks see</figcaption></figure><div aria-live="polite">'
-            f'<p class="first">{first}</p>{rest}</div></section><div class="strip" aria-hidden="true">{strip}</div>'
-        )
+        return to_data_url(example.pixels), example.name
 
 
 def as_changes(moved: tuple[Any, ...]) -> Changes:
@@ -132,31 +182,197 @@ def as_changes(moved: tuple[Any, ...]) -> Changes:
 
 def message(words: str, *, refused: bool = False) -> str:
     """A line below the pad."""
-    if not words:
-        return ""
-    return (
-        f'<p class="{"refused" if refused else "note"}" role="{"alert" if refused else "status"}">{escape(words)}</p>'
-    )
+    return _render("message", words, refused)
 
 
 def thumbnails(subject: Subject) -> str:
     """Examples to choose from."""
-    if not subject.examples:
-        return ""
-    buttons = "".join(
-        f'<button type="button" data-index="{index}" title="{escape(one.name)}" aria-label="{escape(one.name)}">'
-        f'<img src="{as_png(one.pixels)}" alt=""></button>'
-        for index, one in enumerate(subject.examples)
-    )
-    return f'<div class="thumbs" role="group" aria-label="Examples">{buttons}</div>'
+    return _render("thumbnails", [(one.name, to_data_url(one.pixels)) for one in subject.examples])
 
 
 def heading(subject: Subject) -> str:
-    """What this is."""
-    notes = "".join(f'<p class="left-out">{escape(one[:1].upper() + one[1:])}</p>' for one in subject.notes)
-    return (
-        '<header class="heading"><div><h1>mola explorer</h1>'
-        f"<p>{escape(subject.title)} \N{MIDDLE DOT} {escape(subject.source)}</p></div>"
-        '<button type="button" class="theme" aria-label="Light or dark" title="Light or dark">\N{FIRST QUARTER MOON}</button>'
-        f"</header>{notes}"
+    """What the page is about."""
+    return _render("heading", subject.title, subject.source, [one[:1].upper() + one[1:] for one in subject.notes])
+
+
+def _by_method(opinions: Opinions, subject: Subject) -> list[tuple[str, str, float]]:
+    """Label and confidence of each method."""
+    return [(method, subject.classes[opinions.label(method)], opinions.confidence(method)) for method in METHODS]
+
+
+def _column(names: list[str]) -> int:
+    """Width of a column of names, in letters."""
+    return min(WIDEST, 1 + max(map(len, names)))
+
+
+def confidence_card(opinions: Opinions, subject: Subject) -> str:
+    """Label and confidence of each method."""
+    rows = _by_method(opinions, subject)
+    return _render("confidence", rows, _column([label for _, label, _ in rows]))
+
+
+def shown_classes(opinions: Opinions) -> list[int]:
+    """The classes that there is room for."""
+    count = len(opinions.probs["MoLA"])
+    if count <= ALL_SHOWN:
+        return list(range(count))
+    largest = [max(opinions.probs[method][index] for method in METHODS) for index in range(count)]
+    return sorted(range(count), key=lambda index: -largest[index])[:SHOWN]
+
+
+def classes_card(opinions: Opinions, subject: Subject) -> str:
+    """Probabilities of each class by each method."""
+    shown, chosen = shown_classes(opinions), opinions.label("MoLA")
+    rows = [
+        (subject.classes[index], {method: opinions.probs[method][index] for method in METHODS}, index == chosen)
+        for index in shown
+    ]
+    return _render("classes", rows, len(opinions.probs["MoLA"]), _column([subject.classes[index] for index in shown]))
+
+
+def split_card(opinions: Opinions) -> str:
+    """MoLA's entropy in its two parts, against the largest that this number of classes allows."""
+    parts = {"aleatoric": opinions.aleatoric, "epistemic": opinions.epistemic}
+    return _render("split", parts, math.log(len(opinions.probs["MoLA"])))
+
+
+def members_card(opinions: Opinions, subject: Subject) -> str:
+    """Each component's opinion: the network alone, and with its Laplace approximation."""
+
+    def said(probs: tuple[float, ...]) -> tuple[str, float]:
+        return subject.classes[probs.index(max(probs))], max(probs)
+
+    rows = [(said(member.network), said(member.laplace), member.weight) for member in opinions.members]
+    return _render("members", rows)
+
+
+def score_card(opinions: Opinions, reference: Reference | None) -> str:
+    """The outlier score as a marker on the distribution of the validation data's."""
+    score = opinions.score
+    if reference is None:
+        return _render("score", score)
+    # The axis shows the distribution, and the score, which may lie far outside.
+    low, high = min(reference.scores[0], score), max(reference.scores[-1], score)
+    margin = 0.04 * (high - low) or 0.5
+    low, high = low - margin, high + margin
+    edges = [low + (high - low) * index / BINS for index in range(BINS + 1)]
+    shares = reference.histogram(edges)
+    highest = (BASE - 2 * TOP) / (max(shares) or 1.0)
+
+    def across(value: float) -> float:
+        return LEFT / 2 + (WIDTH - LEFT / 2 - RIGHT) * (value - low) / (high - low)
+
+    bars = [
+        {
+            "beyond": edge >= score,
+            "x": across(edge) + 0.5,
+            "y": BASE - highest * share,
+            "width": across(edges[1]) - across(edges[0]) - 1,
+            "height": highest * share,
+        }
+        for edge, share in zip(edges, shares, strict=False)
+        if share > 0
+    ]
+    alarm = None if reference.alarm is None else {"score": reference.alarm, "x": across(reference.alarm)}
+    return _render("score", score, reference.words(score), reference.count, bars, across(score), alarm)
+
+
+def turned_card(turned: Turned | None, rotation: float) -> str:
+    """Confidence of each method against the angle, the present one marked."""
+    if turned is None:
+        return _render("turned")
+
+    def across(angle: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (angle + 180) / 360
+
+    def up(share: float) -> float:
+        return BASE - (BASE - TOP) * share
+
+    here = [(method, turned.confidence[method][turned.angles.index(rotation)]) for method in METHODS]
+    said = ", ".join(f"{method} {percent(share)}" for method, share in here)
+    return _render(
+        "turned",
+        f"Confidence against the angle of rotation; now at {rotation:g} degrees: {said}",
+        [(f"{100 * share:.0f}%", up(share)) for share in (0.0, 0.5, 1.0)],
+        [(f"{angle}°", across(angle)) for angle in (-180, -90, 0, 90, 180)],
+        [
+            (
+                method,
+                [(across(a), up(share)) for a, share in zip(turned.angles, turned.confidence[method], strict=True)],
+            )
+            for method in METHODS
+        ],
+        across(rotation),
+        [(method, up(share)) for method, share in here],
     )
+
+
+def verdict(opinions: Opinions, subject: Subject) -> list[str]:
+    """A few sentences on what the methods say and why.
+
+    Args:
+        opinions: of one picture.
+        subject: names the classes, and has scores to compare with.
+
+    Returns:
+        Sentences, the first the most important.
+    """
+    return [
+        _chosen(opinions, subject.classes),
+        *_strange(opinions, subject),
+        *_why(opinions, subject.posterior.link.name),
+    ]
+
+
+def _chosen(opinions: Opinions, classes: tuple[str, ...]) -> str:
+    said = {method: classes[opinions.label(method)] for method in METHODS}
+    sure = {method: percent(opinions.confidence(method)) for method in METHODS}
+    if len(set(said.values())) == 1:
+        return (
+            f"All say {said['MoLA']}: the single network with {sure['MAP']}, the ensemble with {sure['DE']}, "
+            f"MoLA with {sure['MoLA']}."
+        )
+    parts = [f"{FULL_NAMES[method]} says {said[method]} with {sure[method]}" for method in METHODS]
+    return f"They disagree: {', '.join(parts)}."
+
+
+def _strange(opinions: Opinions, subject: Subject) -> list[str]:
+    if subject.reference is None:
+        return []
+    share = subject.reference.share_below(opinions.score)
+    compared = subject.reference.words(opinions.score)
+    if share >= RARE:
+        known = "This is unlike what the networks know"
+        if opinions.confidence("MAP") >= SURE:
+            known += ", however sure the single network is"
+        return [f"{known}: it is {compared}."]
+    if share >= ODD:
+        return [f"It is unusual: {compared}."]
+    return [f"As pictures go, it is not unusual: {compared}."]
+
+
+def _why(opinions: Opinions, link: str) -> list[str]:
+    total = opinions.aleatoric + opinions.epistemic
+    if opinions.confidence("MoLA") >= SURE or total < 0.05 * math.log(len(opinions.probs["MoLA"])):
+        return []
+    share = opinions.epistemic / total
+    much = "Most" if share >= MOST else "Little" if share < LITTLE else "Part"
+    alone = sum(max(member.network) for member in opinions.members) / len(opinions.members)
+    reasons = []
+    if share >= LITTLE:
+        reasons.append(
+            "weights that fit the training data equally well disagree here, and more data like this would settle it"
+        )
+    if alone < SURE:
+        reasons.append(
+            f"{'also, ' if reasons else ''}each network by itself is unsure ({percent(alone)} on average): the picture looks like "
+            f"more than one class"
+        )
+    why = f"{much} of MoLA's doubt is epistemic ({100 * share:.0f} %), the other {100 * (1 - share):.0f} % aleatoric"
+    said = [f"{why}: {'; '.join(reasons)}." if reasons else f"{why}."]
+    if alone >= SURE and link == "probit":
+        said.append(
+            f"Each network by itself is sure ({percent(alone)} on average). The probit link also lowers confidence by the variance "
+            f"that the logits of all classes share, which is neither of the two; the link probit-centered leaves it out."
+        )
+    return said

@@ -13,8 +13,7 @@ from typing import Any
 from mola.app.explore.answers import SLIDERS, Answers, heading, message, thumbnails
 from mola.app.explore.changes import NEUTRAL, RANGES
 from mola.app.explore.opinions import Explorer
-from mola.app.explore.pictures import LARGEST_FILE
-from mola.app.explore.sight import as_png
+from mola.app.explore.pictures import LARGEST_FILE, to_data_url
 from mola.errors import DataError, MissingExtraError, MolaError
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported, and later
@@ -38,7 +37,7 @@ SHOW = "(picture) => { if (window.molaPad) window.molaPad(picture); }"
 
 
 def asset(name: str) -> str:
-    """A file that lies beside this one."""
+    """The text of a file in `assets`."""
     return resources.files("mola.app.explore").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -53,7 +52,7 @@ def build_page(explorer: Explorer) -> gr.Blocks:
     """
     subject, answers = explorer.subject, Answers(explorer)
     sight = subject.sight
-    first = as_png(subject.examples[0].pixels) if subject.examples else ""
+    first = to_data_url(subject.examples[0].pixels) if subject.examples else ""
     neutral = [getattr(NEUTRAL, name) for name in SLIDERS]
     begin = (first, *neutral, False, 0)
     told, left, right = answers.look(*begin)

@@ -1,7 +1,7 @@
-"""Arrays on disk as a set: `.npz` with inputs and labels, or `.npy` with inputs alone, read portion by portion.
+"""Arrays as sets: `.npz` with inputs and labels or `.npy` with inputs alone, read batch by batch; and tensors in memory.
 
-An archive's members are read as streams, so memory holds a batch and not the array. Bytes are pixels and are normalised; floating-
-point numbers are network inputs already. Nothing is unpickled.
+The members of an archive are read as streams, so memory holds a batch and not the array. Bytes are pixels and are normalised;
+floating-point numbers are network inputs already. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Rows, checked_rows
 from mola.errors import DataError
 
-__all__ = ["Arrays", "open_arrays"]
-
+__all__ = ["Arrays", "InMemory", "open_arrays"]
 INPUTS = ("x", "inputs", "images", "data", "arr_0")
 LABELS = ("y", "labels", "targets", "label", "arr_1")
 
@@ -99,6 +98,56 @@ class Arrays:
             message = f"{self.path} holds inputs of shape {tuple(inputs.shape[1:])}, expected {shape}."
             raise DataError(message)
         return inputs
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A set that is read as a whole: pixels in bytes, or network inputs.
+
+    Attributes:
+        name: as the user named it.
+        values: (n, ...).
+        labels: (n,), or None.
+        outputs: number of classes of the networks, where it is known.
+        intake: from pixels to inputs.
+        classes: always None: these sets do not name their classes.
+    """
+
+    name: str
+    values: Tensor
+    labels: Tensor | None
+    outputs: int | None
+    intake: Intake
+    classes: tuple[str, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.values)
+
+    def taken_by(self, intake: Intake) -> InMemory:
+        """The same inputs, prepared otherwise."""
+        return replace(self, intake=intake)
+
+    def __iter__(self) -> Iterator[Rows]:
+        """Batch by batch.
+
+        Yields:
+            One batch after the other.
+
+        Raises:
+            DataError: if the images are not what the networks take.
+        """
+        size = self.intake.batch_size
+        for start in range(0, len(self.values), size):
+            values = self.values[start : start + size]
+            inputs = values if values.is_floating_point() else self.intake.normalise(values)
+            if self.intake.shape is not None and tuple(inputs.shape[1:]) != self.intake.shape:
+                message = f"{self.name} holds inputs of shape {tuple(inputs.shape[1:])}, expected {self.intake.shape}."
+                raise DataError(message)
+            labels = None if self.labels is None else self.labels[start : start + size]
+            names = [f"{self.name}[{index}]" for index in range(start, start + len(values))]
+            yield checked_rows(names, inputs, labels, classes=self.outputs, dtype=self.intake.torch_dtype)
 
 
 def open_arrays(path: Path, outputs: int | None, intake: Intake, *, labelled: bool) -> Arrays:

@@ -18,8 +18,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from mola.app.jobs.datasets import is_own_function
 from mola.app.jobs.networks import is_imported
+from mola.app.jobs.sets import is_own_function
 from mola.errors import OptionError
 from mola.hub.folder import is_hub_folder
 from mola.lab.imported import split_name

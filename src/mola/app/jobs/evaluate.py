@@ -19,14 +19,11 @@ import torch
 from torch import Tensor
 
 from mola import __version__
-from mola.app.jobs.built_in import overlap
-from mola.app.jobs.class_order import check_order
-from mola.app.jobs.datasets import UserSet
-from mola.app.jobs.fit import make_rule
+from mola.app.jobs.fit import check_order, make_rule
 from mola.app.jobs.folder import PosteriorFolder
-from mola.app.jobs.material import Progress
+from mola.app.jobs.job import Progress
 from mola.app.jobs.rows import Account, Loader
-from mola.app.jobs.shards import divided
+from mola.app.jobs.sets import UserSet, divided, overlap
 from mola.baselines.temperature import fit_temperature
 from mola.compare import Answer, Tally
 from mola.compare.evaluation import Evaluation, compare_inside, compare_outside

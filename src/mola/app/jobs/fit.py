@@ -1,4 +1,8 @@
-"""`mola fit`: from names of networks and data to a posterior's folder."""
+"""`mola fit`: from the names of networks and data to a posterior's folder.
+
+The data are opened and checked against the networks first (`Material`), the validation data are read before the training data,
+so that a wrong order of the classes is found early, and the folder is written in one step at the end.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import platform
 import re
 import shutil
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,34 +18,49 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from mola import __version__
-from mola.app.jobs.class_order import check_order, warn_of_guessing
-from mola.app.jobs.folder import move
-from mola.app.jobs.job import NAME, Job, relative
-from mola.app.jobs.material import Material, Progress
+from mola.app.jobs.folder import (
+    BUNDLED,
+    describe_inputs,
+    holds_posterior,
+    keep_scores,
+    move,
+    remove_old_scores,
+    usual_alarm,
+)
+from mola.app.jobs.job import NAME, Job, Progress, relative, to_toml
 from mola.app.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
-from mola.app.jobs.output import BUNDLED, holds_posterior
+from mola.app.jobs.pictures import Pictures, shown_by
+from mola.app.jobs.preparation import settle
 from mola.app.jobs.rows import Account, Loader
-from mola.app.jobs.scores import keep_scores, remove_others, usual_alarm
-from mola.app.jobs.toml import to_toml
+from mola.app.jobs.sets import UserSet, divided, open_set
 from mola.compare import Answer, Tally
 from mola.distributed import Team
-from mola.errors import OptionError, warn
+from mola.errors import DataError, OptionError, warn
 from mola.fitting import fit
 from mola.laplace import STRUCTURES
 from mola.links import LINKS
-from mola.network import find_heads, undisturbed
+from mola.network import call, find_heads, undisturbed
 from mola.options import one_of
 from mola.posterior import MoLA
 from mola.saving import archive, storage
 from mola.tuning.candidates import HeldOut, read_held_out
-from mola.tuning.data_checks import Remembering, shared_rows
+from mola.tuning.data_checks import Remembering, guessed, other_order, shared_rows
 from mola.tuning.rules import RULES as NAMED_RULES
 from mola.tuning.rules import ConfidenceThreshold, OutlierExposure, Rule
 
-__all__ = ["RULES", "FitResult", "make_rule", "quantiles", "run_fit"]
-
+__all__ = [
+    "RULES",
+    "FitResult",
+    "Material",
+    "check_order",
+    "make_rule",
+    "quantiles",
+    "run_fit",
+    "warn_of_guessing",
+]
 RULES = (*NAMED_RULES, "outliers", "none")
 """How the prior precision is chosen; none keeps what is given."""
 
@@ -210,7 +230,7 @@ def run_fit(
         document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
         if together.first:
             _write(posterior, document, output)
-            remove_others(output, None if measured is None else measured["scores"]["file"])
+            remove_old_scores(output, None if measured is None else measured["scores"]["file"])
             if bundle:
                 _forget_others(output, built.files)
     progress("done", 1.0)
@@ -338,3 +358,176 @@ def _result(
         "validation": measured,
         "versions": {"mola": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+class Material:
+    """The sets of a job.
+
+    Args:
+        job: names them.
+        built: the networks.
+        account: where inputs that are left out are noted.
+        progress: told what is being done, and which share of the work is done.
+        team: the processes that do the job; each reads its own part of every set.
+
+    Raises:
+        DataError: if data and networks do not fit together.
+
+    Attributes:
+        intake: settled by the job, the networks and the training data.
+        classes: names, in the order of the networks' outputs, or None.
+        outputs: how many classes there are.
+        inputs: what they look like.
+        first: a few of the training inputs, as the networks take them.
+        train: the training data.
+        val: the validation data, or None.
+        outliers: data for tuning, or None.
+    """
+
+    def __init__(self, job: Job, built: Built, account: Account, progress: Progress, team: Team | None = None) -> None:
+        """Open all sets, and look at the first training inputs.
+
+        Raises:
+            DataError: if data and networks do not fit together.
+        """
+        self.job, self.account, self.progress = job, account, progress
+        self.team = Team.alone() if team is None else team
+        floats = [one.dtype for one in built.networks[0].parameters() if one.is_floating_point()]
+        dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
+        self.intake = settle(job, built.hints, dtype)
+        self.classes = job.classes if isinstance(job.classes, tuple) else built.hints.classes
+        self.outputs = 0
+        self.train, first = self._open_train(str(job.train))
+        self.first = first
+        self.classes = self.classes or self.train.classes
+        self.inputs = describe_inputs(first)
+        self.outputs = self._outputs(built, first)
+        if isinstance(job.classes, int) and job.classes != self.outputs:
+            message = (
+                f"--classes {job.classes} was given, but the networks have {self.outputs} outputs: leave --classes out, or name all "
+                f"{self.outputs} classes."
+            )
+            raise DataError(message)
+        if self.classes is not None and len(self.classes) != self.outputs:
+            many = len(self.classes)
+            advice = (
+                f"remove what is no class from {job.train}, or use networks with {many} outputs"
+                if self.classes == self.train.classes and many > self.outputs
+                else "name all of them, in the order of the outputs, with --classes"
+            )
+            message = (
+                f"{many} classes ({', '.join(self.classes[:5])}{', ...' if many > 5 else ''}) for a network with {self.outputs} "
+                f"outputs: {advice}."
+            )
+            raise DataError(message)
+        # Again, now that it is known which labels there can be.
+        self.train = self._open(str(job.train), labelled=True)
+        self.val = None if job.val is None else self._open(job.val, labelled=True)
+        self.outliers = None if job.outliers is None else self._open(job.outliers, labelled=False)
+
+    def _outputs(self, built: Built, first: Any) -> int:
+        """How many classes the networks have.
+
+        Raises:
+            DataError: if they cannot take the inputs.
+        """
+        try:
+            return call(built.networks[0].eval(), first).shape[1]
+        except DataError as error:
+            if not isinstance(self.train, Pictures) or self.intake.shape is None:
+                raise
+            channels, height, width = self.intake.shape
+            message = (
+                f"the network does not take the images as they are, {height}x{width} with {channels} channels: bring them to the size "
+                f"that it was trained on with --resize HEIGHTxWIDTH (and --crop), to its channels with --mode RGB or L. {error}"
+            )
+            raise DataError(message) from error
+
+    def _open_train(self, name: str) -> tuple[UserSet, Any]:
+        """The training data and their first inputs, which show what nobody has said.
+
+        Raises:
+            DataError: if none can be used.
+        """
+        train = self._open(name, labelled=True)
+        if isinstance(train, Pictures):
+            mode, shape = shown_by(train)
+            self.intake = replace(self.intake, mode=mode, shape=shape)
+            train = train.taken_by(self.intake)
+        for rows in train.taken_by(replace(self.intake, batch_size=min(8, self.intake.batch_size))):
+            if rows.inputs is not None:
+                if isinstance(rows.inputs, torch.Tensor):
+                    self.intake = replace(self.intake, shape=tuple(rows.inputs.shape[1:]))
+                return train, rows.inputs
+        message = f"{name} holds no input that can be used."
+        raise DataError(message)
+
+    def _open(self, name: str, *, labelled: bool) -> UserSet:
+        return open_set(
+            name,
+            self.intake,
+            labelled=labelled,
+            classes=self.classes,
+            outputs=self.outputs or None,
+            directory=self.job.directory,
+            seed=self.job.seed,
+            download=self.job.download,
+        )
+
+    def loader(self, source: UserSet, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:
+        """A set as a loader that tells how far it has been read, as a part of the whole work."""
+        self.progress(doing, start)
+        return Loader(
+            divided(source, self.team),
+            self.account,
+            self.job.strict,
+            labelled,
+            lambda share: self.progress(doing, start + (end - start) * share),
+            whole=self.team.size == 1,
+        )
+
+
+def check_order(pairs: Tensor, outputs: int, classes: Sequence[str] | None, where: str, index: int = 0) -> None:
+    """Refuse labels that agree with the network in another order.
+
+    Args:
+        pairs: labels and what a network says, (n, 2).
+        outputs: number of classes.
+        classes: their names, in the order that is assumed.
+        where: what the data are called.
+        index: of the network, among several.
+
+    Raises:
+        DataError: if another order of the classes is clearly meant, with that order.
+    """
+    found = other_order(pairs)
+    if found is None:
+        return
+    names = list(classes) if classes is not None else [str(index) for index in range(outputs)]
+    order = ["?"] * outputs
+    for label, output in found.outputs.items():
+        order[output] = names[label]
+    remedy = f"--classes {','.join(order)}" if classes is not None and "?" not in order else "labels in that order"
+    whose = "the networks'" if index == 0 else f"network {index + 1}'s"
+    message = (
+        f"the classes of {where} seem to be in another order than {whose} outputs: {found.right:.1%} of the labels agree, "
+        f"but {found.moved:.1%} would if the outputs were, in this order, {', '.join(order[:20])}"
+        f"{', ...' if outputs > 20 else ''}. Use {remedy}."
+    )
+    raise DataError(message)
+
+
+def warn_of_guessing(pairs: Tensor, outputs: int, where: str) -> None:
+    """Warn of labels that agree with the network hardly more often than by chance.
+
+    Args:
+        pairs: labels and what a network says, (n, 2).
+        outputs: number of classes.
+        where: what the data are called.
+    """
+    right = float((pairs[:, 0] == pairs[:, 1]).double().mean()) if len(pairs) else 1.0
+    if guessed(right, len(pairs), outputs):
+        warn(
+            f"only {right:.1%} of the labels of {where} agree with the first network, hardly more than guessing: are the preparation "
+            f"(--normalise, --resize, --mode) and the classes (--classes) those it was trained with?"
+        )

@@ -1,37 +1,60 @@
-"""A posterior's folder: what `mola fit` wrote, opened again without being told how.
+"""A posterior's folder: where it may be written, what it holds, and how it is opened again without further options.
 
-The posterior's own document holds the job, too: its options, and under `result` what fitting settled (classes, shape of the
-inputs, checksums of the weights, outlier threshold). So both are replaced in one step, and no posterior runs with another one's
-preparation. The `job.toml` beside it is for people, and for `mola fit --config`: it may be edited, and then says no more than
-where files lie now.
+The posterior's own document also holds the job: its options, and under `result` what fitting settled (classes, shape of the
+inputs, checksums of the weights, outlier threshold). Both are therefore replaced in one step, and no posterior runs with the
+preparation of another. The `job.toml` beside it is for people and for `mola fit --config`; if it is edited, only its paths count.
+
+Outlier scores of the validation data are kept, sorted, in a file named after its checksum: thresholds for other false-alarm
+rates are read from it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from mola.app.jobs.code import check_code, check_values
-from mola.app.jobs.datasets import UserSet, is_own_function, open_set
 from mola.app.jobs.job import NAME, PATHS, Job, job_of, read_job
-from mola.app.jobs.networks import build_networks, check_unchanged, is_whole
+from mola.app.jobs.networks import build_networks, check_unchanged, checksum, is_whole
 from mola.app.jobs.preparation import Intake
-from mola.errors import OptionError, StorageError, warn
+from mola.app.jobs.sets import UserSet, is_own_function, open_set
+from mola.errors import DataError, OptionError, StorageError, warn
 from mola.fitting import load
 from mola.lab.models import MODELS
 from mola.posterior import MoLA
 from mola.saving import storage
 from mola.schema import SEAL, Optional, check
+from mola.uncertainty import alarm_rank, alarm_threshold
 
-__all__ = ["PosteriorFolder", "describe_inputs", "example_of", "move", "open_posterior", "read_folder"]
-
+__all__ = [
+    "BUNDLED",
+    "FALSE_ALARMS",
+    "PosteriorFolder",
+    "alarm",
+    "describe_inputs",
+    "example_of",
+    "holds_posterior",
+    "keep_scores",
+    "move",
+    "open_posterior",
+    "read_folder",
+    "read_information",
+    "usual_alarm",
+]
 Moved = TypeVar("Moved", bound=nn.Module)
 
 RESULT = {
@@ -43,10 +66,27 @@ RESULT = {
     "sha256": [str],
     "intake": {"batch_size": int, "dtype": str, "workers": int, "mean": [float], "std": [float]},
 }
-LARGEST = 2**28
+LARGEST_INPUT = 2**28
 """Numbers of one input: more are no input of a network, but a file that was damaged."""
 VALIDATION = {"outlier_threshold": float}
 """What opening needs of the results."""
+
+BUNDLED = "weights"
+"""Folder for copies of the weights, inside a posterior's folder."""
+
+LEFT_BEHIND = re.compile(r"\..*|(factors|scores)-[0-9a-f]{16}\.safetensors")
+"""Names of what a system hides, and of what an interrupted fit leaves."""
+
+FALSE_ALARMS = 0.05
+"""The false-alarm rate, where the user asks for no other."""
+
+MOST_SCORES = 100_000
+"""Scores that are kept; of more, about so many at even distances, the largest, and the threshold at the usual rate."""
+
+SCORES_FILE = re.compile(r"scores-[0-9a-f]{16}\.safetensors")
+"""Names of their files; others in the folder are not ours to remove."""
+
+SCORES_ENTRY = {"count": int, "scores": {"file": str, "sha256": str}}
 
 
 @dataclass(frozen=True)
@@ -139,7 +179,7 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
         message = f"{path / NAME}: {error}"
         raise StorageError(message) from error
     named = {one["dtype"] for one in result["inputs"]}
-    if any(math.prod(one["shape"]) > LARGEST for one in result["inputs"]):
+    if any(math.prod(one["shape"]) > LARGEST_INPUT for one in result["inputs"]):
         message = (
             f"{path / NAME}: the results are garbled: inputs of shape {[one['shape'] for one in result['inputs']]}."
         )
@@ -341,3 +381,222 @@ def example_of(result: dict[str, Any]) -> Any:
     if result["form"] == "mapping":
         return made
     return made[""] if result["form"] == "tensor" else tuple(made.values())
+
+
+def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
+    """Whether a posterior of ours is in the folder, which a new one may replace; anything else must not be written into.
+
+    Args:
+        output: the folder, which may not exist yet.
+        checkpoint: the folder of an interrupted fit, which may be inside.
+
+    Returns:
+        Whether there is one.
+
+    Raises:
+        OptionError: if the path is a file or cannot be made, or a folder that holds something else.
+    """
+    if not output.exists():
+        above = next(path for path in output.absolute().parents if path.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            message = f"{output} cannot be made: {above} is no folder that can be written to. Choose another --output."
+            raise OptionError(message)
+        return False
+    if not output.is_dir():
+        message = f"{output} is a file; expected a folder to write the posterior to."
+        raise OptionError(message)
+    try:
+        kind = storage.kind_of(output)
+    except StorageError as error:
+        message = f"{error} It is not replaced: choose another --output, or remove it."
+        raise OptionError(message) from error
+    if kind not in (None, "posterior"):
+        message = f"{output} holds a saved {kind}, which is not replaced by a posterior: choose another --output."
+        raise OptionError(message)
+    # What an interrupted fit leaves is no stranger's; nor is a job to be done there. Only whole names of ours: a user's own
+    # scores-2024.csv is a stranger's.
+    known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
+    strange = sorted(
+        path.name for path in output.iterdir() if path.name not in known and not LEFT_BEHIND.fullmatch(path.name)
+    )
+    if kind is None and strange:
+        message = (
+            f"{output} holds no posterior but {', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}: choose another "
+            f"--output, a new folder or that of an older posterior."
+        )
+        raise OptionError(message)
+    return kind is not None
+
+
+def read_information(folder: Path) -> dict[str, Any]:
+    """What a folder holds and how it was made, its files checked.
+
+    Args:
+        folder: of `mola fit` or `posterior.save`.
+
+    Returns:
+        Plain values. `StorageError` if the folder is none, or is damaged.
+
+    Raises:
+        StorageError: if the folder holds something else than a posterior.
+    """
+    document, tensors = storage.read(folder)
+    kind = document.get("kind", "posterior")
+    if kind != "posterior":
+        message = f"{folder} holds a saved {kind}, not a posterior. {storage.how_to_load(kind)}"
+        raise StorageError(message)
+    tuning = document.get("tuning")
+    found: dict[str, Any] = {
+        "folder": str(folder),
+        "components": len(document["components"]),
+        "structure": document["structure"]["name"],
+        "link": document["link"]["name"],
+        "weights": document["weights"],
+        "weighting": document["weighting"],
+        "prior_precision": [part["prior_precision"] for part in document["components"]],
+        "rule": None if tuning is None else tuning["rule"],
+        "notes": [] if tuning is None else tuning["notes"],
+        "outputs": document["classes"],
+        "features": [part["features"] for part in document["components"]],
+        "heads": [part["head"] for part in document["components"]],
+        "network_numbers": [part["network"]["numbers"] for part in document["components"]],
+        "train_count": document["components"][0]["count"],
+        "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+        "tensors": len(tensors),
+        "sha256": document["tensors"]["sha256"],
+    }
+    if "job" not in document and not (folder / NAME).is_file():
+        return {**found, "job": None}
+    job, whole = read_folder(folder)
+    result = whole["result"]
+    return {
+        **found,
+        "classes": result["classes"],
+        "networks": list(job.network),
+        "weight_files": [
+            {"path": os.path.normpath(folder / name), "state": _state(folder / name, expected)}
+            for name, expected in zip(result["files"], result["sha256"], strict=False)
+        ],
+        "inputs": result["inputs"],
+        "intake": result["intake"],
+        "train": job.train,
+        "val": job.val,
+        "validation": result.get("validation"),
+        "left_out": result.get("left_out", 0),
+        "versions": result.get("versions", {}),
+        "job": str(folder / NAME),
+    }
+
+
+def _state(path: Path, expected: str) -> str:
+    if not path.is_file():
+        return "missing"
+    return "as fitted" if checksum(path) == expected else "changed"
+
+
+def keep_scores(folder: Path, scores: NDArray[np.float64]) -> dict[str, Any]:
+    """Write the scores into a posterior's folder.
+
+    Args:
+        folder: that exists.
+        scores: (n,), of the validation data.
+
+    Returns:
+        What `job.toml` says of them.
+    """
+    count = len(scores)
+    ranks = np.arange(1, count + 1)
+    if count > MOST_SCORES:
+        # With the usual one, so that asking for 0.05 gives the threshold that not asking gives.
+        even = np.linspace(1, count, MOST_SCORES).round().astype(np.int64)
+        ranks = np.union1d(even, [alarm_rank(count, FALSE_ALARMS)])
+    values = torch.from_numpy(np.sort(scores)[ranks - 1].copy())
+    content = save_tensors({"scores": values, "ranks": torch.from_numpy(ranks.astype(np.int64))})
+    checksum = hashlib.sha256(content).hexdigest()
+    name = f"scores-{checksum[:16]}.safetensors"
+    storage.write_atomically(folder / name, content)
+    return {"file": name, "sha256": checksum}
+
+
+def remove_old_scores(folder: Path, name: str | None) -> None:
+    """Remove the scores of posteriors that this one replaced."""
+    for path in folder.iterdir():
+        if SCORES_FILE.fullmatch(path.name) and path.name != name:
+            path.unlink(missing_ok=True)
+
+
+def usual_alarm(scores: NDArray[np.float64]) -> tuple[float, float]:
+    """The threshold at the usual false-alarm rate, and that rate: of fewer than 19 scores, the smallest that they allow."""
+    rate = max(FALSE_ALARMS, 1 / (len(scores) + 1))
+    return alarm_threshold(scores, rate), rate
+
+
+def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | None:
+    """The outlier score above which inputs are called outlying.
+
+    Args:
+        fitted: an opened posterior.
+        false_alarm_rate: that the user asks for; None is 0.05.
+
+    Returns:
+        The threshold; None if there were no validation data.
+
+    Raises:
+        OptionError: if a rate is asked for, and the posterior has no scores, or too few of them.
+    """
+    validation = fitted.document["result"].get("validation")
+    if validation is None:
+        if false_alarm_rate is None:
+            return None
+        message = (
+            f"--false-alarm-rate: {fitted.folder} was fitted without validation data, so that nothing is known of usual outlier "
+            f"scores. Fit again with --val: mola fit --config {fitted.folder / 'job.toml'} --val DATA"
+        )
+        raise OptionError(message)
+    if "scores" not in validation:
+        if false_alarm_rate is None:
+            warn(
+                f"{fitted.folder} was fitted by an older version: its outlier threshold is the plain 95 % quantile of the validation "
+                f"scores, which promises no false-alarm rate. Fit again for one that does: mola fit --config "
+                f"{fitted.folder / 'job.toml'}"
+            )
+            return float(validation["outlier_threshold"])
+        message = (
+            f"--false-alarm-rate: {fitted.folder} was fitted by an older version, which did not keep the validation scores. Fit "
+            f"again: mola fit --config {fitted.folder / 'job.toml'}"
+        )
+        raise OptionError(message)
+    if false_alarm_rate is None:
+        return float(validation["outlier_threshold"])
+    scores, ranks, count = _read_scores(fitted.folder, validation)
+    try:
+        wanted = alarm_rank(count, false_alarm_rate)
+    except DataError as error:
+        message = f"--false-alarm-rate: {error}"
+        raise OptionError(message) from error
+    # The next one that was kept: a larger threshold, so that false alarms are no more frequent than asked for.
+    return float(scores[int(torch.searchsorted(ranks, wanted))])
+
+
+def _read_scores(folder: Path, validation: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    check(validation, SCORES_ENTRY, "result.validation")
+    entry, count = validation["scores"], validation["count"]
+    path = folder / Path(entry["file"].replace("\\", "/")).name  # inside the folder, whatever the document says
+    if not path.is_file():
+        message = f"{path} is missing: job.toml points to it. Copy the whole folder, or fit again."
+        raise StorageError(message)
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        message = f"{path} is truncated or corrupt: its checksum is not the one in job.toml. Copy the folder again, or fit again."
+        raise StorageError(message)
+    try:
+        tensors = load_tensors(content)
+        scores, ranks = tensors["scores"], tensors["ranks"]
+    except (SafetensorError, ValueError, KeyError) as error:
+        message = f"{path} does not hold validation scores: {error}"
+        raise StorageError(message) from error
+    sound = scores.ndim == 1 and scores.shape == ranks.shape and scores.dtype == torch.float64
+    if not (sound and len(scores) and ranks.dtype == torch.int64 and int(ranks[-1]) == count):
+        message = f"{path} does not hold the {count} validation scores of job.toml."
+        raise StorageError(message)
+    return scores, ranks, count

@@ -1,42 +1,75 @@
-"""Networks as a user names them: by registry, by import path, by folder or file, with weights from files.
+"""Networks as a user names them, with their weights; nothing is downloaded.
 
 | name | network |
 |---|---|
 | `lenet`, `resnet-20`, ... | one of `mola.lab.models`, with weights from files |
-| `package.module:function` | what the function makes, with weights from files, or as it is |
-| `timm:NAME` | one of timm's architectures, with weights from files; nothing is downloaded |
-| a folder with `config.json` | a classifier of Hugging Face transformers, with the weights that lie in the folder |
-| `model.pt2` | a program of `torch.export.save`; needs `trust`, since PyTorch unpickles it |
+| `package.module:function` | what the function returns, with weights from files, or as it is |
+| `timm:NAME` | an architecture of timm, with weights from files |
+| a folder with `config.json` | a Hugging Face classifier, with the weights in the folder |
+| `model.pt2` | a program saved by `torch.export.save`; needs `trust` |
 
-One name with K files of weights gives K networks; so do K names. Nothing but `.pt2` and the user's own functions can run code.
+One name with K files of weights gives K networks; so do K names. Only `.pt2` files, which PyTorch unpickles, and the user's own
+functions can run code.
+
+An exported program is a graph of operations without layers. If its output is one linear operation on stored weights, the graph
+is cut in front of it and the weights become an `nn.Linear` again, which can be fitted.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from mola.app.jobs.exported import load_exported
-from mola.app.jobs.hub import folder_hints, load_transformers, timm_builder, timm_hints
 from mola.app.jobs.preparation import Hints
-from mola.errors import MolaError, OptionError, StorageError
+from mola.errors import HeadError, MissingExtraError, MolaError, OptionError, StorageError
 from mola.lab.imported import import_builder, is_path
 from mola.lab.models import MODELS, build_network
 from mola.options import counted, did_you_mean
 from mola.saving.weights_files import load_weights, read_state
+from mola.schema import parse
 
-__all__ = ["Built", "build_networks", "check_unchanged", "checksum", "is_imported", "is_whole", "weight_files"]
-
+__all__ = [
+    "Built",
+    "ExportedNetwork",
+    "build_networks",
+    "check_unchanged",
+    "checksum",
+    "folder_hints",
+    "is_imported",
+    "is_whole",
+    "load_exported",
+    "load_transformers",
+    "timm_builder",
+    "timm_hints",
+    "weight_files",
+]
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Of files that hold weights, where a whole folder of them is named."""
 
 EXPORTED = ".pt2"
 TIMM = "timm:"
+
+CONFIG, PROCESSOR, WEIGHTS, INDEX = (
+    "config.json",
+    "preprocessor_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+)
+CROP_PCT = 0.875
+"""Share of the shorter side that timm keeps where a network does not say."""
+
+KINDS = {
+    "ForImageClassification": "AutoModelForImageClassification",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+}
+"""What a configuration's architecture ends in, and what loads it."""
 
 
 @dataclass(frozen=True)
@@ -233,3 +266,312 @@ def check_unchanged(files: Sequence[Path], sums: Sequence[str]) -> None:
         if checksum(path) != expected:
             message = f"{path} has changed since the posterior was fitted: put the old file back, or fit again with `mola fit`."
             raise StorageError(message)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = parse(path.read_bytes())
+    except (OSError, ValueError) as error:
+        message = f"{path} cannot be read as JSON: {error}."
+        raise StorageError(message) from error
+    if not isinstance(content, dict):
+        message = f"{path} holds a {type(content).__name__}; expected an object."
+        raise StorageError(message)
+    return content
+
+
+def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
+    """A classifier from a folder in the form of Hugging Face.
+
+    Args:
+        folder: holds `config.json` and `model.safetensors`, whole or in parts.
+
+    Returns:
+        The network, and the files its weights come from.
+
+    Raises:
+        OptionError: if the folder is none, or holds no classifier.
+        StorageError: if weights are missing or do not fit.
+        MissingExtraError: if transformers is not installed.
+    """
+    if not (folder / CONFIG).is_file():
+        message = (
+            f"{folder} holds no {CONFIG}: expected a folder in the form of Hugging Face, with {CONFIG} and {WEIGHTS}."
+        )
+        raise OptionError(message)
+    files = _hugging_face_files(folder)
+    for path in files:
+        if not path.is_file():
+            message = f"{path} does not exist: weights are read from safetensors alone. Save the model again with save_pretrained."
+            raise StorageError(message)
+    architectures = _read_json(folder / CONFIG).get("architectures") or ["none"]
+    kind = next((KINDS[end] for end in KINDS if str(architectures[0]).endswith(end)), None)
+    if kind is None:
+        message = (
+            f"{folder} holds a {architectures[0]}: expected a classifier, of a kind that ends in {' or '.join(KINDS)}."
+        )
+        raise OptionError(message)
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingExtraError(feature="a Hugging Face folder", package="transformers", extra="hub") from error
+    try:
+        network, info = getattr(transformers, kind).from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # damaged weights and configurations make it raise a dozen kinds
+        reason = (str(error) or repr(error)).splitlines()[0]
+        message = f"{folder} cannot be loaded by transformers: {reason}"
+        raise StorageError(message) from error
+    absent = sorted(info.get("missing_keys", [])) + [str(one) for one in info.get("mismatched_keys", [])]
+    if absent:
+        message = f"{folder} lacks weights of the network ({absent[0]} and {len(absent) - 1} more): it would be partly random."
+        raise StorageError(message)
+    loaded: nn.Module = network
+    return loaded, files
+
+
+def _hugging_face_files(folder: Path) -> list[Path]:
+    """Where the weights should be: in one file, or in the parts that an index lists.
+
+    Raises:
+        StorageError: if the index is none.
+    """
+    if not (folder / INDEX).is_file():
+        return [folder / WEIGHTS]
+    parts = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(parts, dict) or not parts or not all(isinstance(name, str) for name in parts.values()):
+        message = f"{folder / INDEX} lists no weights: expected the file of each under 'weight_map'."
+        raise StorageError(message)
+    return [folder / name for name in sorted(set(parts.values()))]
+
+
+def folder_hints(folder: Path) -> Hints:
+    """Class names and the preparation of images, where the folder tells.
+
+    Args:
+        folder: in the form of Hugging Face.
+
+    Returns:
+        What it says.
+    """
+    names = _read_json(folder / CONFIG).get("id2label") or {}
+    classes = tuple(str(names[key]) for key in sorted(names, key=int)) if names else None
+    if classes is not None and all(name == f"LABEL_{index}" for index, name in enumerate(classes)):
+        classes = None  # what transformers writes where nobody has named the classes
+    if not (folder / PROCESSOR).is_file():
+        return Hints(classes=classes)
+    found = _read_json(folder / PROCESSOR)
+    resize, crop = _side(found.get("size")) if found.get("do_resize", True) else None, None
+    if found.get("do_center_crop", False):
+        square = _side(found.get("crop_size"))
+        crop = square[0] if isinstance(square, tuple) else square
+    mean, std = _statistics(found)
+    return Hints(classes=classes, resize=resize, crop=crop, mean=mean, std=std)
+
+
+def _statistics(found: dict[str, Any]) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Mean and standard deviation of pixels from 0 to 1, whatever range the processor brings bytes to before it normalises."""
+    mean, std = (tuple(float(one) for one in found.get(name) or ()) or None for name in ("image_mean", "image_std"))
+    if not found.get("do_normalize", True):
+        mean = std = None
+    factor = float(found.get("rescale_factor", 1 / 255)) if found.get("do_rescale", True) else 1.0
+    whole = 255 * factor
+    offset = 1.0 if found.get("rescale_offset", False) else 0.0
+    if abs(whole - 1) < 1e-6 and not offset:
+        return mean, std
+    return tuple((one + offset) / whole for one in mean or (0.0,)), tuple(one / whole for one in std or (1.0,))
+
+
+def _side(size: Any) -> int | tuple[int, int] | None:
+    """The shorter side, or height and width: what Hugging Face writes in several ways."""
+    if isinstance(size, dict):
+        if "shortest_edge" in size:
+            return int(size["shortest_edge"])
+        return (int(size["height"]), int(size["width"])) if {"height", "width"} <= size.keys() else None
+    return (int(size), int(size)) if isinstance(size, int) else None
+
+
+def timm_builder(name: str) -> Callable[[int], nn.Module]:
+    """What makes a network of timm without weights, from the number of classes.
+
+    Args:
+        name: timm's name of it.
+
+    Returns:
+        The function.
+
+    Raises:
+        OptionError: if the name is that of a place.
+        MissingExtraError: if timm is not installed.
+    """
+    if ":" in name:
+        message = f"timm:{name} would be fetched or read from elsewhere: expected the plain name of an architecture, such as resnet18."
+        raise OptionError(message)
+    try:
+        timm: Any = importlib.import_module("timm")
+    except ImportError as error:
+        raise MissingExtraError(feature=f"the network timm:{name}", package="timm", extra="hub") from error
+
+    def build(classes: int) -> nn.Module:
+        try:
+            network: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes)
+        except RuntimeError as error:
+            message = f"timm cannot make {name!r}: {error}. `timm.list_models()` lists what it knows."
+            raise OptionError(message) from error
+        return network
+
+    return build
+
+
+def timm_hints(network: nn.Module) -> Hints:
+    """What timm says of a network's inputs."""
+    found = getattr(network, "pretrained_cfg", None) or {}
+    mean, std = (tuple(float(one) for one in found.get(name) or ()) or None for name in ("mean", "std"))
+    shape = found.get("input_size")
+    if not shape:
+        return Hints(mean=mean, std=std)
+    side = int(shape[-1])
+    if found.get("crop_mode") == "squash":
+        return Hints(resize=(side, side), mean=mean, std=std)
+    # Like timm's own evaluation: the shorter side to a little more, then the middle.
+    return Hints(resize=int(side / float(found.get("crop_pct") or CROP_PCT)), crop=side, mean=mean, std=std)
+
+
+class ExportedNetwork(nn.Module):
+    """A program whose last operation is a layer again.
+
+    Args:
+        body: everything before it.
+        weight: of the last operation, (classes, features).
+        bias: likewise, or None.
+    """
+
+    def __init__(self, body: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.body = body
+        classes, features = weight.shape
+        self.head = nn.Linear(features, classes, bias=bias is not None, dtype=weight.dtype)
+        self.head.weight = nn.Parameter(weight.detach().clone())
+        if bias is not None:
+            self.head.bias = nn.Parameter(bias.detach().clone())
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        """Logits."""
+        logits: Tensor = self.head(self.body(*inputs, **named))
+        return logits
+
+    def train(self, mode: bool = True) -> ExportedNetwork:
+        """Set the mode of this module and its head: a program has the mode that it was exported in."""
+        self.training = mode
+        self.head.train(mode)
+        return self
+
+
+def load_exported(path: Path, *, trust: bool) -> nn.Module:
+    """A network from a file of `torch.export.save`.
+
+    Args:
+        path: the file.
+        trust: whether the user trusts it.
+
+    Returns:
+        The network.
+
+    Raises:
+        OptionError: if it is not trusted, or does not exist.
+        StorageError: if it is damaged.
+    """
+    if not path.is_file():
+        message = f"{path} does not exist: expected a file made by torch.export.save."
+        raise OptionError(message)
+    if not trust:
+        message = (
+            f"{path} is an exported program, and PyTorch unpickles these: a file from a stranger could run code. "
+            f"Where you trust it, add --trust."
+        )
+        raise OptionError(message)
+    try:
+        program = torch.export.load(path)
+    except Exception as error:  # the reader raises a dozen kinds on damaged files
+        message = f"{path} is no program that this PyTorch reads ({type(error).__name__}: {str(error)[:200]})."
+        raise StorageError(message) from error
+    return cut_before_last_linear(program.module(check_guards=False), str(path))
+
+
+def cut_before_last_linear(module: torch.fx.GraphModule, name: str) -> ExportedNetwork:
+    """A graph whose output is a linear operation, as body and layer.
+
+    Args:
+        module: of an exported program.
+        name: for messages.
+
+    Returns:
+        The network.
+
+    Raises:
+        HeadError: if the output is something else.
+    """
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    returned = output.args[0]
+    if isinstance(returned, dict) and "logits" in returned:
+        returned = returned["logits"]
+    last = returned[0] if isinstance(returned, (tuple, list)) and len(returned) == 1 else returned
+    found = _linear(module, last)
+    if found is None:
+        what = getattr(last, "target", last)
+        message = f"the program {name} ends in {what}: expected a linear layer of stored weights that gives the logits."
+        raise HeadError(message)
+    features, weight, bias = found
+    output.args = (features,)
+    module.graph.eliminate_dead_code()
+    # Inputs and outputs were packed as trees; the features are one tensor.
+    codegen = torch.fx.graph.CodeGen()
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    module.graph.set_codegen(codegen)
+    module.recompile()
+    return ExportedNetwork(_Called(module, [str(node.target) for node in inputs]), weight, bias)
+
+
+class _Called(nn.Module):
+    """A graph called by position or by name, as its network was."""
+
+    def __init__(self, graph: torch.fx.GraphModule, names: list[str]) -> None:
+        super().__init__()
+        self.graph, self.names = graph, names
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the graph gives."""
+        values = dict(zip(self.names, inputs, strict=False)) | named
+        return self.graph(*[values[name] for name in self.names])
+
+
+def _linear(module: torch.fx.GraphModule, node: Any) -> tuple[Any, Tensor, Tensor | None] | None:
+    """The input, weight and bias of a linear operation."""
+    if getattr(node, "op", None) != "call_function":
+        return None
+    aten = torch.ops.aten
+    if node.target == aten.linear.default:
+        features, weight, *rest = node.args
+        bias = rest[0] if rest else None
+    elif node.target == aten.addmm.default and getattr(node.args[2], "target", None) in (
+        aten.t.default,
+        aten.permute.default,
+    ):
+        bias, features, transposed = node.args
+        weight = transposed.args[0]
+    else:
+        return None
+    values = [None if one is None else _stored(module, one) for one in (weight, bias)]
+    if values[0] is None or (bias is not None and values[1] is None):
+        return None
+    return features, values[0], values[1]
+
+
+def _stored(module: torch.fx.GraphModule, node: Any) -> Tensor | None:
+    if getattr(node, "op", None) != "get_attr":
+        return None
+    value: Any = module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value if isinstance(value, Tensor) else None

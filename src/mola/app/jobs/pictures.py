@@ -98,7 +98,7 @@ class Pictures:
         """Pixels and a note, or None and what is wrong."""
         if place in self.problems:
             return None, self.problems[place]
-        return decode(self.paths[place], self.intake)
+        return read_pixels(self.paths[place], self.intake)
 
     def _rows(self, start: int, decoded: Sequence[tuple[Tensor | None, str]]) -> Rows:
         names = list(self.names[start : start + len(decoded)])
@@ -115,7 +115,7 @@ class Pictures:
         return Rows(names, errors, inputs, labels, notes)
 
 
-def decode(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
+def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
     """The pixels of one file and a word on them, or None and why there are none."""
     from PIL import Image, UnidentifiedImageError
 
@@ -306,9 +306,9 @@ def shown_by(pictures: Pictures) -> tuple[str, tuple[int, ...]]:
             try:
                 with Image.open(path) as image:
                     mode = "L" if image.mode in GREY else "RGB"
-            except Exception:  # `decode` says what is wrong
+            except Exception:  # `read_pixels` says what is wrong
                 mode = "RGB"
-        pixels, words = decode(path, replace(pictures.intake, mode=mode or "RGB", shape=None))
+        pixels, words = read_pixels(path, replace(pictures.intake, mode=mode or "RGB", shape=None))
         if pixels is not None:
             found[mode or "RGB", tuple(pixels.shape)] += 1
         first = first or f" The first: {pictures.names[place]}: {words}."

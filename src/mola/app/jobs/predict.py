@@ -1,27 +1,63 @@
-"""`mola predict`: from a posterior's folder and data to a row for each input."""
+"""`mola predict`: from a posterior's folder and data to a file with a row for each input, as CSV, JSON lines or npz.
+
+Process r of R takes batches r, r + R, r + 2R, ...; after each round rank 0 collects the results and writes them in the order of
+the data. No process holds more than a batch, an archive's columns wait in temporary files, and no file system has to be shared.
+"""
 
 from __future__ import annotations
 
+import base64
+import csv
+import json
+import tempfile
 import time
-from collections.abc import Iterator
+import zipfile
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from mola.app.jobs.folder import PosteriorFolder
-from mola.app.jobs.material import Progress
-from mola.app.jobs.portions import COLUMNS, Portion, in_order, portions
-from mola.app.jobs.rows import Account
-from mola.app.jobs.scores import alarm
-from mola.app.jobs.shards import in_turns
-from mola.app.jobs.writers import open_writer
+from mola.app.jobs.folder import PosteriorFolder, alarm
+from mola.app.jobs.job import Progress
+from mola.app.jobs.rows import Account, Rows, Set
+from mola.app.jobs.sets import in_turns
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
+from mola.posterior import MoLA
+from mola.prediction import Prediction
+from mola.saving.storage import partial_file
 
-__all__ = ["PredictResult", "records", "run_predict"]
+__all__ = [
+    "COLUMNS",
+    "FORMATS",
+    "NUMBERS",
+    "Portion",
+    "PredictResult",
+    "Writer",
+    "in_order",
+    "open_writer",
+    "portions",
+    "records",
+    "run_predict",
+]
+
+
+COLUMNS = ("label", "confidence", "entropy", "epistemic", "ood_score")
+"""Numbers of each input, before its probabilities."""
+NUMBERS = ("confidence", "entropy", "epistemic", "ood_score")
+FIELDS = ("name", "label", "class", *NUMBERS, "outlying", "error")
+FORMATS = (".csv", ".jsonl", ".npz")
+COPIED = 2**16
+"""Rows or bytes that are moved at a time."""
 
 
 @dataclass(frozen=True)
@@ -188,3 +224,327 @@ def records(portion: Portion, names: tuple[str, ...], threshold: float | None) -
             "error": error,
             "probabilities": probs or None,
         }
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What is known of a batch.
+
+    Attributes:
+        names: of all inputs.
+        errors: for each, why it was left out, or None.
+        notes: on inputs that were used.
+        numbers: for each that was used (m, 5), or (m, 5 + C) with probabilities.
+    """
+
+    names: list[str]
+    errors: list[str | None]
+    notes: tuple[tuple[str, str], ...]
+    numbers: NDArray[np.float64]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON, the numbers to the last bit."""
+        numbers = np.ascontiguousarray(self.numbers)
+        return {
+            "names": self.names,
+            "errors": self.errors,
+            "notes": self.notes,
+            "shape": numbers.shape,
+            "numbers": base64.b64encode(numbers.tobytes()).decode("ascii"),
+        }
+
+    @classmethod
+    def of_plain(cls, document: dict[str, Any]) -> Portion:
+        """From what `plain` gave."""
+        numbers = np.frombuffer(base64.b64decode(document["numbers"]), np.float64).reshape(document["shape"])
+        notes = tuple((name, words) for name, words in document["notes"])
+        return cls(document["names"], document["errors"], notes, numbers)
+
+    def rows(self) -> Rows:
+        """Names, errors and notes, for an account."""
+        return Rows(self.names, self.errors, None, None, self.notes)
+
+
+def _portion(rows: Rows, prediction: Prediction | None, outputs: int) -> Portion:
+    """A batch with its prediction, if any input of it could be used; `outputs`: how many probabilities to keep."""
+    numbers = np.zeros((0, len(COLUMNS) + outputs))
+    if prediction is not None:
+        parts = [getattr(prediction, name).double()[:, None] for name in COLUMNS]
+        numbers = torch.cat([*parts, *([prediction.probs.double()] if outputs else [])], dim=1).numpy()
+    return Portion(rows.names, rows.errors, rows.notes, numbers)
+
+
+def portions(
+    posterior: MoLA,
+    source: Set,
+    *,
+    strict: bool,
+    outputs: int,
+    seed: int | None,
+    tell: Callable[[float], None] = lambda share: None,
+) -> Iterator[Portion]:
+    """Predict a set batch by batch.
+
+    Args:
+        posterior: that predicts.
+        source: the set, or this process's part.
+        strict: whether an input that cannot be used is an error.
+        outputs: how many probabilities to keep of each input: all or none.
+        seed: of links that draw; None uses the link's own.
+        tell: told which share of the set has been read, where its size is known.
+
+    Yields:
+        A portion for each batch, in order; `DataError` for an input that cannot be used, if this is strict.
+    """
+    pending = deque[Rows]()
+
+    def feed() -> Iterator[Any]:
+        seen = 0
+        for rows in source:
+            bad = next(((name, error) for name, error in zip(rows.names, rows.errors, strict=True) if error), None)
+            if strict and bad is not None:
+                message = f"{bad[0]}: {bad[1]} (and --strict leaves nothing out)."
+                raise DataError(message)
+            pending.append(rows)
+            seen += len(rows.names)
+            tell(min(1.0, seen / (source.count or 2 * seen)))
+            if rows.inputs is not None:
+                yield rows.inputs if isinstance(rows.inputs, Mapping) else (rows.inputs,)
+
+    batches = feed()
+    first = next(batches, None)
+    if first is not None:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        for prediction in posterior.predict_batches(chain([first], batches), generator=generator):
+            while pending:
+                rows = pending.popleft()
+                used = rows.inputs is not None
+                yield _portion(rows, prediction if used else None, outputs)
+                if used:
+                    break
+    for rows in pending:
+        yield _portion(rows, None, outputs)
+
+
+def in_order(own: Iterator[Portion], team: Team) -> Iterator[Portion]:
+    """On rank 0 the portions of all processes, in the order of the data; on the others nothing. Call it inside `team.work(...)`.
+
+    Args:
+        own: those of this process, whose set is divided by `in_turns`.
+        team: the processes.
+
+    Yields:
+        One portion after the other.
+    """
+    if team.size == 1:
+        yield from own
+        return
+    more = True
+    while more:
+        portion = next(own, None)
+        everyone = team.collect(None if portion is None else portion.plain())
+        # Batches are dealt in turns: once a process has none, the others have had their last.
+        more = team.share(None if everyone is None else None not in everyone)
+        for document in everyone or ():
+            if document is not None:
+                yield Portion.of_plain(document)
+
+
+class Writer(ABC):
+    """Writes records to a file beside the one that is wanted, which it becomes when all went well.
+
+    Args:
+        path: the file that is wanted.
+        classes: their names, for headings.
+        probabilities: how many of them each record has; 0 for none.
+
+    Raises:
+        OptionError: if the folder cannot be written to.
+    """
+
+    def __init__(self, path: Path, classes: Sequence[str], probabilities: int) -> None:
+        """Open a file beside the one that is wanted.
+
+        Raises:
+            OptionError: if the folder cannot be written to.
+        """
+        self.path, self.classes, self.probabilities = path, list(classes), probabilities
+        self._held = ExitStack()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.partial = self._held.enter_context(partial_file(path))
+            self.begin()
+        except OSError as error:
+            self._held.close()
+            message = f"cannot write {path} ({error.strerror}): choose another --output."
+            raise OptionError(message) from error
+
+    def __enter__(self) -> Self:
+        """Ready to write."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Put the file in place, or remove what was written if something went wrong."""
+        try:
+            self.end(whole=kind is None)
+            if kind is None:
+                self.partial.replace(self.path)
+        finally:
+            self._held.close()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Open what is needed."""
+
+    @abstractmethod
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Write one record: `FIELDS` by name, None where there is nothing, and "probabilities"."""
+
+    @abstractmethod
+    def end(self, *, whole: bool) -> None:
+        """Close what was opened; `whole` says whether the file is wanted."""
+
+
+class CsvWriter(Writer):
+    """A heading, and a line for each input."""
+
+    def begin(self) -> None:
+        """Write the heading."""
+        self._stream = open(self.partial, "w", newline="", encoding="utf-8")  # noqa: SIM115 - closed by `end`
+        self._writer = csv.writer(self._stream, lineterminator="\n")
+        self._writer.writerow([*FIELDS, *(f"p_{name}" for name in self.classes[: self.probabilities])])
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Write a line."""
+        values = record.get("probabilities") or [None] * self.probabilities
+        self._writer.writerow([_cell(record[name]) for name in FIELDS] + [_cell(value) for value in values])
+
+    def end(self, *, whole: bool) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+class JsonLinesWriter(Writer):
+    """An object for each input; what there is not is left out."""
+
+    def begin(self) -> None:
+        """Open the file."""
+        self._stream = open(self.partial, "w", encoding="utf-8")  # noqa: SIM115 - closed by `end`
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Write an object."""
+        known = {name: value for name, value in record.items() if value is not None}
+        self._stream.write(json.dumps(known, ensure_ascii=False) + "\n")
+
+    def end(self, *, whole: bool) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+class NpzWriter(Writer):
+    """An array for each field: nan, -1 and empty texts where there is nothing; and the classes' names."""
+
+    def begin(self) -> None:
+        """Open a file for each column."""
+        self._folder = tempfile.TemporaryDirectory(prefix="mola-")
+        self._columns: dict[str, IO[bytes]] = {}
+        self._widest: dict[str, int] = {"name": 1, "error": 1}
+        self.count = 0
+        names = ["name", "label", *NUMBERS, "outlying", "error", *(["probabilities"] if self.probabilities else [])]
+        for name in names:
+            self._columns[name] = open(Path(self._folder.name) / name, "w+b")  # noqa: SIM115 - closed by `end`
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Append to each column."""
+        self.count += 1
+        for name, column in self._columns.items():
+            value = record.get(name)
+            if name in self._widest:
+                text = value or ""
+                self._widest[name] = max(self._widest[name], len(text))
+                column.write(json.dumps(text).encode() + b"\n")
+            elif name == "label":
+                column.write(np.int64(-1 if value is None else value).tobytes())
+            elif name == "outlying":
+                column.write(np.int8(-1 if value is None else value).tobytes())
+            elif name == "probabilities":
+                column.write(np.asarray(value or [np.nan] * self.probabilities, dtype=np.float64).tobytes())
+            else:
+                column.write(np.float64(np.nan if value is None else value).tobytes())
+
+    def end(self, *, whole: bool) -> None:
+        """Pack the columns into one archive."""
+        try:
+            if whole:
+                with zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED) as archive:
+                    for name, column in self._columns.items():
+                        self._pack(archive, name, column)
+                    with archive.open("classes.npy", "w") as target:
+                        np.lib.format.write_array(target, np.array(self.classes, dtype=np.str_), allow_pickle=False)
+        finally:
+            for column in self._columns.values():
+                column.close()
+            self._folder.cleanup()
+
+    def _pack(self, archive: zipfile.ZipFile, name: str, column: IO[bytes]) -> None:
+        column.seek(0)
+        kinds: dict[str, np.dtype[Any]] = {"label": np.dtype(np.int64), "outlying": np.dtype(np.int8)}
+        dtype: np.dtype[Any] = (
+            np.dtype(f"<U{self._widest[name]}") if name in self._widest else kinds.get(name, np.dtype(np.float64))
+        )
+        shape = (self.count, self.probabilities) if name == "probabilities" else (self.count,)
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        with archive.open(f"{name}.npy", "w", force_zip64=True) as target:
+            np.lib.format.write_array_header_1_0(target, header)
+            if name in self._widest:
+                for texts in _texts(column):
+                    target.write(np.array(texts, dtype=dtype).tobytes())
+            else:
+                while content := column.read(COPIED):
+                    target.write(content)
+
+
+def _texts(column: IO[bytes]) -> Iterator[list[str]]:
+    texts: list[str] = []
+    for line in column:
+        texts.append(json.loads(line))
+        if len(texts) == COPIED:
+            yield texts
+            texts = []
+    if texts:
+        yield texts
+
+
+def open_writer(path: Path, classes: Sequence[str], probabilities: int) -> Writer:
+    """What writes a file, by the ending of its name.
+
+    Args:
+        path: the file that is wanted.
+        classes: their names, for headings.
+        probabilities: how many of them each record has; 0 for none.
+
+    Returns:
+        The writer.
+
+    Raises:
+        OptionError: if the ending is unknown.
+    """
+    kinds: dict[str, type[CsvWriter | JsonLinesWriter | NpzWriter]] = {
+        ".csv": CsvWriter,
+        ".jsonl": JsonLinesWriter,
+        ".npz": NpzWriter,
+    }
+    if path.suffix not in kinds:
+        message = f"{path} has the ending {path.suffix!r}: expected one of {', '.join(FORMATS)}."
+        raise OptionError(message)
+    return kinds[path.suffix](path, classes, probabilities)

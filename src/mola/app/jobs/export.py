@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mola.app.jobs.folder import PosteriorFolder
+from mola.app.jobs.folder import PosteriorFolder, alarm
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.scores import alarm
 from mola.errors import OptionError
 from mola.export import OUTPUTS, Pixels, Written, export_onnx, export_torch
 
