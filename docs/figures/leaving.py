@@ -105,9 +105,7 @@ def main() -> None:
     digits, pieces = images[test_rows], photographs(len(test_rows))
     sets = [torch.lerp(digits, pieces, step) for step in STEPS]
     confidence = {name: [mola.metrics.mean_confidence(one(x)) for x in sets] for name, one in methods.items()}
-    accuracy = {
-        name: [mola.metrics.accuracy(one(x), labels[test_rows]) for x in sets] for name, one in methods.items()
-    }
+    accuracy = {name: [mola.metrics.accuracy(one(x), labels[test_rows]) for x in sets] for name, one in methods.items()}
     settings = {"font.size": 10, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
     with mpl.rc_context(settings):
         for wide, name in ((True, "leaving.png"), (False, "leaving-narrow.png")):
