@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.ready-demo
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --root-user-action=ignore -c constraints.txt
+# pip warns of every index that lacks a package, although another one has it. Its progress and its errors are shown.
+SHELL := /bin/bash
+CALMLY := 2> >(grep -v '^WARNING: Location' >&2)
 
 .PHONY: help setup demo explore test test-all test-wheel check bench fuzz crash docs clean
 help:  ## list the targets
@@ -18,9 +21,9 @@ $(READY): pyproject.toml constraints.txt
 	@echo "1/3  The virtual environment: $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/3  The library with all extras and the tools to work on it (torch is large: some minutes)"
-	@$(INSTALL) -e '.[cli,bench,export,transformers,explore,docs,dev]' einops einconv linear_operator opt-einsum
+	@$(INSTALL) -e '.[cli,bench,export,transformers,explore,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
 	@echo "3/3  K-FAC of all layers (curvlinops)"
-	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4'
+	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4' $(CALMLY)
 	@touch $(DEMO_READY) $@
 	@echo "Ready. Next: source $(VENV)/bin/activate"
 
@@ -29,7 +32,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	@echo "1/2  The virtual environment: $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/2  The library, the command line and what draws figures (torch is large: a few minutes)"
-	@$(INSTALL) -e '.[cli,bench]'
+	@$(INSTALL) -e '.[cli,bench]' $(CALMLY)
 	@touch $@
 
 demo: $(DEMO_READY)  ## the main job on embedded data: table, figures and a page in demo-results/

@@ -81,6 +81,20 @@ def test_links_to_files_exist(page):
         assert (page.parent / target).exists(), target
 
 
+def test_the_files_for_adding_things_exist():
+    """Each file of the table in ARCHITECTURE.md is there, and defines the name that is given after `::`."""
+    table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("\n## Adding things\n")[1]
+    named = re.findall(r"`((?:[\w.]+/)*(?:\w+\.(?:py|yml)|(?<=/)))(?:::(\w+))?`", table)
+    assert len(named) > 30
+    for path, name in named:
+        found = [place for place in (ROOT / "src" / "mola" / path, ROOT / path) if place.exists()]
+        assert found, path
+        if name:
+            assert re.search(rf"^(?:class |def |){name}\b", found[0].read_text(encoding="utf-8"), re.M), (
+                f"{path}::{name}"
+            )
+
+
 COMMANDS = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
 
 
