@@ -3,29 +3,48 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.ready-demo
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --root-user-action=ignore -c constraints.txt
+# pip warns of every index that lacks a package, although another one has it. Its progress and its errors are shown.
+SHELL := /bin/bash
+CALMLY := 2> >(grep -v '^WARNING: Location' >&2)
 
-.PHONY: help setup demo explore test test-wheel check bench fuzz crash docs clean
+.PHONY: help setup demo explore test test-all test-wheel check bench fuzz crash docs clean
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
-setup: $(READY)  ## make the virtual environment
+setup: $(READY)  ## make the virtual environment, with everything in it
 
 # The extra `curvature` comes without the torchvision that a dependency asks for and nothing here imports: its wheels bind
 # one exact build of torch, and a wrong one is worse than none.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,bench,export,transformers,explore,docs,dev]' \
-		einops einconv linear_operator opt-einsum
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps 'curvlinops-for-pytorch>=3.0,<4'
+	@echo "1/3  The virtual environment: $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2/3  The library with all extras and the tools to work on it (torch is large: some minutes)"
+	@$(INSTALL) -e '.[cli,bench,export,transformers,explore,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
+	@echo "3/3  K-FAC of all layers (curvlinops)"
+	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4' $(CALMLY)
+	@touch $(DEMO_READY) $@
+	@echo "Ready. Next: source $(VENV)/bin/activate"
+
+# The demo needs a part of it only, and takes no more if nothing is there yet; the full environment serves it as well.
+$(DEMO_READY): pyproject.toml constraints.txt
+	@echo "1/2  The virtual environment: $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2/2  The library, the command line and what draws figures (torch is large: a few minutes)"
+	@$(INSTALL) -e '.[cli,bench]' $(CALMLY)
 	@touch $@
 
-demo: $(READY)  ## the main job on embedded data: table, figures and a page in demo-results/
+demo: $(DEMO_READY)  ## the main job on embedded data: table, figures and a page in demo-results/
 	$(BIN)/mola demo --output demo-results
 
 explore: $(READY)  ## a local page: change a picture, watch the confidence; trains the digits demo first, in seconds
 	$(BIN)/mola explore
 
-test: $(READY)  ## all tests
+test: $(READY)  ## the tests, without those in a browser and the slow ones on real data: some minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not browser and not slow'
+
+test-all: $(READY)  ## all tests: in a browser (chromium) and slow ones on real data, too
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-wheel: $(READY)  ## what users get: the wheel, installed into an empty environment and used from an empty folder

@@ -3,8 +3,8 @@
     python examples/digits.py
 
 Trains five small networks on scikit-learn's digits (8 x 8 pixels, no download), makes their posterior, and compares it with
-one network and with the plain ensemble: on test digits, and on digits that are turned until nobody could read them. About
-ten seconds. Needs `pip install 'mola-torch[bench]'`.
+one network and with the plain ensemble: on test digits, and on digits that are turned until they are unreadable. About ten
+seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main() -> None:
             f"{100 * prediction.confidence.mean():14.1f}"
         )
 
-    # Turned digits: most become no digit at all, and confidence should fall with accuracy. It falls some way.
+    # Turned digits: most are no longer digits, and confidence should fall with accuracy. It does so in part.
     turned = [rotate(test_images, angle) for angle in ANGLES]
     confidence = {name: [metrics.mean_confidence(method(at)) for at in turned] for name, method in methods.items()}
     accuracy = [metrics.accuracy(mixture(at), test_labels) for at in turned]

@@ -1,12 +1,12 @@
-"""Text with Hugging Face transformers: three small BERTs, one posterior, and an alarm for topics nobody trained on.
+"""Text with Hugging Face transformers: three small BERTs, one posterior, and an alarm for topics outside the training data.
 
     python examples/hugging_face_text.py
 
 Makes short messages about weather, cooking and football from a grammar, trains a tokenizer and three BERTs of two layers on
-them (nothing is downloaded), and fits a posterior on their dictionary batches as they are. Then it reads messages about music
-and gardens. About twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
+them (nothing is downloaded), and fits a posterior on their dictionary batches. Then it reads messages about music and
+gardens. About twenty seconds. Needs `pip install 'mola-torch[transformers]'`.
 
-With networks of your own, replace everything above `mola.fit` by
+With your own networks, replace everything above `mola.fit` by
 
     tokenizer = AutoTokenizer.from_pretrained("your-folder")
     networks = [AutoModelForSequenceClassification.from_pretrained(folder) for folder in ("seed-0", "seed-1", "seed-2")]

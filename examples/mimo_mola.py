@@ -2,8 +2,8 @@
 
     python examples/mimo_mola.py
 
-A MIMO network takes three digits at once and has a head for each. At test it is given the same digit three times, and its
-heads vote like an ensemble at the price of one network. `mola.mimo_mola` makes the heads cautious. Compares a single network,
+A MIMO network takes three digits at once and has a head for each. At test time it is given the same digit three times, and its
+heads vote like an ensemble at the cost of one network. `mola.mimo_mola` makes the heads cautious. Compares a single network,
 MIMO and MIMO-MoLA on digits, on photographs and noise. About ten seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 

@@ -2,9 +2,9 @@
 
     python examples/ood_alarm.py
 
-Networks classify handwritten digits, and people send them other things. `prediction.ood_score` is higher for what is more
-outlying; `mola.alarm_threshold` turns it into an alarm that goes off for at most 5 % (or 1 %) of real digits. No outlier is
-needed to set it. Checks the rate on digits nobody has used, and counts which outliers are caught. About ten seconds. Needs
+Networks classify handwritten digits, and people send them other things. `prediction.ood_score` is higher for more outlying
+inputs; `mola.alarm_threshold` turns it into an alarm that goes off for at most 5 % (or 1 %) of real digits. No outlier is
+needed to set it. Checks the rate on unused digits, and counts which outliers are caught. About ten seconds. Needs
 `pip install 'mola-torch[bench]'`.
 """
 

@@ -2,7 +2,7 @@
 
     python examples/tabular.py
 
-`mola.MolaClassifier` is an estimator like any other: it goes into a pipeline and a cross-validation. Compares its
+`mola.MolaClassifier` is an estimator like any other: it works in pipelines and cross-validation. Compares its
 probabilities with those of logistic regression and of scikit-learn's network on the chemistry of 178 wines, then sends it rows
 whose columns were mixed up. About ten seconds. Needs `pip install 'mola-torch[sklearn]'`.
 """

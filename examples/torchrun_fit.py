@@ -1,4 +1,4 @@
-"""Several processes, one posterior: each reads its part of the data, and their sums meet.
+"""Several processes, one posterior: each reads its part of the data, and their sums are added.
 
     python examples/torchrun_fit.py                               # alone
     torchrun --nproc-per-node=2 examples/torchrun_fit.py          # two processes on this machine

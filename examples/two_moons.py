@@ -1,8 +1,8 @@
-"""Two moons: how sure are MAP, a deep ensemble, LLLA and MoLA, near the data and far from them?
+"""Two moons: how confident are MAP, a deep ensemble, LLLA and MoLA, near the data and far from them?
 
     python examples/two_moons.py
 
-Trains five small networks on two interleaved half circles, and asks four methods for their confidence all over the plane.
+Trains five small networks on two interleaved half circles, and compares the confidence of four methods over the plane.
 Prints a table and draws a map for each method. About five seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 

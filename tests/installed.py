@@ -3,7 +3,8 @@
     make test-wheel
 
 Nothing of the clone is on the path then. First without any extra: it imports, fits, and says which extra a command needs. Then
-with `cli` and `bench`: README's snippets and every command that needs no data folder. Needs the package index; about two minutes.
+with `cli` and `bench`: snippets of README and docs, and every command that needs no data folder. It needs the package index, and takes
+about two minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "cli,bench"
 BARE = {"torch", "numpy", "safetensors", "tqdm"}
-"""What the package needs without extras, as README says."""
+"""What the package may need without extras."""
 
 SNIPPET = re.compile(r"<!-- setup[^\n]*\n(.*?)-->|^```python\n(.*?)^```", re.M | re.S)
 IS_WHOLE = """
@@ -117,32 +118,41 @@ class Environment:
         return done
 
 
-def readme_snippets() -> str:
-    """The snippets of README's section on use, with what they are given; but for those that need a further extra."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Use it\n")[1].split("\n## ")[0]
-    snippets = [setup or code for setup, code in SNIPPET.findall(section)]
-    chosen = [code for code in snippets if "extra " not in code]
-    check(len(chosen) >= 3, f"README's section on use has {len(chosen)} snippets to run; a setup and two were there.")
-    return "\n".join(["import torch", *chosen])
+SECTIONS = (("README.md", "Use it"), ("docs/choosing.md", "Set an option"))
+"""Pages and their sections whose snippets need no extra."""
+
+
+def snippets() -> str:
+    """The snippets of these sections, each with the setup that its page gives it."""
+    code = ["import torch"]
+    for page, title in SECTIONS:
+        section = (ROOT / page).read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+        found = [setup or shown for setup, shown in SNIPPET.findall(section)]
+        check(
+            len(found) >= 2,
+            f"{page}: the section {title!r} has {len(found)} snippets; expected a setup and one to run.",
+        )
+        code += found
+    return "\n".join(code)
 
 
 def try_bare(environment: Environment) -> None:
-    """Without extras: no more is needed than README says, its snippets run, and a command names the extra that it needs."""
+    """Without extras: it needs no more than it should, snippets run, and a command names the extra that it needs."""
     wanted = (
         "import importlib.metadata as m, re; "
         "print(*sorted(re.match(r'[\\w-]+', r)[0] for r in m.requires('mola-torch') if 'extra ==' not in r))"
     )
     needed = set(environment.python(wanted).split())
-    check(needed == BARE, f"the package without extras needs {sorted(needed)}; README promises {sorted(BARE)}.")
+    check(needed == BARE, f"the package without extras needs {sorted(needed)}, expected {sorted(BARE)}.")
     environment.python(IS_WHOLE)
-    environment.python(readme_snippets())
+    environment.python(snippets())
     told = environment.mola("info", "posterior", code=1).stderr
     check("mola-torch[cli]" in told and "Traceback" not in told, f"a command without its extra says: {told}")
 
 
 def try_commands(environment: Environment) -> None:
-    """With the extras: README's snippets, and each command from an empty folder to what it leaves."""
-    environment.python(IS_WHOLE + readme_snippets())
+    """With the extras: the snippets again, and each command from an empty folder to what it leaves."""
+    environment.python(IS_WHOLE + snippets())
     mola, desk = environment.mola, environment.desk
     mola("demo", "--quiet")
     check("MoLA" in (desk / "demo-results" / "index.html").read_text(encoding="utf-8"), "the demo's page lacks MoLA")

@@ -72,7 +72,7 @@ def test_snippets_run(page, tmp_path, monkeypatch):
         del sys.modules[name]
     if page.name == "README.md":
         assert namespace["probs"].shape == (10, 3)
-        assert torch.allclose(namespace["anything"](namespace["x"]).sum(1), torch.ones(10), atol=1e-6)
+        assert torch.allclose(namespace["probs"].sum(1), torch.ones(10), atol=1e-6)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -81,13 +81,28 @@ def test_links_to_files_exist(page):
         assert (page.parent / target).exists(), target
 
 
+def test_the_files_for_adding_things_exist():
+    """Each file of the table in ARCHITECTURE.md is there, and defines the name that is given after `::`."""
+    table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("\n## Adding things\n")[1]
+    named = re.findall(r"`((?:[\w.]+/)*(?:\w+\.(?:py|yml)|(?<=/)))(?:::(\w+))?`", table)
+    assert len(named) > 30
+    for path, name in named:
+        found = [place for place in (ROOT / "src" / "mola" / path, ROOT / path) if place.exists()]
+        assert found, path
+        if name:
+            assert re.search(rf"^(?:class |def |){name}\b", found[0].read_text(encoding="utf-8"), re.M), (
+                f"{path}::{name}"
+            )
+
+
 COMMANDS = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
 
 
 def commands():
-    """Every command of README's section on one's own models, and of the page it points to, in order."""
-    section = (ROOT / "README.md").read_text().split("## Your own models")[1].split("\n## ")[0]
-    for block in COMMANDS.findall(section + (ROOT / "docs" / "commands.md").read_text()):
+    """Every `mola` command of README and of the page on the commands, in order."""
+    for block in COMMANDS.findall(
+        "".join(page.read_text() for page in (ROOT / "README.md", ROOT / "docs" / "commands.md"))
+    ):
         yield from (line for line in block.splitlines() if line.startswith("mola "))
 
 
@@ -108,7 +123,7 @@ def bars(count: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]
 
 
 def prepare(folder: Path) -> None:
-    """What the page says the reader has: checkpoints, data in their standard files, images and a module."""
+    """What the pages say the reader has: checkpoints, data in their standard files, images and a module."""
     draw = np.random.default_rng(0)
     for prefix, count in (("train", 200), ("t10k", 100)):
         write_idx(folder / "DIR" / "MNIST" / "raw", prefix, *bars(count, draw))
@@ -125,7 +140,7 @@ def prepare(folder: Path) -> None:
             nn.functional.cross_entropy(network(inputs), targets).backward()
             optimiser.step()
         save_weights(network, folder / "checkpoints" / f"{seed}.safetensors")
-    # Images of 6 by 6 pixels; the page resizes to 32, so the networks are made for that.
+    # Images of 6 by 6 pixels; the pages resize to 32, so the networks are made for that.
     desk = make_desk(folder, "models", side=32)
     for name, network in zip("ab", desk.networks(2), strict=True):
         torch.save(network.state_dict(), folder / f"{name}.pt")

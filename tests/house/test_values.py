@@ -54,6 +54,35 @@ def test_no_number_is_written_by_hand(page):
     assert _written_by_hand(page.read_text(encoding="utf-8")) == []
 
 
+def test_the_table_of_readme_is_that_of_the_record():
+    """README is also read as plain text, so its numbers are written without marks."""
+    rows = _record("real_cifar10")["rows"]
+    shown = {
+        "one network (MAP)": "MAP",
+        "one network, temperature-scaled": "MAP, temperature",
+        "one network, Laplace (LLLA)": "LLLA kron, threshold",
+        "deep ensemble": "DE",
+        "deep ensemble, temperature-scaled": "DE, temperature",
+        "MoLA (default rule)": "MoLA kron, threshold",
+        "MoLA, tuned for log loss": "MoLA kron, NLL",
+    }
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
+    found = {
+        cells[0]: cells[1:]
+        for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*\|$", text, re.M))
+    }
+    for name, row in shown.items():
+        one = rows[row]
+        percent = [f"{100 * one[field]:.1f}" for field in ("ece", "SVHN auroc", "CIFAR-100 auroc")]
+        assert found[name] == [f"{one['nll']:.3f}", *percent]
+    scores = [f"{100 * rows['MoLA kron, threshold'][f'{name} auroc, ood_score']:.1f}" for name in ("SVHN", "CIFAR-100")]
+    assert found["`ood_score` of either MoLA"] == ["", "", *scores]
+    far = {name: 100 * values[-1] for name, values in _record("leaving")["mean_confidence"].items()}
+    assert (
+        "one network stays at {MAP:.0f} %, the ensemble at {DE:.0f} %, MoLA falls to {MoLA:.0f} %".format(**far) in text
+    )
+
+
 def test_the_tables_of_links_are_those_of_the_record(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark = _module("links_benchmark", ROOT / "benchmarks" / "links_against_monte_carlo.py")
