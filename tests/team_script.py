@@ -1,10 +1,12 @@
 """One process of a team: what `tests/library/test_distributed.py` starts several of, and what they write is compared there."""
 
+import io
 import json
 import os
 import signal
 import sys
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import mola
+from mola.__main__ import main as mola_command
 from mola.laplace import Kron, base
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES, make_problem
 
@@ -193,6 +196,24 @@ def deadly():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def commands(folder):
+    """The commands of a list one after the other, by processes that have met once: the codes, and what each says."""
+    os.chdir(folder)
+    torch.distributed.init_process_group("gloo")
+    told = []
+    for options in json.loads(Path("commands.json").read_text()):
+        said, complained, codes = io.StringIO(), io.StringIO(), []
+        sys.argv = ["mola", *options]
+        with redirect_stdout(said), redirect_stderr(complained):
+            try:
+                mola_command()
+            except SystemExit as end:
+                codes = [int(end.code or 0)]
+        told.append({"codes": codes, "stdout": said.getvalue(), "stderr": complained.getvalue()})
+    Path(f"told-{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
+    torch.distributed.destroy_process_group()
+
+
 def main(what, output):
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -217,4 +238,7 @@ def main(what, output):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "commands":
+        commands(sys.argv[2])
+    else:
+        main(*sys.argv[1:])
