@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Test problems are tiny: a second thread costs more in waiting than it computes, and workers run side by side.
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when numpy and torch are loaded, here and in processes that tests start
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # read when numpy and torch are loaded, here and in processes that tests start
 
 import pytest
 import torch

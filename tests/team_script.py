@@ -18,6 +18,7 @@ from mola.__main__ import main as mola_command
 from mola.laplace import Kron, base
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES, make_problem
 
+LINKS = (*CLOSED_FORM_LINKS, "mc")
 RULE = mola.ValidationScore("nll", grid=[0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0])
 
 
@@ -73,7 +74,7 @@ def laws(team):
                 found[f"{key}/curve"] = torch.tensor(tuned.tuning.curve["nll"])
                 found[f"{key}/ece"] = torch.tensor(tuned.tuning.curve["ece"])
                 found[f"{key}/lambda"] = torch.tensor(tuned.prior_precision)
-                found[f"{key}/probs"] = tuned(inputs())
+                found |= {f"{key}/probs/{link}": tuned.with_link(link)(inputs()) for link in LINKS}
                 prediction = tuned.predict(batches(held[division]), team=team)
                 for name in ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance"):
                     found[f"{key}/predict/{name}"] = getattr(prediction, name)
@@ -91,16 +92,6 @@ def laws(team):
         found[f"{division}/ensemble"] = plain.reweight(batches(held[division]), progress=False, team=team).weights
         found[f"{division}/ensemble/probs"] = plain.predict(batches(held[division]), team=team).probs
     return {name: tensor.contiguous() for name, tensor in found.items()}
-
-
-def ways(team):
-    """What a team's posteriors of every structure say with every link."""
-    found, shard = {}, list(batches(data(3) if team is None else team.shard(data(3))))
-    for structure in STRUCTURES:
-        posterior = mola.fit(networks(2), shard, structure=structure, progress=False, team=team)
-        for link in (*CLOSED_FORM_LINKS, "mc"):
-            found[f"{structure}/{link}"] = posterior.with_link(link)(inputs())
-    return found
 
 
 def refusals(team):
@@ -225,9 +216,6 @@ def main(what, output):
             Path(f"{place}.json").write_text(
                 json.dumps({"refusals": refusals(team), "resumed": resumed(team, Path(output) / f"kept-{team.size}")})
             )
-            return
-        if what == "ways":
-            save_file(ways(team), f"{place}.safetensors")
             return
         victim = int(what[-1])
         shard = list(batches(team.shard(data(3))))
