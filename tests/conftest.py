@@ -6,12 +6,16 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+# Test problems are tiny: a second thread costs more in waiting than it computes, and workers run side by side.
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # read when numpy and torch are loaded, here and in processes that tests start
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
-# Test problems are tiny: a second thread costs more in waiting than it computes, and workers run side by side.
 torch.set_num_threads(1)
 
 # The same examples every time, few of them, and no folder of those that failed: `benchmarks/fuzz.py` is for many.
@@ -27,6 +31,14 @@ settings.load_profile("tests")
 
 SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 """Real datasets and networks, where they are."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What reads the real data is slow: unpacking them takes longer than most tests."""
+    for item in items:
+        if item.get_closest_marker("real_data"):
+            item.add_marker("slow")
 
 
 def require_shared(name: str) -> Path:

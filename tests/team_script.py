@@ -1,10 +1,12 @@
 """One process of a team: what `tests/library/test_distributed.py` starts several of, and what they write is compared there."""
 
+import io
 import json
 import os
 import signal
 import sys
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -12,9 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import mola
+from mola.__main__ import main as mola_command
 from mola.laplace import Kron, base
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES, make_problem
 
+LINKS = (*CLOSED_FORM_LINKS, "mc")
 RULE = mola.ValidationScore("nll", grid=[0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0])
 
 
@@ -70,7 +74,7 @@ def laws(team):
                 found[f"{key}/curve"] = torch.tensor(tuned.tuning.curve["nll"])
                 found[f"{key}/ece"] = torch.tensor(tuned.tuning.curve["ece"])
                 found[f"{key}/lambda"] = torch.tensor(tuned.prior_precision)
-                found[f"{key}/probs"] = tuned(inputs())
+                found |= {f"{key}/probs/{link}": tuned.with_link(link)(inputs()) for link in LINKS}
                 prediction = tuned.predict(batches(held[division]), team=team)
                 for name in ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance"):
                     found[f"{key}/predict/{name}"] = getattr(prediction, name)
@@ -88,16 +92,6 @@ def laws(team):
         found[f"{division}/ensemble"] = plain.reweight(batches(held[division]), progress=False, team=team).weights
         found[f"{division}/ensemble/probs"] = plain.predict(batches(held[division]), team=team).probs
     return {name: tensor.contiguous() for name, tensor in found.items()}
-
-
-def ways(team):
-    """What a team's posteriors of every structure say with every link."""
-    found, shard = {}, list(batches(data(3) if team is None else team.shard(data(3))))
-    for structure in STRUCTURES:
-        posterior = mola.fit(networks(2), shard, structure=structure, progress=False, team=team)
-        for link in (*CLOSED_FORM_LINKS, "mc"):
-            found[f"{structure}/{link}"] = posterior.with_link(link)(inputs())
-    return found
 
 
 def refusals(team):
@@ -215,6 +209,24 @@ def deadly():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def commands(folder):
+    """The commands of a list one after the other, by processes that have met once: the codes, and what each says."""
+    os.chdir(folder)
+    torch.distributed.init_process_group("gloo")
+    told = []
+    for options in json.loads(Path("commands.json").read_text()):
+        said, complained, codes = io.StringIO(), io.StringIO(), []
+        sys.argv = ["mola", *options]
+        with redirect_stdout(said), redirect_stderr(complained):
+            try:
+                mola_command()
+            except SystemExit as end:
+                codes = [int(end.code or 0)]
+        told.append({"codes": codes, "stdout": said.getvalue(), "stderr": complained.getvalue()})
+    Path(f"told-{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
+    torch.distributed.destroy_process_group()
+
+
 def main(what, output):
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -233,9 +245,6 @@ def main(what, output):
                 )
             )
             return
-        if what == "ways":
-            save_file(ways(team), f"{place}.safetensors")
-            return
         victim = int(what[-1])
         shard = list(batches(team.shard(data(3))))
         if what.startswith("left") and team.rank == victim:
@@ -245,4 +254,7 @@ def main(what, output):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "commands":
+        commands(sys.argv[2])
+    else:
+        main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """The long campaigns, in short: a few random calls against the closed form, and a few kills. `make fuzz` and `make crash` do many."""
 
 import importlib
+import math
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,16 +21,22 @@ def fuzz():
         yield importlib.import_module("fuzz")
 
 
-def run(script, *options):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "benchmarks" / f"{script}.py", *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+@pytest.fixture
+def campaign(fuzz, monkeypatch, capsys):
+    """The script's own `main` with options, in this process: its code, and what it printed."""
+
+    def run(*options):
+        torch.set_default_dtype(torch.float32)
+        monkeypatch.setattr(sys, "argv", ["fuzz.py", *options])
+        return fuzz.main(), capsys.readouterr().out
+
+    return run
 
 
-def test_random_calls_say_what_the_closed_form_says():
-    done = run("fuzz", "--quick")
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)", done.stdout.splitlines()[-1].split(": ")[1])}
+def test_random_calls_say_what_the_closed_form_says(campaign):
+    code, said = campaign("--quick")
+    assert code == 0, said
+    counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)", said.splitlines()[-1].split(": ")[1])}
     assert counts["right"] > 90, "most calls must be compared, and not refused or unsettled"
     assert counts["refused rightly"] > 15
 
@@ -37,7 +45,7 @@ def test_random_calls_say_what_the_closed_form_says():
 def test_every_kind_of_hostile_call_is_refused(fuzz, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for index, name in enumerate(fuzz.ATTACKS):
-        for turn in range(6):
+        for turn in range(3):
             scene = fuzz.draw(100 * index + turn, small=True)
             try:
                 fuzz.hostile(scene, name)
@@ -45,26 +53,19 @@ def test_every_kind_of_hostile_call_is_refused(fuzz, tmp_path, monkeypatch):
                 pytest.fail(f"{name}, {scene.told}: {type(error).__name__}: {error}")
 
 
+@pytest.mark.slow  # what is killed while it writes is also in test_damaged_files.py
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills are those of a forked process")
 def test_killed_work_is_neither_lost_nor_half_done():
-    done = run("crash", "--quick")
+    command = [sys.executable, ROOT / "benchmarks" / "crash.py", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 kills: 0 lost, 0 half-written, 0 differs, 0 leftover" in done.stdout
 
 
-def test_a_mistake_is_noticed(tmp_path):
-    """The closed form does catch a wrong sign: else the campaign would prove nothing."""
-    script = tmp_path / "wrong.py"
-    script.write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
-        "import mola.links, math\n"
-        "mola.links._cool = lambda mean, variance: mean * (1 + math.pi / 16 * variance).rsqrt()\n"
-        "import fuzz\n"
-        "sys.exit(fuzz.main())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, script, "--calls", "40", "--quick"], capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 1
-    assert re.search(r"FAILED \w+: wrong: probs.*\n  python benchmarks/fuzz.py --case \d+", done.stdout), done.stdout
+def test_a_mistake_is_noticed(fuzz, campaign, monkeypatch):
+    """The closed form does catch a wrong constant: else the campaign would prove nothing."""
+    monkeypatch.setattr("mola.links._cool", lambda mean, variance: mean * (1 + math.pi / 16 * variance).rsqrt())
+    monkeypatch.setattr(fuzz, "QUICK", 40)
+    code, said = campaign("--quick")
+    assert code == 1
+    assert re.search(r"FAILED \w+: wrong: probs.*\n  python benchmarks/fuzz.py --case \d+", said), said

@@ -78,14 +78,15 @@ def test_there_are_nineteen_of_which_the_paper_takes_sixteen_and_most_fifteen():
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-@pytest.mark.parametrize("severity", SEVERITIES)
-def test_bytes_in_bytes_out_and_the_input_stays(images, name, severity):
+def test_bytes_in_bytes_out_and_the_input_stays(images, name):
     before = images.clone()
-    result = corrupt(images, name, severity)
-    assert result.dtype == torch.uint8
-    assert result.shape == images.shape
-    assert torch.equal(images, before)
-    assert not torch.equal(result, images)
+    assert torch.equal(corrupt(images, name, 0), images)
+    for severity in SEVERITIES:
+        result = corrupt(images, name, severity)
+        assert result.dtype == torch.uint8
+        assert result.shape == images.shape
+        assert torch.equal(images, before)
+        assert not torch.equal(result, images), severity
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
@@ -117,11 +118,6 @@ def test_equal_images_are_corrupted_differently(images, name):
     assert not torch.equal(twice[0], twice[1])
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_severity_zero_is_the_image(images, name):
-    assert torch.equal(corrupt(images, name, 0), images)
-
-
 ORDERED = (
     *("gaussian_noise", "shot_noise", "impulse_noise", "speckle_noise", "defocus_blur", "gaussian_blur", "zoom_blur"),
     *("fog", "brightness", "contrast", "jpeg_compression"),
@@ -148,11 +144,10 @@ def test_the_hardest_is_farther_than_the_mildest(name):
     assert errors[-1] > errors[0] > 0
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
 @pytest.mark.parametrize("side", [8, 27, 48])
-def test_other_sides(name, side):
+def test_other_sides(side):
     small = scenes(2, side=side)
-    assert corrupt(small, name, 5).shape == small.shape
+    assert [name for name in CORRUPTIONS if corrupt(small, name, 5).shape != small.shape] == []
 
 
 def test_no_image_is_no_image():
@@ -161,11 +156,11 @@ def test_no_image_is_no_image():
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-@pytest.mark.parametrize("value", [0, 255])
-def test_black_and_white_images_survive(name, value):
+def test_black_and_white_images_survive(name):
     """No division by 0 (warnings are errors here)."""
-    for severity in (1, 5):
-        corrupt(constant(value, 1), name, severity)
+    for value in (0, 255):
+        for severity in (1, 5):
+            corrupt(constant(value, 1), name, severity)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -192,17 +187,17 @@ def truncated_poisson(x, photons):
         ("shot_noise", lambda x, s: truncated_poisson(x, (500, 250, 100, 75, 50)[s - 1])),
     ],
 )
-@pytest.mark.parametrize("value", [30, 100, 240])
-def test_noise_has_the_moments_of_its_formula(name, distribution, severity, value):
+def test_noise_has_the_moments_of_its_formula(name, distribution, severity):
     """Truncation and clipping included; five standard errors each."""
-    chances, levels = distribution(value / 255, severity), np.arange(256)
-    assert chances.sum() == pytest.approx(1)
-    mean = (chances * levels).sum()
-    second, fourth = (float((chances * (levels - mean) ** power).sum()) for power in (2, 4))
-    values = corrupt(constant(value), name, severity).double()
-    count = values.numel()
-    assert float(values.mean()) == pytest.approx(mean, abs=5 * math.sqrt(second / count))
-    assert float(values.var()) == pytest.approx(second, abs=5 * math.sqrt((fourth - second**2) / count))
+    for value in (30, 100, 240):
+        chances, levels = distribution(value / 255, severity), np.arange(256)
+        assert chances.sum() == pytest.approx(1)
+        mean = (chances * levels).sum()
+        second, fourth = (float((chances * (levels - mean) ** power).sum()) for power in (2, 4))
+        values = corrupt(constant(value), name, severity).double()
+        count = values.numel()
+        assert float(values.mean()) == pytest.approx(mean, abs=5 * math.sqrt(second / count)), value
+        assert float(values.var()) == pytest.approx(second, abs=5 * math.sqrt((fourth - second**2) / count)), value
 
 
 @pytest.mark.parametrize("severity", SEVERITIES)

@@ -164,16 +164,23 @@ def flips(content, rng, count):
         yield place, bytes(changed)
 
 
+def sometimes(few, many):
+    """How often to try: few times everywhere, many times where there is time."""
+    return pytest.mark.parametrize("times", [few, pytest.param(many, marks=pytest.mark.slow)])
+
+
+@sometimes(60, 250)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_differs_in_a_byte_is_refused_or_gives_the_same_numbers(kind, tmp_path):
+def test_a_file_that_differs_in_a_byte_is_refused_or_gives_the_same_numbers(kind, times, tmp_path):
     make, ask = KINDS[kind]
     tmp_path.joinpath("f").mkdir()
     make(tmp_path / "f")
-    expected, wrong, refused, rng = ask(tmp_path / "f"), [], 0, random.Random(7)
+    expected, wrong, tried, refused, rng = ask(tmp_path / "f"), [], 0, 0, random.Random(7)
     for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
         content = path.read_bytes()
-        for place, changed in flips(content, rng, 250):
+        for place, changed in flips(content, rng, times):
             path.write_bytes(changed)
+            tried += 1
             try:
                 if not same(ask(tmp_path / "f"), expected):
                     wrong.append(f"{path.name} at {place}: other numbers")
@@ -183,7 +190,7 @@ def test_a_file_that_differs_in_a_byte_is_refused_or_gives_the_same_numbers(kind
                 wrong.append(f"{path.name} at {place}: {error!r}")
         path.write_bytes(content)
     assert not wrong, "\n".join(wrong)
-    assert refused > 100, "a flipped bit is nearly always noticed"
+    assert refused > 0.8 * tried >= 0.8 * times, "a flipped bit is nearly always noticed"
 
 
 # --- documents that nobody would write ----------------------------------------------------------------------------------
@@ -229,7 +236,8 @@ def mutated(document, rng):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "training checkpoint"])
 @pytest.mark.parametrize("resealed", [True, False])
-def test_documents_that_nobody_would_write_are_refused_in_words(kind, resealed, tmp_path):
+@sometimes(40, 150)
+def test_documents_that_nobody_would_write_are_refused_in_words(kind, resealed, times, tmp_path):
     """With a seal that is right, and with none, as older versions wrote them: the checks behind it hold alone."""
     make, ask = KINDS[kind]
     made = tmp_path / "f"
@@ -238,7 +246,7 @@ def test_documents_that_nobody_would_write_are_refused_in_words(kind, resealed, 
     (path,) = made.rglob("*.json")
     document, rng, wrong = json.loads(path.read_text()), random.Random(11), []
     del document["sha256"]
-    for _ in range(150):
+    for _ in range(times):
         changed = mutated(document, rng)
         path.write_text(json.dumps(sealed(changed) if resealed and shallow(changed) else changed))
         try:
@@ -387,6 +395,7 @@ def test_absurd_inputs_in_a_job_are_refused(folder):
 
 
 STEPS = [("replace", call) for call in (1, 2, 3)] + [("unlink", call) for call in range(1, 5)]
+"""What `mola fit` does to files, step by step."""
 
 
 @pytest.mark.parametrize(("name", "call"), STEPS)
@@ -423,7 +432,7 @@ def test_a_fit_that_is_killed_leaves_the_old_posterior_or_the_new_one(name, call
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mola import storage
+from mola.saving import storage
 original = Path.replace
 Path.replace = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)
 storage.write_atomically(Path(sys.argv[1]), b"new")

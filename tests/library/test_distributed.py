@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -40,13 +39,13 @@ def free_port():
         return found.getsockname()[1]
 
 
-def run(size, what, folder):
+def run(size, what, folder, **environment):
     """Start so many processes, wait for all, give their exit codes and what they wrote to stderr."""
     environment = os.environ | {
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
+        **environment,
     }
     command = [sys.executable, "-m", "tests.team_script", what, str(folder)]
     said = [folder / f"{what}-{rank}.stderr" for rank in range(size)]
@@ -61,22 +60,31 @@ def run(size, what, folder):
     return codes, [path.read_text() for path in said]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_team_does_what_one_process_does(size, tmp_path):
+@pytest.fixture(scope="module")
+def alone():
+    """What one process finds."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with pytest.warns(mola.MolaWarning):  # tuning by the threshold: these networks are not overconfident
+        found = laws(None)
+    torch.set_default_dtype(before)
+    return found
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_team_does_what_one_process_does(size, alone, tmp_path):
     codes, errors = run(size, "everything", tmp_path)
     assert codes == [0] * size, errors
     found = [load_file(tmp_path / f"everything-{rank}-of-{size}.safetensors") for rank in range(size)]
     told = [json.loads((tmp_path / f"everything-{rank}-of-{size}.json").read_text()) for rank in range(size)]
-    check_laws(found)
+    check_laws(found, alone)
     check_refusals([one["refusals"] for one in told], size)
     check_resumed([one["resumed"] for one in told])
     assert all(all(one["documents"]) for one in told)
     assert not (tmp_path / f"kept-{size}").exists()
 
 
-def check_laws(found):
-    with pytest.warns(mola.MolaWarning):  # tuning by the threshold: these networks are not overconfident
-        expected = laws(None)
+def check_laws(found, expected):
     for name, one in expected.items():
         for other in found[1:]:
             assert torch.equal(other[name], found[0][name]), f"{name} differs between ranks"
@@ -150,12 +158,12 @@ def test_a_process_that_ends_ends_all(size, what, tmp_path):
         assert words in errors[rank], errors[rank]
 
 
+@pytest.mark.slow  # what it says of mola, the test above says too
 def test_torchrun_ends_all_when_one_is_killed(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, "-m", "tests.team_script", "killed1", str(tmp_path)],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -167,20 +175,23 @@ def test_torchrun_ends_all_when_one_is_killed(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_the_command_under_torchrun(tmp_path, monkeypatch):
-    """`torchrun -m mola fit`: pictures and arrays divided, one folder written, one process that speaks."""
+    """`torchrun -m mola fit`: pictures and arrays divided, one folder written, one process that speaks.
+
+    The commands after it are given to processes that have met once: to start each with torchrun takes five times as long.
+    """
     desk = make_desk(tmp_path, "own_networks_for_teams")
     (tmp_path / "train" / "dog" / "zz.png").write_bytes(b"\x89PNG")
     options = ["fit", "--network", f"{desk.module}:build", "--weights", *desk.weights(2), "--train", "train"]
     options += ["--val", "val.npz", "--mixing", "stacking", "--batch-size", "5", "--workers", "0", "--json"]
     options += ["--checkpoint", "kept", "--output"]
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
     several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mola"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     single = CliRunner().invoke(app, [*options, "one"])
     assert single.exit_code == 3, single.output
-    done = run_here([*several, *options, "two"], environment)
+    command = [*several, *options, "two"]
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "two" / "posterior.json").exists()
     assert not (tmp_path / "kept").exists()
@@ -196,24 +207,44 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     inputs, _ = desk.inputs("test")
     posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "two")]
     assert float((posteriors[0](inputs) - posteriors[1](inputs)).abs().max()) < 1e-5
-    check_evaluation(tmp_path, [*several, "evaluate", "two"], environment)
-    check_predictions(tmp_path, several, environment)
+    evaluate = ["evaluate", "two", "--test", "test", "--ood", "strange", "--output", "report", "--json"]
+    pictures, arrays = (
+        ["predict", "two", given, "--probabilities", "--json", "--output", output]
+        for given, output in (("test", "two-pictures.csv"), ("test.npz", "two-arrays.jsonl"))
+    )
+    strict, nothing = (
+        ["predict", "two", "test", "--strict", "--output", "strict.csv"],
+        ["predict", "two", "nothing", "--output", "nothing.csv"],
+    )
+    alone = run_evaluate(open_posterior("two"), "test", ["strange"]).plain()
+    (tmp_path / "nothing").mkdir()
+    for bad, content in (("test/cat/bad", b"\x89PNG"), ("test/dog/zz", b"none either"), ("nothing/bad", b"\x89PNG")):
+        (tmp_path / f"{bad}.png").write_bytes(content)
+    evaluated, *predicted = run_commands([evaluate, pictures, arrays, strict, nothing], tmp_path, **path)
+    check_evaluation(tmp_path, evaluated, alone)
+    check_predictions(tmp_path, *predicted)
     (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["info", "two"]).exception.args
     assert "mola info works in one process, and torchrun started 2" in wrong
     assert "fit, evaluate and predict can be shared" in wrong
 
 
-def check_predictions(root, several, environment):
+def run_commands(commands, folder, **environment):
+    """What two processes say and write, one command after the other."""
+    (folder / "commands.json").write_text(json.dumps(commands))
+    codes, errors = run(2, "commands", folder, **environment)
+    assert codes == [0, 0], errors
+    told = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+    return [{part: one[part] + other[part] for part in one} for one, other in zip(*told, strict=True)]
+
+
+def check_predictions(root, pictures, arrays, strict, nothing):
     """`torchrun -m mola predict`: the rows of one process, in their order, for pictures and for arrays, bad ones included."""
-    (root / "test" / "cat" / "bad.png").write_bytes(b"\x89PNG")
-    (root / "test" / "dog" / "zz.png").write_bytes(b"none either")
-    for given, output in (("test", "pictures.csv"), ("test.npz", "arrays.jsonl")):
-        command = ["predict", "two", given, "--probabilities", "--json", "--output"]
-        single = CliRunner().invoke(app, [*command, f"one-{output}"])
-        done = run_here([*several, *command, f"two-{output}"], environment)
-        assert done.returncode == 0, done.stderr
+    for given, output, done in (("test", "pictures.csv", pictures), ("test.npz", "arrays.jsonl", arrays)):
+        command = ["predict", "two", given, "--probabilities", "--json", "--output", f"one-{output}"]
+        single = CliRunner().invoke(app, command)
+        assert done["codes"] == [0, 0], done["stderr"]  # torchrun takes any other for a crash
         assert single.exit_code == (3 if given == "test" else 0), single.output
-        one, two = json.loads(single.stdout), json.loads(done.stdout)
+        one, two = json.loads(single.stdout), json.loads(done["stdout"])
         assert (two["count"], two["labels"], two["left_out"]) == (one["count"], one["labels"], one["left_out"])
         assert one["count"] == 18
         for name in ("confidence", "entropy", "epistemic", "outlying"):
@@ -226,16 +257,10 @@ def check_predictions(root, several, environment):
         for mine, theirs in zip(*rows, strict=True):
             if not mine.get("error"):
                 assert float(mine["ood_score"]) == pytest.approx(float(theirs["ood_score"]), rel=1e-4)
-    strict = run_here([*several, "predict", "two", "test", "--strict", "--output", "strict.csv"], environment)
-    assert strict.returncode == 1
-    assert "bad.png" in strict.stderr
-    assert "--strict leaves nothing out" in strict.stderr
-    shutil.rmtree(root / "nothing", ignore_errors=True)
-    (root / "nothing").mkdir()
-    (root / "nothing" / "bad.png").write_bytes(b"\x89PNG")
-    nothing = run_here([*several, "predict", "two", "nothing", "--output", "nothing.csv"], environment)
-    assert nothing.returncode == 1
-    assert "nothing holds no input that can be used. The first: bad.png" in nothing.stderr
+    assert strict["codes"] == nothing["codes"] == [1, 1]
+    assert "bad.png" in strict["stderr"]
+    assert "--strict leaves nothing out" in strict["stderr"]
+    assert "nothing holds no input that can be used. The first: bad.png" in nothing["stderr"]
     assert not any((root / f"{name}.csv").exists() for name in ("strict", "nothing"))
 
 
@@ -246,16 +271,10 @@ def read_rows(path):
     return list(csv.DictReader(text.splitlines()))
 
 
-def run_here(command, environment):
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
-
-
-def check_evaluation(root, command, environment):
-    done = run_here([*command, "--test", "test", "--ood", "strange", "--output", "report", "--json"], environment)
-    assert done.returncode == 0, done.stderr
-    shared = json.loads(done.stdout)
+def check_evaluation(root, done, alone):
+    assert done["codes"] == [0, 0], done["stderr"]
+    shared = json.loads(done["stdout"])
     assert (root / "report" / "index.html").exists()
-    alone = run_evaluate(open_posterior(root / "two"), "test", ["strange"]).plain()
     assert shared["count"] == alone["count"] == 18
     for method, one in alone["methods"].items():
         assert shared["methods"][method]["scores"] == pytest.approx(one["scores"], rel=1e-4), method

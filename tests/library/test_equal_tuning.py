@@ -67,11 +67,12 @@ def tuned(posterior, rule, loader, *, with_data):
 
 def check(posterior, link, inputs, loader, every_rule):
     original = posterior.with_link(link)
+    expected = [tuned(original, rule, loader, with_data=with_data) for rule, with_data in every_rule]
     for copy in copies(link):
         other = posterior.with_link(copy)
         assert torch.equal(other(inputs), original(inputs))
-        for rule, with_data in every_rule:
-            first, second = (tuned(one, rule, loader, with_data=with_data) for one in (original, other))
+        for (rule, with_data), first in zip(every_rule, expected, strict=True):
+            second = tuned(other, rule, loader, with_data=with_data)
             assert second.prior_precision == first.prior_precision, (rule, copy)
             assert second.tuning.curve.keys() == first.tuning.curve.keys()
             for name, values in first.tuning.curve.items():

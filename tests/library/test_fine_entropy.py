@@ -9,6 +9,7 @@ from torch import nn
 import mola
 from mola.export import Exported
 from mola.export.graph import Signature
+from mola.randomness import even_normals
 from mola.uncertainty import entropy, fine_entropy, softmax_and_entropy
 
 
@@ -64,3 +65,11 @@ def test_the_epistemic_part_agrees_where_the_draws_are_sure_and_the_link_is_not(
     exact = exact.predict(rows.double()).mutual_information
     for value in (found, wanted.mutual_information):
         assert float((value.double() - exact).abs().max()) < 5e-6
+
+
+def test_draws_do_not_depend_on_the_default_type_of_torch():
+    found = []
+    for kind in (torch.float32, torch.float64):
+        torch.set_default_dtype(kind)
+        found.append(even_normals.__wrapped__(16, 5, 3))
+    assert torch.equal(*found)

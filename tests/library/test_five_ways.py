@@ -1,46 +1,46 @@
-"""However a posterior comes to a reader, it says the same: saved, moved, loaded, exported, or fitted by several processes."""
+"""However a posterior comes to a reader, it says the same: saved, moved, copied or exported, with every structure and link.
+
+Fitted by several processes it says the same, too: tests/library/test_distributed.py.
+"""
 
 import shutil
 import warnings
 
-import pytest
 import torch
-from safetensors.torch import load_file
+from torch import nn
 
 import mola
-from tests.conftest import CLOSED_FORM_LINKS
-from tests.library.test_distributed import run
-from tests.team_script import batches, data, inputs, networks
-
-LINKS = (*CLOSED_FORM_LINKS, "mc")
+from tests.team_script import LINKS, batches, data, inputs, networks
 
 
-@pytest.fixture(scope="module")
-def from_a_team(tmp_path_factory):
-    """What two processes say, each of which saw half of the data: one run for all structures and links."""
-    folder = tmp_path_factory.mktemp("team")
-    codes, errors = run(2, "ways", folder)
-    assert codes == [0, 0], errors
-    first, second = (load_file(folder / f"ways-{rank}-of-2.safetensors") for rank in range(2))
-    assert {name: one.tolist() for name, one in first.items()} == {name: one.tolist() for name, one in second.items()}
-    return first
+class Every(nn.Module):
+    """What several posteriors say, in one graph: tracing costs more than all else here."""
+
+    def __init__(self, posteriors):
+        super().__init__()
+        self.posteriors = nn.ModuleList(posteriors)
+
+    def forward(self, values):
+        return torch.stack([one(values) for one in self.posteriors])
 
 
-@pytest.mark.parametrize("link", LINKS)
-def test_all_say_what_the_original_says(structure, link, tmp_path, from_a_team):
-    members = networks(2)
-    original = mola.fit(members, list(batches(data(3))), structure=structure, link=link, progress=False)
-    expected = original(inputs())
-    original.save(tmp_path / "saved")
-    assert torch.equal(original(inputs()), expected), "saving changed the posterior"
-    saved = mola.load(tmp_path / "saved", members)
-    moved = mola.load(shutil.move(tmp_path / "saved", tmp_path / "moved"), members)
-    copied = mola.load(shutil.copytree(tmp_path / "moved", tmp_path / "copied"), members)
-    for name, one in {"saved": saved, "moved": moved, "copied": copied}.items():
-        assert torch.equal(one(inputs()), expected), name
+def test_all_say_what_the_original_says(structure, tmp_path):
+    members, moved = networks(2), []
+    fitted = mola.fit(members, list(batches(data(3))), structure=structure, progress=False)
+    for link in LINKS:
+        original, folder = fitted.with_link(link), tmp_path / link
+        expected = original(inputs())
+        original.save(folder / "saved")
+        assert torch.equal(original(inputs()), expected), "saving changed the posterior"
+        saved = mola.load(folder / "saved", members)
+        moved.append(mola.load(shutil.move(folder / "saved", folder / "moved"), members))
+        copied = mola.load(shutil.copytree(folder / "moved", folder / "copied"), members)
+        for name, one in {"saved": saved, "moved": moved[-1], "copied": copied}.items():
+            assert torch.equal(one(inputs()), expected), (link, name)
+    every = Every(moved).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
-        graph = torch.export.export(moved.eval(), (inputs(),), strict=False).module()
+        graph = torch.export.export(every, (inputs(),), strict=False).module()
     # Not to the bit: a trace takes all rows at once, and sums in another order.
-    assert float((graph(inputs()) - expected).abs().max()) <= 1e-12
-    assert float((from_a_team[f"{structure}/{link}"] - expected).abs().max()) <= 1e-12
+    for link, found, expected in zip(LINKS, graph(inputs()), every(inputs()), strict=True):
+        assert float((found - expected).abs().max()) <= 1e-12, link

@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
-from torchmetrics.functional.classification import binary_average_precision, multiclass_calibration_error
 
 from mola import metrics
 from mola.errors import DataError, OptionError
 from tests.conftest import require_shared
+
+
+@pytest.fixture(scope="module")
+def torchmetrics():
+    """Loading it takes longer than all of these tests."""
+    from torchmetrics.functional import classification
+
+    return classification
 
 
 @pytest.fixture
@@ -22,9 +29,9 @@ def predictions():
 
 
 @pytest.mark.parametrize("bins", [10, 15, 100])
-def test_calibration_error_counts_every_prediction(predictions, bins):
+def test_calibration_error_counts_every_prediction(predictions, bins, torchmetrics):
     probs, labels = predictions
-    theirs = multiclass_calibration_error(probs, labels, num_classes=5, n_bins=bins, norm="l1")
+    theirs = torchmetrics.multiclass_calibration_error(probs, labels, num_classes=5, n_bins=bins, norm="l1")
     assert metrics.expected_calibration_error(probs, labels, bins) == pytest.approx(
         float(theirs), abs=1e-6
     )  # theirs is in float32
@@ -69,7 +76,7 @@ def graded(request):
 
 
 @pytest.mark.parametrize("bins", [4, 15, 100])
-def test_maximum_calibration_error_against_torchmetrics(graded, bins):
+def test_maximum_calibration_error_against_torchmetrics(graded, bins, torchmetrics):
     probs, labels = graded
     # Confidences are moved off the edges: torchmetrics closes bins on the left, we close them on the right.
     probs = probs * (1 - 1e-6)
@@ -77,7 +84,7 @@ def test_maximum_calibration_error_against_torchmetrics(graded, bins):
         ("max", metrics.maximum_calibration_error),
         ("l1", metrics.expected_calibration_error),
     ):
-        theirs = multiclass_calibration_error(probs, labels, num_classes=4, n_bins=bins, norm=norm)
+        theirs = torchmetrics.multiclass_calibration_error(probs, labels, num_classes=4, n_bins=bins, norm=norm)
         assert ours(probs, labels, bins) == pytest.approx(float(theirs), abs=2e-6)
 
 
@@ -176,14 +183,14 @@ def scores(request):
     return inside.round(decimals=decimals), outside.round(decimals=decimals)
 
 
-def test_average_precision_against_two_others(scores):
+def test_average_precision_against_two_others(scores, torchmetrics):
     inside, outside = scores
     truth = torch.tensor([0] * 401 + [1] * 230)
     both = torch.cat([inside, outside])
     assert metrics.aupr_out(*scores) == pytest.approx(average_precision_score(truth, both))
     assert metrics.aupr_in(*scores) == pytest.approx(average_precision_score(1 - truth, -both))
     for ours, target, sign in ((metrics.aupr_out, truth, 1), (metrics.aupr_in, 1 - truth, -1)):
-        theirs = binary_average_precision(torch.special.expit(sign * both), target)
+        theirs = torchmetrics.binary_average_precision(torch.special.expit(sign * both), target)
         assert ours(*scores) == pytest.approx(float(theirs), abs=1e-6)  # theirs is in float32
 
 

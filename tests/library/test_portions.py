@@ -10,8 +10,8 @@ from tests.conftest import STRUCTURES, make_problem
 COUNT, CLASSES, WIDTH = 13, 5, 6
 FEATURES = WIDTH + 1
 
-SIZES = (1, 3, 4, 6, 12)
-"""13 is one more than a multiple of each."""
+SIZES = (1, 4, 12)
+"""13 is one more than a multiple of each: 13 portions of one row, some whole ones and one row, one whole one and one row."""
 
 GRID = (0.01, 0.5, 20.0)
 
@@ -61,7 +61,7 @@ class TestTrainingSums:
     def test_batches_gathered(self, structure, size, monkeypatch):
         """Batches whose last has one row, gathered and as they come."""
         expected = sums(fitted(structure)[0])
-        for rows in (1, 5, size, 2 * size):
+        for rows in (5, size, 2 * size):
             kind = type(mola.laplace.as_structure(structure))
             monkeypatch.setattr(kind, "rows", lambda self, features, outputs, rows=rows: rows)
             same(sums(fitted(structure, size)[0]), expected)
@@ -73,7 +73,7 @@ class TestTrainingSums:
         same(sums(fitted(structure)[0]), expected)
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 6])
+@pytest.mark.parametrize("block", [1, 3, 6])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_blocks_of_features_of_which_the_last_has_one(structure, block, monkeypatch):
     """7 features are one more than a multiple of each."""

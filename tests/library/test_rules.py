@@ -16,7 +16,7 @@ from mola.tuning.search import log_grid, maximise
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.library.test_laws import data, loader, networks
 
-GRID = log_grid(1e-4, 1e3, 25)
+GRID = log_grid(1e-4, 1e3, 9)
 
 
 class Counted(list):
@@ -62,7 +62,7 @@ def test_threshold_together_equals_by_hand(trained, structure, link):
     members, train, validation = trained
     posterior = mola.fit(members, train, structure=structure, link=link)
     confidences = by_hand(posterior, validation, lambda probs, _: metrics.mean_confidence(probs))
-    threshold = sorted(confidences)[12]
+    threshold = sorted(confidences)[len(GRID) // 2]
     tuned = posterior.tune(validation, mola.ConfidenceThreshold(threshold - 1e-12, grid=GRID))
     curve = dict(zip(tuned.tuning.curve["prior_precision"], tuned.tuning.curve["confidence"], strict=True))
     assert torch.allclose(torch.tensor([curve[value] for value in GRID]), torch.tensor(confidences), atol=1e-12)
@@ -162,7 +162,7 @@ def test_a_threshold_nothing_meets_is_a_clear_warning(trained):
 def test_data_taken_in_portions_give_the_same_curve(trained, structure, monkeypatch):
     members, train, validation = trained
     posterior = mola.fit(members, train, structure=structure)
-    rule = mola.ConfidenceThreshold(0.9, grid=log_grid(1e-9, 1e9, 30))
+    rule = mola.ConfidenceThreshold(0.9, grid=log_grid(1e-9, 1e9, 9))
     whole = posterior.tune(validation, rule).tuning.curve
     monkeypatch.setattr("mola.tuning.candidates.PROJECTED_AT_ONCE", 1000)
     parts = posterior.tune(validation, rule).tuning.curve
@@ -176,7 +176,7 @@ def test_data_taken_in_portions_give_the_same_curve(trained, structure, monkeypa
 def test_candidates_taken_together_give_the_curve_of_each(trained, structure, link, at_once, monkeypatch):
     members, train, validation = trained
     posterior = mola.fit(members, train, structure=structure, link=link)
-    rule = mola.ConfidenceThreshold(0.9, grid=log_grid(1e-9, 1e9, 30))
+    rule = mola.ConfidenceThreshold(0.9, grid=log_grid(1e-9, 1e9, 9))
     whole = posterior.tune(validation, rule).tuning.curve
     monkeypatch.setattr("mola.tuning.candidates.LOGITS_AT_ONCE", at_once)
     parts = posterior.tune(validation, rule).tuning.curve
@@ -249,7 +249,7 @@ def dense_maximum(objective):
     """Golden-section search, far from the code under test."""
     low, high = math.log(1e-8), math.log(1e8)
     ratio = (5**0.5 - 1) / 2
-    for _ in range(200):
+    for _ in range(70):
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (left, high) if objective(math.exp(left)) < objective(math.exp(right)) else (low, right)
     return math.exp((low + high) / 2)

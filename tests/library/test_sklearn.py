@@ -24,7 +24,7 @@ from mola.training.labelled import Labelled
 from mola.training.mlps import mlp
 
 
-@parametrize_with_checks([mola.MolaClassifier()])
+@parametrize_with_checks([mola.MolaClassifier(hidden=(16,), members=2)])  # more of both does not change what is checked
 def test_scikit_learns_own_checks(estimator, check):
     check(estimator)
 
