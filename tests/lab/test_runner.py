@@ -16,11 +16,11 @@ from torch import nn
 
 import mola
 from mola import metrics
+from mola.compare.methods import LastLayer
 from mola.compare.record import Record
 from mola.compare.store import Store
 from mola.lab.activations import Activations, open_networks
 from mola.lab.comparisons import COMPARISONS
-from mola.lab.contestants import LastLayer
 from mola.lab.corruptions import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
 from mola.lab.data.images import Images
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
@@ -188,7 +188,7 @@ def test_a_second_run_computes_nothing(plan, copied, monkeypatch):
     first = {(record.method, record.run): record for record in records_of(copied)}
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and path.name != "suite.json"}
     monkeypatch.setattr(LastLayer, "fit", lambda *_: pytest.fail("fitted again"))
-    monkeypatch.setattr("mola.lab.activations._run", lambda *_: pytest.fail("ran a network again"))
+    monkeypatch.setattr(Activations, "_run", lambda *_: pytest.fail("ran a network again"))
     assert {(record.method, record.run): record for record in run(plan, copied)} == first
     assert {path: path.read_bytes() for path in before} == before
 
@@ -277,13 +277,6 @@ def test_networks_trained_for_something_else_are_refused(trained):
     ):
         with pytest.raises(mola.OptionError, match=r"00\.safetensors was trained with (data|model|normalisation)"):
             check_networks(paths, suite, name, options)
-
-
-def test_too_little_memory_is_told_before_the_work(plan, tmp_path, monkeypatch):
-    monkeypatch.setattr("mola.lab.activations.free_memory", lambda: 1000)
-    monkeypatch.setattr("mola.lab.activations._run", lambda *_: pytest.fail("ran a network"))
-    with pytest.raises(mola.OptionError, match=r"GiB of memory.*fewer images"):
-        run(plan, tmp_path)
 
 
 def test_other_data_networks_or_settings_are_another_experiment(plan, copied):
