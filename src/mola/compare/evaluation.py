@@ -1,39 +1,17 @@
-"""What a comparison of methods on a user's data found: numbers only, the same in memory and in JSON."""
+"""A comparison on a user's data as the document that `mola evaluate` writes: `numbers.json`, version 2."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from torch import Tensor
+from mola.compare.measured import Lead
+from mola.compare.record import ClassResult, Comparison, OutlierResult, Record
 
-from mola.compare.measured import Lead, Measured, area_between, lead, mean_of, pass_rate
-from mola.compare.tally import Tally
-
-__all__ = [
-    "CONFIDENCE_BINS",
-    "SCORE_BINS",
-    "ClassResult",
-    "Detection",
-    "Evaluation",
-    "MethodResult",
-    "Outside",
-    "compare_inside",
-    "compare_outside",
-]
+__all__ = ["CONFIDENCE_BINS", "Detection", "Evaluation", "MethodResult", "Outside", "as_evaluation"]
 
 CONFIDENCE_BINS = 25
-"""Equal-width bins of the confidence histograms, from 0 to 1."""
-
-SCORE_BINS = 25
-"""Equal-width bins of the histograms of outlier scores."""
-
-TAIL = 0.005
-"""Share of the inputs at each end that the outermost bins of these take in, however far away."""
-
-BETTER: dict[str, Literal["low", "high"]] = {"accuracy": "high", "nll": "low", "brier": "low", "ece": "low"}
+"""Equal-width bins of the confidence histograms, from 0 to 1: half as many as a record has."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +43,6 @@ class Outside:
     """By outlier score, those of `mola.compare.SCORES` that the method has."""
     histogram: list[float]
     """Shares of the inputs in each of `CONFIDENCE_BINS` bins of confidence."""
-
-
-@dataclass(frozen=True)
-class ClassResult:
-    """A method on the test data of one class."""
-
-    count: int
-    accuracy: float
-    confidence: float
-    """Mean of the largest probability."""
 
 
 @dataclass(frozen=True)
@@ -145,97 +113,66 @@ class Evaluation:
         return {"format": "mola-evaluation", "version": 2, **asdict(self)}
 
 
-def compare_inside(
-    tallies: Mapping[str, Tally],
-    classes: Sequence[str],
-    outside: Mapping[str, Mapping[str, Outside]],
-) -> tuple[dict[str, MethodResult], dict[str, Lead]]:
-    """Methods on the same labelled data.
+def as_evaluation(comparison: Comparison) -> Evaluation:
+    """A comparison of one run as the document of `mola evaluate`."""
+    methods, test = comparison.methods, comparison.test.name
+    chosen = {
+        f"prior precision of {name}": one.chosen["prior_precision"][0]
+        for name, one in methods.items()
+        if "prior_precision" in one.chosen
+    }
+    chosen |= {
+        f"temperature of {name}": one.chosen["temperature"]
+        for name, one in methods.items()
+        if "temperature" in one.chosen
+    }
+    return Evaluation(
+        test=test,
+        count=comparison.test.count,
+        methods={name: _method(one, test) for name, one in methods.items()},
+        leads=comparison.leads[test],
+        outside_leads={
+            one.name: {name: comparison.leads[one.name][name] for name in ("confidence", "auroc", "fpr95")}
+            for one in comparison.of_role("outlier")
+        },
+        components=methods[comparison.own].settings["components"],
+        chosen=chosen,
+        notes=comparison.notes,
+        left_out=comparison.left_out,
+        noted=comparison.noted,
+        made=dict(comparison.made),
+    )
 
-    Args:
-        tallies: by method.
-        classes: their names.
-        outside: what the methods do on each set of outliers, by set and method.
 
-    Returns:
-        The results by method, and who leads by which number.
-    """
-    measured = {method: tally.measured() for method, tally in tallies.items()}
-    results = {
-        method: MethodResult(
-            scores={name: one.value for name, one in measured[method].items()},
-            errors={name: one.error for name, one in measured[method].items()},
-            reliability=tally.bins.tolist(),
-            histogram=_shares(tally["confidence"]),
-            classes=_classes(tally, classes),
-            outside={name: by_method[method] for name, by_method in outside.items()},
+def _method(record: Record, test: str) -> MethodResult:
+    found = record.labelled[test]
+    return MethodResult(
+        scores={name: found.metrics[name] for name in found.errors},
+        errors=found.errors,
+        reliability=found.reliability,
+        histogram=_shares(found.histogram, found.count),
+        classes=found.classes,
+        outside={name: _outside(one) for name, one in record.outliers.items()},
+    )
+
+
+def _outside(result: OutlierResult) -> Outside:
+    detections = {
+        name: Detection(
+            auroc=result.scores[name]["auroc"],
+            auroc_error=result.errors[name]["auroc"],
+            fpr95=result.scores[name]["fpr95"],
+            fpr95_error=result.errors[name]["fpr95"],
+            edges=histogram.edges,
+            inside=histogram.inside,
+            outside=histogram.outside,
         )
-        for method, tally in tallies.items()
+        for name, histogram in result.score_histograms.items()
     }
-    leads = {
-        name: lead({(method,): numbers[name] for method, numbers in measured.items()}, better)
-        for name, better in BETTER.items()
-    }
-    return results, leads
+    histogram = _shares(result.histogram, result.count)
+    return Outside(result.count, result.confidence, result.confidence_error, detections, histogram)
 
 
-def compare_outside(
-    inside: Mapping[str, Tally], outside: Mapping[str, Tally]
-) -> tuple[dict[str, Outside], dict[str, Lead]]:
-    """Every method by every outlier score that it has, on the same outliers.
-
-    Args:
-        inside: tallies of the test data, by method.
-        outside: tallies of the outliers.
-
-    Returns:
-        The results by method, and who leads by which number.
-    """
-    results: dict[str, Outside] = {}
-    confidences: dict[tuple[str, ...], Measured] = {}
-    areas: dict[tuple[str, ...], Measured] = {}
-    rates: dict[tuple[str, ...], Measured] = {}
-    for method, tally in outside.items():
-        confidences[method,] = sure = mean_of(tally["confidence"])
-        detections = {}
-        for score, far in tally.scores.items():
-            near = inside[method][score]
-            areas[method, score], rates[method, score] = area, rate = area_between(near, far), pass_rate(near, far)
-            edges = _edges(near, far)
-            detections[score] = Detection(
-                area.value,
-                area.error,
-                rate.value,
-                rate.error,
-                edges.tolist(),
-                *(_binned(values, edges) for values in (near, far)),
-            )
-        results[method] = Outside(tally.count, sure.value, sure.error, detections, _shares(tally["confidence"]))
-    leads = {"confidence": lead(confidences, "low"), "auroc": lead(areas, "high"), "fpr95": lead(rates, "low")}
-    return results, leads
-
-
-def _classes(tally: Tally, classes: Sequence[str]) -> dict[str, ClassResult]:
-    rows = zip(classes, *tally.by_class(len(classes)), strict=True)
-    return {name: ClassResult(count, right / count, sure / count) for name, count, right, sure in rows if count}
-
-
-def _shares(confidence: Tensor) -> list[float]:
-    """Shares of inputs in each bin of confidence."""
-    counts: list[float] = torch.histc(confidence, CONFIDENCE_BINS, 0, 1).tolist()
-    return [count / len(confidence) for count in counts]
-
-
-def _edges(inside: Tensor, outside: Tensor) -> Tensor:
-    """Bins that both fill: the outermost hundredth of either does not stretch them."""
-    ends = [
-        one.sort().values[[int(TAIL * (len(one) - 1)), -1 - int(TAIL * (len(one) - 1))]] for one in (inside, outside)
-    ]
-    low, high = min(float(ends[0][0]), float(ends[1][0])), max(float(ends[0][1]), float(ends[1][1]))
-    return torch.linspace(low, high if high > low else low + 1, SCORE_BINS + 1, dtype=torch.float64)
-
-
-def _binned(scores: Tensor, edges: Tensor) -> list[float]:
-    index = torch.bucketize(scores, edges[1:-1])
-    shares: list[float] = (torch.bincount(index, minlength=SCORE_BINS) / len(scores)).tolist()
-    return shares
+def _shares(histogram: list[int], count: int) -> list[float]:
+    """Shares of inputs in bins that are twice as wide."""
+    return [sum(pair) / count for pair in zip(histogram[::2], histogram[1::2], strict=True)]

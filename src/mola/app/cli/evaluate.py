@@ -75,6 +75,7 @@ def evaluate(
     from mola.app.jobs.evaluate import run_evaluate
     from mola.app.jobs.folder import open_posterior
     from mola.app.jobs.rows import Account
+    from mola.compare.evaluation import as_evaluation
     from mola.compare.report.demo import prepare_folder
     from mola.compare.report.evaluation.tables import class_table, evaluation_tables
     from mola.compare.report.evaluation.words import findings, remarks
@@ -87,7 +88,7 @@ def evaluate(
     torch.manual_seed(seed)
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
-        result = run_evaluate(
+        comparison = run_evaluate(
             open_posterior(posterior, device, trust=trust, network=network or ()),
             test,
             tuple(ood or ()),
@@ -97,6 +98,7 @@ def evaluate(
             directory=None if data is None else str(data),
             team=team,
         )
+        result = as_evaluation(comparison)
         with team.work("writing the page"):
             if not team.first:
                 return  # one process writes and speaks for all
