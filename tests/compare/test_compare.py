@@ -251,7 +251,7 @@ def test_an_ensemble_by_its_logits_is_the_ensemble_itself():
 
 
 def test_the_words_for_a_clear_lead_say_what_it_takes():
-    from mola.compare.report.tables import BOLD
+    from mola.compare.report.single_run_tables import BOLD
 
     assert f"{CLEAR:g} standard errors of their difference" in BOLD
 
@@ -268,19 +268,21 @@ def test_every_pair_of_methods_is_compared():
 
 
 def test_sentences_say_who_has_what_and_whether_it_is_clear():
-    from mola.compare.report.evaluation.words import _said
+    from mola.compare.report.words import lead_sentence
 
     one, other = paired(2.1 / 400**0.5, 1.0)
     clear = lead({("MoLA",): one, ("DE",): other}, "low")
     assert re.fullmatch(
         r"MoLA has the lowest log loss, -?[\d.]+, clearly ahead of DE \(by 0\.1050 \N{PLUS-MINUS SIGN} 0\.0500\)",
-        _said(clear, "the lowest log loss", 4),
+        lead_sentence(clear, "the lowest log loss", 4),
     )
     one, other = paired(1.9 / 400**0.5, 1.0)
-    told = _said(lead({("MoLA",): one, ("DE",): other}, "low"), "the lowest log loss", 4)
+    told = lead_sentence(lead({("MoLA",): one, ("DE",): other}, "low"), "the lowest log loss", 4)
     assert told.endswith(
         "but is not clearly ahead of DE (by 0.0950 \N{PLUS-MINUS SIGN} 0.0500, within 2 standard errors)"
     )
-    assert _said(lead({("MoLA",): one, ("DE",): one}, "low"), "x", 4).startswith("All methods share x, ")
+    assert lead_sentence(lead({("MoLA",): one, ("DE",): one}, "low"), "x", 4).startswith("All methods share x, ")
     single = lead({("MoLA",): mean_of(torch.tensor([1.0])), ("DE",): mean_of(torch.tensor([2.0]))}, "low")
-    assert _said(single, "x", 1) == "MoLA has x, 1.0, but is not clearly ahead of DE (by 1.0, of a single input)"
+    assert (
+        lead_sentence(single, "x", 1) == "MoLA has x, 1.0, but is not clearly ahead of DE (by 1.0, of a single input)"
+    )

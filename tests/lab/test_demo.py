@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from mola.app.cli import app
 from mola.compare.demo_result import METHODS, DemoResult, DemoSettings
-from mola.compare.report.demo import write_demo
-from mola.compare.report.figures import FIGURES, Drawn
-from mola.compare.report.tables import Column, demo_tables, make_table
-from mola.compare.report.words import headlines, near_one
+from mola.compare.report.rendering import Drawn
+from mola.compare.report.single_run_tables import demo_tables
+from mola.compare.report.tables import Column, make_table
+from mola.compare.report.words import DEMO_FIGURES, demo_headlines, near_one
+from mola.compare.report.writing import write_demo
 from mola.lab.demo import plane_points, run_demo
 
 SMALL = DemoSettings(seed=0, members=3, epochs=60, outliers=200, moons_epochs=80, map_size=25)
@@ -212,10 +213,10 @@ class _Page(HTMLParser):
 def test_the_page_holds_every_figure_and_asks_for_nothing(written):
     text = (written / "index.html").read_text(encoding="utf-8")
     page = _Page(text)
-    for name in FIGURES:
+    for name in DEMO_FIGURES:
         for shape in ("wide", "narrow"):
             assert any(one.startswith(f"{name}-{shape}-") for one in page.ids), (name, shape)
-    assert page.tags.count("svg") == 2 * len(FIGURES)
+    assert page.tags.count("svg") == 2 * len(DEMO_FIGURES)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in page.references)
     assert "://" not in text
@@ -244,12 +245,12 @@ def test_the_page_says_what_the_tables_say(written, result):
     for table in demo_tables(result):
         assert table.title in words
         assert all(cell.text in words for row in table.rows for cell in row.cells)
-    assert all(headline.sentence in words for headline in headlines(result))
+    assert all(headline.sentence in words for headline in demo_headlines(result))
 
 
 def test_figures_and_numbers_stand_beside_the_page(written, result):
     assert sorted(path.name for path in written.iterdir()) == ["figures", "index.html", "numbers.json"]
-    for name in FIGURES:
+    for name in DEMO_FIGURES:
         assert (written / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (written / "figures" / f"{name}.svg").read_text(encoding="utf-8").startswith("<svg style")
     stored = json.loads((written / "numbers.json").read_text(encoding="utf-8"))
@@ -291,7 +292,7 @@ def _drawn_elsewhere(monkeypatch, result):
     """The command's own work, without another run and another drawing of what the tests above look at."""
     monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda settings, progress: replace(result, settings=settings))
     monkeypatch.setattr(
-        "mola.compare.report.demo.draw", lambda name, result: Drawn(name, "<svg ></svg>", "<svg ></svg>", b"")
+        "mola.compare.report.writing.render", lambda name, make: Drawn(name, "<svg ></svg>", "<svg ></svg>", b"")
     )
 
 

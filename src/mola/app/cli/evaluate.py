@@ -26,7 +26,6 @@ from mola.app.cli.shared_options import (
     set_threads,
 )
 from mola.compare.report.tables import for_terminal
-from mola.compare.report.terminal import fitting
 
 __all__ = ["evaluate"]
 
@@ -75,10 +74,9 @@ def evaluate(
     from mola.app.jobs.evaluate import run_evaluate
     from mola.app.jobs.folder import open_posterior
     from mola.app.jobs.rows import Account
-    from mola.compare.report.demo import prepare_folder
-    from mola.compare.report.evaluation.tables import class_table, evaluation_tables
-    from mola.compare.report.evaluation.words import findings, remarks
-    from mola.compare.report.evaluation.writing import write_evaluation
+    from mola.compare.report.single_run_tables import class_table, evaluation_tables
+    from mola.compare.report.words import evaluation_findings, evaluation_remarks
+    from mola.compare.report.writing import prepare_folder, write_evaluation
     from mola.distributed import join
 
     prepare_folder(output)
@@ -107,11 +105,10 @@ def evaluate(
     if not quiet and not as_json:
         console = Console(highlight=False)
         for table in [*evaluation_tables(result), class_table(result, WORST)]:
-            for part in fitting(table, console.width):
-                console.print(for_terminal(part))
-        for title, text in findings(result):
-            console.print(f"[bold]{escape(title)}[/bold]: {escape(text)}")
-        for line in remarks(result):
+            console.print(for_terminal(table))
+        for finding in evaluation_findings(result):
+            console.print(f"[bold]{escape(finding.title)}[/bold]: {escape(finding.text)}")
+        for line in evaluation_remarks(result):
             console.print(escape(line), style="dim")
         console.print(f"\nWrote [bold]{escape(str(page))}[/bold], with numbers and figures beside it.", soft_wrap=True)
     # torchrun knows only success and failure: what was left out is said, but does not end the job.

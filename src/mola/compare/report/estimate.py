@@ -1,15 +1,30 @@
-"""A number that was measured several times: mean and standard error, and whether one leads another by more than chance."""
+"""Numbers out of records: one for each run, then mean and standard error over runs, and who leads by more than chance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mola.compare.measured import CLEAR
+from mola.compare.record import Record
 
-__all__ = ["Estimate", "leaders", "within"]
+__all__ = [
+    "Estimate",
+    "Quantity",
+    "Ranking",
+    "at_level",
+    "estimate",
+    "labelled",
+    "leaders",
+    "mmc",
+    "outlier_mean",
+    "outlier_score",
+    "ranking",
+    "shifted",
+    "within",
+]
 
 SAME = 1e-9
 """Means that differ by less, in every run, are of one method under two names."""
@@ -141,3 +156,118 @@ def _error(values: Sequence[float]) -> float | None:
         return None
     mean = math.fsum(values) / count
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The best method by a number, and the next."""
+
+    best: str
+    value: Estimate
+    level: tuple[str, ...]
+    """Other methods whose mean rounds to the same."""
+    second: str | None
+    """The best of the rest."""
+    ahead: Estimate | None
+    """By how much: the mean over the runs that both have."""
+    wins: int
+    """Runs in which the best is ahead of the second."""
+
+
+def ranking(found: Mapping[str, Estimate | None], better: Literal["low", "high"], digits: int) -> Ranking | None:
+    """Who is best, by how much, and in how many of the runs.
+
+    Args:
+        found: estimates by method, with their values by run; None is left out.
+        better: which end is best.
+        digits: to which means are rounded.
+
+    Returns:
+        The ranking; None if there is no estimate.
+    """
+    known = {method: one for method, one in found.items() if one is not None}
+    if not known:
+        return None
+    sign = 1 if better == "high" else -1
+    best, *others = sorted(known, key=lambda method: -sign * known[method].mean)
+    first, text = known[best], f"{known[best].mean:.{digits}f}"
+    level = [method for method in others if f"{known[method].mean:.{digits}f}" == text]
+    second = next((method for method in others if method not in level), None)
+    theirs = known[second].by_run if second is not None else {}
+    gaps = [sign * (value - theirs[run]) for run, value in first.by_run.items() if run in theirs]
+    return Ranking(best, first, tuple(level), second, Estimate.of(gaps), sum(gap > 0 for gap in gaps))
+
+
+Quantity = Callable[[Record], float | None]
+"""What is asked of a record; None if it does not know."""
+
+BY_CONFIDENCE = "max probability"
+
+
+def estimate(records: Iterable[Record], quantity: Quantity, factor: float = 1.0) -> Estimate | None:
+    """Mean and standard error over runs, in another unit if asked for."""
+    found = Estimate.over({record.run: quantity(record) for record in records})
+    return None if found is None else found.scaled(factor)
+
+
+def labelled(name: str, metric: str) -> Quantity:
+    """A metric on a labelled set."""
+
+    def read(record: Record) -> float | None:
+        result = record.labelled.get(name)
+        return None if result is None else result.metrics.get(metric)
+
+    return read
+
+
+def at_level(level: float, metric: str) -> Quantity:
+    """A metric at a level of shift; the mean over sets if several have it."""
+
+    def read(record: Record) -> float | None:
+        return _mean([result.metrics.get(metric) for result in record.labelled.values() if result.level == level])
+
+    return read
+
+
+def shifted(metric: str) -> Quantity:
+    """A metric over all shifted sets: the mean over levels."""
+
+    def read(record: Record) -> float | None:
+        levels = sorted({result.level for name, result in record.labelled.items() if name != "test"})
+        return _mean([at_level(level, metric)(record) for level in levels])
+
+    return read
+
+
+def mmc(name: str) -> Quantity:
+    """Mean confidence in a set of outliers."""
+
+    def read(record: Record) -> float | None:
+        result = record.outliers.get(name)
+        return None if result is None else result.confidence
+
+    return read
+
+
+def outlier_score(name: str, metric: str = "auroc", score: str = BY_CONFIDENCE) -> Quantity:
+    """How well a score tells outliers from the test set."""
+
+    def read(record: Record) -> float | None:
+        result = record.outliers.get(name)
+        return None if result is None else result.scores.get(score, {}).get(metric)
+
+    return read
+
+
+def outlier_mean(quantity: Callable[[str], Quantity], names: Sequence[str]) -> Quantity:
+    """A quantity of outlier sets: its mean over these sets; None unless all are known."""
+
+    def read(record: Record) -> float | None:
+        return _mean([quantity(name)(record) for name in names])
+
+    return read
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None

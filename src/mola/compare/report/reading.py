@@ -1,4 +1,4 @@
-"""A suite's records, read and checked, in the order in which they are shown."""
+"""A suite's stored records, read and checked: what cannot be read is left out and named, and so is what cannot be compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mola.compare.record import Record
-from mola.compare.report.suites.agreement import disagreements
-from mola.compare.report.suites.records import readable_records
+from mola.compare.record import CONFIDENCE_BINS, Record
 from mola.compare.store import Store
 from mola.errors import StorageError
 from mola.options import one_of
 from mola.schema import Optional, check
 
-__all__ = ["MAIN", "CostRow", "Pictures", "SetInfo", "SuiteResults", "read_suite"]
+__all__ = [
+    "MAIN",
+    "CostRow",
+    "Pictures",
+    "SetInfo",
+    "SuiteResults",
+    "disagreements",
+    "listed",
+    "read_suite",
+    "read_suites",
+]
 
 MAIN = "main"
 
@@ -137,6 +145,22 @@ class SuiteResults:
         return sorted({one.level for one in self.sets.values() if one.role in ("test", "shift")})
 
 
+def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteResults]:
+    """Read suites before anything is written, so that what is wrong with them is told at once.
+
+    Args:
+        results: folder of the store.
+        names: of suites; none means all that have results.
+
+    Returns:
+        The suites, each once, in the order asked for.
+    """
+    store = Store(results)
+    known = store.suites()
+    chosen = list(dict.fromkeys(one_of(name, known, "suite") for name in names)) or known
+    return [read_suite(store, name) for name in chosen]
+
+
 def read_suite(store: Store, name: str) -> SuiteResults:
     """Read a suite; `StorageError` names a document that is broken, or says that no record can be read.
 
@@ -151,7 +175,7 @@ def read_suite(store: Store, name: str) -> SuiteResults:
     place = store.directory / name
     document = store.read_document(name, "suite.json") or {}
     _check(document, SUITE_SCHEMA, f"{place / 'suite.json'}")
-    records, unread = readable_records(store, name)
+    records, unread = _readable_records(store, name)
     cost = store.read_document(name, "cost.json")
     if cost is not None:
         _check(cost, COST_SCHEMA, f"{place / 'cost.json'}")
@@ -247,3 +271,161 @@ def _pictures(given: dict[str, Any], place: str, *, labelled: bool) -> Pictures:
     labels = given.get("label") if labelled else None
     pixels = np.frombuffer(content, dtype=np.uint8).reshape(shape).transpose(0, 2, 3, 1)
     return Pictures(pixels, tuple(labels) if isinstance(labels, list) and len(labels) >= shape[0] else None)
+
+
+# --- records that can be read ----------------------------------------------------------------------------------------
+
+
+def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]]:
+    """The records that can be read, in the order of their files, and a warning for each of the others.
+
+    Args:
+        store: the folder of results.
+        suite: its name.
+
+    Returns:
+        Records, and sentences that name the files left out.
+
+    Raises:
+        StorageError: if there are no records, or none that can be read.
+    """
+    place = store.directory / suite
+    records: list[Record] = []
+    warnings: list[str] = []
+    for path in sorted(place.glob("*/run-*.json")):
+        try:
+            records.append(_read_record(store, suite, path))
+        except StorageError as error:
+            warnings.append(f"Left out, so its method lacks a run here: {error}")
+    if not records and warnings:
+        message = f"{place}: none of {len(warnings)} records can be read. {warnings[0]}"
+        raise StorageError(message)
+    if not records:
+        message = f"{place} holds no records yet: run `mola bench {suite}` first."
+        raise StorageError(message)
+    return records, warnings
+
+
+def _read_record(store: Store, suite: str, path: Path) -> Record:
+    document = store.read_document(suite, str(path.relative_to(store.directory / suite)))
+    try:
+        record = Record.from_json(document or {})
+    except StorageError as error:
+        message = f"{path}: {error} Delete it and run the suite again: the rest is kept."
+        raise StorageError(message) from error
+    histograms = [result.histogram for result in record.labelled.values()]
+    histograms += [result.histogram for result in record.outliers.values()]
+    if any(len(histogram) not in (0, CONFIDENCE_BINS) for histogram in histograms):
+        message = f"{path}: expected histograms of {CONFIDENCE_BINS} bins. Delete it and run the suite again."
+        raise StorageError(message)
+    if any(len(row) != 3 for result in record.labelled.values() for row in result.reliability):
+        message = f"{path}: expected three numbers for each bin of reliability. Delete it and run the suite again."
+        raise StorageError(message)
+    return record
+
+
+# --- records that can be compared ------------------------------------------------------------------------------------
+
+OWN_WEIGHTS = ("SWAG", "MIMO")
+"""Methods with these words in their names bring weights of their own."""
+
+
+def disagreements(suite: str, records: Sequence[Record]) -> list[str]:
+    """What a reader must know before comparing the records.
+
+    Args:
+        suite: where the records were found.
+        records: all of them.
+
+    Returns:
+        Sentences; none if all is well.
+    """
+    return [
+        *_other_suites(suite, records),
+        *_same_data(records),
+        *_same_networks(records),
+        *_same_runs(records),
+        *_same_sets(records),
+    ]
+
+
+def _other_suites(suite: str, records: Sequence[Record]) -> list[str]:
+    strangers = sorted({record.method for record in records if record.suite != suite})
+    return [f"Records of another suite lie in this folder: {', '.join(strangers)}."] if strangers else []
+
+
+def _same_data(records: Sequence[Record]) -> list[str]:
+    words = []
+    for run in sorted({record.run for record in records}):
+        seen: dict[str, dict[str, list[str]]] = {}
+        for record in records:
+            if record.run == run:
+                for name, checksum in record.data.items():
+                    seen.setdefault(name, {}).setdefault(checksum, []).append(record.method)
+        for name, by_checksum in seen.items():
+            if len(by_checksum) > 1:
+                odd = sorted(by_checksum.values(), key=len)[0]
+                words.append(
+                    f"Run {run}: {listed(odd)} saw other data than the rest in the set {name!r} (checksums differ). "
+                    f"Their numbers cannot be compared: run the suite again for all methods."
+                )
+    return words
+
+
+def _same_networks(records: Sequence[Record]) -> list[str]:
+    words = []
+    for group, run in sorted({(record.group, record.run) for record in records}):
+        same = [
+            record
+            for record in records
+            if (record.group, record.run) == (group, run) and not any(word in record.method for word in OWN_WEIGHTS)
+        ]
+        if not same:
+            continue
+        reference = max(same, key=lambda record: len(record.networks))
+        odd = [record.method for record in same if not set(record.networks) <= set(reference.networks)]
+        if odd:
+            words.append(
+                f"Run {run}: {listed(odd)} used networks that {reference.method} did not (checksums differ). "
+                f"Differences between them are not due to the methods alone."
+            )
+    return words
+
+
+def _same_runs(records: Sequence[Record]) -> list[str]:
+    words = []
+    for group in sorted({record.group for record in records}):
+        runs: dict[str, set[int]] = {}
+        for record in records:
+            if record.group == group:
+                runs.setdefault(record.method, set()).add(record.run)
+        every = set().union(*runs.values())
+        for method, done in runs.items():
+            if done != every:
+                words.append(
+                    f"{method} has {len(done)} of {len(every)} runs: its means are over other runs than the rest's."
+                )
+    return words
+
+
+def _same_sets(records: Sequence[Record]) -> list[str]:
+    words = []
+    for group in sorted({record.group for record in records}):
+        sets = {
+            (record.method, record.run): {*record.labelled, *record.outliers}
+            for record in records
+            if record.group == group
+        }
+        every = set().union(*sets.values())
+        lacking: dict[str, list[str]] = {}
+        for (method, run), found in sets.items():
+            if found != every:
+                lacking.setdefault(", ".join(sorted(every - found)), []).append(f"{method} (run {run})")
+        words += [f"{listed(who)}: not evaluated on {what}." for what, who in lacking.items()]
+    return words
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """The first few names, and how many more."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
