@@ -20,7 +20,7 @@ import mola.compare.report.rendering as rendering
 from mola.__main__ import main
 from mola.compare.record import Record
 from mola.compare.report import paper_numbers
-from mola.compare.report.confidence_figures import suite_histograms, suite_reliability
+from mola.compare.report.confidence_figures import draw_histograms
 from mola.compare.report.estimate import Estimate, at_level, ranking, shifted
 from mola.compare.report.page import SuiteReport, suites_page
 from mola.compare.report.reading import read_suites
@@ -206,8 +206,8 @@ def test_numbers_of_the_same_level_are_averaged():
     one = record("mnist", "MAP", "main", 0, 0, LEVELS)
     twin = replace(one.labelled["shift 15"], metrics={**one.labelled["shift 15"].metrics, "ece": 0.35})
     both = replace(one, labelled={**one.labelled, "another at 15": twin})
-    assert at_level(15.0, "ece")(both) == pytest.approx((0.05 + 0.35) / 2)
-    assert shifted("ece")(both) == pytest.approx(np.mean([(0.05 + 0.35) / 2, 0.08, 0.11]))
+    assert at_level(15.0, "ece")(both).mean == pytest.approx((0.05 + 0.35) / 2)
+    assert shifted("ece")(both).mean == pytest.approx(np.mean([(0.05 + 0.35) / 2, 0.08, 0.11]))
     assert at_level(99.0, "ece")(both) is None
     assert shifted("unheard of")(both) is None
 
@@ -361,7 +361,7 @@ def test_what_tuning_remarked_of_a_main_method_is_a_finding(suite):
     def noted(*notes):
         records = [
             replace(one, chosen={"notes": [note] if note else []})
-            for one, note in zip(suite.main["LLLA"], notes, strict=True)
+            for one, note in zip(suite.runs["LLLA"], notes, strict=True)
         ]
         groups = {**suite.groups, "main": {"LLLA": tuple(records)}}
         return {one.title: one.text for one in suite_findings(replace(suite, groups=groups))}.get("Remarks of tuning")
@@ -511,10 +511,10 @@ def test_a_figure_cut_short_is_drawn_again(written, suite, monkeypatch):
 @pytest.mark.parametrize("shape", [WIDE, NARROW])
 @pytest.mark.parametrize("count", [2, 7, 11])
 def test_legends_of_reliability_are_inside_and_apart(suite, shape, count):
-    records = suite.main["MoLA (NLL)"]
+    records = suite.runs["MoLA (NLL)"]
     many = {f"MIMO-MoLA {index}": records for index in range(count)}
     with drawing():
-        figure = suite_reliability(replace(suite, groups={"main": many}), shape)
+        figure = suite_figures(replace(suite, groups={"main": many}))["reliability"](shape)
         figure.draw_without_rendering()
         boxes = [panel.get_legend().get_window_extent() for panel in figure.axes]
         titles = [panel.title.get_window_extent() for panel in figure.axes]
@@ -532,7 +532,7 @@ def test_legends_of_reliability_are_inside_and_apart(suite, shape, count):
 
 def test_words_in_histograms_cover_no_bars(suite):
     with drawing():
-        figure = suite_histograms(suite, WIDE)
+        figure = draw_histograms(suite, suite.of_role("outlier"), WIDE)
         figure.draw_without_rendering()
         for panel in figure.axes:
             (words,) = panel.texts
@@ -665,8 +665,8 @@ def test_a_broken_record_is_left_out_and_named(tmp_path, how):
     path = store.path("mnist", "DE", 1)
     broken(path, how)
     suite = read_suites(tmp_path)[0]
-    assert [one.run for one in suite.main["DE"]] == [0, 2]
-    assert {**suite.main, "DE": None} == {**whole.main, "DE": None}
+    assert [one.run for one in suite.runs["DE"]] == [0, 2]
+    assert {**suite.runs, "DE": None} == {**whole.runs, "DE": None}
     assert any(str(path) in warning and "Left out" in warning for warning in suite.warnings)
     assert any("DE has 2 of 3 runs" in warning for warning in suite.warnings)
     assert "over 2 to 3 runs." in suite_tables(suite)["outliers"].caption
@@ -756,7 +756,6 @@ def test_the_report_sees_records_only():
         "mola.compare.store",
         "mola.compare.measured",
         "mola.compare.tally",
-        "mola.compare.evaluation",
         "mola.compare.demo_result",
         "mola.reliability",
         "mola.options",
@@ -772,6 +771,6 @@ def test_the_report_sees_records_only():
 
 
 def test_a_record_survives_the_store(results, suite):
-    stored = suite.main["MoLA"][1]
+    stored = suite.runs["MoLA"][1]
     assert asdict(Record.from_json(json.loads(json.dumps(stored.to_json())))) == asdict(stored)
     assert stored.run == 1

@@ -242,7 +242,7 @@ def test_figures_follow_the_page_from_light_to_dark(written):
 
 def test_the_page_says_what_the_tables_say(written, result):
     words = "".join(_Page((written / "index.html").read_text(encoding="utf-8")).text)
-    for table in demo_tables(result):
+    for table in demo_tables(result.comparison):
         assert table.title in words
         assert all(cell.text in words for row in table.rows for cell in row.cells)
     assert all(headline.sentence in words for headline in demo_headlines(result))
@@ -272,7 +272,7 @@ def test_every_method_is_shown_by_every_score_that_it_has(result):
             own = {"ood score"} if method in ("LLLA", "MoLA") else set()
             assert set(found.scores) == {"max probability", "entropy", "energy", "maximum logit"} | own, (kind, method)
             assert found.auroc == found.scores["max probability"][0]
-    table = demo_tables(result)[-1]
+    table = demo_tables(result.comparison)[-1]
     assert [row.name for row in table.rows].count("DE, energy") == 1
     assert not any(row.aside for row in table.rows)
 

@@ -6,6 +6,7 @@ Dictionaries by method have the keys and the order of `METHODS`, unless they say
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from mola.compare.four_methods import METHODS
 from mola.compare.measured import Lead
+from mola.compare.record import Comparison, LabelledResult, OutlierResult, Pictures, Record, SetInfo
+from mola.compare.record import Examples as RecordExamples
 
 __all__ = [
     "METHODS",
@@ -168,6 +171,66 @@ class DemoResult:
     versions: dict[str, str]
     """Of mola, torch and Python."""
 
+    @cached_property
+    def comparison(self) -> Comparison:
+        """The digits as every comparison is shown."""
+        digits = self.digits
+        turned = {angle: TEST if angle == 0 else f"rotated by {angle}°" for angle in digits.rotated}
+        sets = [
+            SetInfo("train", "train", "train", digits.sizes["train"]),
+            SetInfo("validation", "validation", "validation", digits.sizes["val"]),
+            *(
+                SetInfo(name, name, "shift" if angle else "test", digits.sizes["test"], float(angle))
+                for angle, name in turned.items()
+            ),
+            *(SetInfo(name, name, "outlier", len(digits.confidences[name]["MAP"])) for name in digits.detection),
+        ]
+        leads = {turned[angle]: found for angle, found in digits.leads.items()}
+        for name, found in digits.detection_leads.items():
+            by_score = {"auroc": found["any"], "max probability": found["auroc"]}
+            leads[name] = {"confidence": found["confidence"], **by_score}
+        return Comparison(
+            title="digits",
+            sets={one.name: one for one in sets},
+            records=tuple(self._record(method, turned) for method in METHODS),
+            leads=leads,
+            pictures={
+                name: Pictures(np.round(255 * np.clip(one.images, 0, 1)).astype(np.uint8)[..., None])
+                for name, one in digits.examples.items()
+            },
+            notes=digits.notes,
+            made={"parameters": digits.parameters},
+        )
+
+    def _record(self, method: str, turned: dict[int, str]) -> Record:
+        digits = self.digits
+        chosen: dict[str, Any] = {}
+        if method in digits.prior_precision:
+            chosen = {"prior_precision": [digits.prior_precision[method]], "rule": digits.rule[method]}
+        labelled = {}
+        for angle, name in turned.items():
+            scores = digits.rotated[angle][method]
+            metrics = {metric: getattr(scores, metric) for metric in scores.errors}
+            sure = [] if angle else _histogram(digits.confidences[TEST][method])
+            bins = digits.reliability[angle][method].tolist()
+            labelled[name] = LabelledResult(float(angle), digits.sizes["test"], metrics, bins, sure, scores.errors)
+        outliers = {
+            name: OutlierResult(
+                len(digits.confidences[name][method]),
+                found[method].confidence,
+                {score: {"auroc": value} for score, (value, _) in found[method].scores.items()},
+                _histogram(digits.confidences[name][method]),
+                found[method].confidence_error,
+                {score: {"auroc": error} for score, (_, error) in found[method].scores.items()},
+            )
+            for name, found in digits.detection.items()
+        }
+        examples = {
+            name: RecordExamples(one.confidence[method].tolist(), [0] * len(one.images))
+            for name, one in digits.examples.items()
+        }
+        return Record("digits", method, "main", 0, {}, [], {}, chosen, {}, labelled, outliers, examples)
+
     def numbers(self) -> dict[str, Any]:
         """The scores as plain JSON values, without arrays."""
         digits = self.digits
@@ -189,3 +252,7 @@ class DemoResult:
             },
             "far_field": {"limit": self.distance.limits, "bound": self.distance.bounds},
         }
+
+
+def _histogram(confidences: Array) -> list[int]:
+    return [int(count) for count in np.histogram(confidences, 25, (0.0, 1.0))[0]]

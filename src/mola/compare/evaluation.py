@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from mola.compare.measured import Lead, Measured, area_between, lead, mean_of, pass_rate
+from mola.compare.record import ClassResult as RecordClass
+from mola.compare.record import Comparison, LabelledResult, OutlierResult, Record, ScoreHistogram, SetInfo
 from mola.compare.tally import Tally
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Outside",
     "compare_inside",
     "compare_outside",
+    "short",
 ]
 
 CONFIDENCE_BINS = 25
@@ -140,9 +143,69 @@ class Evaluation:
         """The same networks without a posterior: the deep ensemble, or one network alone."""
         return "DE" if "DE" in self.methods else "MAP"
 
+    def comparison(self) -> Comparison:
+        """The same as every comparison is shown."""
+        sets = {self.test: SetInfo(self.test, short(self.test, (self.test,)), "test", self.count)}
+        first = next(iter(self.methods.values()))
+        for name, out in first.outside.items():
+            sets[name] = SetInfo(name, short(name, self.outside), "outlier", out.count)
+        records = [self._record(method, one) for method, one in self.methods.items()]
+        return Comparison(
+            title=self.test,
+            sets=sets,
+            records=tuple(records),
+            classes=tuple(first.classes),
+            leads={self.test: self.leads, **self.outside_leads},
+            notes=self.notes,
+            left_out=self.left_out,
+            noted=self.noted,
+            made={**self.made, "components": self.components},
+        )
+
+    def _record(self, method: str, one: MethodResult) -> Record:
+        chosen: dict[str, Any] = {}
+        if (precision := self.chosen.get(f"prior precision of {method}")) is not None:
+            chosen["prior_precision"] = [precision]
+        if (temperature := self.chosen.get(f"temperature of {method}")) is not None:
+            chosen["temperature"] = temperature
+        labelled = LabelledResult(
+            0.0,
+            self.count,
+            one.scores,
+            one.reliability,
+            [round(share * self.count) for share in one.histogram],
+            one.errors,
+            {name: RecordClass(**vars(found)) for name, found in one.classes.items()},
+        )
+        outliers = {
+            name: OutlierResult(
+                out.count,
+                out.confidence,
+                {score: {"auroc": found.auroc, "fpr95": found.fpr95} for score, found in out.scores.items()},
+                [round(share * out.count) for share in out.histogram],
+                out.confidence_error,
+                {
+                    score: {"auroc": found.auroc_error, "fpr95": found.fpr95_error}
+                    for score, found in out.scores.items()
+                },
+                {
+                    score: ScoreHistogram(found.edges, found.inside, found.outside)
+                    for score, found in out.scores.items()
+                },
+            )
+            for name, out in one.outside.items()
+        }
+        return Record("", method, "main", 0, {}, [], {}, chosen, {}, {self.test: labelled}, outliers)
+
     def plain(self) -> dict[str, Any]:
         """As plain values."""
         return {"format": "mola-evaluation", "version": 2, **asdict(self)}
+
+
+def short(name: str, names: tuple[str, ...]) -> str:
+    """What a set is called where there is little room: the last part of its path, if that tells it from the others."""
+    last = name.rstrip("/").split("/")[-1]
+    return last if last and sum(other.rstrip("/").split("/")[-1] == last for other in names) == 1 else name
 
 
 def compare_inside(

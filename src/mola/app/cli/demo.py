@@ -51,7 +51,7 @@ def demo(
     if quiet:
         return
     console = Console(highlight=False)
-    for table in demo_tables(result):
+    for table in demo_tables(result.comparison):
         console.print(for_terminal(table))
     for headline in demo_headlines(result):
         console.print(

@@ -98,17 +98,21 @@ def evaluate(
         with team.work("writing the page"):
             if not team.first:
                 return  # one process writes and speaks for all
+            comparison = result.comparison()
             page = write_evaluation(
-                result, output, lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done)
+                comparison,
+                result.plain(),
+                output,
+                lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done),
             )
     write_run(context, output / "run.toml")
     if not quiet and not as_json:
         console = Console(highlight=False)
-        for table in [*evaluation_tables(result), class_table(result, WORST)]:
+        for table in [*evaluation_tables(comparison), class_table(comparison, WORST)]:
             console.print(for_terminal(table))
-        for finding in evaluation_findings(result):
+        for finding in evaluation_findings(comparison):
             console.print(f"[bold]{escape(finding.title)}[/bold]: {escape(finding.text)}")
-        for line in evaluation_remarks(result):
+        for line in evaluation_remarks(comparison):
             console.print(escape(line), style="dim")
         console.print(f"\nWrote [bold]{escape(str(page))}[/bold], with numbers and figures beside it.", soft_wrap=True)
     # torchrun knows only success and failure: what was left out is said, but does not end the job.

@@ -9,17 +9,7 @@ from typing import Any
 
 from mola.compare.demo_result import METHODS, DemoResult
 from mola.compare.record import Record
-from mola.compare.report.estimate import (
-    Estimate,
-    Quantity,
-    at_level,
-    estimate,
-    labelled,
-    mmc,
-    outlier_mean,
-    outlier_score,
-    shifted,
-)
+from mola.compare.report.estimate import Estimate, On, Quantity, at_level, estimate, levels_of, mean_over, shifted
 from mola.compare.report.reading import SuiteResults
 from mola.compare.report.style import (
     COLOURS,
@@ -114,7 +104,7 @@ def _shared_legend(figure: Figure, panels: Sequence[Axes], used: int, shape: Sha
 
 def suite_shift(suite: SuiteResults, shape: Shape) -> Figure:
     """Every metric of every method compared, against the level of shift."""
-    return _against_level(suite, suite.main, tuple(METRIC_NAMES), shape)
+    return _against_level(suite, suite.runs, tuple(METRIC_NAMES), shape)
 
 
 def suite_ablation(suite: SuiteResults, group: str, shape: Shape) -> Figure:
@@ -125,7 +115,7 @@ def suite_ablation(suite: SuiteResults, group: str, shape: Shape) -> Figure:
 def _against_level(
     suite: SuiteResults, methods: Mapping[str, Sequence[Record]], metrics: Sequence[str], shape: Shape
 ) -> Figure:
-    levels, drawn = suite.levels(), _strokes(methods)
+    levels, drawn = levels_of(suite), _strokes(methods)
     panels = {
         METRIC_NAMES[metric]: {
             method: ([(level, estimate(records, at_level(level, metric))) for level in levels], drawn[method])
@@ -153,17 +143,19 @@ def _strokes(methods: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, Any
 
 def demo_rotation(result: DemoResult, shape: Shape) -> Figure:
     """Confidence with accuracy, log loss and calibration error against the angle."""
-    rotated, drawn = result.digits.rotated, strokes(METHODS)
+    runs, angles = result.comparison.runs, levels_of(result.comparison)
 
-    def points(score: str, method: str) -> Points:
-        return [(angle, Estimate(getattr(scores[method], score), None, 1)) for angle, scores in rotated.items()]
+    def points(metric: str, method: str) -> Points:
+        found = [(angle, estimate(runs[method], at_level(angle, metric))) for angle in angles]
+        return [(angle, None if one is None else Estimate(one.mean, None, 1)) for angle, one in found]
 
     titles = {"confidence": "mean confidence", "nll": "log loss (NLL)", "ece": "calibration error (ECE)"}
-    panels = {
-        title: {method: (points(score, method), drawn[method]) for method in METHODS} for score, title in titles.items()
+    panels: dict[str, dict[str, tuple[Points, Stroke]]] = {
+        title: {method: (points(metric, method), stroke) for method, stroke in strokes(runs).items()}
+        for metric, title in titles.items()
     }
-    accuracy = (points("accuracy", "MoLA"), {"color": INK, "linestyle": (0, (2, 1.5))})
-    panels["mean confidence"]["accuracy of MoLA"] = accuracy
+    dashed = {"color": INK, "linestyle": (0, (2, 1.5))}
+    panels["mean confidence"]["accuracy of MoLA"] = (points("accuracy", "MoLA"), dashed)
     axis = "rotation (degrees)"
     return _curves(panels, shape, axis=axis, ticks=range(0, 181, 45), from_zero=list(titles.values()))
 
@@ -185,13 +177,13 @@ def component_sweep(suite: SuiteResults) -> dict[str, dict[int, tuple[Record, ..
 def suite_components(suite: SuiteResults, shape: Shape) -> Figure:
     """Scores of each family against the number of components: as the test data are, shifted, and of outliers."""
     quantities: dict[str, Quantity] = {}
-    for kind, of_metric in (("test", partial(labelled, "test")), ("shifted", shifted)):
-        if kind == "test" or len(suite.levels()) > 1:
+    for kind, of_metric in (("test", partial(On, "test")), ("shifted", shifted)):
+        if kind == "test" or len(levels_of(suite)) > 1:
             for metric in ("log_likelihood", "ece", "confidence", "accuracy"):
                 quantities[f"{'ECE' if metric == 'ece' else METRIC_NAMES[metric]}, {kind}"] = of_metric(metric)
     if outliers := [one.name for one in suite.of_role("outlier")]:
-        quantities["mean confidence, outliers"] = outlier_mean(mmc, outliers)
-        quantities["AUROC, outliers"] = outlier_mean(partial(outlier_score), outliers)
+        quantities["mean confidence, outliers"] = mean_over(outliers, "confidence")
+        quantities["AUROC, outliers"] = mean_over(outliers, "auroc")
     sweep = component_sweep(suite)
     drawn = strokes(sweep)
     panels = {
@@ -257,7 +249,7 @@ def _by_precision(panel: Axes, result: DemoResult) -> None:
     panel.plot(distance.precisions, distance.bound, color=colour, linestyle=DASHED, label="bound")
     panel.plot(distance.precisions, distance.limit, color=colour, linestyle=DOTTED, label="limit, noise")
     panel.plot(distance.precisions, distance.test_confidence, color=INK, linewidth=1.2, label="test digits")
-    chosen = result.digits.prior_precision["MoLA"]
+    chosen = result.comparison.methods["MoLA"].chosen["prior_precision"][0]
     panel.axvline(chosen, color=INK, linewidth=0.8, alpha=0.6)
     panel.annotate(
         f"tuned: λ = {chosen:.2g}", (chosen, 0.03), xytext=(-4, 0), textcoords="offset points", ha="right", fontsize=8

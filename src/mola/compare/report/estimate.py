@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mola.compare.measured import CLEAR
-from mola.compare.record import Record
+from mola.compare.record import Comparison, Record
 
 __all__ = [
+    "BY_CONFIDENCE",
     "Estimate",
+    "On",
     "Quantity",
     "Ranking",
     "at_level",
     "estimate",
-    "labelled",
     "leaders",
-    "mmc",
-    "outlier_mean",
-    "outlier_score",
+    "levels_of",
+    "mean_over",
     "ranking",
     "shifted",
     "within",
@@ -198,76 +198,74 @@ def ranking(found: Mapping[str, Estimate | None], better: Literal["low", "high"]
     return Ranking(best, first, tuple(level), second, Estimate.of(gaps), sum(gap > 0 for gap in gaps))
 
 
-Quantity = Callable[[Record], float | None]
-"""What is asked of a record; None if it does not know."""
+Quantity = Callable[[Record], Estimate | None]
+"""What is asked of a record, with its error over data where that is known; None if the record does not know."""
 
 BY_CONFIDENCE = "max probability"
 
 
 def estimate(records: Iterable[Record], quantity: Quantity, factor: float = 1.0) -> Estimate | None:
-    """Mean and standard error over runs, in another unit if asked for."""
-    found = Estimate.over({record.run: quantity(record) for record in records})
+    """Mean and standard error over runs, in another unit if asked for; of a single run, the error over data."""
+    known = {record.run: one for record in records if (one := quantity(record)) is not None}
+    if len(known) == 1:
+        ((run, one),) = known.items()
+        return Estimate(one.mean, one.error, 1, {run: one.mean}).scaled(factor)
+    found = Estimate.over({run: one.mean for run, one in known.items()})
     return None if found is None else found.scaled(factor)
 
 
-def labelled(name: str, metric: str) -> Quantity:
-    """A metric on a labelled set."""
+@dataclass(frozen=True)
+class On:
+    """A number on one set: of labelled data a metric; of outliers "confidence", or how well a score tells them apart."""
 
-    def read(record: Record) -> float | None:
-        result = record.labelled.get(name)
-        return None if result is None else result.metrics.get(metric)
+    name: str
+    metric: str
+    score: str = BY_CONFIDENCE
 
-    return read
+    def __call__(self, record: Record) -> Estimate | None:
+        """What the record knows of it."""
+        value: float | None = None
+        error: float | None = None
+        if (labelled := record.labelled.get(self.name)) is not None:
+            value, error = labelled.metrics.get(self.metric), labelled.errors.get(self.metric)
+        elif (outliers := record.outliers.get(self.name)) is not None:
+            value, error = outliers.confidence, outliers.confidence_error
+            if self.metric != "confidence":
+                value, error = (
+                    by_score.get(self.score, {}).get(self.metric) for by_score in (outliers.scores, outliers.errors)
+                )
+        return None if value is None else Estimate(value, error, 1)
 
 
 def at_level(level: float, metric: str) -> Quantity:
     """A metric at a level of shift; the mean over sets if several have it."""
-
-    def read(record: Record) -> float | None:
-        return _mean([result.metrics.get(metric) for result in record.labelled.values() if result.level == level])
-
-    return read
+    return lambda record: _mean(
+        [On(name, metric)(record) for name, one in record.labelled.items() if one.level == level]
+    )
 
 
 def shifted(metric: str) -> Quantity:
     """A metric over all shifted sets: the mean over levels."""
 
-    def read(record: Record) -> float | None:
+    def read(record: Record) -> Estimate | None:
         levels = sorted({result.level for name, result in record.labelled.items() if name != "test"})
         return _mean([at_level(level, metric)(record) for level in levels])
 
     return read
 
 
-def mmc(name: str) -> Quantity:
-    """Mean confidence in a set of outliers."""
-
-    def read(record: Record) -> float | None:
-        result = record.outliers.get(name)
-        return None if result is None else result.confidence
-
-    return read
+def mean_over(names: Sequence[str], metric: str, score: str = BY_CONFIDENCE) -> Quantity:
+    """The mean of a number over these sets; None unless all are known."""
+    return lambda record: _mean([On(name, metric, score)(record) for name in names])
 
 
-def outlier_score(name: str, metric: str = "auroc", score: str = BY_CONFIDENCE) -> Quantity:
-    """How well a score tells outliers from the test set."""
-
-    def read(record: Record) -> float | None:
-        result = record.outliers.get(name)
-        return None if result is None else result.scores.get(score, {}).get(metric)
-
-    return read
-
-
-def outlier_mean(quantity: Callable[[str], Quantity], names: Sequence[str]) -> Quantity:
-    """A quantity of outlier sets: its mean over these sets; None unless all are known."""
-
-    def read(record: Record) -> float | None:
-        return _mean([quantity(name)(record) for name in names])
-
-    return read
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
+def _mean(values: Sequence[Estimate | None]) -> Estimate | None:
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None
+    if len(known) == 1 == len(values):
+        return known[0]
+    return Estimate(sum(one.mean for one in known) / len(known), None, 1) if 0 < len(known) == len(values) else None
+
+
+def levels_of(comparison: Comparison) -> list[float]:
+    """Levels of shift, 0 (the test set) among them."""
+    return sorted({one.level for one in comparison.sets.values() if one.role in ("test", "shift")})

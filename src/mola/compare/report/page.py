@@ -10,11 +10,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from mola.compare.demo_result import DemoResult
-from mola.compare.evaluation import Evaluation
+from mola.compare.record import Comparison
 from mola.compare.report import words
 from mola.compare.report.reading import SuiteResults
 from mola.compare.report.rendering import Drawn
-from mola.compare.report.single_run_tables import class_table, demo_tables, evaluation_tables, short
+from mola.compare.report.single_run_tables import class_table, demo_tables, evaluation_tables
 from mola.compare.report.style import INK, strokes
 from mola.compare.report.suite_tables import ablation_groups
 from mola.compare.report.tables import Table
@@ -61,37 +61,37 @@ def demo_page(result: DemoResult, figures: Mapping[str, Drawn]) -> str:
         "demo",
         result=result,
         headlines=words.demo_headlines(result),
-        tables=demo_tables(result),
+        tables=demo_tables(result.comparison),
+        sizes={one.role: one.count for one in result.comparison.sets.values()},
         figures=[(drawn, *words.DEMO_FIGURES[name]) for name, drawn in figures.items()],
         remarks=words.demo_remarks(result),
     )
 
 
-def evaluation_page(result: Evaluation, figures: Mapping[str, Drawn]) -> str:
+def evaluation_page(comparison: Comparison, figures: Mapping[str, Drawn]) -> str:
     """A comparison on a user's own data.
 
     Args:
-        result: what was found.
+        comparison: what was found.
         figures: by name, in the order in which they are to stand.
 
     Returns:
         A complete HTML document.
     """
-    told = []
+    told, outliers = [], comparison.of_role("outlier")
     for name, drawn in figures.items():
         kind, _, index = name.partition("-")
         title, caption = words.EVALUATION_FIGURES[kind]
-        told.append(
-            (drawn, title.format(short(result.outside[int(index)], result.outside)) if index else title, caption)
-        )
+        told.append((drawn, title.format(outliers[int(index)].title) if index else title, caption))
     return _render(
         "evaluation",
-        result=result,
-        findings=words.evaluation_findings(result),
-        tables=evaluation_tables(result),
-        classes=class_table(result),
+        comparison=comparison,
+        outliers=len(outliers),
+        findings=words.evaluation_findings(comparison),
+        tables=evaluation_tables(comparison),
+        classes=class_table(comparison),
         figures=told,
-        remarks=words.evaluation_remarks(result),
+        remarks=words.evaluation_remarks(comparison),
     )
 
 

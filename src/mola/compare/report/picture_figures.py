@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from matplotlib.patches import Patch
-from numpy.typing import NDArray
 
 from mola.compare.demo_result import METHODS, DemoResult
-from mola.compare.report.reading import SuiteResults
+from mola.compare.record import Comparison, Examples, Pictures, SetInfo
 from mola.compare.report.style import COLOURS, INK, Axes, Figure, Shape, canvas, strokes
 
-__all__ = ["demo_examples", "demo_moons", "example_sets", "suite_examples"]
+__all__ = ["demo_moons", "draw_examples", "example_sets"]
 
 BAR, GAP = 0.115, 0.03
 """Height of a bar, and space between them, where an image is 1 wide."""
@@ -26,38 +23,38 @@ MOST_SHIFTED = 2
 """Shifted sets to show, of those that have images."""
 
 
-@dataclass(frozen=True)
-class Examples:
-    """The first images of a set, and what each method says of them."""
-
-    pixels: NDArray[np.uint8]
-    """(n, height, width, 1 or 3)"""
-    confidence: Mapping[str, Sequence[float]]
-    """By method."""
-    wrong: Mapping[str, Sequence[bool]]
-    """By method, where that is known."""
+def example_sets(comparison: Comparison) -> list[SetInfo]:
+    """The sets with images and with at least one method's confidence in them."""
+    told = {name for records in comparison.runs.values() for record in records[:1] for name in record.examples}
+    known = [one for one in comparison.sets.values() if one.name in comparison.pictures and one.name in told]
+    shifted = [one for one in known if one.role == "shift"]
+    # Evenly spaced: with two, the middle of the shift and its end.
+    kept = [shifted[(index + 1) * len(shifted) // MOST_SHIFTED - 1] for index in range(MOST_SHIFTED)] if shifted else []
+    return [one for one in known if one not in shifted or one in kept]
 
 
-def _examples(sets: Mapping[str, Examples], methods: Sequence[str], shape: Shape) -> Figure:
-    """A row of images for each set, with a bar for each method's confidence below."""
+def draw_examples(comparison: Comparison, shape: Shape) -> Figure:
+    """The first images of each set in the first run, with a bar for each method's confidence below."""
+    sets, drawn = example_sets(comparison), strokes(comparison.runs)
     columns = 8 if shape.wide else 4
-    height = 1.12 + len(methods) * (BAR + GAP)
+    height = 1.12 + len(drawn) * (BAR + GAP)
     figure, panels = canvas(shape, len(sets), 1, shape.width / columns * height * 0.98 + 0.28)
-    drawn = strokes(methods)
-    for panel, (title, examples) in zip(panels, sets.items(), strict=True):
-        for column, image in enumerate(examples.pixels[:columns]):
+    for panel, one in zip(panels, sets, strict=True):
+        pictures = comparison.pictures[one.name]
+        told = {method: records[0].examples.get(one.name) for method, records in comparison.runs.items()}
+        for column, image in enumerate(pictures.pixels[:columns]):
             extent = (column, column + SIZE, 1 - SIZE, 1)
             # The colours of grey images; those of others are their own.
             scale: dict[str, Any] = {"cmap": "gray_r", "vmin": 0, "vmax": 255} if image.shape[-1] == 1 else {}
             panel.imshow(image.squeeze(-1) if scale else image, extent=extent, interpolation="nearest", **scale)
-            _bars(panel, examples, drawn, column)
+            _bars(panel, pictures, told, drawn, column)
         panel.set_xlim(0, columns)
         panel.set_ylim(-(height - 1.0), 1.04)
         panel.set_aspect("equal")
         panel.set_axis_off()
-        panel.set_title(title, fontsize=9)
-    handles = [Patch(facecolor=(drawn[method]["color"], _strength(drawn[method])), label=method) for method in methods]
-    if any(examples.wrong for examples in sets.values()):
+        panel.set_title(one.title, fontsize=9)
+    handles = [Patch(facecolor=(stroke["color"], _strength(stroke)), label=name) for name, stroke in drawn.items()]
+    if any(comparison.pictures[one.name].labels is not None for one in sets):
         handles.append(Patch(facecolor="none", edgecolor=INK, label="hollow: wrong class"))
     figure.legend(
         handles=handles,
@@ -69,75 +66,40 @@ def _examples(sets: Mapping[str, Examples], methods: Sequence[str], shape: Shape
     return figure
 
 
-def _bars(panel: Axes, examples: Examples, drawn: Mapping[str, Mapping[str, Any]], column: int) -> None:
+def _bars(
+    panel: Axes,
+    pictures: Pictures,
+    told: Mapping[str, Examples | None],
+    drawn: Mapping[str, Mapping[str, Any]],
+    column: int,
+) -> None:
     full = SIZE - 0.24  # leaves room for the number
     for place, (method, stroke) in enumerate(drawn.items()):
-        confidences, wrong = examples.confidence.get(method, ()), examples.wrong.get(method, ())
-        if column >= len(confidences):
+        examples = told[method]
+        if examples is None or column >= min(len(examples.confidence), len(examples.label)):
             continue
+        confidence = examples.confidence[column]
         middle = 1 - SIZE - 0.05 - (place + 1) * (BAR + GAP) + BAR / 2
-        colour, hollow = (stroke["color"], _strength(stroke)), column < len(wrong) and wrong[column]
+        colour = (stroke["color"], _strength(stroke))
+        hollow = pictures.labels is not None and examples.label[column] != pictures.labels[column]
         panel.barh(middle, full, height=BAR, left=column, facecolor=INK, alpha=0.08, linewidth=0)
         panel.barh(
             middle,
-            confidences[column] * full,
+            confidence * full,
             height=BAR,
             left=column,
             facecolor="none" if hollow else colour,
             edgecolor=colour,
             linewidth=0.8,
         )
-        text = f"{confidences[column]:.2f}"
-        text = text.removeprefix("0") if confidences[column] < 1 else text
+        text = f"{confidence:.2f}"
+        text = text.removeprefix("0") if confidence < 1 else text
         panel.text(column + SIZE, middle, text, ha="right", va="center_baseline", fontsize=6.5)
 
 
 def _strength(stroke: Mapping[str, Any]) -> float:
     """Opacity of a bar: relatives of a method, whose lines are dashed, are paler."""
     return 1.0 if stroke["linestyle"] == "-" else 0.5
-
-
-def example_sets(suite: SuiteResults) -> list[str]:
-    """The sets with images and with at least one method's confidence in them."""
-    told = {name for records in suite.main.values() for record in records[:1] for name in record.examples}
-    known = [name for name in suite.sets if name in suite.pictures and name in told]
-    shifted = [name for name in known if suite.sets[name].role == "shift"]
-    # Evenly spaced: with two, the middle of the shift and its end.
-    kept = (
-        {shifted[(index + 1) * len(shifted) // MOST_SHIFTED - 1] for index in range(MOST_SHIFTED)} if shifted else set()
-    )
-    return [name for name in known if name not in shifted or name in kept]
-
-
-def suite_examples(suite: SuiteResults, shape: Shape) -> Figure:
-    """The first images of each set, in the first run."""
-    sets = {}
-    for name in example_sets(suite):
-        pictures = suite.pictures[name]
-        told = {
-            method: records[0].examples[name] for method, records in suite.main.items() if name in records[0].examples
-        }
-        wrong = {
-            method: [label != known for label, known in zip(one.label, pictures.labels, strict=False)]
-            for method, one in told.items()
-            if pictures.labels is not None
-        }
-        confidence = {method: one.confidence[: len(one.label)] for method, one in told.items()}
-        sets[suite.sets[name].title] = Examples(pictures.pixels, confidence, wrong)
-    return _examples(sets, list(suite.main), shape)
-
-
-def demo_examples(result: DemoResult, shape: Shape) -> Figure:
-    """The first inputs of each kind."""
-    sets = {
-        kind: Examples(
-            np.round(255 * np.clip(given.images, 0, 1)).astype(np.uint8)[..., None],
-            {method: confidence.tolist() for method, confidence in given.confidence.items()},
-            {},
-        )
-        for kind, given in result.digits.examples.items()
-    }
-    return _examples(sets, METHODS, shape)
 
 
 def demo_moons(result: DemoResult, shape: Shape) -> Figure:

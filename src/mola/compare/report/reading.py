@@ -8,14 +8,13 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mola.compare.record import CONFIDENCE_BINS, Record
+from mola.compare.record import CONFIDENCE_BINS, Comparison, Pictures, Record, Role, SetInfo
 from mola.compare.store import Store
 from mola.errors import StorageError
 from mola.options import one_of
@@ -24,8 +23,6 @@ from mola.schema import Optional, check
 __all__ = [
     "MAIN",
     "CostRow",
-    "Pictures",
-    "SetInfo",
     "SuiteResults",
     "disagreements",
     "listed",
@@ -72,27 +69,6 @@ COST_SCHEMA: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class SetInfo:
-    """A set of data."""
-
-    name: str
-    title: str
-    role: str
-    level: float
-    count: int
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Example images of a set."""
-
-    pixels: NDArray[np.uint8]
-    """(n, height, width, 1 or 3)"""
-    labels: tuple[int, ...] | None
-    """Their classes; None for outliers."""
-
-
-@dataclass(frozen=True)
 class CostRow:
     """What a method costs."""
 
@@ -102,24 +78,18 @@ class CostRow:
     bytes: int
 
 
-@dataclass(frozen=True)
-class SuiteResults:
-    """Everything that is known of a suite."""
+@dataclass(frozen=True, kw_only=True)
+class SuiteResults(Comparison):
+    """Everything that is known of a suite: the comparison of its methods, over several runs, and what was varied."""
 
     name: str
-    title: str
     network: str
     components: int
     threshold: float | None
     shift_title: str
     axis: str
-    sets: dict[str, SetInfo]
-    """Those that were evaluated: test, shifted by level, outliers."""
-    pictures: dict[str, Pictures]
-    classes: tuple[str, ...]
-    notes: tuple[str, ...]
     groups: dict[str, dict[str, tuple[Record, ...]]]
-    """By group and method, in order; records by run."""
+    """By group and method, in order; records by run. The methods compared are the group `MAIN`."""
     cost: tuple[CostRow, ...]
     cost_document: dict[str, Any]
     warnings: tuple[str, ...]
@@ -127,22 +97,14 @@ class SuiteResults:
     """Checksum of all the suite's files."""
 
     @property
-    def main(self) -> dict[str, tuple[Record, ...]]:
-        """The methods compared."""
+    def runs(self) -> dict[str, tuple[Record, ...]]:
+        """All records of the methods compared, by method."""
         return self.groups.get(MAIN, {})
 
     @property
-    def runs(self) -> int:
+    def run_count(self) -> int:
         """Number of runs of the methods compared."""
-        return len({record.run for records in self.main.values() for record in records})
-
-    def of_role(self, role: str) -> list[SetInfo]:
-        """The sets of a role."""
-        return [one for one in self.sets.values() if one.role == role]
-
-    def levels(self) -> list[float]:
-        """Levels of shift, 0 (the test set) among them."""
-        return sorted({one.level for one in self.sets.values() if one.role in ("test", "shift")})
+        return len({record.run for records in self.runs.values() for record in records})
 
 
 def read_suites(results: str | Path, names: Sequence[str] = ()) -> list[SuiteResults]:
@@ -179,7 +141,7 @@ def read_suite(store: Store, name: str) -> SuiteResults:
     cost = store.read_document(name, "cost.json")
     if cost is not None:
         _check(cost, COST_SCHEMA, f"{place / 'cost.json'}")
-    sets = _sets(document, records)
+    sets, groups = _sets(document, records), _grouped(records)
     shift = document["shift"] or {"title": "shifted data", "axis": "level"}
     cost_rows = [CostRow(*(row[key] for key in COST_SCHEMA["rows"][0])) for row in (cost or {"rows": []})["rows"]]
     return SuiteResults(
@@ -200,7 +162,8 @@ def read_suite(store: Store, name: str) -> SuiteResults:
         },
         classes=tuple(document["classes"]),
         notes=tuple(document["notes"]),
-        groups=_grouped(records),
+        groups=groups,
+        records=tuple(record for runs in groups.get(MAIN, {}).values() for record in runs),
         cost=tuple(sorted(cost_rows, key=lambda row: _rank(row.method))),
         cost_document={key: (cost or {}).get(key, {}) for key in ("settings", "environment")},
         warnings=(*unread, *disagreements(name, records)),
@@ -225,21 +188,16 @@ def _check(document: dict[str, Any], schema: dict[str, Any], place: str) -> None
 
 def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]:
     """The sets in the order of the suite's document, then those that only the records know."""
+    roles: tuple[Role, ...] = ("test", "shift", "outlier")
     found: dict[str, SetInfo] = {}
     for record in records:
         for name, labelled in record.labelled.items():
-            role = "test" if name == "test" else "shift"
-            found.setdefault(name, SetInfo(name, name, role, labelled.level, labelled.count))
+            found.setdefault(name, SetInfo(name, name, roles[name != "test"], labelled.count, labelled.level))
         for name, outliers in record.outliers.items():
-            found.setdefault(name, SetInfo(name, name, "outlier", 0.0, outliers.count))
+            found.setdefault(name, SetInfo(name, name, "outlier", outliers.count))
     known = document["sets"]
     order = [name for name in known if name in found] + [name for name in found if name not in known]
-    titled = [
-        SetInfo(name, known[name]["title"] if name in known else name, one.role, one.level, one.count)
-        for name in order
-        for one in [found[name]]
-    ]
-    roles = ("test", "shift", "outlier")
+    titled = [replace(found[name], title=known[name]["title"]) if name in known else found[name] for name in order]
     return {one.name: one for one in sorted(titled, key=lambda one: (roles.index(one.role), one.level))}
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
 
-from mola.compare.demo_result import METHODS, DemoResult
-from mola.compare.evaluation import Evaluation
-from mola.compare.measured import CLEAR, Lead
-from mola.compare.report.estimate import Estimate
-from mola.compare.report.tables import Column, Number, Table, make_table
+from mola.compare.measured import CLEAR
+from mola.compare.record import Comparison, SetInfo
+from mola.compare.report.estimate import On, estimate
+from mola.compare.report.tables import Column, Number, Shown, Table, make_table, records_table
 from mola.compare.tally import SCORES
 from mola.options import counted
 
-__all__ = ["BOLD", "FEW", "SCORE_NAMES", "class_table", "demo_tables", "evaluation_tables", "short", "worst_classes"]
+__all__ = ["BOLD", "FEW", "SCORE_NAMES", "class_table", "demo_tables", "evaluation_tables", "worst_classes"]
 
 SCORE_NAMES = {
     "max probability": "max prob.",
@@ -32,213 +32,144 @@ BOLD = (
     f"input; where nothing is bold, no lead is clear."
 )
 
-Key = tuple[str, ...]
-"""Which number it is: a metric, with the score or the set where there are several."""
 
-Found = tuple[float, float | None]
-"""A number and its standard error."""
-
-Columns = dict[Key, tuple[Column, float]]
-"""By the key of a number: its column, and the factor to its unit."""
-
-
-def short(name: str, names: tuple[str, ...]) -> str:
-    """What a set is called where there is little room: the last part of its path, if that tells it from the others."""
-    last = name.rstrip("/").split("/")[-1]
-    return last if last and sum(other.rstrip("/").split("/")[-1] == last for other in names) == 1 else name
-
-
-def _table(
-    title: str,
-    caption: str,
-    shown: Columns,
-    numbers: Mapping[str, Mapping[Key, Found]],
-    leads: Mapping[Key, Lead],
-) -> Table:
-    """Methods by numbers.
-
-    Args:
-        title: of the table.
-        caption: of the table.
-        shown: columns by the key of a number, each with the factor to its unit.
-        numbers: by method and key; None is shown where a method has none.
-        leads: by the first of a key, who leads by it; the rest of the key is the score, where there are several.
-
-    Returns:
-        The table.
-    """
-    values: dict[str, list[Number]] = {
-        method: [Estimate(*row[key], 1).scaled(factor) if key in row else None for key, (_, factor) in shown.items()]
-        for method, row in numbers.items()
-    }
-    places = list(shown)
-    best = {
-        (method, places.index((*key, *score)))
-        for key, found in leads.items()
-        for method, *score in found.clear
-        if (*key, *score) in shown
-    }
-    return make_table(title, caption, [column for column, _ in shown.values()], values, best=best)
+def _labelled(name: str, shown: Iterable[tuple[str, Column, float]]) -> list[Shown]:
+    return [Shown(column, On(name, metric), factor) for metric, column, factor in shown]
 
 
 # --- mola evaluate ------------------------------------------------------------------------------------------------------
 
+TEST_DATA = (
+    ("accuracy", Column("accuracy %", better="high", digits=2), 100),
+    ("nll", Column("NLL", better="low", digits=4), 1),
+    ("brier", Column("Brier", better="low", digits=4), 1),
+    ("ece", Column("ECE %", better="low", digits=2), 100),
+    ("confidence", Column("mean conf. %", digits=2), 100),
+)
 
-def evaluation_tables(result: Evaluation) -> list[Table]:
+
+def evaluation_tables(comparison: Comparison) -> list[Table]:
     """In distribution, and against each set of outliers."""
-    return [_test_data(result), *(table for name in result.outside for table in _outside(result, name))]
-
-
-def _test_data(result: Evaluation) -> Table:
+    test = comparison.test
     caption = (
-        f"{counted(result.count, 'input')} of {result.test}, with standard errors: how far chance alone moves a number on so many "
+        f"{counted(test.count, 'input')} of {test.name}, with standard errors: how far chance alone moves a number on so many "
         f"inputs. {BOLD.format('')} NLL: log loss. ECE: expected calibration error, 15 bins."
     )
-    shown: Columns = {
-        ("accuracy",): (Column("accuracy %", better="high", digits=2), 100),
-        ("nll",): (Column("NLL", better="low", digits=4), 1),
-        ("brier",): (Column("Brier", better="low", digits=4), 1),
-        ("ece",): (Column("ECE %", better="low", digits=2), 100),
-        ("confidence",): (Column("mean conf. %", digits=2), 100),
-    }
-    numbers: dict[str, dict[Key, Found]] = {
-        method: {(name,): (value, one.errors[name]) for name, value in one.scores.items()}
-        for method, one in result.methods.items()
-    }
-    return _table("On the test data", caption, shown, numbers, {(name,): one for name, one in result.leads.items()})
+    shown = _labelled(test.name, TEST_DATA)
+    inside = records_table("On the test data", caption, comparison.runs, shown, leads=comparison.leads)
+    outside = [table for one in comparison.of_role("outlier") for table in _against(comparison, one)]
+    return [inside, *outside]
 
 
-def _outside(result: Evaluation, name: str) -> tuple[Table, Table]:
+def _against(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
     """Mean confidence and AUROC; and, as both would be too wide side by side, false positives."""
-    outside = {method: one.outside[name] for method, one in result.methods.items()}
-    leads: dict[Key, Lead] = {(what,): one for what, one in result.outside_leads[name].items()}
-    numbers: dict[str, dict[Key, Found]] = {
-        method: {("confidence",): (one.confidence, one.confidence_error)} for method, one in outside.items()
-    }
-    for method, one in outside.items():
-        for score, found in one.scores.items():
-            numbers[method]["auroc", score] = (found.auroc, found.auroc_error)
-            numbers[method]["fpr95", score] = (found.fpr95, found.fpr95_error)
-    title = short(name, result.outside)
     caption = (
-        f"{counted(next(iter(outside.values())).count, 'input')} of {name}, with standard errors. MMC: mean confidence in them. "
-        f"AUROC: how well a score tells them from the test data; 50 is guessing. Every method is shown by every score that it has; "
-        f"energy and largest logit come from the logits alone, so LLLA has MAP's and MoLA has the ensemble's. "
-        f"{BOLD.format(', by whichever score,')}"
+        f"{counted(one.count, 'input')} of {one.name}, with standard errors. MMC: mean confidence in them. AUROC: how well a score "
+        f"tells them from the test data; 50 is guessing. Every method is shown by every score that it has; energy and largest logit "
+        f"come from the logits alone, so LLLA has MAP's and MoLA has the ensemble's. {BOLD.format(', by whichever score,')}"
     )
-    sure: Columns = {("confidence",): (Column("MMC %", better="low"), 100)}
-    areas = _score_columns(numbers, "auroc", Column("", "AUROC %", "high"))
-    rates = _score_columns(numbers, "fpr95", Column("", "FPR95 %", "low"))
     below = "FPR95: outliers that pass where 95 % of the test data do. Errors and bold as above."
+    sure = Shown(Column("MMC %", better="low"), On(one.name, "confidence"), 100)
+    areas = _by_score(comparison, one.name, "auroc", Column("", "AUROC %", "high"))
+    rates = _by_score(comparison, one.name, "fpr95", Column("", "FPR95 %", "low"))
+    runs, leads = comparison.runs, comparison.leads
     return (
-        _table(f"Outliers: {title}", caption, sure | areas, numbers, leads),
-        _table(f"Outliers that pass: {title}", below, rates, numbers, leads),
+        records_table(f"Outliers: {one.title}", caption, runs, [sure, *areas], leads=leads),
+        records_table(f"Outliers that pass: {one.title}", below, runs, rates, leads=leads),
     )
 
 
-def _score_columns(numbers: Mapping[str, Mapping[Key, Found]], what: str, like: Column) -> Columns:
+def _by_score(comparison: Comparison, name: str, metric: str, like: Column) -> list[Shown]:
     """A column for each score that a method has."""
-    errors = [
-        100 * error if error is not None else 1.0
-        for row in numbers.values()
-        for key, (_, error) in row.items()
-        if key[0] == what
+    quantities = [On(name, metric, score) for score in SCORES]
+    known = [
+        one for on in quantities for runs in comparison.runs.values() if (one := estimate(runs, on, 100)) is not None
     ]
     # A second digit means something where all errors are below a tenth of a point.
-    digits = 2 if all(error < 0.1 for error in errors) else 1
-    return {
-        (what, score): (Column(SCORE_NAMES[score], like.group, like.better, digits), 100)
-        for score in SCORES
-        if any((what, score) in row for row in numbers.values())
-    }
+    digits = 2 if all(one.error is not None and one.error < 0.1 for one in known) else 1
+    return [Shown(replace(like, name=SCORE_NAMES[on.score], digits=digits), on, 100) for on in quantities]
 
 
-def worst_classes(result: Evaluation) -> list[str]:
+def worst_classes(comparison: Comparison) -> list[str]:
     """Classes of the test data, those that the posterior is wrong about most often first."""
-    found = result.methods[result.own].classes
+    found = comparison.methods[comparison.own].labelled[comparison.test.name].classes
     return sorted(found, key=lambda name: (found[name].accuracy, -found[name].count))
 
 
-def class_table(result: Evaluation, most: int | None = None) -> Table:
+def class_table(comparison: Comparison, most: int | None = None) -> Table:
     """Every class, or the worst of them: how many inputs, how often right, how sure.
 
     Args:
-        result: the comparison.
+        comparison: what was found.
         most: how many rows; None is all.
 
     Returns:
         The table, worst classes first.
     """
-    methods, order = [result.baseline, result.own], worst_classes(result)
+    methods, order = [comparison.baseline, comparison.own], worst_classes(comparison)
     columns = [Column("inputs", digits=0)]
     columns += [Column(method, group) for group in ("accuracy %", "mean conf. %") for method in methods]
-    values: dict[str, list[Number]] = {}
-    for name in order[:most]:
-        found = [result.methods[method].classes[name] for method in methods]
-        values[name] = [
-            float(found[0].count),
-            *(100 * one.accuracy for one in found),
-            *(100 * one.confidence for one in found),
+    results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
+    values: dict[str, list[Number]] = {
+        name: [
+            float(results[0][name].count),
+            *(100 * found[name].accuracy for found in results),
+            *(100 * found[name].confidence for found in results),
         ]
+        for name in order[:most]
+    }
     title = "Class by class" if len(values) == len(order) else f"The worst {len(values)} of {len(order)} classes"
-    least = min(result.methods[result.own].classes[name].count for name in values)
+    least = min(results[0][name].count for name in values)
     caption = (
-        f"Classes that {result.own} gets wrong most often first. Mean confidence far above accuracy: overconfident there. A class of "
-        f"{counted(least, 'input')} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
+        f"Classes that {comparison.own} gets wrong most often first. Mean confidence far above accuracy: overconfident there. A "
+        f"class of {counted(least, 'input')} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
     )
     return make_table(title, caption, columns, values)
 
 
 # --- the demo -----------------------------------------------------------------------------------------------------------
 
+TEST_DIGITS = (
+    ("accuracy", Column("accuracy %"), 100),
+    ("nll", Column("NLL", better="low", digits=3), 1),
+    ("brier", Column("Brier", better="low", digits=3), 1),
+    ("ece", Column("ECE %", better="low"), 100),
+    ("confidence", Column("mean conf. %"), 100),
+)
+
 TABLE_ANGLES = (15, 30, 45)
 
 
-def demo_tables(result: DemoResult) -> list[Table]:
+def demo_tables(comparison: Comparison) -> list[Table]:
     """In distribution, under rotation, and against outliers: by confidence, and by every score."""
-    return [_test_digits(result), _rotated(result), _outliers(result), _scores(result)]
-
-
-def _labelled(result: DemoResult, angles: tuple[int, ...]) -> dict[str, dict[Key, Found]]:
-    """By method, metric and angle."""
-    return {
-        method: {
-            (score, f"{angle}°"): (getattr(found, score), error)
-            for angle in angles
-            for found in [result.digits.rotated[angle][method]]
-            for score, error in found.errors.items()
-        }
-        for method in METHODS
-    }
-
-
-def _leads(found: Mapping[Any, Mapping[str, Lead]], unit: str = "") -> dict[Key, Lead]:
-    return {(what, f"{place}{unit}"): one for place, leads in found.items() for what, one in leads.items()}
-
-
-def _test_digits(result: DemoResult) -> Table:
-    shown: Columns = {
-        ("accuracy", "0°"): (Column("accuracy %"), 100),
-        ("nll", "0°"): (Column("NLL", better="low", digits=3), 1),
-        ("brier", "0°"): (Column("Brier", better="low", digits=3), 1),
-        ("ece", "0°"): (Column("ECE %", better="low"), 100),
-        ("confidence", "0°"): (Column("mean conf. %"), 100),
-    }
-    caption = (
-        f"{result.digits.sizes['test']} test digits, with standard errors. NLL: log loss. ECE: expected calibration error, 15 bins. "
+    test, outliers, runs, leads = comparison.test, comparison.of_role("outlier"), comparison.runs, comparison.leads
+    turned = [one for one in comparison.of_role("shift") if one.level in TABLE_ANGLES]
+    inside = (
+        f"{test.count} test digits, with standard errors. NLL: log loss. ECE: expected calibration error, 15 bins. "
         f"{BOLD.format('')}"
     )
-    return _table("In distribution", caption, shown, _labelled(result, (0,)), _leads(result.digits.leads, "°"))
-
-
-def _rotated(result: DemoResult) -> Table:
-    shown: Columns = {
-        (score, f"{angle}°"): (Column(title, f"{angle}°", better, digits), factor)
-        for angle in TABLE_ANGLES
-        for score, title, better, digits, factor in ROTATED
-    }
-    caption = f"The test digits, turned counter-clockwise. MAP and LLLA are the first network alone. {BOLD.format('')}"
-    return _table("Under rotation", caption, shown, _labelled(result, TABLE_ANGLES), _leads(result.digits.leads, "°"))
+    rotated = [
+        Shown(Column(title, f"{one.level:g}°", better, digits), On(one.name, metric), factor)
+        for one in turned
+        for metric, title, better, digits, factor in ROTATED
+    ]
+    below = f"The test digits, turned counter-clockwise. MAP and LLLA are the first network alone. {BOLD.format('')}"
+    sure = [
+        Shown(Column(title, one.title, better), On(one.name, metric), 100)
+        for one in outliers
+        for metric, title, better in DETECTED
+    ]
+    outside = (
+        f"In %. MMC: mean confidence. AUROC: how well outliers are told from test digits by low confidence; 50 is guessing. "
+        f"{BOLD.format('')}"
+    )
+    by_confidence = {one.name: {**leads[one.name], "auroc": leads[one.name]["max probability"]} for one in outliers}
+    return [
+        records_table("In distribution", inside, runs, _labelled(test.name, TEST_DIGITS), leads=leads),
+        records_table("Under rotation", below, runs, rotated, leads=leads),
+        records_table("Out of distribution, by confidence", outside, runs, sure, leads=by_confidence),
+        _every_score(comparison),
+    ]
 
 
 ROTATED: tuple[tuple[str, str, Literal["low"] | None, int, float], ...] = (
@@ -247,48 +178,30 @@ ROTATED: tuple[tuple[str, str, Literal["low"] | None, int, float], ...] = (
     ("ece", "ECE %", "low", 1, 100),
 )
 
-
-def _outliers(result: DemoResult) -> Table:
-    detection = result.digits.detection
-    shown: Columns = {
-        key: column
-        for kind in detection
-        for key, column in {
-            ("confidence", kind): (Column("MMC", kind, "low"), 100.0),
-            ("auroc", kind): (Column("AUROC", kind, "high"), 100.0),
-        }.items()
-    }
-    numbers: dict[str, dict[Key, Found]] = {
-        method: {
-            key: found
-            for kind, by_method in detection.items()
-            for key, found in {
-                ("confidence", kind): (by_method[method].confidence, by_method[method].confidence_error),
-                ("auroc", kind): by_method[method].scores["max probability"],
-            }.items()
-        }
-        for method in METHODS
-    }
-    caption = (
-        f"In %. MMC: mean confidence. AUROC: how well outliers are told from test digits by low confidence; 50 is guessing. "
-        f"{BOLD.format('')}"
-    )
-    leads = _leads(result.digits.detection_leads)
-    return _table("Out of distribution, by confidence", caption, shown, numbers, leads)
+DETECTED: tuple[tuple[str, str, Literal["low", "high"]], ...] = (
+    ("confidence", "MMC", "low"),
+    ("auroc", "AUROC", "high"),
+)
 
 
-def _scores(result: DemoResult) -> Table:
-    detection, leads = result.digits.detection, result.digits.detection_leads
-    rows = [(method, score) for method, found in next(iter(detection.values())).items() for score in found.scores]
+def _every_score(comparison: Comparison) -> Table:
+    """Methods and scores, by sets of outliers."""
+    sets, leads = comparison.of_role("outlier"), comparison.leads
+    rows = [
+        (method, score)
+        for method, record in comparison.methods.items()
+        for score in SCORES
+        if score in record.outliers[sets[0].name].scores
+    ]
     values: dict[str, list[Number]] = {
-        f"{method}, {score}": [Estimate(*found[method].scores[score], 1).scaled(100) for found in detection.values()]
+        f"{method}, {score}": [estimate(comparison.runs[method], On(one.name, "auroc", score), 100) for one in sets]
         for method, score in rows
     }
-    best = {(", ".join(name), place) for place, kind in enumerate(detection) for name in leads[kind]["any"].clear}
+    best = {(", ".join(name), place) for place, one in enumerate(sets) for name in leads[one.name]["auroc"].clear}
     caption = (
         f"AUROC in %, every method by every score that it has. Energy and maximum logit come from the logits alone, so LLLA has "
         f"MAP's and MoLA has DE's; the ood score reads the direction of the features and not their length. "
         f"{BOLD.format(', by whichever score,')}"
     )
-    columns = [Column(kind, better="high") for kind in detection]
+    columns = [Column(one.title, better="high") for one in sets]
     return make_table("Out of distribution, by every score", caption, columns, values, best=best)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, Literal
 
-from mola.compare.record import Record
+from mola.compare.record import Record, SetInfo
 from mola.compare.report import paper_numbers
-from mola.compare.report.estimate import (
-    Estimate,
-    Quantity,
-    at_level,
-    estimate,
-    labelled,
-    mmc,
-    outlier_mean,
-    outlier_score,
-    shifted,
-)
+from mola.compare.report.estimate import Estimate, On, at_level, estimate, levels_of, mean_over, shifted
 from mola.compare.report.reading import MAIN, SuiteResults
-from mola.compare.report.tables import Cell, Column, Number, Row, Table, make_table
+from mola.compare.report.tables import Cell, Column, Number, Row, Shown, Table, make_table, records_table
 
 __all__ = [
     "GROUP_TITLES",
@@ -102,35 +92,25 @@ def _runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
 def _outliers(suite: SuiteResults) -> Table | None:
     """Mean confidence in every set, and how well outliers are told apart by confidence; the paper's rows below."""
     sets = suite.of_role("outlier")
-    if not sets or not suite.main:
+    if not sets or not suite.runs:
         return None
-    columns = [Column("MMC", group="test"), *_outlier_columns([one.title for one in sets])]
-    values = {method: _outlier_row(records, [one.name for one in sets]) for method, records in suite.main.items()}
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
     titles = ["test MMC", *(f"{one.title} {kind}" for one in sets for kind in ("MMC", "AUROC"))]
     aside = {_paper_name(method): [row.get(title) for title in titles] for method, row in paper.items()}
     caption = (
-        f"In %. {_runs_words(suite.main)} MMC: mean confidence. AUROC: how well outliers are told from test data by low "
+        f"In %. {_runs_words(suite.runs)} MMC: mean confidence. AUROC: how well outliers are told from test data by low "
         f"confidence; 50 is guessing."
     )
-    return make_table(
-        f"{suite.title} against outliers", caption + _paper_words(suite, bool(aside)), columns, values, aside
-    )
+    caption += _paper_words(suite, bool(aside))
+    return records_table(f"{suite.title} against outliers", caption, suite.runs, _outlier_columns(sets), aside)
 
 
-def _outlier_columns(titles: Sequence[str]) -> list[Column]:
-    return [
-        column
-        for title in titles
-        for column in (Column("MMC", group=title, better="low"), Column("AUROC", group=title, better="high"))
-    ]
-
-
-def _outlier_row(records: Sequence[Record], names: Sequence[str]) -> list[Number]:
-    row: list[Number] = [estimate(records, labelled("test", "confidence"), 100)]
-    for name in names:
-        row += [estimate(records, mmc(name), 100), estimate(records, outlier_score(name), 100)]
-    return row
+def _outlier_columns(sets: Sequence[SetInfo]) -> list[Shown]:
+    shown = [Shown(Column("MMC", "test"), On("test", "confidence"), 100)]
+    for one in sets:
+        shown.append(Shown(Column("MMC", one.title, "low"), On(one.name, "confidence"), 100))
+        shown.append(Shown(Column("AUROC", one.title, "high"), On(one.name, "auroc"), 100))
+    return shown
 
 
 def _paper_words(suite: SuiteResults, given: bool) -> str:
@@ -151,15 +131,21 @@ def _differences(suite: SuiteResults) -> Table | None:
     """Ours minus the paper's, where both are known."""
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
     table_sets = [one for one in suite.of_role("outlier") if any(f"{one.title} MMC" in row for row in paper.values())]
-    methods = [method for method in suite.main if method in paper]
+    methods = [method for method in suite.runs if method in paper]
     if not table_sets or not methods:
         return None
-    titles = ["test MMC", *(f"{one.title} {kind}" for one in table_sets for kind in ("MMC", "AUROC"))]
-    columns = [Column("MMC", "test"), *(Column(kind, one.title) for one in table_sets for kind in ("MMC", "AUROC"))]
-    values: dict[str, list[Number]] = {}
-    for method in methods:
-        ours = _outlier_row(suite.main[method], [one.name for one in table_sets])
-        values[method] = [_difference(mine, paper[method].get(title)) for mine, title in zip(ours, titles, strict=True)]
+    shown = _outlier_columns(table_sets)
+    values: dict[str, list[Number]] = {
+        method: [
+            _difference(
+                estimate(suite.runs[method], one.quantity, 100), paper[method].get(f"{column.group} {column.name}")
+            )
+            for one in shown
+            for column in [one.column]
+        ]
+        for method in methods
+    }
+    columns = [replace(one.column, better=None) for one in shown]
     return make_table(
         f"{suite.title}: ours minus the paper's",
         "In points of %; errors are of the difference. Positive: higher here.",
@@ -168,26 +154,11 @@ def _differences(suite: SuiteResults) -> Table | None:
     )
 
 
-def _difference(mine: Number, theirs: Estimate | None) -> Estimate | None:
-    if not isinstance(mine, Estimate) or theirs is None:
+def _difference(mine: Estimate | None, theirs: Estimate | None) -> Estimate | None:
+    if mine is None or theirs is None:
         return None
     error = None if mine.error is None or theirs.error is None else (mine.error**2 + theirs.error**2) ** 0.5
     return Estimate(mine.mean - theirs.mean, error, mine.runs)
-
-
-Shown = tuple[Column, Quantity, float]
-"""A column, what it shows of a record, and the factor to its unit."""
-
-
-def _quantity_table(title: str, caption: str, methods: Mapping[str, Sequence[Record]], shown: Sequence[Shown]) -> Table:
-    """Methods by quantities; a column that no method knows is left out."""
-    values = {
-        method: [estimate(records, quantity, factor) for _, quantity, factor in shown]
-        for method, records in methods.items()
-    }
-    known = [place for place in range(len(shown)) if any(row[place] is not None for row in values.values())]
-    columns = [shown[place][0] for place in known]
-    return make_table(title, caption, columns, {method: [row[i] for i in known] for method, row in values.items()})
 
 
 IN_DISTRIBUTION = (
@@ -205,21 +176,21 @@ IN_DISTRIBUTION = (
 
 def _in_distribution(suite: SuiteResults) -> Table | None:
     """What the methods cost or gain where nothing is wrong."""
-    if "test" not in suite.sets or not suite.main:
+    if "test" not in suite.sets or not suite.runs:
         return None
     caption = (
-        f"{suite.sets['test'].count} test data. {_runs_words(suite.main)} NLL: log loss. ECE, MCE: expected and largest "
+        f"{suite.sets['test'].count} test data. {_runs_words(suite.runs)} NLL: log loss. ECE, MCE: expected and largest "
         f"calibration error. Legacy: the error as published scripts compute it, without all predictions of confidence 0.99 "
         f"and more; only to compare with published figures. AURC: area under the risk-coverage curve."
     )
-    shown = [(column, labelled("test", metric), factor) for metric, column, factor in IN_DISTRIBUTION]
-    return _quantity_table(f"{suite.title}: in distribution", caption, suite.main, shown)
+    shown = [Shown(column, On("test", metric), factor) for metric, column, factor in IN_DISTRIBUTION]
+    return records_table(f"{suite.title}: in distribution", caption, suite.runs, shown)
 
 
 def _along_shift(suite: SuiteResults, metric: str) -> Table | None:
     """A metric of every method at every level of shift."""
-    levels = suite.levels()
-    if len(levels) < 2 or not suite.main:
+    levels = levels_of(suite)
+    if len(levels) < 2 or not suite.runs:
         return None
     paper = {
         method: list(curve)
@@ -229,7 +200,7 @@ def _along_shift(suite: SuiteResults, metric: str) -> Table | None:
     return _curves(
         f"{suite.shift_title}: {METRIC_NAMES[metric]}",
         suite,
-        suite.main,
+        suite.runs,
         metric,
         paper,
         _paper_words(suite, bool(paper)),
@@ -257,20 +228,18 @@ def _curves(
     Returns:
         The table.
     """
-    levels = suite.levels()
+    levels = levels_of(suite)
     factor, digits = (100, 1) if metric in PERCENT else (1, 3)
-    columns = [Column(f"{level:g}", suite.axis, BETTER[metric], digits) for level in levels]
-    values = {
-        method: [estimate(records, at_level(level, metric), factor) for level in levels]
-        for method, records in methods.items()
-    }
+    shown = [
+        Shown(Column(f"{level:g}", suite.axis, BETTER[metric], digits), at_level(level, metric), factor)
+        for level in levels
+    ]
     aside = {_paper_name(method): [factor * value for value in curve] for method, curve in paper.items()}
     name = METRIC_NAMES[metric]
     unit = ", in %" if factor == 100 else ""
     what = f"{name[0].upper()}{name[1:]}{unit}"
-    return make_table(
-        title, f"{what}. {_runs_words(methods)} 0 is the test set as it is.{more}", columns, values, aside
-    )
+    caption = f"{what}. {_runs_words(methods)} 0 is the test set as it is.{more}"
+    return records_table(title, caption, methods, shown, aside)
 
 
 SCORE_ORDER = (
@@ -290,7 +259,7 @@ def known_scores(suite: SuiteResults) -> list[str]:
     """The scores that records hold: the known ones in their order, others after them."""
     found = {
         score
-        for records in suite.main.values()
+        for records in suite.runs.values()
         for record in records
         for result in record.outliers.values()
         for score in result.scores
@@ -305,17 +274,14 @@ def _score_digest(suite: SuiteResults) -> Table | None:
         return None
     names = [one.name for one in sets]
     values: dict[str, list[Number]] = {
-        score: [
-            estimate(records, outlier_mean(partial(outlier_score, metric="auroc", score=score), names), 100)
-            for records in suite.main.values()
-        ]
+        score: [estimate(records, mean_over(names, "auroc", score), 100) for records in suite.runs.values()]
         for score in scores
     }
     caption = (
-        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {_runs_words(suite.main)} The scores of "
+        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {_runs_words(suite.runs)} The scores of "
         f"a method compete with each other. Higher scores mean more outlying; the sign of confidence and of logits is turned."
     )
-    columns = [Column(method, better="high") for method in suite.main]
+    columns = [Column(method, better="high") for method in suite.runs]
     return make_table(f"{suite.title}: outliers by every score", caption, columns, values)
 
 
@@ -328,18 +294,17 @@ def _scores(suite: SuiteResults, name: str) -> Table | None:
         Column("FPR95", better="low"),
     ]
     values: dict[str, list[Number]] = {}
-    for method, records in suite.main.items():
+    for method, records in suite.runs.items():
         for score in known_scores(suite):
             row: list[Number] = [
-                estimate(records, outlier_score(name, metric, score), 100)
-                for metric in ("auroc", "aupr_in", "aupr_out", "fpr95")
+                estimate(records, On(name, metric, score), 100) for metric in ("auroc", "aupr_in", "aupr_out", "fpr95")
             ]
             if any(number is not None for number in row):
                 values[f"{method}, {score}"] = row
     if not values:
         return None
     caption = (
-        f"In %. {_runs_words(suite.main)} AUPR in, out: area under precision and recall with test data, or outliers, as the "
+        f"In %. {_runs_words(suite.runs)} AUPR in, out: area under precision and recall with test data, or outliers, as the "
         f"positive class. FPR95: share of outliers taken for test data where 95% of the test data are."
     )
     return make_table(f"{suite.sets[name].title}: every method by every score", caption, columns, values)
@@ -364,34 +329,34 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
     """In distribution, under shift and against outliers, for every variant."""
     outliers = [one.name for one in suite.of_role("outlier")]
     shown = [
-        (Column("NLL", "test", "low", 4), labelled("test", "nll"), 1),
-        (Column("ECE %", "test", "low", 2), labelled("test", "ece"), 100),
-        (Column("acc. %", "test", "high", 2), labelled("test", "accuracy"), 100),
-        (Column("log-lik.", "shifted", "high", 3), shifted("log_likelihood"), 1),
-        (Column("ECE %", "shifted", "low", 2), shifted("ece"), 100),
-        (Column("MMC %", "shifted", None, 1), shifted("confidence"), 100),
-        (Column("acc. %", "shifted", "high", 2), shifted("accuracy"), 100),
-        (Column("MMC %", "outliers", "low", 1), outlier_mean(mmc, outliers), 100),
-        (Column("AUROC", "outliers", "high", 2), outlier_mean(partial(outlier_score), outliers), 100),
+        Shown(Column("NLL", "test", "low", 4), On("test", "nll")),
+        Shown(Column("ECE %", "test", "low", 2), On("test", "ece"), 100),
+        Shown(Column("acc. %", "test", "high", 2), On("test", "accuracy"), 100),
+        Shown(Column("log-lik.", "shifted", "high", 3), shifted("log_likelihood")),
+        Shown(Column("ECE %", "shifted", "low", 2), shifted("ece"), 100),
+        Shown(Column("MMC %", "shifted", None, 1), shifted("confidence"), 100),
+        Shown(Column("acc. %", "shifted", "high", 2), shifted("accuracy"), 100),
+        Shown(Column("MMC %", "outliers", "low", 1), mean_over(outliers, "confidence"), 100),
+        Shown(Column("AUROC", "outliers", "high", 2), mean_over(outliers, "auroc"), 100),
     ]
     caption = (
         f"{_runs_words(suite.groups[group])} Shifted: mean over all levels of {suite.shift_title}. Outliers: mean over all "
         f"sets, told apart by confidence."
     )
-    return _quantity_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, suite.groups[group], shown)
+    return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, suite.groups[group], shown)
 
 
 def _variants(suite: SuiteResults) -> Table | None:
     """Log-likelihood of the LLLA variants against the shift, beside the paper's."""
     methods = suite.groups.get("variants", {})
-    if not methods or len(suite.levels()) < 2:
+    if not methods or len(levels_of(suite)) < 2:
         return None
     given = paper_numbers.VARIANTS.get(suite.name, {})
     settings = [(records[0].settings.get("structure"), records[0].settings.get("link")) for records in methods.values()]
     paper = {
         f"LLLA {structure} {link}": curve
         for (structure, link), curve in given.items()
-        if len(curve) == len(suite.levels()) and (structure, link) in settings
+        if len(curve) == len(levels_of(suite)) and (structure, link) in settings
     }
     more = (
         f" Rows that begin with 'paper' are from its figure of LLLA variants, {paper_network(suite)}." if paper else ""

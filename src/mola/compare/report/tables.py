@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from mola.compare.report.estimate import Estimate, leaders
+from mola.compare.measured import Lead
+from mola.compare.record import Record
+from mola.compare.report.estimate import Estimate, On, Quantity, estimate, leaders
 from mola.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ __all__ = [
     "Column",
     "Number",
     "Row",
+    "Shown",
     "Table",
     "as_latex",
     "as_markdown",
@@ -31,6 +34,7 @@ __all__ = [
     "for_terminal",
     "latex_document",
     "make_table",
+    "records_table",
 ]
 
 Number = float | Estimate | None
@@ -142,10 +146,61 @@ def _text(number: float | Estimate, digits: int) -> str:
     return number.text(digits) if isinstance(number, Estimate) else f"{number:z.{digits}f}"
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A column, what it shows of a record, and the factor to its unit."""
+
+    column: Column
+    quantity: Quantity
+    factor: float = 1.0
+
+
+def records_table(
+    title: str,
+    caption: str,
+    methods: Mapping[str, Sequence[Record]],
+    shown: Sequence[Shown],
+    aside: Mapping[str, Sequence[Number]] | None = None,
+    leads: Mapping[str, Mapping[str, Lead]] | None = None,
+) -> Table:
+    """Methods by numbers of their records.
+
+    Args:
+        title: of the table.
+        caption: what to know when reading it.
+        methods: records by method.
+        shown: its columns. One that no method knows is left out, unless there are rows aside.
+        aside: further rows that do not compete.
+        leads: by set and metric, who leads, where that was decided on the data of one run, see `mola.compare.record.Comparison`.
+
+    Returns:
+        The table.
+    """
+    values = {
+        method: [estimate(records, one.quantity, one.factor) for one in shown] for method, records in methods.items()
+    }
+    known = [place for place in range(len(shown)) if aside or any(row[place] is not None for row in values.values())]
+    best = {
+        (method, index)
+        for index, place in enumerate(known)
+        for method in methods
+        if leads and isinstance(on := shown[place].quantity, On) and on.metric in leads.get(on.name, {})
+        if {(method,), (method, on.score)} & set(leads[on.name][on.metric].clear)
+    }
+    return make_table(
+        title,
+        caption,
+        [shown[place].column for place in known],
+        {method: [row[place] for place in known] for method, row in values.items()},
+        aside,
+        best if leads else None,
+    )
+
+
 # --- the terminal ----------------------------------------------------------------------------------------------------
 
-BETWEEN = 3
-"""Characters between columns, in the most generous of layouts."""
+BETWEEN = 2
+"""Characters between columns, and at both ends together."""
 
 
 def fitting(table: Table, width: int) -> list[Table]:
@@ -166,7 +221,7 @@ def fitting(table: Table, width: int) -> list[Table]:
     ]
     parts: list[list[int]] = [[]]
     for group in groups:
-        if parts[-1] and table.name_width + sum(widths[place] for place in parts[-1] + group) > width:
+        if parts[-1] and BETWEEN + table.name_width + sum(widths[place] for place in parts[-1] + group) > width:
             parts.append([])
         parts[-1] += group
     if len(parts) == 1:

@@ -6,27 +6,17 @@ Each sentence gives its numbers, with how sure they are, and leaves the verdict 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mola.compare.demo_result import DemoResult, Detection
-from mola.compare.evaluation import Evaluation
+from mola.compare.demo_result import DemoResult
 from mola.compare.measured import CLEAR, Lead
-from mola.compare.record import Record
+from mola.compare.record import Comparison, OutlierResult, Record, SetInfo
 from mola.compare.report import paper_numbers
-from mola.compare.report.estimate import (
-    Quantity,
-    Ranking,
-    estimate,
-    labelled,
-    mmc,
-    outlier_score,
-    ranking,
-    shifted,
-)
-from mola.compare.report.reading import SetInfo, SuiteResults, listed
-from mola.compare.report.single_run_tables import SCORE_NAMES, short, worst_classes
+from mola.compare.report.estimate import On, Quantity, Ranking, estimate, levels_of, ranking, shifted
+from mola.compare.report.reading import SuiteResults, listed
+from mola.compare.report.single_run_tables import SCORE_NAMES, worst_classes
 from mola.compare.report.suite_tables import GROUP_TITLES, METRIC_NAMES, known_scores, paper_network, runs_counted
 
 __all__ = [
@@ -170,49 +160,39 @@ class Headline:
 
 def demo_headlines(result: DemoResult) -> list[Headline]:
     """The findings that the page and the terminal open with: the cost first, then the gains."""
-    digits = result.digits
-    plain, mixed = digits.clean["MAP"], digits.clean["MoLA"]
-    angle = 30
-    turned_plain, turned = digits.rotated[angle]["MAP"], digits.rotated[angle]["MoLA"]
-    patches, far = "natural patches", next(kind for kind in digits.detection if kind.startswith("noise "))
-    found_plain, found = digits.detection[patches]["MAP"], digits.detection[patches]["MoLA"]
-    far_plain, far_mixed = digits.detection[far]["MAP"], digits.detection[far]["MoLA"]
-    bound = result.distance.bounds["noise"]["MoLA"]
+    comparison, angle, patches = result.comparison, 30, "natural patches"
+    turned = next(one.name for one in comparison.of_role("shift") if one.level == angle)
+    far = next(one.name for one in comparison.of_role("outlier") if one.name.startswith("noise "))
+
+    def pair(name: str, metric: str, digits: int, factor: float = 1.0, unit: str = "") -> tuple[str, str]:
+        """A number of MAP and of MoLA."""
+        found = (estimate(comparison.runs[method], On(name, metric), factor) for method in ("MAP", "MoLA"))
+        first, second = ("" if one is None else f"{one.mean:.{digits}f}{unit}" for one in found)
+        return first, second
+
+    def labelled(name: str, digits: int) -> str:
+        accuracy, error = (" and ".join(pair(name, metric, digits, 100)) for metric in ("accuracy", "ece"))
+        return f"Accuracy {accuracy}%, calibration error {error}%."
+
+    best = " and ".join(_best_score_of(comparison.methods[method].outliers[patches]) for method in ("MAP", "MoLA"))
+    by_confidence = " and ".join(pair(patches, "auroc", 0, 100))
+    limit, bound = (given["noise"]["MoLA"] for given in (result.distance.limits, result.distance.bounds))
+    told = f"MoLA's exact limit is {100 * limit:.1f}%. The Theorem's bound at the tuned prior precision is {near_one(bound)}."
     return [
-        Headline(
-            "log loss, test digits",
-            f"{plain.nll:.3f}",
-            f"{mixed.nll:.3f}",
-            f"Accuracy {100 * plain.accuracy:.1f} and {100 * mixed.accuracy:.1f}%, calibration error "
-            f"{100 * plain.ece:.1f} and {100 * mixed.ece:.1f}%.",
-        ),
-        Headline(
-            f"log loss, rotated by {angle}°",
-            f"{turned_plain.nll:.2f}",
-            f"{turned.nll:.2f}",
-            f"Accuracy {100 * turned_plain.accuracy:.0f} and {100 * turned.accuracy:.0f}%, calibration error "
-            f"{100 * turned_plain.ece:.0f} and {100 * turned.ece:.0f}%.",
-        ),
+        Headline("log loss, test digits", *pair(comparison.test.name, "nll", 3), labelled(comparison.test.name, 1)),
+        Headline(f"log loss, rotated by {angle}°", *pair(turned, "nll", 2), labelled(turned, 0)),
         Headline(
             "confidence in natural patches",
-            f"{100 * found_plain.confidence:.0f}%",
-            f"{100 * found.confidence:.0f}%",
-            f"AUROC by confidence {100 * found_plain.auroc:.0f} and {100 * found.auroc:.0f}%; by the best score of each "
-            f"{_best_of(found_plain)} and {_best_of(found)}.",
+            *pair(patches, "confidence", 0, 100, "%"),
+            f"AUROC by confidence {by_confidence}%; by the best score of each {best}.",
         ),
-        Headline(
-            "confidence in noise, far away",
-            f"{100 * far_plain.confidence:.0f}%",
-            f"{100 * far_mixed.confidence:.0f}%",
-            f"MoLA's exact limit is {100 * result.distance.limits['noise']['MoLA']:.1f}%. The Theorem's bound at the tuned "
-            f"prior precision is {near_one(bound)}.",
-        ),
+        Headline("confidence in noise, far away", *pair(far, "confidence", 0, 100, "%"), told),
     ]
 
 
-def _best_of(found: Detection) -> str:
-    best = max(found.scores, key=lambda score: found.scores[score][0])
-    return f"{100 * found.scores[best][0]:.0f}% ({best})"
+def _best_score_of(found: OutlierResult) -> str:
+    best = max(found.scores, key=lambda score: found.scores[score]["auroc"])
+    return f"{100 * found.scores[best]['auroc']:.0f}% ({best})"
 
 
 def near_one(value: float) -> str:
@@ -224,23 +204,23 @@ def near_one(value: float) -> str:
 
 def tuning_remarks(result: DemoResult) -> list[str]:
     """How the prior precisions came about, and what tuning remarked."""
-    digits = result.digits
     chosen = [
-        f"{name}: prior precision {value:.3g}, by {digits.rule[name]}."
-        for name, value in digits.prior_precision.items()
+        f"{name}: prior precision {record.chosen['prior_precision'][0]:.3g}, by {record.chosen['rule']}."
+        for name, record in result.comparison.methods.items()
+        if "prior_precision" in record.chosen
     ]
-    return [*chosen, *digits.notes, *[f"two moons, {note}" for note in result.moons.notes]]
+    return [*chosen, *result.comparison.notes, *[f"two moons, {note}" for note in result.moons.notes]]
 
 
 def demo_remarks(result: DemoResult) -> list[str]:
     """The small print."""
-    sizes = result.digits.sizes
+    sizes = {one.role: one.count for one in result.comparison.sets.values()}
     return [
         f"Data: scikit-learn's 1797 handwritten digits, 8 by 8 pixels, split at random into {sizes['train']} for training, "
-        f"{sizes['val']} for tuning and {sizes['test']} for testing; patches of its two sample photographs; uniform noise.",
-        f"Networks: two hidden layers, no biases, {result.digits.parameters} weights, {result.settings.epochs} epochs, hardly "
-        f"regularised and so overconfident, as networks usually are. Strong weight decay makes them modest by itself: the tuning "
-        f"rule then finds little to do, and MoLA comes close to the ensemble.",
+        f"{sizes['validation']} for tuning and {sizes['test']} for testing; patches of its two sample photographs; uniform noise.",
+        f"Networks: two hidden layers, no biases, {result.comparison.made['parameters']} weights, {result.settings.epochs} epochs, "
+        f"hardly regularised and so overconfident, as networks usually are. Strong weight decay makes them modest by itself: the "
+        f"tuning rule then finds little to do, and MoLA comes close to the ensemble.",
         *tuning_remarks(result),
         "One run of one seed on a small data set: differences of a few tenths of a point between neighbouring methods "
         "may turn around with another seed.",
@@ -250,10 +230,11 @@ def demo_remarks(result: DemoResult) -> list[str]:
 # --- mola evaluate ------------------------------------------------------------------------------------------------------
 
 
-def evaluation_findings(result: Evaluation) -> list[Finding]:
-    """A title and a sentence each."""
-    methods, own, baseline = result.methods, result.own, result.baseline
-    plain, mine, best = methods["MAP"].scores, methods[own].scores, result.leads["nll"]
+def evaluation_findings(comparison: Comparison) -> list[Finding]:
+    """What a reader in a hurry can act on."""
+    methods, own, test = comparison.methods, comparison.own, comparison.test.name
+    plain, mine = (methods[name].labelled[test].metrics for name in ("MAP", own))
+    best = comparison.leads[test]["nll"]
     found = [
         Finding(
             "On the test data",
@@ -261,19 +242,27 @@ def evaluation_findings(result: Evaluation) -> list[Finding]:
             f"{_gap(plain)}; {own} is {_gap(mine)}.",
         )
     ]
-    if mine["nll"] > 1.05 * best.value and result.made["rule"] == "threshold":
+    if mine["nll"] > 1.05 * best.value and comparison.made["rule"] == "threshold":
         text = "The threshold rule gives up some log loss for caution outside the data; mola fit --rule nll does not."
         found.append(Finding("Log loss or caution", text))
-    for name in result.outside:
-        outside = {method: one.outside[name] for method, one in methods.items()}
-        each = "; ".join(_best_score_of(result, name, method) for method in dict.fromkeys(("MAP", baseline, own)))
+    for one in comparison.of_role("outlier"):
+        outside = {method: methods[method].outliers[one.name] for method in ("MAP", comparison.baseline, own)}
+        best_scores = {method: max(given.scores.items(), key=_auroc) for method, given in outside.items()}
+        each = "; ".join(
+            f"{method} {100 * numbers['auroc']:.2f} % by {SCORE_NAMES[score]}"
+            for method, (score, numbers) in best_scores.items()
+        )
         text = (
-            f"{lead_sentence(result.outside_leads[name]['auroc'], 'the highest AUROC of all scores', 2, 100, ' %')}. "
+            f"{lead_sentence(comparison.leads[one.name]['auroc'], 'the highest AUROC of all scores', 2, 100, ' %')}. "
             f"The best score of each: {each}. Mean confidence in them: MAP {100 * outside['MAP'].confidence:.1f} %, {own} "
             f"{100 * outside[own].confidence:.1f} %."
         )
-        found.append(Finding(f"Outliers: {short(name, result.outside)}", text))
-    return [*found, *_worst(result)]
+        found.append(Finding(f"Outliers: {one.title}", text))
+    return [*found, *_worst(comparison)]
+
+
+def _auroc(scored: tuple[str, dict[str, float]]) -> float:
+    return scored[1]["auroc"]
 
 
 def _named(one: tuple[str, ...]) -> str:
@@ -298,22 +287,16 @@ def lead_sentence(found: Lead, what: str, digits: int, factor: float = 1.0, unit
     return f"{names} has {value}, but is not clearly ahead of {_named(found.rival)} (by {by}, {why})"
 
 
-def _best_score_of(result: Evaluation, name: str, method: str) -> str:
-    scores = result.methods[method].outside[name].scores
-    best = max(scores, key=lambda score: scores[score].auroc)
-    return f"{method} {100 * scores[best].auroc:.2f} % by {SCORE_NAMES[best]}"
-
-
-def _worst(result: Evaluation) -> list[Finding]:
-    classes = result.methods[result.own].classes
+def _worst(comparison: Comparison) -> list[Finding]:
+    classes = comparison.methods[comparison.own].labelled[comparison.test.name].classes
     if len(classes) < 3:
         return []
     worst = [
         f"{name} ({100 * classes[name].accuracy:.1f} % of {classes[name].count})"
-        for name in worst_classes(result)[:NAMED]
+        for name in worst_classes(comparison)[:NAMED]
         if classes[name].accuracy < 1
     ]
-    told = f"{result.own} is least often right about {', '.join(worst)}." if worst else "No class has an error."
+    told = f"{comparison.own} is least often right about {', '.join(worst)}." if worst else "No class has an error."
     return [Finding("Worst classes", told)]
 
 
@@ -322,11 +305,19 @@ def _gap(scores: dict[str, float]) -> str:
     return f"{'over' if gap > 0 else 'under'}confident by {abs(gap):.2f} points on average"
 
 
-def evaluation_remarks(result: Evaluation) -> list[str]:
+def evaluation_remarks(comparison: Comparison) -> list[str]:
     """What was tuned, left out and noted."""
-    lines = [f"{name[0].upper()}{name[1:]}: {value:.4g}." for name, value in result.chosen.items()]
-    lines += list(result.notes)
-    for entries, verb in ((result.left_out, "left out"), (result.noted, "noted")):
+    chosen = {method: record.chosen for method, record in comparison.methods.items()}
+    lines = [
+        f"Prior precision of {method}: {one['prior_precision'][0]:.4g}."
+        for method, one in chosen.items()
+        if "prior_precision" in one
+    ]
+    lines += [
+        f"Temperature of {method}: {one['temperature']:.4g}." for method, one in chosen.items() if "temperature" in one
+    ]
+    lines += comparison.notes
+    for entries, verb in ((comparison.left_out, "left out"), (comparison.noted, "noted")):
         for where, found in entries.items():
             some = "; ".join(f"{name}: {words}" for name, words in list(found.items())[:5])
             more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
@@ -340,7 +331,7 @@ def evaluation_remarks(result: Evaluation) -> list[str]:
 def _ranked(
     suite: SuiteResults, quantity: Quantity, better: Literal["low", "high"], digits: int, factor: float = 1.0
 ) -> Ranking | None:
-    found = {method: estimate(records, quantity, factor) for method, records in suite.main.items()}
+    found = {method: estimate(records, quantity, factor) for method, records in suite.runs.items()}
     return ranking(found, better, digits)
 
 
@@ -357,7 +348,7 @@ def _ranking_sentence(found: Ranking, digits: int) -> str:
 
 def suite_findings(suite: SuiteResults) -> list[Finding]:
     """What can be said of the methods compared."""
-    if not suite.main:
+    if not suite.runs:
         return []
     parts = [
         *_tuning(suite),
@@ -376,8 +367,8 @@ def _tuning(suite: SuiteResults) -> list[Finding]:
 
 
 def _in_distribution(suite: SuiteResults) -> Finding | None:
-    loss = _ranked(suite, labelled("test", "nll"), "low", 4)
-    error = _ranked(suite, labelled("test", "ece"), "low", 2, 100)
+    loss = _ranked(suite, On("test", "nll"), "low", 4)
+    error = _ranked(suite, On("test", "ece"), "low", 2, 100)
     if loss is None:
         return None
     text = f"Lowest log loss: {_ranking_sentence(loss, 4)}. "
@@ -385,8 +376,8 @@ def _in_distribution(suite: SuiteResults) -> Finding | None:
         text += f"Lowest calibration error, in %: {_ranking_sentence(error, 2)}. "
     known = {
         method: one
-        for method, records in suite.main.items()
-        if (one := estimate(records, labelled("test", "accuracy"), 100)) is not None
+        for method, records in suite.runs.items()
+        if (one := estimate(records, On("test", "accuracy"), 100)) is not None
     }
     if len(known) > 1:
         low, high = min(known, key=lambda one: known[one].mean), max(known, key=lambda one: known[one].mean)
@@ -408,7 +399,7 @@ SHIFTED: tuple[tuple[str, Literal["low", "high"], int, float], ...] = (
 
 
 def _shifted(suite: SuiteResults) -> Finding | None:
-    highest = suite.levels()[-1] if suite.levels() else 0
+    highest = levels_of(suite)[-1] if levels_of(suite) else 0
     parts = []
     for metric, better, digits, factor in SHIFTED:
         found = _ranked(suite, shifted(metric), better, digits, factor)
@@ -424,10 +415,10 @@ def _shifted(suite: SuiteResults) -> Finding | None:
 def _outliers(suite: SuiteResults) -> list[Finding]:
     sets = suite.of_role("outlier")
     told: list[Finding] = []
-    parts = _by_set(suite, sets, outlier_score, "high")
+    parts = _by_set(suite, sets, "auroc", "high")
     if parts:
         told.append(Finding("Outliers by confidence", f"Highest AUROC, in %: {'; '.join(parts)}."))
-    parts = _by_set(suite, sets, mmc, "low")
+    parts = _by_set(suite, sets, "confidence", "low")
     if parts:
         told.append(Finding("Confidence in outliers", f"Lowest mean confidence, in %: {'; '.join(parts)}."))
     best = [text for one in sets if (text := _best_score(suite, one)) is not None]
@@ -439,18 +430,18 @@ def _outliers(suite: SuiteResults) -> list[Finding]:
 def _by_set(
     suite: SuiteResults,
     sets: Sequence[SetInfo],
-    quantity: Callable[[str], Quantity],
+    metric: str,
     better: Literal["low", "high"],
 ) -> list[str]:
-    found = [(one, _ranked(suite, quantity(one.name), better, 1, 100)) for one in sets]
+    found = [(one, _ranked(suite, On(one.name, metric), better, 1, 100)) for one in sets]
     return [f"{one.title}: {_ranking_sentence(leads, 1)}" for one, leads in found if leads is not None]
 
 
 def _best_score(suite: SuiteResults, one: SetInfo) -> str | None:
     best: tuple[float, str] | None = None
-    for method, records in suite.main.items():
+    for method, records in suite.runs.items():
         for score in known_scores(suite):
-            found = estimate(records, outlier_score(one.name, "auroc", score), 100)
+            found = estimate(records, On(one.name, "auroc", score), 100)
             if found is not None and (best is None or found.mean > best[0]):
                 best = (found.mean, f"{one.title}: {method} by {score} {found.text(1)}")
     return best[1] if best else None
@@ -460,9 +451,9 @@ def _paper(suite: SuiteResults) -> Finding | None:
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
     far: list[tuple[float, str]] = []
     count = 0
-    for method, records in suite.main.items():
+    for method, records in suite.runs.items():
         for one in suite.of_role("outlier"):
-            for kind, quantity in (("MMC", mmc(one.name)), ("AUROC", outlier_score(one.name))):
+            for kind, quantity in (("MMC", On(one.name, "confidence")), ("AUROC", On(one.name, "auroc"))):
                 mine, theirs = estimate(records, quantity, 100), paper.get(method, {}).get(f"{one.title} {kind}")
                 if mine is not None and theirs is not None:
                     count += 1
@@ -483,11 +474,11 @@ def _paper(suite: SuiteResults) -> Finding | None:
 
 
 def _certainty(suite: SuiteResults) -> Finding:
-    if suite.runs == 1:
+    if suite.run_count == 1:
         text = "One run: no spread is known, and small differences may turn around with other networks."
     else:
         text = (
-            f"Errors are standard errors over {runs_counted(suite.main)}, whose networks differ and whose test data do not: they "
+            f"Errors are standard errors over {runs_counted(suite.runs)}, whose networks differ and whose test data do not: they "
             f"say how sure a mean is over networks, not over data. A lead in fewer than all runs, or smaller than twice its error, "
             f"may be chance."
         )
@@ -541,7 +532,7 @@ def _every_remark(records: Iterable[Record]) -> list[str]:
 def _main_remarks(suite: SuiteResults) -> list[str]:
     """What a reader must know of the methods compared; remarks that differ in numbers alone are told once."""
     told = []
-    for method, records in suite.main.items():
+    for method, records in suite.runs.items():
         same: dict[str, list[str]] = {}
         for record in records:
             kinds = {re.sub(r"\d[\d.]*(?:e[+-]?\d+)?", "#", note): note for note in _notes(record)}

@@ -10,12 +10,29 @@ from typing import Any
 
 import mola
 from mola.compare.demo_result import DemoResult
-from mola.compare.evaluation import Evaluation
-from mola.compare.report import confidence_figures, curve_figures, picture_figures, words
+from mola.compare.record import Comparison
+from mola.compare.report import words
+from mola.compare.report.confidence_figures import (
+    MOST_SETS,
+    draw_histograms,
+    draw_reliability_panels,
+    draw_score_histograms,
+)
+from mola.compare.report.curve_figures import (
+    component_sweep,
+    demo_distance,
+    demo_rotation,
+    suite_ablation,
+    suite_components,
+    suite_shift,
+)
+from mola.compare.report.estimate import levels_of
 from mola.compare.report.page import SuiteReport, demo_page, evaluation_page, suites_page
+from mola.compare.report.picture_figures import demo_moons, draw_examples, example_sets
 from mola.compare.report.reading import SuiteResults
 from mola.compare.report.rendering import Drawn, Maker, drawing_key, kept_or_drawn, render, write_figure
 from mola.compare.report.single_run_tables import FEW, class_table, evaluation_tables
+from mola.compare.report.style import Figure, Shape
 from mola.compare.report.suite_tables import ablation_groups, suite_tables
 from mola.compare.report.tables import as_markdown, latex_document
 from mola.errors import OptionError
@@ -110,13 +127,21 @@ def _quiet(doing: str, done: float) -> None:
 
 def demo_figures(result: DemoResult) -> dict[str, Maker]:
     """What draws each figure, by name, in the order of the page."""
+    comparison = result.comparison
+    near, other, far, *_ = comparison.of_role("outlier")
+
+    def histograms(shape: Shape) -> Figure:
+        return draw_histograms(comparison, [near, other, far] if shape.wide else [near, far], shape)
+
+    shown = {0: "test digits", 15: "rotated by 15°", 30: "rotated by 30°"}
+    panels = {title: (float(angle), list(comparison.methods)) for angle, title in shown.items()}
     return {
-        "examples": partial(picture_figures.demo_examples, result),
-        "histograms": partial(confidence_figures.demo_histograms, result),
-        "reliability": partial(confidence_figures.demo_reliability, result),
-        "rotation": partial(curve_figures.demo_rotation, result),
-        "distance": partial(curve_figures.demo_distance, result),
-        "moons": partial(picture_figures.demo_moons, result),
+        "examples": partial(draw_examples, comparison),
+        "histograms": histograms,
+        "reliability": partial(draw_reliability_panels, comparison, panels),
+        "rotation": partial(demo_rotation, result),
+        "distance": partial(demo_distance, result),
+        "moons": partial(demo_moons, result),
     }
 
 
@@ -132,33 +157,40 @@ def write_demo(result: DemoResult, directory: Path, progress: Progress = _quiet)
 # --- mola evaluate ------------------------------------------------------------------------------------------------------
 
 
-def evaluation_figures(result: Evaluation) -> dict[str, Maker]:
+def evaluation_figures(comparison: Comparison) -> dict[str, Maker]:
     """What draws each figure, by name, in the order of the page."""
-    drawn = result.outside[: confidence_figures.MOST_SETS]
-    return {
-        "reliability": partial(confidence_figures.evaluation_reliability, result),
-        "confidence": partial(confidence_figures.evaluation_histograms, result),
-        **{
-            f"scores-{index}": partial(confidence_figures.evaluation_scores, result, name)
-            for index, name in enumerate(drawn)
-        },
+    outliers = comparison.of_role("outlier")[:MOST_SETS]
+
+    def histograms(shape: Shape) -> Figure:
+        return draw_histograms(comparison, outliers if shape.wide else outliers[:2], shape)
+
+    panels = {
+        "networks, and temperatures": (0.0, [one for one in comparison.methods if one.startswith(("MAP", "DE"))]),
+        "with Laplace": (0.0, [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]),
     }
+    scores = {
+        f"scores-{index}": partial(draw_score_histograms, comparison, one.name) for index, one in enumerate(outliers)
+    }
+    reliability = partial(draw_reliability_panels, comparison, panels, digits=2)
+    return {"reliability": reliability, "confidence": histograms, **scores}
 
 
-def write_evaluation(result: Evaluation, directory: Path, progress: Progress = _quiet) -> Path:
+def write_evaluation(
+    comparison: Comparison, numbers: dict[str, Any], directory: Path, progress: Progress = _quiet
+) -> Path:
     """Write `index.html`, `numbers.json`, `tables.md`, and each figure as `figures/<name>.svg` and `.png`; see `_write`."""
 
     def texts(figures: dict[str, Drawn]) -> dict[str, str]:
-        lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(result)]
-        lines += ["", *[as_markdown(table) for table in [*evaluation_tables(result), class_table(result, FEW)]]]
-        lines += [*[f"* {one}" for one in words.evaluation_remarks(result)], ""]
+        lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
+        lines += ["", *[as_markdown(table) for table in [*evaluation_tables(comparison), class_table(comparison, FEW)]]]
+        lines += [*[f"* {one}" for one in words.evaluation_remarks(comparison)], ""]
         return {
-            "numbers.json": _as_json(result.plain()),
+            "numbers.json": _as_json(numbers),
             "tables.md": "\n".join(lines),
-            "index.html": evaluation_page(result, figures),
+            "index.html": evaluation_page(comparison, figures),
         }
 
-    return _write(directory, evaluation_figures(result), texts, progress)
+    return _write(directory, evaluation_figures(comparison), texts, progress)
 
 
 # --- suites -------------------------------------------------------------------------------------------------------------
@@ -167,20 +199,29 @@ def write_evaluation(result: Evaluation, directory: Path, progress: Progress = _
 def suite_figures(suite: SuiteResults) -> dict[str, Maker]:
     """What draws each figure, by name, in the order of the page: only those that the records can fill."""
     figures: dict[str, Maker] = {}
-    levels = len(suite.levels())
-    if suite.main and suite.of_role("outlier"):
-        figures["histograms"] = partial(confidence_figures.suite_histograms, suite)
-    if suite.main and levels > 1:
-        figures["shift"] = partial(curve_figures.suite_shift, suite)
-    if suite.main and levels:
-        figures["reliability"] = partial(confidence_figures.suite_reliability, suite)
-    if picture_figures.example_sets(suite):
-        figures["examples"] = partial(picture_figures.suite_examples, suite)
+    levels, outliers = levels_of(suite), suite.of_role("outlier")
+
+    def histograms(shape: Shape) -> Figure:
+        few = [outliers[0], outliers[-1]][: len(outliers)]
+        return draw_histograms(suite, outliers[:MOST_SETS] if shape.wide else few, shape)
+
+    if suite.runs and outliers:
+        figures["histograms"] = histograms
+    if suite.runs and len(levels) > 1:
+        figures["shift"] = partial(suite_shift, suite)
+    if suite.runs and levels:
+        # The test set, the middle of the shift and its end.
+        shown = sorted({levels[0], levels[len(levels) // 2], levels[-1]})
+        titles = ["test", *(f"{suite.shift_title}, {level:g}" for level in shown[1:])]
+        panels = {title: (level, list(suite.runs)) for title, level in zip(titles, shown, strict=True)}
+        figures["reliability"] = partial(draw_reliability_panels, suite, panels)
+    if example_sets(suite):
+        figures["examples"] = partial(draw_examples, suite)
     for group in ablation_groups(suite):
-        if group == "components" and curve_figures.component_sweep(suite):
-            figures["components"] = partial(curve_figures.suite_components, suite)
-        elif levels > 1:
-            figures[group] = partial(curve_figures.suite_ablation, suite, group)
+        if group == "components" and component_sweep(suite):
+            figures["components"] = partial(suite_components, suite)
+        elif len(levels) > 1:
+            figures[group] = partial(suite_ablation, suite, group)
     return figures
 
 
