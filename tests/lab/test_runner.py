@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -485,3 +487,29 @@ def test_the_description_holds_what_the_report_needs(plan):
 def test_a_suite_without_training_says_so(tmp_path):
     with pytest.raises(mola.OptionError, match="imagenet suite does not train networks"):
         train_networks(Training(SUITES["imagenet"], 1, Recipe(epochs=1)), Path(tmp_path), lambda doing, done: None)
+
+
+# --- several processes
+
+
+def test_several_processes_make_the_records_of_one(tmp_path):
+    """Networks, activations and records are each the work of one process: nothing depends on how many there are."""
+    options = ["bench", "digits", "--train", "--components", "2", "--threads", "1", "--quiet", "--groups", "main,rules"]
+    options += ["--train-images", "150", "--test-images", "40", "--outliers", "30"]
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for name, started in (("one", []), ("two", several)):
+        places = [f"--{what}={tmp_path / name / what}" for what in ("networks", "results", "cache")]
+        command = [sys.executable, *started, "-m", "mola", *options, *places]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+    one, two = (
+        {
+            (record.method, record.run): replace(record, seconds={}, environment={})
+            for record in Store(tmp_path / name / "results").records("digits")
+        }
+        for name in ("one", "two")
+    )
+    assert len(one) == 12
+    assert two == one
+    for path in find_networks(tmp_path / "one" / "networks"):
+        assert same_weights(path, tmp_path / "two" / "networks" / path.name)

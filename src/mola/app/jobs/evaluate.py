@@ -29,6 +29,7 @@ from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.shards import divided
 from mola.baselines.temperature import fit_temperature
 from mola.compare import Answer, Tally, tally_set
+from mola.compare.evaluation import short
 from mola.compare.record import Comparison, Record, SetInfo
 from mola.compare.results import labelled_leads, labelled_result, outlier_leads, outlier_result
 from mola.distributed import Team
@@ -159,7 +160,12 @@ def run_evaluate(
     return Comparison(
         title=test,
         sets={
-            name: SetInfo(name, name, "test" if name == test else "outlier", next(iter(found.values())).count)
+            name: SetInfo(
+                name,
+                short(name, tuple(outliers)),
+                "test" if name == test else "outlier",
+                next(iter(found.values())).count,
+            )
             for name, found in tallies.items()
         },
         records=tuple(
@@ -168,7 +174,7 @@ def run_evaluate(
                 method=method,
                 group="main",
                 run=0,
-                settings={"components": 1 if method in (SINGLE, SINGLE_T, LAPLACE) else len(fitted.posterior.components)},
+                settings={},
                 networks=[],
                 data={},
                 chosen=contest.chosen(method),
@@ -184,6 +190,7 @@ def run_evaluate(
         left_out=account.left_out,
         noted=account.noted,
         made={
+            "components": len(fitted.posterior.components),
             "posterior": str(fitted.folder),
             "validation": tuned_on,
             "structure": fitted.posterior.structure,
