@@ -16,10 +16,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from mola.compare.report.formats import as_markdown
-from mola.compare.report.suites.contents import suite_tables
-from mola.compare.report.suites.writing import read_suites
-from mola.compare.report.tables import Table
+from mola.compare.report.reading import read_suites
+from mola.compare.report.suite_tables import suite_tables
+from mola.compare.report.tables import Table, as_markdown
 
 PLACE = re.compile(r"(<!-- table: (\w+) ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 

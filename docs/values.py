@@ -24,8 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mola.compare.report.suites.contents import suite_tables
-from mola.compare.report.suites.writing import read_suites
+from mola.compare.report.reading import read_suites
+from mola.compare.report.suite_tables import suite_tables
 from mola.compare.report.tables import Column, Table
 
 ROOT = Path(__file__).resolve().parent.parent

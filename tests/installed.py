@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "cli,bench"
-BARE = {"torch", "numpy", "safetensors", "tqdm"}
+BARE = {"torch", "numpy", "safetensors", "tqdm", "jinja2"}
 """What the package may need without extras."""
 
 SNIPPET = re.compile(r"<!-- setup[^\n]*\n(.*?)-->|^```python\n(.*?)^```", re.M | re.S)

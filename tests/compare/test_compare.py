@@ -12,6 +12,7 @@ import mola
 from mola import metrics
 from mola.compare import CLEAR, SCORES, Answer, Tally, area_between, calibration_error, lead, mean_of, pass_rate
 from mola.compare.report.estimate import Estimate, leaders, within
+from mola.compare.results import labelled_result, outlier_result
 
 
 def answers(count=60, members=3, classes=4, seed=0):
@@ -251,7 +252,7 @@ def test_an_ensemble_by_its_logits_is_the_ensemble_itself():
 
 
 def test_the_words_for_a_clear_lead_say_what_it_takes():
-    from mola.compare.report.tables import BOLD
+    from mola.compare.report.single_run_tables import BOLD
 
     assert f"{CLEAR:g} standard errors of their difference" in BOLD
 
@@ -268,19 +269,55 @@ def test_every_pair_of_methods_is_compared():
 
 
 def test_sentences_say_who_has_what_and_whether_it_is_clear():
-    from mola.compare.report.evaluation.words import _said
+    from mola.compare.report.words import lead_sentence
 
     one, other = paired(2.1 / 400**0.5, 1.0)
     clear = lead({("MoLA",): one, ("DE",): other}, "low")
     assert re.fullmatch(
         r"MoLA has the lowest log loss, -?[\d.]+, clearly ahead of DE \(by 0\.1050 \N{PLUS-MINUS SIGN} 0\.0500\)",
-        _said(clear, "the lowest log loss", 4),
+        lead_sentence(clear, "the lowest log loss", 4),
     )
     one, other = paired(1.9 / 400**0.5, 1.0)
-    told = _said(lead({("MoLA",): one, ("DE",): other}, "low"), "the lowest log loss", 4)
+    told = lead_sentence(lead({("MoLA",): one, ("DE",): other}, "low"), "the lowest log loss", 4)
     assert told.endswith(
         "but is not clearly ahead of DE (by 0.0950 \N{PLUS-MINUS SIGN} 0.0500, within 2 standard errors)"
     )
-    assert _said(lead({("MoLA",): one, ("DE",): one}, "low"), "x", 4).startswith("All methods share x, ")
+    assert lead_sentence(lead({("MoLA",): one, ("DE",): one}, "low"), "x", 4).startswith("All methods share x, ")
     single = lead({("MoLA",): mean_of(torch.tensor([1.0])), ("DE",): mean_of(torch.tensor([2.0]))}, "low")
-    assert _said(single, "x", 1) == "MoLA has x, 1.0, but is not clearly ahead of DE (by 1.0, of a single input)"
+    assert (
+        lead_sentence(single, "x", 1) == "MoLA has x, 1.0, but is not clearly ahead of DE (by 1.0, of a single input)"
+    )
+
+
+def test_results_are_the_metrics_of_all_data_at_once():
+    """Batches and columns of a tally against `mola.metrics` on all probabilities, and AUROC against all pairs."""
+    _, own, labels = answers(300)
+    _, far, _ = answers(170, seed=5)
+    inside, outside = Tally(), Tally()
+    for rows in torch.split(torch.arange(300), 64):
+        inside.add(Answer(own.probs[rows], own.logits[:, rows], own.weights, own.ood_score[rows]), labels[rows])
+    outside.add(far)
+    found, out = labelled_result(inside, 30.0, errors=True), outlier_result(inside, outside, errors=True)
+    direct = {
+        "accuracy": metrics.accuracy,
+        "log_likelihood": metrics.log_likelihood,
+        "nll": metrics.negative_log_likelihood,
+        "brier": metrics.brier,
+        "ece": metrics.expected_calibration_error,
+        "ece_legacy": metrics.expected_calibration_error_legacy,
+        "mce": metrics.maximum_calibration_error,
+        "mce_legacy": metrics.maximum_calibration_error_legacy,
+    }
+    assert {name: found.metrics[name] for name in direct} == {
+        name: metric(own.probs, labels) for name, metric in direct.items()
+    }
+    assert found.metrics["ece100"] == metrics.expected_calibration_error(own.probs, labels, bins=100)
+    wrong = 1 - own.probs.max(1).values
+    assert found.metrics["aurc"] == metrics.area_under_risk_coverage(wrong, own.probs.argmax(1) == labels)
+    assert (found.count, found.level, sum(found.histogram)) == (300, 30.0, 300)
+    for name, scores in out.scores.items():
+        near, beyond = own.scores()[name], far.scores()[name][:, None]
+        wins = (beyond > near).double().mean() + (beyond == near).double().mean() / 2
+        assert scores["auroc"] == pytest.approx(float(wins), rel=1e-12)
+        assert out.errors[name]["auroc"] == pytest.approx(area_between(near, beyond[:, 0]).error)
+    assert out.confidence == metrics.mean_confidence(far.probs)

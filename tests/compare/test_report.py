@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
 import sys
@@ -15,23 +16,32 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import mola.compare.report.suites.kept_figures as kept_figures
+import mola.compare.report.rendering as rendering
 from mola.__main__ import main
 from mola.compare.record import Record
 from mola.compare.report import paper_numbers
-from mola.compare.report.estimate import Estimate
-from mola.compare.report.formats import as_latex, as_markdown, escape_latex, latex_document
-from mola.compare.report.markup import document, table_markup
-from mola.compare.report.style import NARROW, WIDE, drawing
-from mola.compare.report.suites.confidence_figures import draw_histograms, draw_reliability
-from mola.compare.report.suites.contents import suite_figures, suite_tables
-from mola.compare.report.suites.page import SuiteReport, render_page
-from mola.compare.report.suites.palette import crossed_strokes, strokes
-from mola.compare.report.suites.quantities import at_level, shifted
-from mola.compare.report.suites.words import findings, lead
-from mola.compare.report.suites.writing import read_suites, write_report
-from mola.compare.report.tables import MISSING, Cell, Column, Row, Table, for_terminal, make_table
-from mola.compare.report.terminal import fitting
+from mola.compare.report.confidence_figures import draw_histograms
+from mola.compare.report.estimate import Estimate, at_level, ranking, shifted
+from mola.compare.report.page import SuiteReport, suites_page
+from mola.compare.report.reading import read_suites
+from mola.compare.report.style import NARROW, WIDE, crossed_strokes, drawing, strokes
+from mola.compare.report.suite_tables import suite_tables
+from mola.compare.report.tables import (
+    MISSING,
+    Cell,
+    Column,
+    Row,
+    Table,
+    as_latex,
+    as_markdown,
+    escape_latex,
+    fitting,
+    for_terminal,
+    latex_document,
+    make_table,
+)
+from mola.compare.report.words import suite_findings
+from mola.compare.report.writing import suite_figures, write_report
 from mola.errors import OptionError, StorageError
 from tests.made_up_results import OUTLIERS, QUALITY, SPREAD, make_store, record
 
@@ -58,7 +68,7 @@ def written(suite, tmp_path_factory):
 
 
 def quick_page(suite):
-    return render_page([SuiteReport(suite, suite_tables(suite), {})], "made by a test")
+    return suites_page([SuiteReport(suite, suite_tables(suite), {})], "made by a test")
 
 
 def change(path: Path, **entries):
@@ -196,34 +206,29 @@ def test_numbers_of_the_same_level_are_averaged():
     one = record("mnist", "MAP", "main", 0, 0, LEVELS)
     twin = replace(one.labelled["shift 15"], metrics={**one.labelled["shift 15"].metrics, "ece": 0.35})
     both = replace(one, labelled={**one.labelled, "another at 15": twin})
-    assert at_level(15.0, "ece")(both) == pytest.approx((0.05 + 0.35) / 2)
-    assert shifted("ece")(both) == pytest.approx(np.mean([(0.05 + 0.35) / 2, 0.08, 0.11]))
+    assert at_level(15.0, "ece")(both).mean == pytest.approx((0.05 + 0.35) / 2)
+    assert shifted("ece")(both).mean == pytest.approx(np.mean([(0.05 + 0.35) / 2, 0.08, 0.11]))
     assert at_level(99.0, "ece")(both) is None
     assert shifted("unheard of")(both) is None
 
 
 def test_a_lead_is_measured_run_by_run():
     values = {"a": [0.9, 0.8, 0.7], "b": [0.8, 0.85, 0.4], "c": [0.1, 0.1, 0.1]}
-    methods = {
-        name: [
-            replace(record("s", name, "main", run, 0, LEVELS), seconds={"it": value}) for run, value in enumerate(found)
-        ]
-        for name, found in values.items()
-    }
-    found = lead(methods, lambda one: one.seconds["it"], "high", 2, 100)
-    assert (found.leader, found.second, found.wins, found.tied) == ("a", "b", 2, ())
+    methods = {name: Estimate.over(dict(enumerate(found))) for name, found in values.items()}
+    found = ranking({name: one.scaled(100) for name, one in methods.items()} | {"d": None}, "high", 2)
+    assert (found.best, found.second, found.wins, found.level) == ("a", "b", 2, ())
     gaps = [10, -5, 30]
     assert found.ahead.mean == pytest.approx(np.mean(gaps))
     assert found.ahead.error == pytest.approx(np.std(gaps, ddof=1) / np.sqrt(3))
-    lowest = lead(methods, lambda one: one.seconds["it"], "low", 2)
-    assert (lowest.leader, lowest.second, lowest.wins) == ("c", "b", 3)
-    level = lead(methods, lambda one: one.seconds["it"], "high", 0)
-    assert level.tied == ("b",)
-    assert level.second == "c"
+    lowest = ranking(methods, "low", 2)
+    assert (lowest.best, lowest.second, lowest.wins) == ("c", "b", 3)
+    level = ranking(methods, "high", 0)
+    assert (level.level, level.second) == (("b",), "c")
+    assert ranking({"d": None}, "high", 0) is None
 
 
 def test_the_words_say_who_leads_and_name_what_is_far_from_the_paper(suite):
-    told = {finding.title: finding.text for finding in findings(suite)}
+    told = {finding.title: finding.text for finding in suite_findings(suite)}
     assert "MoLA 93.1 ± 0.2, ahead of MoLA (NLL) by 0.5 ± 0.0 in 3 of 3 runs" in told["Outliers by confidence"]
     assert "MoLA by ood score" in told["Outliers by any score"]
     # Of 4 methods x 3 sets x 2 numbers, by hand: those that lie more than 3 points away.
@@ -320,11 +325,10 @@ def test_tables_are_parted_to_fit_the_terminal(suite, width):
         table = suite_tables(suite)[name]
         parts = fitting(table, width)
         assert [column for part in parts for column in part.columns] == list(table.columns)
-        console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        for part in parts:
-            console.print(for_terminal(part))
-        shown = console.export_text()
-        console.file.close()
+        console = Console(width=width, file=io.StringIO())
+        console.print(for_terminal(table))
+        shown = console.file.getvalue()
+        assert max(map(len, shown.splitlines())) <= width
         assert "…" not in shown
         for row in table.rows:
             for cell in row.cells:
@@ -346,7 +350,9 @@ def test_captions_count_the_runs_behind_their_table(tmp_path):
 
 def test_the_same_network_is_not_told_apart_by_its_spelling(suite):
     for name, same in (("lenet", True), ("Le-Net", True), ("lenet-300", False)):
-        told = {finding.title: finding.text for finding in findings(replace(suite, network=name))}["Beside the paper"]
+        told = {finding.title: finding.text for finding in suite_findings(replace(suite, network=name))}[
+            "Beside the paper"
+        ]
         assert ("(also with LeNet)" in told) == same
         assert (f"LeNet there, {name} here" in told) != same
 
@@ -355,10 +361,10 @@ def test_what_tuning_remarked_of_a_main_method_is_a_finding(suite):
     def noted(*notes):
         records = [
             replace(one, chosen={"notes": [note] if note else []})
-            for one, note in zip(suite.main["LLLA"], notes, strict=True)
+            for one, note in zip(suite.runs["LLLA"], notes, strict=True)
         ]
         groups = {**suite.groups, "main": {"LLLA": tuple(records)}}
-        return {one.title: one.text for one in findings(replace(suite, groups=groups))}.get("Remarks of tuning")
+        return {one.title: one.text for one in suite_findings(replace(suite, groups=groups))}.get("Remarks of tuning")
 
     assert noted("nothing to add: took 1e+10", "", "nothing to add: took 1e+11") == (
         "LLLA, in 2 of 3 runs (numbers of the first): nothing to add: took 1e+10"
@@ -442,19 +448,19 @@ def test_the_page_is_well_formed_and_needs_nothing_else(written):
 def test_broad_tables_hint_at_scrolling_on_screens_that_cut_them(suite, columns, kind):
     cells = tuple(Cell("-0.159 ± 0.002") for _ in range(columns))
     table = Table("t", "", tuple(Column(f"{index}") for index in range(columns)), (Row("LLLA kron probit", cells),))
-    page = render_page([SuiteReport(suite, {**suite_tables(suite), "outliers": table}, {})], "")
-    shown = re.search(r'<h3>t</h3>(?:<p class="hint ([^"]*)")?', page)
+    page = suites_page([SuiteReport(suite, {**suite_tables(suite), "outliers": table}, {})], "")
+    shown = re.search(r'<h3>t</h3>\s*(?:<p class="hint ([^"]*)")?', page)
     assert shown[1] == kind
     assert kind in (None, "always") or f"(max-width: {kind.removeprefix('below-')}px)" in page
 
 
 @pytest.mark.parametrize("columns", [2, 5, 11])
-def test_on_every_page_a_table_scrolls_in_its_own_box_with_a_sign_where_it_is_cut(columns):
-    """One piece of markup and one style sheet for the demo, evaluations and suites."""
+def test_on_every_page_a_table_scrolls_in_its_own_box_with_a_sign_where_it_is_cut(suite, columns):
+    """One template and one style sheet for the demo, evaluations and suites."""
     cells = tuple(Cell("99.12 ± 0.10") for _ in range(columns))
     table = Table("t", "", tuple(Column(f"score {index}") for index in range(columns)), (Row("MAP-T", cells),))
-    page = document("title", "page.css", table_markup(table))
-    assert page.count("<table>") == len(re.findall(r'<div class="scroll"[^>]*><table>', page)) == 1
+    page = suites_page([SuiteReport(replace(suite, groups={}), {"outliers": table}, {})], "")
+    assert page.count("<table>") == len(re.findall(r'<div class="scroll"[^>]*>\s*<table>', page)) == 1
     assert ('<p class="hint' in page) is (columns > 2)
     assert re.search(r"\.scroll \{[^}]*overflow-x: auto;[^}]*local,[^}]*scroll;", page), (
         "shadows where there is more to see"
@@ -469,7 +475,7 @@ def test_a_second_report_draws_nothing_and_is_the_same(results, written, monkeyp
     def refuse(*_):
         raise AssertionError("drawn again")
 
-    monkeypatch.setattr(kept_figures, "render", refuse)
+    monkeypatch.setattr(rendering, "render", refuse)
     write_report(read_suites(results, ["mnist", "mnist"]), written)
     assert {path: path.read_bytes() for path in sorted(written.rglob("*.*"))} == before
     changed = replace(read_suites(results)[0], fingerprint="another")
@@ -487,13 +493,13 @@ def test_a_changed_record_changes_the_fingerprint(tmp_path):
 
 def test_a_figure_cut_short_is_drawn_again(written, suite, monkeypatch):
     drawn = []
-    real = kept_figures.render
+    real = rendering.render
 
     def watched(name, make):
         drawn.append(name)
         return real(name, make)
 
-    monkeypatch.setattr(kept_figures, "render", watched)
+    monkeypatch.setattr(rendering, "render", watched)
     path = written / "figures" / "mnist-rules.svg"
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])
@@ -505,10 +511,10 @@ def test_a_figure_cut_short_is_drawn_again(written, suite, monkeypatch):
 @pytest.mark.parametrize("shape", [WIDE, NARROW])
 @pytest.mark.parametrize("count", [2, 7, 11])
 def test_legends_of_reliability_are_inside_and_apart(suite, shape, count):
-    records = suite.main["MoLA (NLL)"]
+    records = suite.runs["MoLA (NLL)"]
     many = {f"MIMO-MoLA {index}": records for index in range(count)}
     with drawing():
-        figure = draw_reliability(replace(suite, groups={"main": many}), shape)
+        figure = suite_figures(replace(suite, groups={"main": many}))["reliability"](shape)
         figure.draw_without_rendering()
         boxes = [panel.get_legend().get_window_extent() for panel in figure.axes]
         titles = [panel.title.get_window_extent() for panel in figure.axes]
@@ -526,7 +532,7 @@ def test_legends_of_reliability_are_inside_and_apart(suite, shape, count):
 
 def test_words_in_histograms_cover_no_bars(suite):
     with drawing():
-        figure = draw_histograms(suite, WIDE)
+        figure = draw_histograms(suite, suite.of_role("outlier"), WIDE)
         figure.draw_without_rendering()
         for panel in figure.axes:
             (words,) = panel.texts
@@ -659,8 +665,8 @@ def test_a_broken_record_is_left_out_and_named(tmp_path, how):
     path = store.path("mnist", "DE", 1)
     broken(path, how)
     suite = read_suites(tmp_path)[0]
-    assert [one.run for one in suite.main["DE"]] == [0, 2]
-    assert {**suite.main, "DE": None} == {**whole.main, "DE": None}
+    assert [one.run for one in suite.runs["DE"]] == [0, 2]
+    assert {**suite.runs, "DE": None} == {**whole.runs, "DE": None}
     assert any(str(path) in warning and "Left out" in warning for warning in suite.warnings)
     assert any("DE has 2 of 3 runs" in warning for warning in suite.warnings)
     assert "over 2 to 3 runs." in suite_tables(suite)["outliers"].caption
@@ -744,10 +750,14 @@ def test_the_command_prints_and_writes(results, written, capsys, monkeypatch):
 
 
 def test_the_report_sees_records_only():
-    folder = Path(kept_figures.__file__).parent
+    folder = Path(rendering.__file__).parent
     allowed = (
         "mola.compare.record",
         "mola.compare.store",
+        "mola.compare.measured",
+        "mola.compare.tally",
+        "mola.compare.demo_result",
+        "mola.reliability",
         "mola.options",
         "mola.errors",
         "mola.compare.report",
@@ -761,6 +771,6 @@ def test_the_report_sees_records_only():
 
 
 def test_a_record_survives_the_store(results, suite):
-    stored = suite.main["MoLA"][1]
+    stored = suite.runs["MoLA"][1]
     assert asdict(Record.from_json(json.loads(json.dumps(stored.to_json())))) == asdict(stored)
     assert stored.run == 1

@@ -21,6 +21,7 @@ import mola
 from mola.app.cli import app
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.folder import open_posterior
+from mola.compare.evaluation import evaluation_document
 from mola.errors import StorageError
 from mola.laplace import Kron, base
 from mola.sums.checkpoint import START, batch_checksum
@@ -216,7 +217,7 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
         ["predict", "two", "test", "--strict", "--output", "strict.csv"],
         ["predict", "two", "nothing", "--output", "nothing.csv"],
     )
-    alone = run_evaluate(open_posterior("two"), "test", ["strange"]).plain()
+    alone = evaluation_document(run_evaluate(open_posterior("two"), "test", ["strange"]))
     (tmp_path / "nothing").mkdir()
     for bad, content in (("test/cat/bad", b"\x89PNG"), ("test/dog/zz", b"none either"), ("nothing/bad", b"\x89PNG")):
         (tmp_path / f"{bad}.png").write_bytes(content)
@@ -225,7 +226,7 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     check_predictions(tmp_path, *predicted)
     (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["info", "two"]).exception.args
     assert "mola info works in one process, and torchrun started 2" in wrong
-    assert "fit, evaluate and predict can be shared" in wrong
+    assert "fit, evaluate, predict, demo, train and bench can be shared" in wrong
 
 
 def run_commands(commands, folder, **environment):

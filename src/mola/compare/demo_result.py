@@ -1,4 +1,4 @@
-"""What the demo found: numbers and arrays, no tensors and no networks. The report reads nothing else.
+"""What the demo found: a comparison on digits, confidence far away from them and around two moons. The report reads nothing else.
 
 Dictionaries by method have the keys and the order of `METHODS`, unless they say otherwise.
 """
@@ -11,22 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mola.compare.four_methods import METHODS
-from mola.compare.measured import Lead
+from mola.compare.record import Comparison, LabelledResult, OutlierResult, Role
 
-__all__ = [
-    "METHODS",
-    "TEST",
-    "Array",
-    "DemoResult",
-    "DemoSettings",
-    "Detection",
-    "DigitsResult",
-    "DistanceResult",
-    "Examples",
-    "MoonsResult",
-    "Scores",
-]
+__all__ = ["METHODS", "TEST", "Array", "DemoResult", "DemoSettings", "DistanceResult", "MoonsResult"]
+
+METHODS = ("MAP", "DE", "LLLA", "MoLA")
+"""One network, all of them, and both again with a Laplace approximation on the last layer."""
 
 Array = NDArray[np.float64]
 
@@ -47,76 +37,6 @@ class DemoSettings:
     moons_epochs: int = 150
     map_size: int = 181
     """Points along each side of a confidence map."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """A method on labelled inputs."""
-
-    accuracy: float
-    nll: float
-    ece: float
-    brier: float
-    confidence: float
-    """Mean of the largest probability (MMC)."""
-    errors: dict[str, float | None]
-    """Standard errors of the above, by name."""
-
-
-@dataclass(frozen=True)
-class Detection:
-    """A method on outliers, told apart from the test digits."""
-
-    confidence: float
-    confidence_error: float | None
-    auroc: float
-    """By the largest probability."""
-    scores: dict[str, tuple[float, float | None]]
-    """AUROC and its standard error by every outlier score that the method has."""
-
-
-@dataclass(frozen=True)
-class Examples:
-    """A few inputs of one set, and how sure each method is of them."""
-
-    images: Array
-    """(m, 8, 8)"""
-    confidence: dict[str, Array]
-    """(m,) for each method."""
-
-
-@dataclass(frozen=True)
-class DigitsResult:
-    """The comparison on handwritten digits."""
-
-    sizes: dict[str, int]
-    """Number of data for "train", "val" and "test"."""
-    parameters: int
-    """Of one network."""
-    prior_precision: dict[str, float]
-    """Of LLLA and MoLA."""
-    rule: dict[str, str]
-    """How it was chosen."""
-    notes: tuple[str, ...]
-    rotated: dict[int, dict[str, Scores]]
-    """By angle in degrees, 0 being the test digits as they are, and method."""
-    reliability: dict[int, dict[str, Array]]
-    """By angle and method: (bins, 3) of count, and sums of confidence and of correct predictions."""
-    detection: dict[str, dict[str, Detection]]
-    """By set of outliers and method."""
-    leads: dict[int, dict[str, Lead]]
-    """By angle and score (nll, brier, ece): which method leads."""
-    detection_leads: dict[str, dict[str, Lead]]
-    """By set of outliers: by confidence, by auroc of the largest probability, and by auroc of any score ("any")."""
-    confidences: dict[str, dict[str, Array]]
-    """By set (`TEST`, and outliers) and method: the confidence of each input."""
-    examples: dict[str, Examples]
-    """By set."""
-
-    @property
-    def clean(self) -> dict[str, Scores]:
-        """Scores in distribution, by method."""
-        return self.rotated[0]
 
 
 @dataclass(frozen=True)
@@ -160,7 +80,8 @@ class DemoResult:
     """Everything the demo found."""
 
     settings: DemoSettings
-    digits: DigitsResult
+    comparison: Comparison
+    """On the digits: as they are, rotated, and against inputs that are no digits."""
     distance: DistanceResult
     moons: MoonsResult
     seconds: dict[str, float]
@@ -169,23 +90,41 @@ class DemoResult:
     """Of mola, torch and Python."""
 
     def numbers(self) -> dict[str, Any]:
-        """The scores as plain JSON values, without arrays."""
-        digits = self.digits
+        """The scores as plain JSON values, without arrays: `numbers.json`."""
+        found, methods = self.comparison, self.comparison.methods
+        tuned = {name: one.chosen for name, one in methods.items() if one.chosen}
         return {
             "settings": asdict(self.settings),
             "versions": self.versions,
             "seconds": self.seconds,
-            "sizes": digits.sizes,
-            "prior_precision": digits.prior_precision,
-            "rule": digits.rule,
-            "notes": list(digits.notes),
+            "sizes": {name: found.of_role(role)[0].count for name, role in SIZES.items()},
+            "prior_precision": {name: chosen["prior_precision"][0] for name, chosen in tuned.items()},
+            "rule": {name: chosen["rule"] for name, chosen in tuned.items()},
+            "notes": list(found.notes),
             "rotated": {
-                str(angle): {name: asdict(scores) for name, scores in by_method.items()}
-                for angle, by_method in digits.rotated.items()
+                f"{one.level:.0f}": {name: _scores(record.labelled[one.name]) for name, record in methods.items()}
+                for one in (found.test, *found.of_role("shift"))
             },
             "detection": {
-                outliers: {name: asdict(found) for name, found in by_method.items()}
-                for outliers, by_method in digits.detection.items()
+                one.name: {name: _detection(record.outliers[one.name]) for name, record in methods.items()}
+                for one in found.of_role("outlier")
             },
             "far_field": {"limit": self.distance.limits, "bound": self.distance.bounds},
         }
+
+
+SIZES: dict[str, Role] = {"train": "train", "val": "validation", "test": "test"}
+
+
+def _scores(result: LabelledResult) -> dict[str, Any]:
+    scores = {name: result.metrics[name] for name in ("accuracy", "nll", "ece", "brier", "confidence")}
+    return {**scores, "errors": result.errors}
+
+
+def _detection(result: OutlierResult) -> dict[str, Any]:
+    return {
+        "confidence": result.confidence,
+        "confidence_error": result.confidence_error,
+        "auroc": result.scores["max probability"]["auroc"],
+        "scores": {name: (one["auroc"], result.errors[name]["auroc"]) for name, one in result.scores.items()},
+    }

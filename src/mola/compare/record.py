@@ -1,20 +1,68 @@
-"""What a method did in one run of a suite: numbers only, the same in memory and in JSON."""
+"""What a comparison found: a `Record` for each method and run, and the `Comparison` that holds them. Values only, no tensors.
+
+A record is the same in memory and in JSON (format `mola-bench`, version 1). Standard errors over data, results by class and
+histograms of scores are filled in where a comparison has one run; in a suite the errors come from several runs, and these
+entries are absent from its files.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mola.compare.measured import Lead
 from mola.errors import StorageError
 from mola.schema import check
 
-__all__ = ["CONFIDENCE_BINS", "FORMAT", "VERSION", "Examples", "LabelledResult", "OutlierResult", "Record"]
+__all__ = [
+    "CONFIDENCE_BINS",
+    "FORMAT",
+    "VERSION",
+    "ClassResult",
+    "Comparison",
+    "Examples",
+    "LabelledResult",
+    "OutlierResult",
+    "Pictures",
+    "Record",
+    "Role",
+    "ScoreHistogram",
+    "SetInfo",
+]
 
 FORMAT = "mola-bench"
 VERSION = 1
 
 CONFIDENCE_BINS = 50
 """Equal-width bins of the confidence histograms, from 0 to 1."""
+
+Role = Literal["train", "validation", "test", "shift", "outlier"]
+
+
+@dataclass(frozen=True)
+class SetInfo:
+    """A set of data."""
+
+    name: str
+    title: str
+    role: Role
+    count: int
+    level: float = 0.0
+    """How far the data are shifted (degrees, severity); 0 for the test set."""
+
+
+@dataclass(frozen=True)
+class ClassResult:
+    """A method on the data of one class."""
+
+    count: int
+    accuracy: float
+    confidence: float
+    """Mean of the largest probability."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +73,27 @@ class LabelledResult:
     """How far the data are shifted (degrees, severity); 0 for the test set."""
     count: int
     metrics: dict[str, float]
-    """By name, as in `mola.lab.runner.METRICS`."""
+    """By name, as in `mola.compare.results.METRICS`."""
     reliability: list[list[float]]
     """For each of 15 bins of confidence: count, sum of confidences, correct predictions. Empty in ablations."""
     histogram: list[int]
     """Number of predictions in each of `CONFIDENCE_BINS` bins of confidence. Empty in ablations."""
+    errors: dict[str, float | None] = field(default_factory=dict)
+    """Standard errors over data of accuracy, nll, brier, ece and confidence; None for a single datum."""
+    classes: dict[str, ClassResult] = field(default_factory=dict)
+    """By name of the class, those that the data have."""
+
+
+@dataclass(frozen=True)
+class ScoreHistogram:
+    """How an outlier score is distributed over the test set and over outliers."""
+
+    edges: list[float]
+    """Of the bins; the outermost bins hold everything beyond."""
+    inside: list[float]
+    """Shares of the test set in each bin."""
+    outside: list[float]
+    """Shares of the outliers."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +104,19 @@ class OutlierResult:
     confidence: float
     """Mean of the largest probability (MMC)."""
     scores: dict[str, dict[str, float]]
-    """By outlier score, told apart from the test set: "auroc", "aupr_in", "aupr_out", "fpr95"."""
+    """By outlier score, distinguished from the test set: "auroc", "aupr_in", "aupr_out", "fpr95"."""
     histogram: list[int]
+    confidence_error: float | None = None
+    """Standard error over data; None for a single datum, and in suites."""
+    errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """By outlier score: standard errors over data of "auroc" and "fpr95"."""
+    score_histograms: dict[str, ScoreHistogram] = field(default_factory=dict)
+    """By outlier score."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """A method on the suite's example images of one set, in their order."""
+    """A method on the first few inputs of one set, in their order."""
 
     confidence: list[float]
     label: list[int]
@@ -70,32 +140,38 @@ class Record:
     data: dict[str, str]
     """Checksum of every set used, by name."""
     chosen: dict[str, Any]
-    """What was tuned: "prior_precision" (a list), "temperature", "weights", and "notes"."""
+    """What was tuned: "prior_precision" (a list), "temperature", "weights", "rule" (in words), and "notes"."""
     seconds: dict[str, float]
-    """Time to "fit" (tuning included) and to "predict", from stored activations."""
+    """Time to "fit" (tuning included) and to "predict"; in suites, from stored activations."""
     labelled: dict[str, LabelledResult]
-    """By set: "test" first."""
+    """By set: the test set first."""
     outliers: dict[str, OutlierResult]
     examples: dict[str, Examples] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        for name, optional in (("labelled", _optional(LabelledResult)), ("outliers", _optional(OutlierResult))):
+            document[name] = {
+                one: {key: value for key, value in result.items() if key not in optional or value}
+                for one, result in document[name].items()
+            }
+        return document
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Record:
         """Read what `to_json` gave.
 
         Raises:
-            StorageError: if the form is another.
+            StorageError: if the document has another form.
         """
         check(document, SCHEMA, "")
         for name, kind in (("labelled", LabelledResult), ("outliers", OutlierResult), ("examples", Examples)):
-            known = {one.name for one in fields(kind)}
-            strange = sorted({entry for one in document[name].values() for entry in one} - known)
-            if strange:
-                message = f"the record is garbled: unknown entries {strange[:3]} under {name!r}."
+            known = {one.name for one in fields(kind)} - _optional(kind)
+            unknown = sorted({entry for one in document[name].values() for entry in one} - known)
+            if unknown:
+                message = f"the record is garbled: unknown entries {unknown[:3]} under {name!r}."
                 raise StorageError(message)
         return cls(
             **{name: document[name] for name in PLAIN},
@@ -103,6 +179,11 @@ class Record:
             outliers={name: OutlierResult(**one) for name, one in document["outliers"].items()},
             examples={name: Examples(**one) for name, one in document["examples"].items()},
         )
+
+
+def _optional(kind: type[Any]) -> set[str]:
+    """Entries that comparisons of one run have and suites do not."""
+    return {one.name for one in fields(kind) if one.default is not MISSING or one.default_factory is not MISSING}
 
 
 PLAIN = ("suite", "method", "group", "run", "settings", "networks", "data", "chosen", "seconds", "environment")
@@ -130,3 +211,72 @@ SCHEMA: dict[str, Any] = {
     "examples": {str: {"confidence": [float], "label": [int]}},
     "environment": {},
 }
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The first images of a set."""
+
+    pixels: NDArray[np.uint8]
+    """(n, height, width, 1 or 3)"""
+    labels: tuple[int, ...] | None = None
+    """Their classes; None for outliers."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods side by side on the same sets: what a report reads."""
+
+    title: str
+    sets: dict[str, SetInfo]
+    """By name, in the order to show them in: the test set, shifted sets by level, outliers."""
+    records: tuple[Record, ...]
+    """Methods in the order to show them in, each method's runs one after the other."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, in the order of the networks' outputs."""
+    leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
+    """By set. Labelled data: by "accuracy", "nll", "brier" and "ece" which method leads, as `(method,)`. Outliers: by
+    "confidence" and by "max probability" (AUROC of that score) the method, as `(method,)`; by "auroc" and "fpr95" the method and
+    the score, as `(method, score)`, of all methods and scores. Only where there is one run."""
+    pictures: dict[str, Pictures] = field(default_factory=dict)
+    """By set."""
+    notes: tuple[str, ...] = ()
+    """What tuning remarked, and what to know when reading."""
+    left_out: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By set and input, why it was left out."""
+    noted: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By set and input, what is worth a word."""
+    made: Mapping[str, Any] = field(default_factory=dict)
+    """How it was made: versions, seconds, files."""
+
+    def of_role(self, role: Role) -> list[SetInfo]:
+        """The sets of a role."""
+        return [one for one in self.sets.values() if one.role == role]
+
+    @property
+    def test(self) -> SetInfo:
+        """The test set."""
+        return self.of_role("test")[0]
+
+    @property
+    def methods(self) -> dict[str, Record]:
+        """By name; where there are several runs, the first."""
+        found: dict[str, Record] = {}
+        for record in self.records:
+            found.setdefault(record.method, record)
+        return found
+
+    @property
+    def runs(self) -> dict[str, tuple[Record, ...]]:
+        """All records by method, in the order of the runs."""
+        return {name: tuple(one for one in self.records if one.method == name) for name in self.methods}
+
+    @property
+    def own(self) -> str:
+        """The mixture itself, the last of the methods: MoLA, or LLLA of one network."""
+        return self.records[-1].method
+
+    @property
+    def baseline(self) -> str:
+        """The same networks without a posterior: the deep ensemble, or one network alone."""
+        return "DE" if "DE" in self.methods else "MAP"

@@ -1,9 +1,4 @@
-"""How well a predictor does on a named test set: the numbers and the bins that a model card shows.
-
-The reliability diagram of a model card.
-
-The model card: YAML that a hub reads, and text that people read.
-"""
+"""The model card: YAML that a hub reads, text that people read, and how well the predictor does on named test sets."""
 
 from __future__ import annotations
 
@@ -24,8 +19,9 @@ from mola.errors import DataError, OptionError
 from mola.likelihood import CATEGORICAL
 from mola.network import as_batch, peek
 from mola.posterior import MoLA
+from mola.reliability import draw_reliability
 
-__all__ = ["METRICS", "Measured", "as_yaml", "draw_reliability", "measure", "model_card"]
+__all__ = ["METRICS", "Measured", "as_yaml", "measure", "model_card", "write_reliability"]
 
 METRICS: Mapping[str, tuple[str, Callable[[Tensor, Tensor], float]]] = {
     "accuracy": ("accuracy", metrics.accuracy),
@@ -104,8 +100,8 @@ def measure(predictor: Callable[[Any], Tensor], loader: Iterable[Any], dataset: 
     return Measured(dataset, len(known), values, tuple(rows))
 
 
-def draw_reliability(measured: Measured, path: Path) -> bool:
-    """Draw accuracy over confidence, the area of a dot being the share of data in its bin.
+def write_reliability(measured: Measured, path: Path) -> bool:
+    """Write the reliability diagram.
 
     Args:
         measured: with bins.
@@ -121,13 +117,10 @@ def draw_reliability(measured: Measured, path: Path) -> bool:
     except ImportError:
         return False
     figure = Figure(figsize=(4, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, zorder=1)
-    counts, confidence, accuracy = zip(*measured.bins, strict=True)
-    sizes = [12 + 400 * count / measured.count for count in counts]
-    axes.plot(confidence, accuracy, color="#1f5fa8", linewidth=1, zorder=2)
-    axes.scatter(confidence, accuracy, s=sizes, color="#1f5fa8", alpha=0.7, zorder=3)
-    axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.02), ylim=(0, 1.02), title=measured.dataset)
+    panel = figure.subplots()
+    bins = [(count, count * confidence, count * accuracy) for count, confidence, accuracy in measured.bins]
+    draw_reliability(panel, {measured.dataset: (bins, {"color": "#1f5fa8"})}, fewest=1)
+    panel.set_title(measured.dataset)
     figure.savefig(path, dpi=110)
     return True
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from mola.errors import MissingExtraError, OptionError, StorageError
 from mola.fitting import ensemble, load
-from mola.hub.card import Measured, draw_reliability, model_card
+from mola.hub.card import Measured, model_card, write_reliability
 from mola.posterior import MoLA
 from mola.saving.storage import write_atomically
 from mola.saving.weights_files import load_weights, save_weights
@@ -109,7 +109,7 @@ def save_to_hub_folder(
     if posterior.structure is not None:
         posterior.save(folder / "posterior")
     sets = [measured] if isinstance(measured, Measured) else list(measured)
-    drawn = bool(sets) and draw_reliability(sets[0], folder / PICTURE)
+    drawn = bool(sets) and write_reliability(sets[0], folder / PICTURE)
     text = model_card(
         posterior,
         name=folder.name,

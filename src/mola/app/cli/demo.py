@@ -11,9 +11,10 @@ from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
 from mola.compare.demo_result import DemoSettings
-from mola.compare.report.tables import demo_tables, for_terminal
-from mola.compare.report.terminal import fitting
-from mola.compare.report.words import headlines, tuning_words
+from mola.compare.report.single_run_tables import demo_tables
+from mola.compare.report.tables import for_terminal
+from mola.compare.report.words import demo_headlines, tuning_remarks
+from mola.distributed import join
 from mola.lab.demo import run_demo
 
 __all__ = ["demo"]
@@ -40,24 +41,25 @@ def demo(
     under rotation and on inputs that are not digits, and writes a page with tables and figures. Takes about a minute.
     """
     # Before the work rather than after it: a missing extra, and a folder that cannot be written.
-    from mola.compare.report.demo import prepare_folder, write_demo
+    from mola.compare.report.writing import prepare_folder, write_demo
 
     prepare_folder(output)
-    with showing_progress(quiet=quiet) as progress:
-        result = run_demo(DemoSettings(seed=seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done))
+    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
+        result = run_demo(DemoSettings(seed=seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done), team)
+        if not team.first:
+            return  # one process writes and speaks for all
         page = write_demo(
             result, output, lambda doing, done: progress(doing, FIGURES_BEGIN + (1 - FIGURES_BEGIN) * done)
         )
     if quiet:
         return
     console = Console(highlight=False)
-    for table in demo_tables(result):
-        for part in fitting(table, console.width):
-            console.print(for_terminal(part))
-    for headline in headlines(result):
+    for table in demo_tables(result.comparison):
+        console.print(for_terminal(table))
+    for headline in demo_headlines(result):
         console.print(
             f"[bold]{escape(headline.title)}[/bold]: MAP {headline.before}, MoLA {headline.after}. {escape(headline.sentence)}"
         )
-    for words in tuning_words(result):
+    for words in tuning_remarks(result):
         console.print(escape(words), style="dim")
     console.print(f"\nWrote [bold]{escape(str(page))}[/bold], with figures and numbers beside it.", soft_wrap=True)

@@ -26,7 +26,6 @@ from mola.app.cli.shared_options import (
     set_threads,
 )
 from mola.compare.report.tables import for_terminal
-from mola.compare.report.terminal import fitting
 
 __all__ = ["evaluate"]
 
@@ -75,10 +74,10 @@ def evaluate(
     from mola.app.jobs.evaluate import run_evaluate
     from mola.app.jobs.folder import open_posterior
     from mola.app.jobs.rows import Account
-    from mola.compare.report.demo import prepare_folder
-    from mola.compare.report.evaluation.tables import class_table, evaluation_tables
-    from mola.compare.report.evaluation.words import findings, remarks
-    from mola.compare.report.evaluation.writing import write_evaluation
+    from mola.compare.evaluation import evaluation_document
+    from mola.compare.report.single_run_tables import class_table, evaluation_tables
+    from mola.compare.report.words import evaluation_findings, evaluation_remarks
+    from mola.compare.report.writing import prepare_folder, write_evaluation
     from mola.distributed import join
 
     prepare_folder(output)
@@ -87,7 +86,7 @@ def evaluate(
     torch.manual_seed(seed)
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
-        result = run_evaluate(
+        comparison = run_evaluate(
             open_posterior(posterior, device, trust=trust, network=network or ()),
             test,
             tuple(ood or ()),
@@ -97,24 +96,27 @@ def evaluate(
             directory=None if data is None else str(data),
             team=team,
         )
+        numbers = evaluation_document(comparison)
         with team.work("writing the page"):
             if not team.first:
                 return  # one process writes and speaks for all
             page = write_evaluation(
-                result, output, lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done)
+                comparison,
+                numbers,
+                output,
+                lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done),
             )
     write_run(context, output / "run.toml")
     if not quiet and not as_json:
         console = Console(highlight=False)
-        for table in [*evaluation_tables(result), class_table(result, WORST)]:
-            for part in fitting(table, console.width):
-                console.print(for_terminal(part))
-        for title, text in findings(result):
-            console.print(f"[bold]{escape(title)}[/bold]: {escape(text)}")
-        for line in remarks(result):
+        for table in [*evaluation_tables(comparison), class_table(comparison, WORST)]:
+            console.print(for_terminal(table))
+        for finding in evaluation_findings(comparison):
+            console.print(f"[bold]{escape(finding.title)}[/bold]: {escape(finding.text)}")
+        for line in evaluation_remarks(comparison):
             console.print(escape(line), style="dim")
         console.print(f"\nWrote [bold]{escape(str(page))}[/bold], with numbers and figures beside it.", soft_wrap=True)
     # torchrun knows only success and failure: what was left out is said, but does not end the job.
     with suppress(*(typer.Exit,) if team.size > 1 else ()):
-        account = Account(result.left_out, result.noted)
-        finish(account, result.plain(), as_json=as_json, quiet=True if not as_json else quiet)
+        account = Account(comparison.left_out, comparison.noted)
+        finish(account, numbers, as_json=as_json, quiet=True if not as_json else quiet)

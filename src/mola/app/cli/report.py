@@ -11,7 +11,6 @@ from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
 from mola.compare.report.tables import for_terminal
-from mola.compare.report.terminal import fitting
 
 __all__ = ["report"]
 
@@ -30,9 +29,10 @@ def report(
     beside it. Takes seconds.
     """
     # Here and not above: drawing needs matplotlib, which other commands do not.
-    from mola.compare.report.suites.contents import TERMINAL, suite_tables
-    from mola.compare.report.suites.words import findings
-    from mola.compare.report.suites.writing import read_suites, write_report
+    from mola.compare.report.reading import read_suites
+    from mola.compare.report.suite_tables import TERMINAL, suite_tables
+    from mola.compare.report.words import suite_findings
+    from mola.compare.report.writing import write_report
 
     found = read_suites(results, suites or [])
     with showing_progress(quiet=quiet) as progress:
@@ -43,9 +43,9 @@ def report(
     for suite in found:
         tables = suite_tables(suite)
         for name in TERMINAL:
-            for part in fitting(tables[name], console.width) if name in tables else []:
-                console.print(for_terminal(part))
-        for finding in findings(suite):
+            if name in tables:
+                console.print(for_terminal(tables[name]))
+        for finding in suite_findings(suite):
             console.print(f"[bold]{escape(finding.title)}[/bold]: {escape(finding.text)}")
         for warning in suite.warnings:
             console.print(f"[bold]Compare with care[/bold]: {escape(warning)}", style="yellow")

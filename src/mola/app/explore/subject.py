@@ -25,7 +25,7 @@ from mola.app.jobs.pictures import Pictures
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import UserSet, some_of
 from mola.compare.demo_result import DemoSettings
-from mola.compare.four_methods import four_methods
+from mola.compare.methods import four_methods
 from mola.errors import DataError, MolaError, OptionError, StorageError
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
 from mola.lab.data.images import even_places
@@ -224,7 +224,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
             build_network, digits.train, recipe, members=settings.members, seed=settings.seed, on_epoch=trained
         )
         progress("fitting and tuning", TRAINED)
-        posterior = four_methods(networks, digits.train.batches(), digits.val.batches()).predictors["MoLA"]
+        posterior = four_methods(networks, digits.train.batches(), digits.val.batches())["MoLA"]
         reference = Reference.of(posterior.predict(digits.val.inputs).ood_score, "digits:val")
     sight = Sight.of((1, SIDE, SIDE), Intake(mode="L", shape=(1, SIDE, SIDE)))
     examples = []

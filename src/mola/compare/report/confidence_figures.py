@@ -1,105 +1,194 @@
-"""Figures of confidence: its histograms, its reliability, and how it follows a shift."""
+"""Figures of confidence: reliability diagrams, and histograms of outliers over those of the test data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from mola.compare.demo_result import METHODS, TEST, Array, DemoResult
-from mola.compare.report.style import COLOURS, INK, Axes, Figure, Shape, canvas, explain, quiet_axes
+from mola.compare.record import Comparison, Record, SetInfo
+from mola.compare.report.estimate import On, at_level, estimate
+from mola.compare.report.single_run_tables import SCORE_NAMES
+from mola.compare.report.style import INK, Axes, Figure, Shape, canvas, colours, explain, quiet_axes, strokes
+from mola.compare.tally import SCORES
+from mola.reliability import Curve, draw_reliability
 
-__all__ = ["draw_histograms", "draw_reliability", "draw_rotation"]
+__all__ = ["MOST_SETS", "draw_histograms", "draw_reliability_panels", "draw_score_histograms"]
 
-BINS = np.linspace(0.0, 1.0, 26)
-RELIABILITY_ANGLES = (0, 15, 30)
-FEWEST = 5
-"""Predictions that a bin must hold to be drawn in a reliability diagram."""
+LEGEND_ROW = 0.17
+"""Inches that a row of the legend takes."""
+
+MOST_SETS = 4
+"""Sets of outliers that are drawn."""
+
+Array = NDArray[np.float64]
+
+# --- reliability --------------------------------------------------------------------------------------------------------
 
 
-def draw_histograms(result: DemoResult, shape: Shape) -> Figure:
-    """For every method and set of outliers: confidence in them, over confidence in the test digits."""
-    near, other, far, *_ = result.digits.detection
-    sets = [near, other, far] if shape.wide else [near, far]
-    cells = (
-        [(kind, method) for kind in sets for method in METHODS]
-        if shape.wide
-        else [(kind, method) for method in METHODS for kind in sets]
-    )
-    rows, columns = (len(sets), len(METHODS)) if shape.wide else (len(METHODS), len(sets))
-    figure, panels = canvas(shape, rows, columns, 1.65, sharex=True, sharey=True)
-    for index, (panel, (kind, method)) in enumerate(zip(panels, cells, strict=True)):
+def draw_reliability_panels(
+    comparison: Comparison, panels: Mapping[str, tuple[float, Sequence[str]]], shape: Shape, digits: int = 1
+) -> Figure:
+    """Accuracy against confidence, all runs together.
+
+    Args:
+        comparison: what was found.
+        panels: by title: the level of shift, and the methods.
+        shape: of the figure.
+        digits: of the calibration errors in the legends.
+
+    Returns:
+        The figure.
+    """
+    legend_rows = -(-max(len(methods) for _, methods in panels.values()) // 2)
+    grid = (1, len(panels)) if shape.wide else (len(panels), 1)
+    figure, axes = canvas(shape, *grid, 3.6 + LEGEND_ROW * legend_rows)
+    runs, drawn = comparison.runs, strokes(comparison.runs)
+    for panel, (title, (level, methods)) in zip(axes, panels.items(), strict=True):
+        curves: dict[str, Curve] = {}
+        for method in methods:
+            bins, error = _pooled_bins(runs[method], level), estimate(runs[method], at_level(level, "ece"), 100)
+            if bins is not None:
+                label = method if error is None else f"{method}, ECE {error.mean:.{digits}f}%"
+                curves[label] = (bins, drawn[method])
         quiet_axes(panel)
-        confidences, found = result.digits.confidences, result.digits.detection[kind][method]
-        _histogram(panel, confidences[kind][method], color=COLOURS[method], alpha=0.75, fill=True)
-        _histogram(panel, confidences[TEST][method], color=INK, fill=False)
-        panel.axvline(found.confidence, color=COLOURS[method], linestyle=(0, (2, 1.5)), linewidth=1.3)
-        text = f"mean {found.confidence:.2f}\nAUROC {found.auroc:.2f}"
-        panel.text(0.05, 0.93, text, transform=panel.transAxes, va="top", fontsize=8)
-        row, column = divmod(index, columns)
-        if row == 0:
-            panel.set_title(method if shape.wide else kind, color=COLOURS[method] if shape.wide else INK)
-        if column == 0:
-            panel.set_ylabel(kind if shape.wide else method, fontweight="bold")
-        if row == rows - 1:
+        draw_reliability(panel, curves, INK)
+        panel.set_title(title)
+        # Below: inside, it would hide curves of methods that are never unsure.
+        panel.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=7.5, handlelength=1.8, columnspacing=1.0
+        )
+    return figure
+
+
+def _pooled_bins(records: Sequence[Record], level: float) -> Array | None:
+    """Sums over runs, and over sets of the same level."""
+    bins = [
+        np.asarray(result.reliability, dtype=np.float64)
+        for record in records
+        for result in record.labelled.values()
+        if result.level == level and result.reliability
+    ]
+    if not bins or any(one.shape != bins[0].shape for one in bins):
+        return None
+    return np.sum(bins, axis=0)
+
+
+# --- histograms ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Two histograms over the same bins, as shares; the less they overlap, the better outliers are told apart."""
+
+    edges: ArrayLike
+    outliers: ArrayLike | None
+    test: ArrayLike | None
+    words: str
+    mean: float | None = None
+    """Mean confidence in the outliers."""
+
+
+def _overlaps(
+    cells: Mapping[tuple[str, str], Overlap | None],
+    painted: Mapping[str, str],
+    shape: Shape,
+    *explained: str,
+    confidence: bool = True,
+) -> Figure:
+    """A grid of panels.
+
+    Args:
+        cells: by row and column; None where a method has no such score.
+        painted: colours of the methods, which are either the rows or the columns.
+        shape: of the figure.
+        explained: how to read it.
+        confidence: whether the horizontal axes are confidences, from 0 to 1.
+
+    Returns:
+        The figure.
+    """
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    figure, panels = canvas(shape, len(rows), len(columns), 1.4, sharex=confidence, sharey=True)
+    for place, (panel, ((row, column), overlap)) in enumerate(zip(panels, cells.items(), strict=True)):
+        if place < len(columns):
+            panel.set_title(column, pad=17)
+        if place % len(columns) == 0:
+            panel.set_ylabel(row, fontweight="bold")
+        if confidence and place >= len(panels) - len(columns):
             panel.set_xlabel("confidence")
-        panel.set_xlim(0, 1)
-        panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-        # The last bin holds most of the test digits; on a square-root scale the others can still be seen.
+        panel.set_xticks(*([0, 0.5, 1], ["0", "0.5", "1"]) if confidence else ([],))
+        # The last bin holds most of the test data; on a square-root scale the others can still be seen.
         panel.set_yscale("function", functions=(np.sqrt, np.square))
         panel.set_ylim(0, 1)
         panel.set_yticks([0, 0.1, 0.5, 1], ["0", "0.1", "0.5", "1"])
-    named = "at the left" if shape.wide else "at the top"
-    explain(
-        figure, shape, f"filled: the inputs named {named}", "dashed: their mean confidence", "outline: the test digits"
-    )
+        if overlap is None:
+            panel.text(0.5, 0.5, "has none", transform=panel.transAxes, ha="center", va="center", fontsize=8)
+        else:
+            _overlap(panel, overlap, painted[row if row in painted else column])
+        if confidence:
+            panel.set_xlim(0, 1)
+    explain(figure, shape, *explained)
     return figure
 
 
-def _histogram(panel: Axes, values: Array, *, color: str, fill: bool, alpha: float = 1.0) -> None:
-    share = np.histogram(values, BINS)[0] / len(values)
-    panel.stairs(share, BINS, color=color, fill=fill, alpha=alpha, linewidth=1.1)
+def _overlap(panel: Axes, overlap: Overlap, colour: str) -> None:
+    quiet_axes(panel)
+    if overlap.outliers is not None:
+        panel.stairs(overlap.outliers, overlap.edges, color=colour, fill=True, alpha=0.75)
+    if overlap.test is not None:
+        panel.stairs(overlap.test, overlap.edges, color=INK, linewidth=1.0)
+    if overlap.mean is not None:
+        panel.axvline(overlap.mean, color=colour, linestyle=(0, (2, 1.5)), linewidth=1.3)
+    # Above the panel: inside, it would hide bars of methods that are rarely sure.
+    panel.text(0.0, 1.04, overlap.words, transform=panel.transAxes, va="bottom", fontsize=8)
 
 
-def draw_reliability(result: DemoResult, shape: Shape) -> Figure:
-    """Accuracy against confidence: as the digits are, and rotated."""
-    figure, panels = canvas(shape, *((1, 3) if shape.wide else (3, 1)), 3.6)
-    for panel, angle in zip(panels, RELIABILITY_ANGLES, strict=True):
-        quiet_axes(panel)
-        panel.plot([0, 1], [0, 1], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        for method in METHODS:
-            count, confidence, correct = result.digits.reliability[angle][method].T
-            # A bin of a few predictions says nothing about accuracy: it is left out here, but not from the ECE.
-            enough = count >= FEWEST
-            x, y = confidence[enough] / count[enough], correct[enough] / count[enough]
-            ece = result.digits.rotated[angle][method].ece
-            panel.plot(x, y, color=COLOURS[method], linewidth=1.2, label=f"{method}, ECE {100 * ece:.1f}%")
-            area = 8 + 220 * count[enough] / count.sum()
-            panel.scatter(x, y, s=area, color=COLOURS[method], alpha=0.8, linewidths=0, zorder=3)
-        panel.set_title("test digits" if angle == 0 else f"rotated by {angle}°")
-        panel.set_xlabel("confidence")
-        panel.set_ylabel("accuracy")
-        panel.set_xlim(0, 1.03)
-        panel.set_ylim(0, 1.03)
-        panel.set_aspect("equal")
-        panel.legend(loc="upper left", fontsize=8, handlelength=1.2, borderpad=0.1, labelspacing=0.3)
-    return figure
+def draw_histograms(comparison: Comparison, sets: Sequence[SetInfo], shape: Shape) -> Figure:
+    """For every method: confidence in each set of outliers, over confidence in the test set; all runs together."""
+    test = comparison.of_role("test")
+    cells: dict[tuple[str, str], Overlap | None] = {
+        (method, "" if one in test else one.title): _pooled_overlap(records, test, one)
+        for method, records in comparison.runs.items()
+        for one in sets or test
+    }
+    told = ["filled: the data named at the top", "dashed: their mean confidence", "outline: the test data"]
+    return _overlaps(cells, colours(comparison.runs), shape, *(told if sets else ["share of the test data"]))
 
 
-def draw_rotation(result: DemoResult, shape: Shape) -> Figure:
-    """Confidence with accuracy, log loss and calibration error against the angle."""
-    figure, panels = canvas(shape, *((1, 3) if shape.wide else (3, 1)), 3.1 if shape.wide else 2.6)
-    angles = list(result.digits.rotated)
-    titles = ("mean confidence", "log loss (NLL)", "calibration error (ECE)")
-    for panel, title, score in zip(panels, titles, ("confidence", "nll", "ece"), strict=True):
-        quiet_axes(panel)
-        for method in METHODS:
-            values = [getattr(result.digits.rotated[angle][method], score) for angle in angles]
-            panel.plot(angles, values, color=COLOURS[method], marker="o", markersize=3, label=method)
-        panel.set_title(title)
-        panel.set_xlabel("rotation (degrees)")
-        panel.set_xticks(range(0, 181, 45))
-        panel.set_ylim(bottom=0)
-    accuracy = [result.digits.rotated[angle]["MoLA"].accuracy for angle in angles]
-    panels[0].plot(angles, accuracy, color=INK, linestyle=(0, (2, 1.5)), linewidth=1.2, label="accuracy of MoLA")
-    panels[0].set_ylim(0, 1.03)
-    panels[0].legend(fontsize=8, loc="lower left", ncols=1, labelspacing=0.3, handlelength=1.6)
-    return figure
+def _pooled_overlap(records: Sequence[Record], test: Sequence[SetInfo], one: SetInfo) -> Overlap:
+    confidence, auroc = estimate(records, On(one.name, "confidence")), estimate(records, On(one.name, "auroc"))
+    words = [] if confidence is None else [f"mean {confidence.mean:.2f}"]
+    words += [] if auroc is None else [f"AUROC {auroc.mean:.3f}"]
+    inside = [
+        record.labelled[known.name].histogram for record in records for known in test if known.name in record.labelled
+    ]
+    outside = [record.outliers[one.name].histogram for record in records if one.name in record.outliers]
+    edges = np.linspace(0.0, 1.0, len([*outside, *inside, []][0]) + 1)
+    mean = confidence.mean if confidence is not None and outside else None
+    return Overlap(edges, _shares(outside), _shares(inside), ", ".join(words), mean)
+
+
+def _shares(histograms: Sequence[Sequence[int]]) -> Array | None:
+    total = np.sum(np.asarray(histograms, dtype=np.float64), axis=0) if histograms else np.zeros(0)
+    return total / total.sum() if total.sum() > 0 else None
+
+
+def draw_score_histograms(comparison: Comparison, name: str, shape: Shape) -> Figure:
+    """Every method by every score on one set of outliers; on a phone the networks alone beside the posterior."""
+    methods = list(comparison.methods) if shape.wide else [comparison.baseline, comparison.own]
+    found = {method: comparison.methods[method].outliers[name] for method in methods}
+    known = [score for score in SCORES if any(score in one.scores for one in found.values())]
+    pairs = [(method, score) for method in methods for score in known]
+    if not shape.wide:
+        pairs = [(method, score) for score in known for method in methods]
+    cells: dict[tuple[str, str], Overlap | None] = {}
+    for method, score in pairs:
+        place = (method, SCORE_NAMES[score]) if shape.wide else (SCORE_NAMES[score], method)
+        one = found[method].score_histograms.get(score)
+        words = f"AUROC {found[method].scores[score]['auroc']:.3f}" if one is not None else ""
+        cells[place] = None if one is None else Overlap(one.edges, one.outside, one.inside, words)
+    told = (f"filled: {comparison.sets[name].title}", "outline: the test data", "more outlying to the right")
+    return _overlaps(cells, colours(comparison.methods), shape, *told, confidence=False)

@@ -1,15 +1,30 @@
-"""A number that was measured several times: mean and standard error, and whether one leads another by more than chance."""
+"""Numbers out of records: one for each run, then mean and standard error over runs, and who leads by more than chance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mola.compare.measured import CLEAR
+from mola.compare.record import Comparison, Record
 
-__all__ = ["Estimate", "leaders", "within"]
+__all__ = [
+    "BY_CONFIDENCE",
+    "Estimate",
+    "On",
+    "Quantity",
+    "Ranking",
+    "at_level",
+    "estimate",
+    "leaders",
+    "levels_of",
+    "mean_over",
+    "ranking",
+    "shifted",
+    "within",
+]
 
 SAME = 1e-9
 """Means that differ by less, in every run, are of one method under two names."""
@@ -141,3 +156,116 @@ def _error(values: Sequence[float]) -> float | None:
         return None
     mean = math.fsum(values) / count
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The best method by a number, and the next."""
+
+    best: str
+    value: Estimate
+    level: tuple[str, ...]
+    """Other methods whose mean rounds to the same."""
+    second: str | None
+    """The best of the rest."""
+    ahead: Estimate | None
+    """By how much: the mean over the runs that both have."""
+    wins: int
+    """Runs in which the best is ahead of the second."""
+
+
+def ranking(found: Mapping[str, Estimate | None], better: Literal["low", "high"], digits: int) -> Ranking | None:
+    """Who is best, by how much, and in how many of the runs.
+
+    Args:
+        found: estimates by method, with their values by run; None is left out.
+        better: which end is best.
+        digits: to which means are rounded.
+
+    Returns:
+        The ranking; None if there is no estimate.
+    """
+    known = {method: one for method, one in found.items() if one is not None}
+    if not known:
+        return None
+    sign = 1 if better == "high" else -1
+    best, *others = sorted(known, key=lambda method: -sign * known[method].mean)
+    first, text = known[best], f"{known[best].mean:.{digits}f}"
+    level = [method for method in others if f"{known[method].mean:.{digits}f}" == text]
+    second = next((method for method in others if method not in level), None)
+    theirs = known[second].by_run if second is not None else {}
+    gaps = [sign * (value - theirs[run]) for run, value in first.by_run.items() if run in theirs]
+    return Ranking(best, first, tuple(level), second, Estimate.of(gaps), sum(gap > 0 for gap in gaps))
+
+
+Quantity = Callable[[Record], Estimate | None]
+"""What is asked of a record, with its error over data where that is known; None if the record does not know."""
+
+BY_CONFIDENCE = "max probability"
+
+
+def estimate(records: Iterable[Record], quantity: Quantity, factor: float = 1.0) -> Estimate | None:
+    """Mean and standard error over runs, in another unit if asked for; of a single run, the error over data."""
+    known = {record.run: one for record in records if (one := quantity(record)) is not None}
+    if len(known) == 1:
+        ((run, one),) = known.items()
+        return Estimate(one.mean, one.error, 1, {run: one.mean}).scaled(factor)
+    found = Estimate.over({run: one.mean for run, one in known.items()})
+    return None if found is None else found.scaled(factor)
+
+
+@dataclass(frozen=True)
+class On:
+    """A number on one set: of labelled data a metric; of outliers "confidence", or how well a score tells them apart."""
+
+    name: str
+    metric: str
+    score: str = BY_CONFIDENCE
+
+    def __call__(self, record: Record) -> Estimate | None:
+        """What the record knows of it."""
+        value: float | None = None
+        error: float | None = None
+        if (labelled := record.labelled.get(self.name)) is not None:
+            value, error = labelled.metrics.get(self.metric), labelled.errors.get(self.metric)
+        elif (outliers := record.outliers.get(self.name)) is not None:
+            value, error = outliers.confidence, outliers.confidence_error
+            if self.metric != "confidence":
+                value, error = (
+                    by_score.get(self.score, {}).get(self.metric) for by_score in (outliers.scores, outliers.errors)
+                )
+        return None if value is None else Estimate(value, error, 1)
+
+
+def at_level(level: float, metric: str) -> Quantity:
+    """A metric at a level of shift; the mean over sets if several have it."""
+    return lambda record: _mean(
+        [On(name, metric)(record) for name, one in record.labelled.items() if one.level == level]
+    )
+
+
+def shifted(metric: str) -> Quantity:
+    """A metric over all shifted sets: the mean over levels."""
+
+    def read(record: Record) -> Estimate | None:
+        levels = sorted({result.level for name, result in record.labelled.items() if name != "test"})
+        return _mean([at_level(level, metric)(record) for level in levels])
+
+    return read
+
+
+def mean_over(names: Sequence[str], metric: str, score: str = BY_CONFIDENCE) -> Quantity:
+    """The mean of a number over these sets; None unless all are known."""
+    return lambda record: _mean([On(name, metric, score)(record) for name in names])
+
+
+def _mean(values: Sequence[Estimate | None]) -> Estimate | None:
+    known = [value for value in values if value is not None]
+    if len(known) == 1 == len(values):
+        return known[0]
+    return Estimate(sum(one.mean for one in known) / len(known), None, 1) if 0 < len(known) == len(values) else None
+
+
+def levels_of(comparison: Comparison) -> list[float]:
+    """Levels of shift, 0 (the test set) among them."""
+    return sorted({one.level for one in comparison.sets.values() if one.role in ("test", "shift")})

@@ -1,93 +1,155 @@
-"""The demo as one HTML page that needs nothing else: styles and figures inside, no script, no request."""
+"""HTML pages from the templates beside this file. They need nothing else: styles and figures inside, no script, no request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from mola.compare.demo_result import DemoResult
-from mola.compare.report.figures import Drawn
-from mola.compare.report.markup import document, figure_markup, table_markup
-from mola.compare.report.style import COLOURS
-from mola.compare.report.tables import demo_tables
-from mola.compare.report.words import CAPTIONS, TITLES, Headline, headlines, tuning_words
+from mola.compare.record import Comparison
+from mola.compare.report import words
+from mola.compare.report.reading import SuiteResults
+from mola.compare.report.rendering import Drawn
+from mola.compare.report.single_run_tables import class_table, demo_tables, evaluation_tables
+from mola.compare.report.style import INK, strokes
+from mola.compare.report.suite_tables import ablation_groups
+from mola.compare.report.tables import Table
 
-__all__ = ["render_page"]
+__all__ = ["SuiteReport", "demo_page", "evaluation_page", "suites_page"]
 
-METHOD_WORDS = {
-    "MAP": "one trained network as it is: the first of the ensemble",
-    "DE": "the deep ensemble: the mean of all the networks' probabilities",
-    "LLLA": "the first network again, with a Laplace approximation on its last layer",
-    "MoLA": "all the networks, each with a Laplace approximation on its last layer",
-}
+SCREENS = (700, 900, 1100, 1300)
+"""Widths in pixels up to which a hint can be shown; page.css has a rule for each."""
+
+PHONE = 44
+"""Characters of a table's row that fit on a phone, where letters are smaller and long names wrap."""
+
+LETTER, PADDING, MARGINS, PAGE = 8.1, 22.4, 40, 1100
+"""Pixels: of a letter in a table, around a cell, around the page, and of a folded part of the page at its widest."""
+
+UNBROKEN = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in words.METHODS if "-" in name))
+"""Names that must not be broken at their hyphens."""
 
 
-def render_page(result: DemoResult, figures: Sequence[Drawn]) -> str:
-    """Everything the demo found, for a reader who was not there.
+@dataclass(frozen=True)
+class SuiteReport:
+    """A suite with everything made from it."""
+
+    suite: SuiteResults
+    tables: dict[str, Table]
+    figures: dict[str, Drawn]
+
+    def named(self, beginning: str) -> list[Table]:
+        """The tables whose names begin so."""
+        return [table for name, table in self.tables.items() if name.startswith(beginning)]
+
+
+def demo_page(result: DemoResult, figures: Mapping[str, Drawn]) -> str:
+    """The demo, for a reader who was not there.
 
     Args:
         result: what it found.
-        figures: in the order in which they are to stand.
+        figures: by name, in the order in which they are to stand.
 
     Returns:
         A complete HTML document.
     """
-    sizes, settings = result.digits.sizes, result.settings
-    parts = [
-        "<h1>How sure should a network be?</h1>",
-        f'<p class="lead">An ensemble of {settings.members} small networks, trained on {sizes["train"]} handwritten digits, '
-        f"then given honest confidence after the fact: <code>mola</code> read the training data once, tuned one number on "
-        f"{sizes['val']} validation digits, and retrained nothing.</p>",
-        _methods(),
-        '<div class="cards">',
-        *[_card(headline) for headline in headlines(result)],
-        "</div>",
-        '<p class="caption">Each card: MAP, then MoLA. Lower is better on all four.</p>',
-        *[f"<h2>{escape(table.title)}</h2>{table_markup(table)}" for table in demo_tables(result)],
-        *[_figure(figure) for figure in figures],
-        _fine_print(result),
-    ]
-    return document("mola demo: how sure should a network be?", "page.css", "\n".join(parts))
-
-
-def _methods() -> str:
-    rows = [
-        f'<dt><span class="swatch" style="background:{COLOURS[name]}"></span>{name}</dt><dd>{words}</dd>'
-        for name, words in METHOD_WORDS.items()
-    ]
-    return '<dl class="methods">' + "".join(rows) + "</dl>"
-
-
-def _card(headline: Headline) -> str:
-    return (
-        f'<section class="card"><h3>{escape(headline.title)}</h3><p class="change">{escape(headline.before)}'
-        f'<span class="arrow">&rarr;</span><span class="to">{escape(headline.after)}</span></p>'
-        f"<p>{escape(headline.sentence)}</p></section>"
+    return _render(
+        "demo",
+        result=result,
+        headlines=words.demo_headlines(result),
+        tables=demo_tables(result.comparison),
+        sizes={one.role: one.count for one in result.comparison.sets.values()},
+        figures=[(drawn, *words.DEMO_FIGURES[name]) for name, drawn in figures.items()],
+        remarks=words.demo_remarks(result),
     )
 
 
-def _figure(figure: Drawn) -> str:
-    return figure_markup(figure, TITLES[figure.name], CAPTIONS[figure.name])
+def evaluation_page(comparison: Comparison, figures: Mapping[str, Drawn]) -> str:
+    """A comparison on a user's own data.
 
+    Args:
+        comparison: what was found.
+        figures: by name, in the order in which they are to stand.
 
-def _fine_print(result: DemoResult) -> str:
-    digits, settings = result.digits, result.settings
-    remarks = [
-        f"Data: scikit-learn's 1797 handwritten digits, 8 by 8 pixels, split at random into {digits.sizes['train']} for "
-        f"training, {digits.sizes['val']} for tuning and {digits.sizes['test']} for testing; patches of its two sample "
-        f"photographs; uniform noise.",
-        f"Networks: two hidden layers, no biases, {digits.parameters} weights, {settings.epochs} epochs, hardly regularised and so "
-        f"overconfident, as networks usually are. Strong weight decay makes them modest by itself: the tuning rule then finds "
-        f"little to do, and MoLA comes close to the ensemble.",
-        *tuning_words(result),
-        "One run of one seed on a small data set: differences of a few tenths of a point between neighbouring methods "
-        "may turn around with another seed.",
-    ]
-    listed = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
-    spent = sum(result.seconds.values())
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.seconds.items())
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    return (
-        f"<h2>Small print</h2><ul>{listed}</ul><footer>Made by <code>mola demo --seed {settings.seed}</code> in "
-        f"{spent:.0f} seconds ({escape(parts)}), with {escape(versions)}.</footer>"
+    Returns:
+        A complete HTML document.
+    """
+    told, outliers = [], comparison.of_role("outlier")
+    for name, drawn in figures.items():
+        kind, _, index = name.partition("-")
+        title, caption = words.EVALUATION_FIGURES[kind]
+        told.append((drawn, title.format(outliers[int(index)].title) if index else title, caption))
+    return _render(
+        "evaluation",
+        comparison=comparison,
+        outliers=len(outliers),
+        findings=words.evaluation_findings(comparison),
+        tables=evaluation_tables(comparison),
+        classes=class_table(comparison),
+        figures=told,
+        remarks=words.evaluation_remarks(comparison),
     )
+
+
+def suites_page(reports: Sequence[SuiteReport], made_by: str) -> str:
+    """Several suites.
+
+    Args:
+        reports: one for each suite, in order.
+        made_by: the command and the version that made it.
+
+    Returns:
+        A complete HTML document.
+    """
+    return _render("suites", reports=reports, made_by=made_by, FIGURES=words.SUITE_FIGURES)
+
+
+def _render(template: str, **context: object) -> str:
+    environment = Environment(
+        loader=PackageLoader("mola.compare.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals |= {"strokes": strokes, "METHODS": words.METHODS}
+    environment.filters |= {
+        "ablation_groups": ablation_groups,
+        "findings": words.suite_findings,
+        "inline_svg": _inline_svg,
+        "prose": _prose,
+        "remarks": words.suite_remarks,
+        "scroll_hint": _scroll_hint,
+    }
+    return environment.get_template(f"{template}.html.jinja").render(context)
+
+
+def _prose(text: str) -> Markup:
+    """Running text, in which a number stays with its error and its unit, and a method's name in one piece."""
+    joined = re.sub(
+        r"(?<=\d) (?=%)| (?=\N{PLUS-MINUS SIGN} \d)|(?<=\N{PLUS-MINUS SIGN}) (?=\d)", "\N{NO-BREAK SPACE}", text
+    )
+    return Markup(UNBROKEN.sub(r'<span class="unbroken">\g<0></span>', str(escape(joined))))
+
+
+def _inline_svg(svg: str, label: str) -> Markup:
+    """An SVG element as part of the page: sized by it, in its text colour, and named for those who cannot see it."""
+    opening, rest = svg.split(">", 1)
+    opening = re.sub(r'\s(?:width|height|xmlns(?::\w+)?|version)="[^"]*"', "", opening)
+    return Markup(f'{opening} role="img" aria-label="{escape(label)}">{rest}'.replace(INK, "currentColor"))
+
+
+def _scroll_hint(table: Table) -> str:
+    """On which screens the table is cut, by an estimate that rather hints too often; empty if on none."""
+    letters = table.name_width + sum(table.widths)
+    pixels = LETTER * letters + PADDING * (1 + len(table.columns)) + 10 * len(table.groups)
+    if pixels > PAGE:
+        return "always"
+    if letters + 3 * len(table.columns) <= PHONE:
+        return ""
+    return f"below-{min(screen for screen in SCREENS if screen >= min(pixels + MARGINS, SCREENS[-1]))}"

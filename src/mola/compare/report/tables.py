@@ -1,24 +1,44 @@
-"""Tables: scores in, rows of text with the best ones marked out; and how a terminal shows them."""
+"""A table as a value, and its forms: for the terminal, as Markdown and as LaTeX.
+
+`make_table` formats numbers and marks the best of each column; every form shows the same cells. HTML is made by the templates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from mola.compare.demo_result import METHODS, DemoResult
-from mola.compare.measured import CLEAR
-from mola.compare.report.estimate import Estimate, leaders
+from mola.compare.measured import Lead
+from mola.compare.record import Record
+from mola.compare.report.estimate import Estimate, On, Quantity, estimate, leaders
 from mola.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, ConsoleOptions, RenderableType
 
-__all__ = ["BOLD", "MISSING", "Cell", "Column", "Number", "Row", "Table", "demo_tables", "for_terminal", "make_table"]
+__all__ = [
+    "MISSING",
+    "Cell",
+    "Column",
+    "Number",
+    "Row",
+    "Shown",
+    "Table",
+    "as_latex",
+    "as_markdown",
+    "escape_latex",
+    "fitting",
+    "for_terminal",
+    "latex_document",
+    "make_table",
+    "records_table",
+]
 
 Number = float | Estimate | None
 
-TABLE_ANGLES = (15, 30, 45)
 MISSING = "\N{EN DASH}"
 
 
@@ -60,6 +80,25 @@ class Table:
     caption: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
+
+    @property
+    def groups(self) -> list[tuple[str, list[int]]]:
+        """Names of the groups of columns, each with the places of its columns."""
+        named = groupby(range(len(self.columns)), key=lambda place: self.columns[place].group)
+        return [(name, list(places)) for name, places in named]
+
+    @property
+    def widths(self) -> list[int]:
+        """Of each column, the number of characters in its longest cell, its name included."""
+        return [
+            max([len(column.name), *[len(row.cells[place].text) for row in self.rows]])
+            for place, column in enumerate(self.columns)
+        ]
+
+    @property
+    def name_width(self) -> int:
+        """Number of characters in the longest name of a row."""
+        return max((len(row.name) for row in self.rows), default=0)
 
 
 def make_table(
@@ -107,161 +146,303 @@ def _text(number: float | Estimate, digits: int) -> str:
     return number.text(digits) if isinstance(number, Estimate) else f"{number:z.{digits}f}"
 
 
-BOLD = (
-    f"Bold: leads every other method{{}} by more than {CLEAR:g} standard errors of their difference, which is taken input by "
-    f"input; where nothing is bold, no lead is clear."
-)
-"""What bold means where errors are those of the data, not of several runs."""
+@dataclass(frozen=True)
+class Shown:
+    """A column, what it shows of a record, and the factor to its unit."""
+
+    column: Column
+    quantity: Quantity
+    factor: float = 1.0
 
 
-def demo_tables(result: DemoResult) -> list[Table]:
-    """In distribution, under rotation, and against outliers: by confidence, and by every score."""
-    return [_in_distribution(result), _rotated(result), _outliers(result), _scores(result)]
+def records_table(
+    title: str,
+    caption: str,
+    methods: Mapping[str, Sequence[Record]],
+    shown: Sequence[Shown],
+    aside: Mapping[str, Sequence[Number]] | None = None,
+    leads: Mapping[str, Mapping[str, Lead]] | None = None,
+) -> Table:
+    """Methods by numbers of their records.
 
+    Args:
+        title: of the table.
+        caption: what to know when reading it.
+        methods: records by method.
+        shown: its columns. One that no method knows is left out, unless there are rows aside.
+        aside: further rows that do not compete.
+        leads: by set and metric, who leads, where that was decided on the data of one run, see `mola.compare.record.Comparison`.
 
-def _measured(value: float, error: float | None, factor: float = 1.0) -> Estimate:
-    return Estimate(value, error, 1).scaled(factor)
-
-
-def _in_distribution(result: DemoResult) -> Table:
-    digits = result.digits
-    columns = {
-        "accuracy": (Column("accuracy %"), 100),
-        "nll": (Column("NLL", better="low", digits=3), 1),
-        "brier": (Column("Brier", better="low", digits=3), 1),
-        "ece": (Column("ECE %", better="low"), 100),
-        "confidence": (Column("mean conf. %"), 100),
-    }
+    Returns:
+        The table.
+    """
     values = {
-        name: [
-            _measured(getattr(scores, score), scores.errors[score], factor) for score, (_, factor) in columns.items()
-        ]
-        for name, scores in digits.clean.items()
+        method: [estimate(records, one.quantity, one.factor) for one in shown] for method, records in methods.items()
     }
-    places = list(columns)
-    best = {(name, places.index(score)) for score, found in digits.leads[0].items() for (name,) in found.clear}
-    caption = (
-        f"{digits.sizes['test']} test digits, with standard errors. NLL: log loss. ECE: expected calibration error, 15 bins. "
-        f"{BOLD.format('')}"
-    )
-    return make_table("In distribution", caption, [column for column, _ in columns.values()], values, best=best)
-
-
-def _rotated(result: DemoResult) -> Table:
-    shown = (("accuracy", "acc. %", 100, 1), ("nll", "NLL", 1, 2), ("ece", "ECE %", 100, 1))
-    columns = [
-        Column(title, group=f"{angle}°", better=None if score == "accuracy" else "low", digits=digits)
-        for angle in TABLE_ANGLES
-        for score, title, _, digits in shown
-    ]
-    values = {
-        name: [
-            _measured(getattr(scores, score), scores.errors[score], factor)
-            for angle in TABLE_ANGLES
-            for scores in [result.digits.rotated[angle][name]]
-            for score, _, factor, _ in shown
-        ]
-        for name in METHODS
-    }
+    known = [place for place in range(len(shown)) if aside or any(row[place] is not None for row in values.values())]
     best = {
-        (name, 3 * index + place)
-        for index, angle in enumerate(TABLE_ANGLES)
-        for place, score in ((1, "nll"), (2, "ece"))
-        for (name,) in result.digits.leads[angle][score].clear
+        (method, index)
+        for index, place in enumerate(known)
+        for method in methods
+        if leads and isinstance(on := shown[place].quantity, On) and on.metric in leads.get(on.name, {})
+        if {(method,), (method, on.score)} & set(leads[on.name][on.metric].clear)
     }
     return make_table(
-        "Under rotation",
-        f"The test digits, turned counter-clockwise. MAP and LLLA are the first network alone. {BOLD.format('')}",
-        columns,
-        values,
-        best=best,
+        title,
+        caption,
+        [shown[place].column for place in known],
+        {method: [row[place] for place in known] for method, row in values.items()},
+        aside,
+        best if leads else None,
     )
 
 
-def _outliers(result: DemoResult) -> Table:
-    detection, leads = result.digits.detection, result.digits.detection_leads
-    columns = [
-        column
-        for kind in detection
-        for column in (
-            Column("MMC", group=kind, better="low"),
-            Column("AUROC", group=kind, better="high"),
-        )
+# --- the terminal ----------------------------------------------------------------------------------------------------
+
+BETWEEN = 2
+"""Characters between columns, and at both ends together."""
+
+
+def fitting(table: Table, width: int) -> list[Table]:
+    """The table in parts of whole groups of columns that fit; only the last has the caption.
+
+    Args:
+        table: what to show.
+        width: in characters.
+
+    Returns:
+        At least one table.
+    """
+    # Columns without a group can be parted anywhere.
+    groups = [group for name, places in table.groups for group in ([places] if name else [[one] for one in places])]
+    widths = [
+        BETWEEN + max([wide, *[len(word) for word in column.group.split()]])
+        for wide, column in zip(table.widths, table.columns, strict=True)
     ]
-    values = {
-        name: [
-            number
-            for found in (by_method[name] for by_method in detection.values())
-            for number in (
-                _measured(found.confidence, found.confidence_error, 100),
-                _measured(*found.scores["max probability"], 100),
-            )
-        ]
-        for name in METHODS
-    }
-    best = {
-        (name, 2 * index + place)
-        for index, kind in enumerate(detection)
-        for place, what in ((0, "confidence"), (1, "auroc"))
-        for (name,) in leads[kind][what].clear
-    }
-    caption = (
-        f"In %. MMC: mean confidence. AUROC: how well outliers are told from test digits by low confidence; 50 is guessing. "
-        f"{BOLD.format('')}"
-    )
-    return make_table("Out of distribution, by confidence", caption, columns, values, best=best)
+    parts: list[list[int]] = [[]]
+    for group in groups:
+        if parts[-1] and BETWEEN + table.name_width + sum(widths[place] for place in parts[-1] + group) > width:
+            parts.append([])
+        parts[-1] += group
+    if len(parts) == 1:
+        return [table]
+    return [
+        replace(
+            table,
+            title=f"{table.title} ({number} of {len(parts)})",
+            caption=table.caption if number == len(parts) else "",
+            columns=tuple(table.columns[index] for index in part),
+            rows=tuple(_cut(table.rows, part)),
+        )
+        for number, part in enumerate(parts, 1)
+    ]
 
 
-def _scores(result: DemoResult) -> Table:
-    detection, leads = result.digits.detection, result.digits.detection_leads
-    rows = [(name, score) for name, found in next(iter(detection.values())).items() for score in found.scores]
-    values = {
-        f"{name}, {score}": [_measured(*by_method[name].scores[score], 100) for by_method in detection.values()]
-        for name, score in rows
-    }
-    best = {
-        (f"{name}, {score}", index) for index, kind in enumerate(detection) for name, score in leads[kind]["any"].clear
-    }
-    caption = (
-        f"AUROC in %, every method by every score that it has. Energy and maximum logit come from the logits alone, so LLLA has "
-        f"MAP's and MoLA has DE's; the ood score reads the direction of the features and not their length. "
-        f"{BOLD.format(', by whichever score,')}"
-    )
-    columns = [Column(kind, better="high") for kind in detection]
-    return make_table("Out of distribution, by every score", caption, columns, values, best=best)
+def _cut(rows: Sequence[Row], part: Sequence[int]) -> Iterator[Row]:
+    """The rows with these columns only; rows aside that say nothing in them are left out."""
+    for row in rows:
+        cells = tuple(row.cells[index] for index in part)
+        if not row.aside or any(cell.text != MISSING for cell in cells):
+            yield Row(row.name, cells, row.aside)
 
 
-def for_terminal(table: Table) -> Group:
-    """The table as `rich` draws it.
+@dataclass(frozen=True)
+class TerminalTable:
+    """A table that `rich` prints: title, table and caption, in as many parts as the width of the terminal asks for."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """What to print."""
+        from rich.text import Text
+
+        for part in fitting(self.table, options.max_width):
+            yield Text(part.title, style="bold")
+            yield _rich_table(part)
+            if part.caption:
+                yield Text(part.caption, style="dim")
+            yield Text("")
+
+
+def for_terminal(table: Table) -> TerminalTable:
+    """The table for a console of `rich`.
 
     Args:
         table: what to show.
 
     Returns:
-        Something a rich console prints: title, table, caption.
+        Something to print.
 
     Raises:
         MissingExtraError: if rich is not installed.
     """
-    try:
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table as RichTable
-        from rich.text import Text
-    except ImportError as error:
-        raise MissingExtraError(feature="tables in the terminal", package="rich", extra="cli") from error
+    if find_spec("rich") is None:
+        raise MissingExtraError(feature="tables in the terminal", package="rich", extra="cli")
+    return TerminalTable(table)
+
+
+def _rich_table(table: Table) -> RenderableType:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     shown = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     shown.add_column("", no_wrap=True)
-    previous = ""
-    for column in table.columns:
-        # A group stands over its first column alone, a word to a line, so that numbers and not names set the width.
-        over = column.group.split() if column.group != previous else []
-        previous = column.group
-        shown.add_column("\n".join([*over, column.name]), justify="right", vertical="bottom", no_wrap=True)
+    for group, places in table.groups:
+        for place in places:
+            # A group stands over its first column alone, a word to a line, so that numbers and not names set the width.
+            over = group.split() if place == places[0] else []
+            name = "\n".join([*over, table.columns[place].name])
+            shown.add_column(name, justify="right", vertical="bottom", no_wrap=True)
     for position, row in enumerate(table.rows):
         if row.aside and position and not table.rows[position - 1].aside:
             shown.rows[position - 1].end_section = True
         cells = [Text(cell.text, style="bold" if cell.best else "") for cell in row.cells]
         shown.add_row(row.name, *cells, style="italic" if row.aside else None)
-    below = [Text(table.caption, style="dim")] if table.caption else []
-    return Group(Text(table.title, style="bold"), shown, *below, Text(""))
+    return shown
+
+
+# --- Markdown and LaTeX ----------------------------------------------------------------------------------------------
+
+ARROWS = {"low": "\N{DOWNWARDS ARROW}", "high": "\N{UPWARDS ARROW}"}
+
+LONG, BROAD = 40, 80
+"""Rows from which a table may break over pages; characters in a row from which it is shrunk to the line."""
+
+SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "\N{PLUS-MINUS SIGN}": r"$\pm$",
+    "\N{MULTIPLICATION SIGN}": r"$\times$",
+    "\N{DOWNWARDS ARROW}": r"$\downarrow$",
+    "\N{UPWARDS ARROW}": r"$\uparrow$",
+    "\N{RIGHTWARDS ARROW}": r"$\rightarrow$",
+    "\N{DEGREE SIGN}": r"$^\circ$",
+    "\N{GREEK SMALL LETTER LAMDA}": r"$\lambda$",
+    "\N{MIDDLE DOT}": r"$\cdot$",
+    "\N{EN DASH}": "--",
+    "\N{LEFT DOUBLE QUOTATION MARK}": "``",
+    "\N{RIGHT DOUBLE QUOTATION MARK}": "''",
+}
+
+
+def escape_latex(text: str) -> str:
+    """The text with everything that LaTeX reads as a command made harmless."""
+    return "".join(SPECIAL.get(letter, letter) for letter in text)
+
+
+def as_markdown(table: Table) -> str:
+    """Title, table and caption; groups of columns are named in each of their columns, one that all share in the corner."""
+    shared = {(column.group, column.better) for column in table.columns}
+    corner = ""
+    if len(shared) == 1 and table.columns[0].group:
+        corner = _with_arrow(replace(table.columns[0], name=table.columns[0].group))
+        names = [column.name for column in table.columns]
+    else:
+        names = [" ".join(part for part in (column.group, _with_arrow(column)) if part) for column in table.columns]
+    lines = [_line([corner, *names]), _line(["---", *["---:"] * len(names)])]
+    for row in table.rows:
+        name = f"*{_pipes(row.name)}*" if row.aside else _pipes(row.name)
+        lines.append(
+            _line([name, *[f"**{_pipes(cell.text)}**" if cell.best else _pipes(cell.text) for cell in row.cells]])
+        )
+    return "\n".join([f"### {table.title}", "", *lines, "", table.caption, ""])
+
+
+def _pipes(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _with_arrow(column: Column) -> str:
+    return f"{column.name} {ARROWS[column.better]}" if column.better else column.name
+
+
+def as_latex(table: Table) -> str:
+    """A booktabs table with its caption: one float, or a table that breaks over pages if it is long."""
+    layout = "l" + "r" * len(table.columns)
+    head = _head(table)
+    body = []
+    for position, row in enumerate(table.rows):
+        if row.aside and position and not table.rows[position - 1].aside:
+            body.append(r"\midrule")
+        body.append(_row(row))
+    caption = rf"\caption{{{escape_latex(table.title)}. {escape_latex(table.caption)}}}"
+    if len(table.rows) > LONG:
+        heading = [r"\toprule", *head, r"\midrule"]
+        lines = [r"{\footnotesize", rf"\begin{{longtable}}{{{layout}}}", caption + r" \\", *heading, r"\endfirsthead"]
+        lines += [*heading, r"\endhead", *body, r"\bottomrule", r"\end{longtable}", "}", ""]
+        return "\n".join(lines)
+    inner = [
+        rf"\begin{{tabular}}{{{layout}}}",
+        r"\toprule",
+        *head,
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    if table.name_width + sum(table.widths) + 2 * len(table.columns) > BROAD:
+        inner = [r"\resizebox{\linewidth}{!}{%", *inner, "}"]
+    return "\n".join([r"\begin{table}[htbp]", r"\centering", caption, r"\footnotesize", *inner, r"\end{table}", ""])
+
+
+def _head(table: Table) -> list[str]:
+    names = " & ".join(["", *[escape_latex(_with_arrow(column)) for column in table.columns]]) + r" \\"
+    if not any(column.group for column in table.columns):
+        return [names]
+    groups = [rf"\multicolumn{{{len(places)}}}{{c}}{{{escape_latex(name)}}}" for name, places in table.groups]
+    rules = [rf"\cmidrule(lr){{{places[0] + 2}-{places[-1] + 2}}}" for name, places in table.groups if name]
+    return [" & ".join(["", *groups]) + r" \\", " ".join(rules), names]
+
+
+def _row(row: Row) -> str:
+    name = rf"\textit{{{escape_latex(row.name)}}}" if row.aside else escape_latex(row.name)
+    return " & ".join([name, *[_cell(cell) for cell in row.cells]]) + r" \\"
+
+
+def _cell(cell: Cell) -> str:
+    text = escape_latex(cell.text)
+    if text.startswith("-") and text[1:2].isdigit():
+        text = f"$-${text[1:]}"  # a minus, not a hyphen
+    return rf"\textbf{{{text}}}" if cell.best else text
+
+
+def latex_document(sections: Sequence[tuple[str, Sequence[Table]]]) -> str:
+    """A document that compiles as it is; tables can be taken from it one by one.
+
+    Args:
+        sections: title and tables of each.
+
+    Returns:
+        LaTeX.
+    """
+    lines = [
+        r"% Needs booktabs, longtable and graphicx, which every LaTeX has.",
+        r"\documentclass{article}",
+        r"\usepackage[T1]{fontenc}",
+        r"\usepackage[utf8]{inputenc}",
+        r"\usepackage[margin=2cm]{geometry}",
+        r"\usepackage{booktabs,graphicx,longtable}",
+        r"\begin{document}",
+        "",
+    ]
+    for title, tables in sections:
+        lines += [rf"\section*{{{escape_latex(title)}}}", ""]
+        # Each on its own page at the latest: LaTeX keeps only so many floats waiting.
+        lines += [part for table in tables for part in (as_latex(table), r"\clearpage", "")]
+    return "\n".join([*lines, r"\end{document}", ""])

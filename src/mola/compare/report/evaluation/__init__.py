@@ -1,1 +1,0 @@
-"""The page of `mola evaluate`: methods side by side on a user's own data."""

@@ -1,0 +1,207 @@
+"""Tables of one run, of `mola evaluate` or of the demo: errors are those of the data, and bold is what leads clearly on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+from mola.compare.measured import CLEAR
+from mola.compare.record import Comparison, SetInfo
+from mola.compare.report.estimate import On, estimate
+from mola.compare.report.tables import Column, Number, Shown, Table, make_table, records_table
+from mola.compare.tally import SCORES
+from mola.options import counted
+
+__all__ = ["BOLD", "FEW", "SCORE_NAMES", "class_table", "demo_tables", "evaluation_tables", "worst_classes"]
+
+SCORE_NAMES = {
+    "max probability": "max prob.",
+    "entropy": "entropy",
+    "energy": "energy",
+    "maximum logit": "max logit",
+    "ood score": "ood_score",
+}
+"""How scores are called where there is little room."""
+
+FEW = 10
+"""Classes in a short list."""
+
+BOLD = (
+    f"Bold: leads every other method{{}} by more than {CLEAR:g} standard errors of their difference, which is taken input by "
+    f"input; where nothing is bold, no lead is clear."
+)
+
+
+def _labelled(name: str, shown: Iterable[tuple[str, Column, float]]) -> list[Shown]:
+    return [Shown(column, On(name, metric), factor) for metric, column, factor in shown]
+
+
+# --- mola evaluate ------------------------------------------------------------------------------------------------------
+
+TEST_DATA = (
+    ("accuracy", Column("accuracy %", better="high", digits=2), 100),
+    ("nll", Column("NLL", better="low", digits=4), 1),
+    ("brier", Column("Brier", better="low", digits=4), 1),
+    ("ece", Column("ECE %", better="low", digits=2), 100),
+    ("confidence", Column("mean conf. %", digits=2), 100),
+)
+
+
+def evaluation_tables(comparison: Comparison) -> list[Table]:
+    """In distribution, and against each set of outliers."""
+    test = comparison.test
+    caption = (
+        f"{counted(test.count, 'input')} of {test.name}, with standard errors: how far chance alone moves a number on so many "
+        f"inputs. {BOLD.format('')} NLL: log loss. ECE: expected calibration error, 15 bins."
+    )
+    shown = _labelled(test.name, TEST_DATA)
+    inside = records_table("On the test data", caption, comparison.runs, shown, leads=comparison.leads)
+    outside = [table for one in comparison.of_role("outlier") for table in _against(comparison, one)]
+    return [inside, *outside]
+
+
+def _against(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
+    """Mean confidence and AUROC; and, as both would be too wide side by side, false positives."""
+    caption = (
+        f"{counted(one.count, 'input')} of {one.name}, with standard errors. MMC: mean confidence in them. AUROC: how well a score "
+        f"tells them from the test data; 50 is guessing. Every method is shown by every score that it has; energy and largest logit "
+        f"come from the logits alone, so LLLA has MAP's and MoLA has the ensemble's. {BOLD.format(', by whichever score,')}"
+    )
+    below = "FPR95: outliers that pass where 95 % of the test data do. Errors and bold as above."
+    sure = Shown(Column("MMC %", better="low"), On(one.name, "confidence"), 100)
+    areas = _by_score(comparison, one.name, "auroc", Column("", "AUROC %", "high"))
+    rates = _by_score(comparison, one.name, "fpr95", Column("", "FPR95 %", "low"))
+    runs, leads = comparison.runs, comparison.leads
+    return (
+        records_table(f"Outliers: {one.title}", caption, runs, [sure, *areas], leads=leads),
+        records_table(f"Outliers that pass: {one.title}", below, runs, rates, leads=leads),
+    )
+
+
+def _by_score(comparison: Comparison, name: str, metric: str, like: Column) -> list[Shown]:
+    """A column for each score that a method has."""
+    quantities = [On(name, metric, score) for score in SCORES]
+    known = [
+        one for on in quantities for runs in comparison.runs.values() if (one := estimate(runs, on, 100)) is not None
+    ]
+    # A second digit means something where all errors are below a tenth of a point.
+    digits = 2 if all(one.error is not None and one.error < 0.1 for one in known) else 1
+    return [Shown(replace(like, name=SCORE_NAMES[on.score], digits=digits), on, 100) for on in quantities]
+
+
+def worst_classes(comparison: Comparison) -> list[str]:
+    """Classes of the test data, those that the posterior is wrong about most often first."""
+    found = comparison.methods[comparison.own].labelled[comparison.test.name].classes
+    return sorted(found, key=lambda name: (found[name].accuracy, -found[name].count))
+
+
+def class_table(comparison: Comparison, most: int | None = None) -> Table:
+    """Every class, or the worst of them: how many inputs, how often right, how sure.
+
+    Args:
+        comparison: what was found.
+        most: how many rows; None is all.
+
+    Returns:
+        The table, worst classes first.
+    """
+    methods, order = [comparison.baseline, comparison.own], worst_classes(comparison)
+    columns = [Column("inputs", digits=0)]
+    columns += [Column(method, group) for group in ("accuracy %", "mean conf. %") for method in methods]
+    results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
+    values: dict[str, list[Number]] = {
+        name: [
+            float(results[0][name].count),
+            *(100 * found[name].accuracy for found in results),
+            *(100 * found[name].confidence for found in results),
+        ]
+        for name in order[:most]
+    }
+    title = "Class by class" if len(values) == len(order) else f"The worst {len(values)} of {len(order)} classes"
+    least = min(results[0][name].count for name in values)
+    caption = (
+        f"Classes that {comparison.own} gets wrong most often first. Mean confidence far above accuracy: overconfident there. A "
+        f"class of {counted(least, 'input')} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
+    )
+    return make_table(title, caption, columns, values)
+
+
+# --- the demo -----------------------------------------------------------------------------------------------------------
+
+TEST_DIGITS = (
+    ("accuracy", Column("accuracy %"), 100),
+    ("nll", Column("NLL", better="low", digits=3), 1),
+    ("brier", Column("Brier", better="low", digits=3), 1),
+    ("ece", Column("ECE %", better="low"), 100),
+    ("confidence", Column("mean conf. %"), 100),
+)
+
+TABLE_ANGLES = (15, 30, 45)
+
+
+def demo_tables(comparison: Comparison) -> list[Table]:
+    """In distribution, under rotation, and against outliers: by confidence, and by every score."""
+    test, outliers, runs, leads = comparison.test, comparison.of_role("outlier"), comparison.runs, comparison.leads
+    turned = [one for one in comparison.of_role("shift") if one.level in TABLE_ANGLES]
+    inside = (
+        f"{test.count} test digits, with standard errors. NLL: log loss. ECE: expected calibration error, 15 bins. "
+        f"{BOLD.format('')}"
+    )
+    rotated = [
+        Shown(Column(title, f"{one.level:g}°", better, digits), On(one.name, metric), factor)
+        for one in turned
+        for metric, title, better, digits, factor in ROTATED
+    ]
+    below = f"The test digits, turned counter-clockwise. MAP and LLLA are the first network alone. {BOLD.format('')}"
+    sure = [
+        Shown(Column(title, one.title, better), On(one.name, metric), 100)
+        for one in outliers
+        for metric, title, better in DETECTED
+    ]
+    outside = (
+        f"In %. MMC: mean confidence. AUROC: how well outliers are told from test digits by low confidence; 50 is guessing. "
+        f"{BOLD.format('')}"
+    )
+    by_confidence = {one.name: {**leads[one.name], "auroc": leads[one.name]["max probability"]} for one in outliers}
+    return [
+        records_table("In distribution", inside, runs, _labelled(test.name, TEST_DIGITS), leads=leads),
+        records_table("Under rotation", below, runs, rotated, leads=leads),
+        records_table("Out of distribution, by confidence", outside, runs, sure, leads=by_confidence),
+        _every_score(comparison),
+    ]
+
+
+ROTATED: tuple[tuple[str, str, Literal["low"] | None, int, float], ...] = (
+    ("accuracy", "acc. %", None, 1, 100),
+    ("nll", "NLL", "low", 2, 1),
+    ("ece", "ECE %", "low", 1, 100),
+)
+
+DETECTED: tuple[tuple[str, str, Literal["low", "high"]], ...] = (
+    ("confidence", "MMC", "low"),
+    ("auroc", "AUROC", "high"),
+)
+
+
+def _every_score(comparison: Comparison) -> Table:
+    """Methods and scores, by sets of outliers."""
+    sets, leads = comparison.of_role("outlier"), comparison.leads
+    rows = [
+        (method, score)
+        for method, record in comparison.methods.items()
+        for score in SCORES
+        if score in record.outliers[sets[0].name].scores
+    ]
+    values: dict[str, list[Number]] = {
+        f"{method}, {score}": [estimate(comparison.runs[method], On(one.name, "auroc", score), 100) for one in sets]
+        for method, score in rows
+    }
+    best = {(", ".join(name), place) for place, one in enumerate(sets) for name in leads[one.name]["auroc"].clear}
+    caption = (
+        f"AUROC in %, every method by every score that it has. Energy and maximum logit come from the logits alone, so LLLA has "
+        f"MAP's and MoLA has DE's; the ood score reads the direction of the features and not their length. "
+        f"{BOLD.format(', by whichever score,')}"
+    )
+    columns = [Column(one.title, better="high") for one in sets]
+    return make_table("Out of distribution, by every score", caption, columns, values, best=best)

@@ -1,1 +1,0 @@
-"""Reports of benchmark suites, from their stored records alone."""
