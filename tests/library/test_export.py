@@ -21,9 +21,8 @@ from torch import nn
 import mola
 from mola.errors import DataError, ExportError, MissingExtraError, OptionError, StorageError
 from mola.export import OUTPUTS, Exported, Pixels
-from mola.export.folding import FoldedAsItIs
 from mola.export.graph import Signature, check_outputs
-from mola.export.tracing import in_half_precision
+from mola.export.tracing import Settings, in_half_precision, trace
 from mola.links import as_link
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES
 
@@ -102,7 +101,7 @@ def compare_file(path, posterior, tolerance: float = 1e-5, sizes=(1, 3, 17)) -> 
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_graph_is_the_prediction_for_every_link(structure, count, bias):
-    """In float64, to rounding: folding the constants changes no formula."""
+    """In float64, to rounding."""
     base = fitted(lambda seed: small_net(seed, bias=bias), count, dtype=torch.float64, structure=structure)
     base = base.with_prior_precision([0.1 + k for k in range(count)]).with_weights(
         [(k + 1) / (count * (count + 1) / 2) for k in range(count)]
@@ -118,21 +117,11 @@ def test_the_graph_is_the_prediction_for_every_link(structure, count, bias):
 
 def test_the_graph_holds_only_constants_that_it_needs():
     posterior = fitted(small_net, structure="kron-exact", link="probit")
-    inputs = data(2)[0]
-    graph = Exported(posterior, Signature.of(inputs, posterior.networks[0]), ["probabilities"])
-    assert not list(graph.folded.buffers())
-    graph(inputs)
-    assert {name for name, _ in graph.folded[0].named_buffers()} == {"vectors", "vectors_of_bias", "class_table"}
-
-
-def test_a_structure_of_somebody_s_own_goes_into_the_graph_as_it_is():
-    posterior = fitted(small_net, 2, dtype=torch.float64)
-    inputs = data(4, dtype=torch.float64)[0]
-    graph = Exported(posterior.with_link("mean-field"), Signature.of(inputs, posterior.networks[0]))
-    for index, component in enumerate(posterior.components):
-        graph.folded[index] = FoldedAsItIs(component.prepare(), bias=True)
-    with torch.no_grad():
-        compare(graph(inputs), posterior.with_link("mean-field"), inputs, 1e-9)
+    traced = trace(posterior, data(2)[0], Settings(outputs=["probabilities"]))
+    held = [
+        name for name in (*traced.program.graph_signature.buffers, *traced.program.constants) if "constants" in name
+    ]
+    assert {name.split(".")[-1] for name in held} == {"feature_vectors", "class_table"}
 
 
 def test_networks_are_left_as_they_were(tmp_path):

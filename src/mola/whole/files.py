@@ -18,9 +18,8 @@ from mola.options import counted
 from mola.saving import folders
 from mola.schema import Optional
 from mola.tuning.candidates import Tuning
-from mola.whole.component import WholeComponent, WholeCurvature
+from mola.whole.component import WeightDraws, WholeComponent, WholeCurvature
 from mola.whole.jacobians import Layer, WeightLayout, is_normalisation, is_plain
-from mola.whole.links import WeightDraws
 from mola.whole.spectra import Blocks, Dense, LayerSpectrum, WeightSpectrum
 
 __all__ = ["Parts", "read", "write"]
