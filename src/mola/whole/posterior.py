@@ -327,9 +327,10 @@ class WholeMoLA(LaplaceMixture[WholeComponent]):
         Returns:
             The folder, for `mola.WholeMoLA.load(directory, models)`.
         """
-        self._look(thorough=True)
-        parts = files.Parts(list(self.components), self.structure, self.link, self.weights, self.weighting, self.tuning)
-        return files.write(directory, parts)
+        self.check_networks()
+        return files.write(
+            directory, self.components, self.structure, self.link, self.weights, self.weighting, self.tuning
+        )
 
     @classmethod
     def load(cls, directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> WholeMoLA:
@@ -342,6 +343,5 @@ class WholeMoLA(LaplaceMixture[WholeComponent]):
         Returns:
             The posterior; `StorageError` if the files are damaged, or a network is another.
         """
-        parts = files.read(directory, models)
-        weights: Any = parts.weighting if parts.weighting != "given" else parts.weights
-        return cls(parts.components, parts.structure, parts.link, weights, parts.tuning)
+        components, structure, parts = files.read(directory, models)
+        return cls(components, structure, *parts)
