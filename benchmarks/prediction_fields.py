@@ -64,8 +64,8 @@ def errors(features: int, sureness: float, precision: float, many: int = 4000) -
     def by(count: int, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         mixed, within = torch.zeros_like(one.mean), torch.zeros(len(one.mean))
-        for part in torch.randn(count, one.posterior.noise_size, generator=generator).split(100):
-            probs = torch.softmax(one.mean[:, None] + one.posterior.perturb(one.features, part), -1)
+        for part in torch.randn(count, one.spread.noise_size, generator=generator).split(100):
+            probs = torch.softmax(one.mean[:, None] + one.spread.perturb(part), -1)
             mixed += probs.sum(1) / count
             within += torch.special.entr(probs).sum((1, 2)) / count
         return 1 - within / torch.special.entr(mixed).sum(1)

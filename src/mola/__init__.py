@@ -58,8 +58,8 @@ from mola.tuning.rules import OutlierExposure as OutlierExposure
 from mola.tuning.rules import Rule as Rule
 from mola.tuning.rules import ValidationScore as ValidationScore
 from mola.uncertainty import alarm_threshold as alarm_threshold
+from mola.whole.component import WeightDraws as WeightDraws
 from mola.whole.fitting import fit_whole as fit_whole
-from mola.whole.links import WeightDraws as WeightDraws
 from mola.whole.posterior import WholeMoLA as WholeMoLA
 
 if TYPE_CHECKING:

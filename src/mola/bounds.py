@@ -23,7 +23,7 @@ from torch import Tensor
 from mola.component import Component
 from mola.errors import BoundError
 from mola.float64 import exact
-from mola.laplace import LogitMoments, in_range
+from mola.laplace import FeatureSpread, LogitMoments, in_range
 from mola.links import Link
 
 __all__ = ["class_bounds", "component_bounds", "far_field_logits", "largest_logits", "require_probit"]
@@ -76,8 +76,10 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
         BoundError: if the features do not scale.
     """
     head, curvature = component.require_curvature("the far-field limit")
-    width = head.layer.in_features
-    near, far = (exact(one.features[:, :width]) for one in (once, scaled))
+    width, spread = head.layer.in_features, once.spread
+    assert isinstance(spread, FeatureSpread)  # where there is curvature
+    assert isinstance(scaled.spread, FeatureSpread)
+    near, far = (exact(one.features[:, :width]) for one in (spread, scaled.spread))
     far = far / SCALE
     if not torch.allclose(far, near, rtol=1e-4, atol=1e-5 * float(near.abs().max())):
         message = (
@@ -85,10 +87,10 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
             "It is known for ReLU networks without biases and without normalisation layers."
         )
         raise BoundError(message)
-    direction = once.features.clone()
+    direction = spread.features.clone()
     direction[:, width:] = 0  # the constant 1 is nothing beside features that grow
     slope = direction @ curvature.weights.T.to(direction)
-    (limit,) = in_range([LogitMoments(slope, direction, once.posterior, once.given)])
+    (limit,) = in_range([LogitMoments(slope, spread.posterior.at(direction), once.given)])
     # Features of 0 stay 0 however far one goes: nothing is known there, and nothing is said.
     cooled = limit.mean / (math.pi / 8 * limit.variance).sqrt()
     return limit.returned(torch.where(limit.variance > 0, cooled, torch.zeros_like(cooled)))

@@ -1,20 +1,22 @@
-"""One component of a mixture: a trained network, and a Laplace approximation on its last layer (or none).
+"""Components of a mixture: trained networks whose weights are Gaussian, in general and on the last layer alone.
 
-Draws of last-layer weights from a mixture.
+`LaplaceComponent` is what a mixture asks of a component. `Component` is a network with a Laplace approximation on its last
+layer, or with none. `draw_weights` draws last-layer weights from a mixture of them.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from mola.errors import HeadError, OptionError, StructureTooLargeError
+from mola.errors import HeadError, MolaError, OptionError, StructureTooLargeError
 from mola.laplace import Factors, LogitMoments, Posterior, Spectrum, Structure, check_precision
 from mola.laplace.memory import free_memory
 from mola.likelihood import CATEGORICAL, Likelihood
@@ -23,7 +25,115 @@ from mola.network.fingerprint import Watch
 from mola.options import whole_number
 from mola.randomness import check_generator
 
-__all__ = ["Component", "Curvature", "WeightSamples", "draw_weights", "per_component"]
+__all__ = ["Component", "Curvature", "LaplaceComponent", "WeightSamples", "draw_weights", "per_component"]
+
+
+class WeightCurvature(Protocol):
+    """What passes over the training data leave of a network's uncertain weights, whichever they are."""
+
+    @property
+    def watch(self) -> Watch:
+        """The network as it was fitted."""
+
+    @property
+    def count(self) -> int:
+        """Number of training data."""
+
+    @property
+    def log_likelihood(self) -> float | None:
+        """Sum over the training labels, or None if there were none."""
+
+    @property
+    def weights(self) -> Tensor:
+        """The trained weights in float64: the posterior's mean."""
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """Log determinant of the posterior precision matrix; differentiable in the prior precision."""
+
+
+class LaplaceComponent(nn.Module, ABC):
+    """A network whose logits are Gaussian: what a mixture of Laplace approximations asks of its components.
+
+    Args:
+        network: the trained classifier, shared and never changed.
+        curvature: of its uncertain weights, or None for a network that stands alone.
+        precision: prior precision.
+    """
+
+    curvature: WeightCurvature | None
+
+    def __init__(self, network: nn.Module, curvature: WeightCurvature | None, precision: float) -> None:
+        """Bind a network, its curvature and a prior precision."""
+        super().__init__()
+        self.network = network
+        self.curvature = curvature
+        self.precision = check_precision(precision)
+
+    @abstractmethod
+    def at(self, precision: float) -> Self:
+        """The same network and curvature at another prior precision."""
+
+    @abstractmethod
+    def moments(self, inputs: Inputs) -> LogitMoments:
+        """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
+
+    @abstractmethod
+    def _changed(self, names: Sequence[str]) -> MolaError:
+        """The error for a network whose tensors of these names have changed."""
+
+    def prepare(self) -> object:
+        """Get ready to predict where the network is now."""
+
+    def check_network(self, *, thorough: bool = False) -> None:
+        """Notice a network that was changed since it was fitted; then raise an error. Call it outside of `undisturbed(network)`.
+
+        Args:
+            thorough: compare every number, and not only a few of each tensor where PyTorch has counted no change.
+        """
+        changed = [] if self.curvature is None else self.curvature.watch.changed(thorough=thorough)
+        if changed:
+            raise self._changed(changed)
+
+    def require_fitted(self, what: str) -> WeightCurvature:
+        """The curvature.
+
+        Args:
+            what: what it is needed for, for the message.
+
+        Returns:
+            The curvature.
+
+        Raises:
+            OptionError: if this is a network that stands alone.
+        """
+        if self.curvature is None:
+            message = f"{what} needs curvature, and a plain ensemble has none. Make the posterior with mola.fit(models, train_loader)."
+            raise OptionError(message)
+        return self.curvature
+
+    def log_evidence(self, precision: Tensor) -> Tensor:
+        r"""Log marginal likelihood of the training labels at a prior precision; differentiable in it.
+
+        .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|\theta\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
+
+        over the d weights that are uncertain.
+
+        Args:
+            precision: lambda, a scalar in float64.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            OptionError: if the training data had no labels.
+        """
+        curvature = self.require_fitted("the log evidence")
+        if curvature.log_likelihood is None:
+            message = "the log evidence needs training labels: fit with batches of (inputs, labels)."
+            raise OptionError(message)
+        weights = curvature.weights
+        prior = weights.numel() * precision.log() - precision * weights.square().sum()
+        return curvature.log_likelihood + (prior - curvature.log_determinant(precision)) / 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +153,20 @@ class Curvature:
         """The trained weights (C, P) in float64."""
         return self.trained.double()
 
+    @property
+    def count(self) -> int:
+        """Number of training data."""
+        return self.factors.count
+
+    @property
+    def log_likelihood(self) -> float | None:
+        """Sum over the training labels, or None if there were none."""
+        return self.factors.log_likelihood
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """Log determinant of the posterior precision matrix; differentiable in the prior precision."""
+        return self.spectrum.log_determinant(precision)
+
     @cached_property
     def spectrum(self) -> Spectrum:
         """Solved once, shared by every prior precision that is tried."""
@@ -53,7 +177,7 @@ _door = threading.RLock()
 """Posteriors are made by one thread at a time. One for all components: a lock of their own could not be copied or saved."""
 
 
-class Component(nn.Module):
+class Component(LaplaceComponent):
     """A network whose logits are Gaussian: trained ones as mean, and the last layer's posterior as spread.
 
     Args:
@@ -63,15 +187,13 @@ class Component(nn.Module):
         precision: prior precision.
     """
 
+    curvature: Curvature | None
     _posterior: Posterior | None
 
     def __init__(self, network: nn.Module, head: Head | None, curvature: Curvature | None, precision: float) -> None:
         """Bind a network, its curvature and a prior precision."""
-        super().__init__()
-        self.network = network
+        super().__init__(network, curvature, precision)
         self.head = head
-        self.curvature = curvature
-        self.precision = check_precision(precision)
         # Registered while it is empty, too: an attribute of that name would later hide the module.
         self.register_module("_posterior", None)
 
@@ -96,27 +218,15 @@ class Component(nn.Module):
                     self._posterior = ready
         return ready
 
-    def check_network(self, *, thorough: bool = False) -> None:
-        """Notice a network that was changed since it was fitted. Call it outside of `undisturbed(network)`.
-
-        Args:
-            thorough: compare every number, and not only a few of each tensor where PyTorch has counted no change.
-
-        Raises:
-            HeadError: if its numbers are not those that were fitted, in whatever precision.
-        """
-        changed = [] if self.curvature is None else self.curvature.watch.changed(thorough=thorough)
-        if not changed:
-            return
+    def _changed(self, names: Sequence[str]) -> HeadError:
         assert self.head is not None  # where there is curvature
-        changed = [name.replace("_orig_mod.", "") for name in changed]  # put there by torch.compile
+        names = [name.replace("_orig_mod.", "") for name in names]  # put there by torch.compile
         within = f"{self.head.name}." if self.head.name else ""
-        what = "the weights of head" if all(name.startswith(within) for name in changed) else "layers other than head"
-        message = (
-            f"{what} {self.head.name!r} changed since the posterior was fitted ({', '.join(changed[:3])}"
-            f"{', ...' if len(changed) > 3 else ''}). Fit again: mola.fit(...)."
+        what = "the weights of head" if all(name.startswith(within) for name in names) else "layers other than head"
+        return HeadError(
+            f"{what} {self.head.name!r} changed since the posterior was fitted ({', '.join(names[:3])}"
+            f"{', ...' if len(names) > 3 else ''}). Fit again: mola.fit(...)."
         )
-        raise HeadError(message)
 
     def moments(self, inputs: Inputs) -> LogitMoments:
         """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
@@ -124,48 +234,23 @@ class Component(nn.Module):
         seen = capture(self.network, self.head, inputs)
         if posterior is None or self.head is None:
             dtype = torch.promote_types(seen.logits.dtype, torch.float32)
-            return LogitMoments(seen.logits.to(dtype), seen.features.to(dtype), None)
+            return LogitMoments(seen.logits.to(dtype), None)
         features = self.head.lift(seen.features.to(posterior.dtype))
-        return LogitMoments(seen.logits.to(posterior.dtype), features, posterior)
+        return LogitMoments(seen.logits.to(posterior.dtype), posterior.at(features))
 
     def require_curvature(self, what: str) -> tuple[Head, Curvature]:
-        """Head and curvature.
+        """Head and curvature; `OptionError` if this is a network that stands alone.
 
         Args:
             what: what they are needed for, for the message.
 
         Returns:
             The head and the curvature.
-
-        Raises:
-            OptionError: if this is a network that stands alone.
         """
-        if self.head is None or self.curvature is None:
-            message = f"{what} needs curvature, and a plain ensemble has none. Make the posterior with mola.fit(models, train_loader)."
-            raise OptionError(message)
+        self.require_fitted(what)
+        assert self.head is not None  # they come together
+        assert self.curvature is not None
         return self.head, self.curvature
-
-    def log_evidence(self, precision: Tensor) -> Tensor:
-        r"""Log marginal likelihood of the training labels at a prior precision; differentiable in it.
-
-        .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|W\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
-
-        Args:
-            precision: lambda, a scalar in float64.
-
-        Returns:
-            A scalar.
-
-        Raises:
-            OptionError: if the training data had no labels.
-        """
-        _, curvature = self.require_curvature("the log evidence")
-        if curvature.factors.log_likelihood is None:
-            message = "the log evidence needs training labels: fit with batches of (inputs, labels)."
-            raise OptionError(message)
-        weights = curvature.weights
-        prior = weights.numel() * precision.log() - precision * weights.square().sum()
-        return curvature.factors.log_likelihood + (prior - curvature.spectrum.log_determinant(precision)) / 2
 
 
 def per_component(value: Any, count: int, name: str) -> list[Any]:

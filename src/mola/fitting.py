@@ -188,4 +188,5 @@ def load(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MoLA
         was fitted.
     """
     networks = _as_networks(models)
-    return MoLA(*archive.unpack(*storage.read(directory), networks))
+    components, parts = archive.unpack(*storage.read(directory), networks)
+    return MoLA(components, *parts)

@@ -105,7 +105,7 @@ class Probit(Link):
 
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
         """Probabilities (n, C)."""
-        if moments.posterior is None:
+        if moments.spread is None:
             return CATEGORICAL.probabilities(moments.mean)
         return CATEGORICAL.probabilities(_cool(moments.mean, moments.variance))
 
@@ -240,7 +240,7 @@ class Bridge(Link):
         Raises:
             OptionError: if there is no covariance to match.
         """
-        if moments.posterior is None:
+        if moments.spread is None:
             message = "link 'bridge' needs a covariance; a plain ensemble has none. Use link='probit', or mola.fit."
             raise OptionError(message)
         mean, variance = _centre(moments.mean), moments.relative_contrast_variance
@@ -284,7 +284,7 @@ class MonteCarlo(Link):
         """Probabilities (n, C)."""
         generator = torch.Generator("cpu").manual_seed(self.seed if seed is None else seed)
         total = torch.zeros_like(moments.mean, dtype=torch.float64)
-        samples = self.samples if moments.posterior is not None else 1
+        samples = self.samples if moments.spread is not None else 1
         for drawn in moments.draws(samples, generator, self.over):
             total += CATEGORICAL.probabilities(drawn).sum(dim=1, dtype=torch.float64)
         return (total / samples).to(moments.mean.dtype)

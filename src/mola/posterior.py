@@ -1,21 +1,22 @@
-"""MoLA: a mixture of last-layer Laplace approximations.
+"""Mixtures of Laplace approximations: what those over last layers and over whole networks share, and the first.
 
-MAP, deep ensemble, last-layer Laplace and MoLA are this one class: one component or several, with or without
-curvature. A posterior is a value: `tune`, `reweight` and `with_*` return new ones that share the networks.
+MAP, deep ensemble, last-layer Laplace and MoLA are one class, `MoLA`: one component or several, with or without curvature.
+A posterior is a value: `tune`, `reweight` and `with_*` return new ones that share the networks.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mola.bounds import SCALE, component_bounds, far_field_logits, require_probit
-from mola.component import Component, WeightSamples, draw_weights, per_component
+from mola.component import Component, LaplaceComponent, WeightSamples, draw_weights, per_component
 from mola.distributed import Team
 from mola.errors import DataError, located, warn
 from mola.laplace import LogitMoments, in_range
@@ -26,23 +27,26 @@ from mola.network import Inputs, check_finite, one_batch, undisturbed, without_a
 from mola.prediction import Prediction, later
 from mola.randomness import seed_from
 from mola.saving import archive, storage
-from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, Problem, Tuning, read_held_out
+from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, LastLayerProblem, Problem, Tuning, read_held_out
 from mola.tuning.rules import Rule, choose_together
 from mola.tuning.weights import check_weighting, evidence_weights, stacking_weights
 from mola.uncertainty import entropy, epistemic_share, far_field_score, max_probability_score
 
-__all__ = ["MoLA"]
+__all__ = ["LaplaceMixture", "MoLA"]
+
+Kind = TypeVar("Kind", bound=LaplaceComponent)
 
 
 def _ood_score(moments: Sequence[LogitMoments], mean: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
-    lengths = [one.posterior.mahalanobis(one.features) for one in moments if one.posterior is not None]
+    """The far-field score where every component knows how long features are, else one minus the largest probability."""
+    lengths = [one.spread.length() for one in moments if one.spread is not None and one.spread.has_length]
     if len(lengths) < len(moments):
         return max_probability_score(probs)
     return far_field_score(mean, torch.stack(lengths), weights)
 
 
-class MoLA(Mixture):
-    """A mixture of Laplace approximations. Made by `mola.fit`, `mola.ensemble` or `mola.load`.
+class LaplaceMixture(Mixture, ABC, Generic[Kind]):
+    """A mixture of Laplace approximations, over whichever weights of its networks.
 
     Calling it gives probabilities (n, C); `predict` gives a `Prediction`.
 
@@ -53,10 +57,13 @@ class MoLA(Mixture):
         tuning: how the prior precision was chosen, if it was.
     """
 
+    components: tuple[Kind, ...]
+    link: Any
+
     def __init__(
         self,
-        components: Sequence[Component],
-        link: str | Link = "probit",
+        components: Sequence[Kind],
+        link: Any = "probit",
         weights: str | Sequence[float] | Tensor = "uniform",
         tuning: Tuning | None = None,
     ) -> None:
@@ -65,11 +72,34 @@ class MoLA(Mixture):
         by_evidence = isinstance(weighting, str) and weighting == "evidence"
         super().__init__(components, "uniform" if by_evidence else weighting)
         self.components = tuple(components)
-        self.link = as_link(link)
+        self.link = self._as_link(link)
         self.weighting = weighting if isinstance(weighting, str) else "given"
         self.tuning = tuning
         if by_evidence:
             self.weights = evidence_weights(self.log_evidence())
+
+    # --- what each kind says for itself -----------------------------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def _as_link(link: Any) -> Any:
+        """The link of that name, or the link itself; `OptionError` if it is unknown."""
+
+    @abstractmethod
+    def _held_out(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
+        """Run every network once over a loader, and keep what tuning needs. Called inside `undisturbed(*networks)`."""
+
+    @abstractmethod
+    def _problem(self, **shared: Any) -> Problem:
+        """What a rule chooses from."""
+
+    @abstractmethod
+    def _members_on(self, data: HeldOut) -> Iterable[Tensor]:
+        """Probabilities (n, C) of each component on held-out data, in float64 on the CPU."""
+
+    @abstractmethod
+    def _described(self) -> str:
+        """The structure, in words."""
 
     # --- what it is -------------------------------------------------------------------------------------------------
 
@@ -83,24 +113,17 @@ class MoLA(Mixture):
         """The trained networks."""
         return tuple(component.network for component in self.components)
 
-    @property
-    def structure(self) -> str | None:
-        """Name of the curvature structure; None for a plain ensemble."""
-        curvature = self.components[0].curvature
-        return None if curvature is None else curvature.structure.name
-
     def __repr__(self) -> str:
         """What it is made of and how it was tuned, in a few lines; the networks are in `.networks`."""
-        name = type(self).__name__
-        networks = describe_networks(self.networks)
+        name, networks = type(self).__name__, describe_networks(self.networks)
         weights = describe_weights(self.weights, self.weighting)
         curvature = self.components[0].curvature
         if curvature is None:
             return f"{name}(a plain ensemble of {networks}, without covariance, weights: {weights})"
         tuned = "as given" if self.tuning is None else f"by {self.tuning.rule}"
         return (
-            f"{name}({networks}, fitted on {curvature.factors.count:,} training data\n"
-            f"  structure: {curvature.structure.name}\n"
+            f"{name}({networks}, fitted on {curvature.count:,} training data\n"
+            f"  structure: {self._described()}\n"
             f"  link: {self.link.name}\n"
             f"  prior precision: {describe_numbers(self.prior_precision)}, {tuned}\n"
             f"  weights: {weights}\n)"
@@ -160,56 +183,34 @@ class MoLA(Mixture):
             back(probs),
             later(lambda: back(entropy(probs) * epistemic_share(kept, weights.tolist(), seed or 0)), mean.device),
             later(lambda: back(_ood_score(kept, mean, probs, weights.to(mean))), mean.device),
-            "far-field" if all(one.posterior is not None for one in kept) else "max-probability",
+            "far-field" if all(one.spread is not None and one.spread.has_length for one in kept) else "max-probability",
             back(mean),
             later(lambda: back(torch.stack([one.variance for one in kept])), mean.device),
             held=probs.nbytes + sum(one.nbytes for one in kept),
         )
 
-    def of_held_out(self, data: HeldOut, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """What `predict` says of data that the networks have seen already, without running them again.
-
-        Args:
-            data: as read with these networks and heads.
-            part: which rows.
-
-        Returns:
-            Logits (K, n, C), probabilities (n, C) and outlier scores (n,), in main memory.
-        """
-        moments = []
-        for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
-            posterior = component.prepare()
-            own = logits.device, torch.promote_types(logits.dtype, torch.float32)
-            device, dtype = own if posterior is None else (posterior.device, posterior.dtype)
-            moments.append(LogitMoments(logits[part].to(device, dtype), features[part].to(device, dtype), posterior))
-        moments = in_range(moments)
-        with torch.no_grad(), without_autocast(moments[0].mean.device):
-            mean = torch.stack([one.mean for one in moments])
-            probs = self._mix([self.link(one, None) for one in moments])
-            score = _ood_score(moments, mean, probs, self.weights.to(mean))
-        mean, probs, score = (moments[0].returned(values).cpu() for values in (mean, probs, score))
-        return mean, probs, score
-
     # --- new values from this one -----------------------------------------------------------------------------------
 
-    def _with(self, **changes: Any) -> MoLA:
-        weights: Any = self.weighting if self.weighting != "given" else self.weights
-        parts = {"components": self.components, "link": self.link, "weights": weights, "tuning": self.tuning}
-        return MoLA(**(parts | changes))
+    def _parts(self) -> dict[str, Any]:
+        weights = self.weighting if self.weighting != "given" else self.weights
+        return {"components": self.components, "link": self.link, "weights": weights, "tuning": self.tuning}
 
-    def with_prior_precision(self, prior_precision: float | Sequence[float]) -> MoLA:
+    def _with(self, **changes: Any) -> Self:
+        return type(self)(**(self._parts() | changes))
+
+    def with_prior_precision(self, prior_precision: float | Sequence[float]) -> Self:
         """The same mixture at another prior precision: one number, or one for each component."""
         for component in self.components:
-            component.require_curvature("a prior precision")
+            component.require_fitted("a prior precision")
         values = per_component(prior_precision, len(self.components), "prior_precision")
         moved = [component.at(value) for component, value in zip(self.components, values, strict=True)]
         return self._with(components=moved, tuning=None)
 
-    def with_weights(self, weights: str | Sequence[float] | Tensor) -> MoLA:
+    def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
         """The same mixture with other weights: "uniform", "evidence", or K numbers that sum to 1."""
         return self._with(weights=weights)
 
-    def with_link(self, link: str | Link) -> MoLA:
+    def with_link(self, link: str | Link) -> Self:
         """The same mixture with another link."""
         return self._with(link=link)
 
@@ -220,7 +221,7 @@ class MoLA(Mixture):
         *,
         progress: bool = True,
         team: Team | None = None,
-    ) -> MoLA:
+    ) -> Self:
         """Choose the prior precision.
 
         Args:
@@ -234,7 +235,10 @@ class MoLA(Mixture):
             A new posterior; `.tuning` says how it was chosen. `OptionError` if the rule is none, or there is no curvature.
         """
         together = Team.alone() if team is None else team
-        curvatures = [component.require_curvature("tuning the prior precision")[1] for component in self.components]
+        for component in self.components:
+            component.require_fitted("tuning the prior precision")
+        if val_loader is None:
+            self.check_networks()
 
         def weights_at(precision: float) -> Tensor:
             if self.weighting != "evidence":
@@ -249,9 +253,7 @@ class MoLA(Mixture):
             doubts.extend(self._doubts(data) if labelled else ())
             return data
 
-        problem = Problem(
-            spectra=[curvature.spectrum for curvature in curvatures],
-            link=self.link,
+        problem = self._problem(
             weights_at=weights_at,
             read=read,
             log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
@@ -262,7 +264,7 @@ class MoLA(Mixture):
         tuning = replace(tuning, notes=(*doubts, *tuning.notes))
         return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning)
 
-    def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> MoLA:
+    def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
         """Stacking: the weights that maximise the mixture's log-likelihood on validation data.
 
         Args:
@@ -277,12 +279,8 @@ class MoLA(Mixture):
         with together.work("reweight"), torch.no_grad():
             data = self._read(val_loader, "validation loader", labelled=True, progress=progress, team=together)
             self._doubts(data)
-            chosen = []
-            for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
-                curvature = component.curvature
-                posterior = None if curvature is None else curvature.spectrum.posterior(component.precision)
-                probs = self.link(LogitMoments(logits.double(), features.double(), posterior))
-                chosen.append(probs.gather(1, data.labels[:, None]).squeeze(1))  # type: ignore[index]
+            labels = data.labels[:, None]  # type: ignore[index]
+            chosen = [probs.gather(1, labels).squeeze(1) for probs in self._members_on(data)]
             weights = stacking_weights(together.rows(torch.stack(chosen, dim=1)))
             return self.with_weights(together.share(weights.tolist()))
 
@@ -294,17 +292,14 @@ class MoLA(Mixture):
                 message = f"the {where}: what was read of it has no labels. Read (inputs, labels)."
                 raise DataError(message)
             return loader
-        heads = [component.head for component in self.components]
         self.check_networks()
         with undisturbed(*self.networks):
-            data = read_held_out(
-                self.networks, heads, loader, where=where, labelled=labelled, progress=progress, team=team
-            )
+            data = self._held_out(loader, where, labelled=labelled, progress=progress, team=team)
         if labelled:
             data.check_labels(where)
         return data
 
-    def with_doubt(self, words: str | None) -> MoLA:
+    def with_doubt(self, words: str | None) -> Self:
         """The same, with one more note on how it was tuned, which is warned of; what makes one doubt is said once.
 
         Args:
@@ -323,14 +318,14 @@ class MoLA(Mixture):
         curvatures = [component.curvature for component in self.components if component.curvature is not None]
         if len(curvatures) < len(self.components):
             return ()
-        words = data.unlike_held_out([(one.factors.count, one.factors.log_likelihood) for one in curvatures])
+        words = data.unlike_held_out([(one.count, one.log_likelihood) for one in curvatures])
         if words is None:
             return ()
         warn(words)
         return (words,)
 
     def check_networks(self) -> None:
-        """Compare every number of the networks with what was fitted; `HeadError` if one has changed.
+        """Compare every number of the networks with what was fitted; an error if one has changed.
 
         `save`, `tune`, `reweight` and exports do so. A prediction looks at where each tensor lies, how often PyTorch has counted a
         change of it, and a few of its numbers: it does not notice a few numbers that were changed through `.data`.
@@ -343,8 +338,6 @@ class MoLA(Mixture):
             with located(f"models[{index}]"):
                 component.check_network(thorough=thorough)
 
-    # --- what it knows ----------------------------------------------------------------------------------------------
-
     def log_evidence(self) -> Tensor:
         """Log marginal likelihoods (K,) of the training labels, one for each component."""
         with torch.no_grad():
@@ -353,6 +346,77 @@ class MoLA(Mixture):
                 for component in self.components
             ]
         return torch.stack(values)
+
+
+class MoLA(LaplaceMixture[Component]):
+    """A mixture of last-layer Laplace approximations. Made by `mola.fit`, `mola.ensemble` or `mola.load`.
+
+    Calling it gives probabilities (n, C); `predict` gives a `Prediction`.
+
+    Args:
+        components: the networks with their curvature.
+        link: from logits to probabilities.
+        weights: "uniform", "evidence", or K numbers that sum to 1.
+        tuning: how the prior precision was chosen, if it was.
+    """
+
+    link: Link
+
+    @staticmethod
+    def _as_link(link: str | Link) -> Link:
+        return as_link(link)
+
+    @property
+    def structure(self) -> str | None:
+        """Name of the curvature structure; None for a plain ensemble."""
+        curvature = self.components[0].curvature
+        return None if curvature is None else curvature.structure.name
+
+    def _described(self) -> str:
+        return str(self.structure)
+
+    def _held_out(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
+        heads = [component.head for component in self.components]
+        return read_held_out(self.networks, heads, loader, where=where, labelled=labelled, progress=progress, team=team)
+
+    def _problem(self, **shared: Any) -> LastLayerProblem:
+        curvatures = [component.curvature for component in self.components if component.curvature is not None]
+        return LastLayerProblem(spectra=[one.spectrum for one in curvatures], link=self.link, **shared)
+
+    def _members_on(self, data: HeldOut) -> Iterable[Tensor]:
+        for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
+            curvature = component.curvature
+            spread = (
+                None if curvature is None else curvature.spectrum.posterior(component.precision).at(features.double())
+            )
+            yield self.link(LogitMoments(logits.double(), spread))
+
+    def of_held_out(self, data: HeldOut, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """What `predict` says of data that the networks have seen already, without running them again.
+
+        Args:
+            data: as read with these networks and heads.
+            part: which rows.
+
+        Returns:
+            Logits (K, n, C), probabilities (n, C) and outlier scores (n,), in main memory.
+        """
+        moments = []
+        for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
+            posterior = component.prepare()
+            own = logits.device, torch.promote_types(logits.dtype, torch.float32)
+            device, dtype = own if posterior is None else (posterior.device, posterior.dtype)
+            spread = None if posterior is None else posterior.at(features[part].to(device, dtype))
+            moments.append(LogitMoments(logits[part].to(device, dtype), spread))
+        moments = in_range(moments)
+        with torch.no_grad(), without_autocast(moments[0].mean.device):
+            mean = torch.stack([one.mean for one in moments])
+            probs = self._mix([self.link(one, None) for one in moments])
+            score = _ood_score(moments, mean, probs, self.weights.to(mean))
+        mean, probs, score = (moments[0].returned(values).cpu() for values in (mean, probs, score))
+        return mean, probs, score
+
+    # --- what it knows ----------------------------------------------------------------------------------------------
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> WeightSamples:
         """Draw last-layer weights from the mixture.

@@ -341,10 +341,9 @@ def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], s
     """
     mean = moments[0].mean
     count, classes = mean.shape
-    draws = [spread_draws(classes, one.features.shape[1]) for one in moments]
+    draws = [spread_draws(classes, 0 if one.spread is None else one.spread.width) for one in moments]
     made = [
-        None if one.posterior is None else one.even_draws(number, seed)
-        for one, number in zip(moments, draws, strict=True)
+        None if one.spread is None else one.even_draws(number, seed) for one, number in zip(moments, draws, strict=True)
     ]
     rows = max(1, IN_CACHE // (max(draws) * classes))
     shares = []

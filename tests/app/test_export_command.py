@@ -46,7 +46,7 @@ def test_a_folder_becomes_both_kinds_of_file_that_take_bytes(folder, desk, tmp_p
     pixels, _ = desk.pixels("test")
     posterior = open_posterior(folder).posterior
     for path in files:
-        loaded = mola.load_exported(path)
+        loaded = mola.load_exported(path, trust=True)
         assert loaded.classes == list(CLASSES)
         found, wanted = loaded(pixels), posterior.predict(pixels.float() / 255)
         assert torch.allclose(found["probabilities"], wanted.probs, atol=1e-5)

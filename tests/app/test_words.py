@@ -24,7 +24,7 @@ from mola.links import LINKS, as_link
 from mola.options import one_of
 from mola.tuning.rules import RULES, as_rule
 from mola.tuning.weights import check_weighting
-from mola.whole.links import as_whole_link
+from mola.whole.component import as_whole_link
 
 TAKERS = {
     "structure": (STRUCTURES, as_structure),

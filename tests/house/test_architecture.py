@@ -187,8 +187,8 @@ def unsafe_loads(source):
 
 
 TRUSTED = {"app/jobs/networks.py": ["torch.export.load"], "export/torch_file.py": ["torch.export.load"]}
-"""Loaders that unpickle. Called only for files that the user says to trust (tested in test_jobs.py), or that were found to
-hold nothing pickled but plain tensors (tested in test_export.py)."""
+"""Loaders that unpickle. Called only for files that the user says to trust (tested in test_jobs.py and
+test_export_hostile.py), or that were just written (the check of an export)."""
 
 
 RESTRICTED = "lab/data/readers.py"

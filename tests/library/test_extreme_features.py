@@ -62,14 +62,14 @@ def in_float64(posterior, inputs):
         with torch.no_grad():
             mean = component.network(inputs).double()
         features = component.head.lift(inputs.double())
-        moments.append(LogitMoments(mean, features, component.curvature.spectrum.posterior(component.precision)))
+        moments.append(LogitMoments(mean, component.curvature.spectrum.posterior(component.precision).at(features)))
     return moments
 
 
 def reference(posterior, link, inputs):
     moments, weights = in_float64(posterior, inputs), posterior.weights
     probs = sum(weight * link(one) for weight, one in zip(weights, moments, strict=True))
-    lengths = torch.stack([one.posterior.mahalanobis(one.features) for one in moments])
+    lengths = torch.stack([one.spread.length() for one in moments])
     return {
         "probs": probs,
         "entropy": entropy(probs),

@@ -6,41 +6,47 @@ import pytest
 import torch
 
 import mola
-from mola.laplace import LogitMoments
+from mola.laplace import LogitMoments, Spread
 from mola.links import LINKS, as_link
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 
 ALL_LINKS = [*CLOSED_FORM_LINKS, "mc"]
 
 
-class Gaussian:
-    """A posterior with any covariance (C, C), the same for every datum."""
+class Gaussian(Spread):
+    """Any covariance (C, C), the same for each of n data."""
 
-    def __init__(self, covariance):
-        classes = len(covariance)
+    def __init__(self, covariance, count):
+        classes, self.count = len(covariance), count
         self.full = covariance
         centre = torch.eye(classes, dtype=covariance.dtype) - 1 / classes
         self.contrast = centre @ covariance @ centre
         values, vectors = torch.linalg.eigh(self.contrast)
         self.root = vectors * values.clamp_min(0).sqrt()
-        self.noise_size = classes
 
-    def variance(self, features):
-        return self.full.diagonal().expand(len(features), -1)
+    @property
+    def noise_size(self):
+        return len(self.full)
 
-    def contrast_variance(self, features):
-        return self.contrast.diagonal().expand(len(features), -1)
+    def variance(self):
+        return self.full.diagonal().expand(self.count, -1)
 
-    def contrast_covariance(self, features):
-        return self.contrast.expand(len(features), -1, -1)
+    def contrast_variance(self):
+        return self.contrast.diagonal().expand(self.count, -1)
 
-    def perturb(self, features, noise):
-        return (noise @ self.root.T).expand(len(features), -1, -1)
+    def contrast_covariance(self):
+        return self.contrast.expand(self.count, -1, -1)
+
+    def perturb(self, noise):
+        return (noise @ self.root.T).expand(self.count, -1, -1)
+
+    def __getitem__(self, rows):
+        return Gaussian(self.full, len(range(self.count)[rows]))
 
 
 def moments(mean, covariance):
     mean = torch.as_tensor(mean)
-    return LogitMoments(mean, torch.zeros(len(mean), 1), Gaussian(torch.as_tensor(covariance)))
+    return LogitMoments(mean, Gaussian(torch.as_tensor(covariance), len(mean)))
 
 
 def random_covariance(classes, scale=1.0, seed=0):
@@ -60,7 +66,7 @@ def test_probabilities_are_probabilities(name):
 def test_safe_for_huge_logits_and_variances(name, dtype):
     extremes = torch.tensor([[1e4, -1e4, 0.0], [1e4, 1e4, -1e4], [0.0, 0.0, 0.0], [-1e4, -1e4, -1e4]], dtype=dtype)
     for scale in (1e-8, 1.0, 1e8):
-        given = LogitMoments(extremes, torch.zeros(4, 1, dtype=dtype), Gaussian(scale * torch.eye(3, dtype=dtype)))
+        given = moments(extremes, scale * torch.eye(3, dtype=dtype))
         probs = as_link(name)(given)
         assert bool(torch.isfinite(probs).all())
         assert torch.allclose(probs.sum(1), torch.ones(4, dtype=dtype), atol=1e-5)

@@ -158,8 +158,7 @@ def counted(monkeypatch):
         calls.append(len(arguments[0][0].mean))
         return epistemic_share(*arguments)
 
-    for place in ("mola.posterior", "mola.whole.posterior"):
-        monkeypatch.setattr(f"{place}.epistemic_share", counting)
+    monkeypatch.setattr("mola.posterior.epistemic_share", counting)
     return calls
 
 
@@ -273,10 +272,10 @@ def measured(structure, classes, scale, precision, count=4000):
     one = moments[0]
 
     def by(draws, seed):
-        noise = torch.randn(draws, one.posterior.noise_size, generator=torch.Generator().manual_seed(seed))
+        noise = torch.randn(draws, one.spread.noise_size, generator=torch.Generator().manual_seed(seed))
         mixed, within = torch.zeros(12, classes), torch.zeros(12)
         for part in noise.split(250):
-            probs = torch.softmax(one.mean[:, None] + one.posterior.perturb(one.features, part), -1)
+            probs = torch.softmax(one.mean[:, None] + one.spread.perturb(part), -1)
             mixed += probs.sum(1) / draws
             within += torch.special.entr(probs).sum((1, 2)) / draws
         return 1 - within / torch.special.entr(mixed).sum(1)

@@ -11,7 +11,7 @@ from torch.func import functional_call, jacrev
 
 import mola
 from mola.errors import DataError, MissingExtraError, MolaError, OptionError, StorageError, StructureTooLargeError
-from mola.whole.kfac import require_curvlinops
+from mola.whole.sums import require_curvlinops
 
 QUIET = {"progress": False}
 
@@ -208,7 +208,7 @@ def test_linearised_covariance_is_j_sigma_j(options):
     torch.testing.assert_close(moments.variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-8, atol=1e-10)
     centre = torch.eye(4) - 0.25
     torch.testing.assert_close(moments.contrast_covariance, centre @ expected @ centre, rtol=1e-8, atol=1e-10)
-    spread = moments.posterior.perturb(moments.features, torch.eye(3))
+    spread = moments.spread.perturb(torch.eye(3))
     drawn = torch.einsum("nsc,nsd->ncd", spread, spread)
     torch.testing.assert_close(drawn, centre @ expected @ centre, rtol=1e-4, atol=1e-5)
     probs = torch.softmax(moments.mean / (1 + torch.pi / 8 * moments.variance).sqrt(), 1)

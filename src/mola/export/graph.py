@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import DataError, OptionError
-from mola.export.folding import fold
-from mola.export.moments import Joint, JointMoments
-from mola.laplace import SPARE
+from mola.export.moments import GraphPosterior, Joint
+from mola.laplace import SPARE, LogitMoments
 from mola.network import Inputs, capture, undisturbed
 from mola.options import did_you_mean
 from mola.posterior import MoLA
@@ -224,7 +223,7 @@ class Exported(nn.Module):
         float16: bool = False,
         preparation: nn.Module | None = None,
     ) -> None:
-        """Fold the posterior of each component.
+        """Get the posterior of each component ready.
 
         Raises:
             OptionError: if it cannot be exported.
@@ -247,14 +246,14 @@ class Exported(nn.Module):
             message = "export: some components have curvature and others have none. Export a posterior of one kind."
             raise OptionError(message)
         self.has_curvature = ready[0] is not None
-        folded = [
-            fold(one, bias=head.has_bias)
+        self.posteriors = [
+            GraphPosterior(one, bias=head.has_bias)
             for one, head in zip(ready, self.heads, strict=True)
             if one is not None and head
         ]
-        self.folded = nn.ModuleList(folded)
+        self.constants = nn.ModuleList(self.posteriors)
         self.register_buffer("weights", posterior.weights.to(torch.float32))
-        if any(one.dtype == torch.float64 for one in folded):
+        if any(one.posterior.dtype == torch.float64 for one in self.posteriors):
             self.register_buffer("weights", posterior.weights.to(torch.float64))
 
     def train(self, mode: bool = True) -> Self:
@@ -280,10 +279,12 @@ class Exported(nn.Module):
             seen = [capture(network, head, inputs) for network, head in zip(self.networks, self.heads, strict=True)]
         logits = [one.logits.to(torch.promote_types(one.logits.dtype, torch.float32)) for one in seen]
         mean = torch.cat(logits)
-        features = [one.features.to(values.dtype) for one, values in zip(seen, logits, strict=True)]
-        joint = Joint(list(self.folded), features) if self.has_curvature else None  # type: ignore[arg-type]
-        moments = JointMoments(mean, mean, joint)  # type: ignore[arg-type]
-        probs = self._mixed(self.link(moments))
+        joint = None
+        if self.has_curvature:
+            features = [one.features.to(values.dtype) for one, values in zip(seen, logits, strict=True)]
+            lifted = [head.lift(values) for head, values in zip(self.heads, features, strict=True) if head is not None]
+            joint = Joint(self.posteriors, lifted)
+        probs = self._mixed(self.link(LogitMoments(mean, joint)))
         make: dict[str, Callable[[], Tensor]] = {
             "probabilities": lambda: probs,
             "label": lambda: probs.argmax(-1),
@@ -310,13 +311,13 @@ class Exported(nn.Module):
             probs, entropies = softmax_and_entropy(mean, 1)
             by_quarter = self._mixed(probs)[:, None].expand(-1, 4, -1)
             return share_of(entropy_of_all(by_quarter), self._mixed(entropies))
-        counts = [spread_draws(mean.shape[1], one.width) for one in joint.folded]
+        counts = [spread_draws(mean.shape[1], one.width) for one in joint.spreads]
+        deviations = joint.drawn(counts, 0, "evenly")
         if len(set(counts)) == 1:
-            drawn = mean[:, :, None] + joint.deviations(counts[0], 0, "evenly")
-            by_quarter, within = _by_quarter(drawn)
+            by_quarter, within = _by_quarter(mean[:, :, None] + torch.cat(deviations))
         else:  # networks of very different widths: one after the other
-            parts = zip(self._by_component(mean), joint.alone(), counts, strict=True)
-            each = [_by_quarter(own[:, :, None] + one.deviations(count, 0, "evenly")) for own, one, count in parts]
+            parts = zip(self._by_component(mean), deviations, strict=True)
+            each = [_by_quarter(own[:, :, None] + drawn) for own, drawn in parts]
             by_quarter, within = (torch.cat(values) for values in zip(*each, strict=True))
         mixed = self._mixed(by_quarter.flatten(1)).view(-1, 4, mean.shape[1])
         return share_of(entropy_of_all(mixed), self._mixed(within))

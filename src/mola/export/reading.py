@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mola.errors import DataError, StorageError
+from mola.errors import DataError, OptionError, StorageError
 from mola.export.graph import Signature
 from mola.export.information import from_properties
 from mola.export.onnx_file import onnx_session, run_session
@@ -76,16 +76,19 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
-def load_exported(path: str | Path) -> LoadedExport:
+def load_exported(path: str | Path, *, trust: bool = False) -> LoadedExport:
     """Read a file of `mola.export_onnx` (with onnxruntime) or `mola.export_torch`, told apart by their content.
 
     Args:
         path: of the file.
+        trust: whether you trust whoever made the file. ONNX files need no trust; a `.pt2` file does, since PyTorch's reader
+            can run code that it finds there.
 
     Returns:
         A callable from inputs to outputs by name, with `.classes`, `.outputs`, `.document` and `.metadata`.
 
     Raises:
+        OptionError: for a `.pt2` file without `trust`.
         StorageError: if the file is missing, damaged, or not one of these.
     """
     path = Path(path)
@@ -94,6 +97,12 @@ def load_exported(path: str | Path) -> LoadedExport:
         raise StorageError(message)
     content = path.read_bytes()
     if content[:2] == b"PK":  # a zip archive, as torch writes them
+        if not trust:
+            message = (
+                f"{path} is a program of torch.export, and PyTorch's reader can run code from such a file. If you trust whoever "
+                f"made it, read it with mola.load_exported(path, trust=True). An ONNX file needs no trust."
+            )
+            raise OptionError(message)
         program, properties = read_program(content, path)
         document, metadata = from_properties(properties, path)
         module = program.module()

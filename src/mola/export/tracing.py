@@ -155,6 +155,18 @@ def _program(graph: Exported, tensors: tuple[Tensor, ...]) -> torch.export.Expor
         raise ExportError(message) from error
     # The example was needed to trace; a file that is given away should not hold somebody's data.
     program.example_inputs = None
+    return _without_unused(program)
+
+
+def _without_unused(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program without those constants of posteriors that its link and its outputs do not ask for."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder" and not node.users}
+    specs = program.graph_signature.input_specs
+    for spec in [one for one in specs if one.arg.name in nodes and (one.target or "").startswith("constants.")]:
+        specs.remove(spec)
+        program.constants.pop(spec.target, None)
+        program.graph.erase_node(nodes[spec.arg.name])
+    program.graph_module.recompile()
     return program
 
 

@@ -16,20 +16,24 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from mola.errors import OptionError
-from mola.float64 import exact_device
+from mola.errors import DataError, OptionError
+from mola.float64 import exact, exact_device
+from mola.laplace.moments import DRAWS_AT_ONCE, Spread, draws_at_once
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
 __all__ = [
     "SPARE",
+    "Candidate",
     "Factors",
+    "FeatureSpread",
     "Posterior",
     "Spectrum",
     "Structure",
@@ -284,9 +288,25 @@ class Posterior(nn.Module, ABC):
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
         """Deviations (n, S, C) of the logits, up to a common shift, driven by standard normals (S, noise_size)."""
 
+    def driver(self, noise: Tensor) -> Tensor:
+        """What draws of the logits need of standard normals (S, noise_size), and no features: the same for all data."""
+        return noise
+
+    def driven(self, features: Tensor, driver: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits by what `driver` made: with it, what `perturb` gives."""
+        return self.perturb(features, driver)
+
     @abstractmethod
     def mahalanobis(self, features: Tensor) -> Tensor:
         """Length (n,) of each feature vector relative to the training features, in the structure's own resolution."""
+
+    def at(self, features: Tensor) -> FeatureSpread:
+        """How the logits spread at features (n, P)."""
+        return FeatureSpread(self, features)
+
+    def difference_variances(self, features: Tensor) -> Callable[[slice, slice, slice], Tensor]:
+        """Variances of the differences of logits, by data, first and second logits."""
+        return Spread.difference_variances(FeatureSpread(self, features))
 
     def average_contrast_variance(self) -> Tensor:
         """Variance (C,) of each centred logit, averaged over all directions of the features.
@@ -364,6 +384,144 @@ class Posterior(nn.Module, ABC):
     def device(self) -> torch.device:
         """Where it computes."""
         return self._place[0]
+
+
+class FeatureSpread(Spread):
+    """How the logits of a last layer spread at features.
+
+    Args:
+        posterior: of the last layer.
+        features: (n, P), the constant 1 included.
+    """
+
+    has_length = True
+
+    def __init__(self, posterior: Posterior, features: Tensor) -> None:
+        """Bind a posterior to features."""
+        self.posterior, self.features = posterior, features
+
+    @property
+    def width(self) -> int:
+        """Number of features P."""
+        return self.features.shape[1]
+
+    @property
+    def noise_size(self) -> int:
+        """Number of independent normals that one draw of the logits takes."""
+        return self.posterior.noise_size
+
+    def variance(self) -> Tensor:
+        """Variance (n, C) of each logit."""
+        return self.posterior.variance(self.features)
+
+    def contrast_variance(self) -> Tensor:
+        """Variance (n, C) of each centred logit."""
+        return self.posterior.contrast_variance(self.features)
+
+    def contrast_covariance(self) -> Tensor:
+        """Covariance (n, C, C) of the centred logits."""
+        return self.posterior.contrast_covariance(self.features)
+
+    def average_contrast_variance(self) -> Tensor:
+        """Variance (C,) of each centred logit, averaged over all directions of the features."""
+        return self.posterior.average_contrast_variance()
+
+    def difference_variances(self) -> Callable[[slice, slice, slice], Tensor]:
+        """As the structure makes them fastest."""
+        return self.posterior.difference_variances(self.features)
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits, up to a common shift."""
+        return self.posterior.perturb(self.features, noise)
+
+    def __getitem__(self, rows: slice) -> FeatureSpread:
+        """The spread at some of the features."""
+        return self.posterior.at(self.features[rows])
+
+    def deviations(self, count: int, generator: torch.Generator, over: str, like: Tensor) -> Iterator[Tensor]:
+        """Deviations of the logits in portions (n, s, C); those of weights are features times drawn weights.
+
+        Args:
+            count: number of draws in all.
+            generator: source of the random numbers, on the CPU.
+            over: "logits", or "weights" of the last layer.
+            like: the mean (n, C).
+
+        Yields:
+            Portions whose sizes s add up to count.
+        """
+        if over == "logits":
+            yield from super().deviations(count, generator, over, like)
+            return
+        spectrum, precision = self.posterior.spectrum, self.posterior.precision
+        at_once = max(1, DRAWS_AT_ONCE // (spectrum.outputs * spectrum.features))
+        for start in range(0, count, at_once):
+            weights = spectrum.deviations(precision, min(at_once, count - start), generator).to(like)
+            for some in torch.split(weights, draws_at_once(like)):
+                yield torch.einsum("np,scp->nsc", self.features, some)
+
+    def length(self) -> Tensor:
+        """Length (n,) of each feature vector relative to the training features."""
+        return self.posterior.mahalanobis(self.features)
+
+    def fits(self) -> bool:
+        """Whether the posterior's precision holds the squares of the features.
+
+        Raises:
+            DataError: if float64 does not.
+        """
+        if not len(self.features):
+            return True
+        least, most = self.posterior.reach
+        size = self.features.abs().amax(1)
+        smallest, largest = (float(end) for end in size.aminmax())
+        if self.features.dtype != torch.float64:
+            return largest <= most and not (smallest < least and bool(((size < least) & (size > 0)).any()))
+        if largest > most:
+            message = (
+                f"features are as large as {largest:.3g}, and their squares leave the range of float64. "
+                f"Check the inputs, or scale them."
+            )
+            raise DataError(message)
+        return True
+
+    def exactly(self) -> FeatureSpread:
+        """The same in float64."""
+        return self.posterior.exactly().at(exact(self.features))
+
+    def kept(self) -> FeatureSpread:
+        """The same with its own features, and a posterior that stays where it is."""
+        twin = self.posterior.as_it_is().at(self.features.clone())
+        vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
+        return twin
+
+
+class Candidate(FeatureSpread):
+    """A posterior tried on features that are projected already: variances cost one small product, the rest is made on demand.
+
+    Args:
+        spectrum: the curvature.
+        precision: prior precision.
+        projected: the features, as `spectrum.project` gives them.
+        features: (n, P).
+    """
+
+    def __init__(self, spectrum: Spectrum, precision: float, projected: Tensor, features: Tensor) -> None:
+        """Wait for the link to ask."""
+        self.spectrum, self.precision, self.projected, self.features = spectrum, precision, projected, features
+
+    @cached_property
+    def posterior(self) -> Posterior:  # type: ignore[override]
+        """The posterior at this prior precision."""
+        return self.spectrum.posterior(self.precision)
+
+    def variance(self) -> Tensor:
+        """Variance (n, C) of each logit."""
+        return self.spectrum.variance(self.projected, self.precision)
+
+    def contrast_variance(self) -> Tensor:
+        """Variance (n, C) of each centred logit."""
+        return self.spectrum.variance(self.projected, self.precision, contrast=True)
 
 
 def beside_tables(precisions: Sequence[float]) -> Tensor:

@@ -352,12 +352,19 @@ class FullPosterior(Posterior):
         """Deviations (P, S, C) of the weights, up to a shift common to all classes, in float64."""
         return (self._roots() @ noise.double().T).transpose(1, 2) @ self.seen.T
 
+    def driver(self, noise: Tensor) -> Tensor:
+        """Deviations (P, S, C) of the weights."""
+        return self.weight_deviations(noise)
+
+    def driven(self, features: Tensor, driver: Tensor) -> Tensor:
+        """Features times deviations of the weights."""
+        deviations = features.double() @ driver.flatten(1)
+        return deviations.reshape(features.shape[0], *driver.shape[1:]).to(features.dtype)
+
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
         """Features times deviations of the weights."""
         # Not a root of each datum's covariance: that is an eigenproblem for every datum, and signs that nothing fixes.
-        weights = self.weight_deviations(noise)
-        deviations = features.double() @ weights.flatten(1)
-        return deviations.reshape(features.shape[0], *weights.shape[1:]).to(features.dtype)
+        return self.driven(features, self.weight_deviations(noise))
 
     def mahalanobis(self, features: Tensor) -> Tensor:
         """`sqrt(phi' B^-1 phi)`."""

@@ -20,13 +20,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mola.errors import OptionError, StructureTooLargeError
-from mola.laplace.base import Factors, Posterior, Spectrum, Structure, mahalanobis_weights
+from mola.laplace.base import Factors, FeatureSpread, Posterior, Spectrum, Structure, mahalanobis_weights
 from mola.laplace.memory import free_memory
 from mola.laplace.symmetric import (
     add_gram,
@@ -150,17 +151,57 @@ class DampedFeatures(Posterior):
     def class_draws(self, noise: Tensor) -> Tensor:
         """Draws (S, C) with covariance U, up to a common shift, driven by standard normals (S, noise_size)."""
 
+    def at(self, features: Tensor) -> DampedSpread:
+        """How the logits spread at features (n, P)."""
+        return DampedSpread(self, features)
+
+    def driver(self, noise: Tensor) -> Tensor:
+        """Draws (S, C) with covariance U."""
+        return self.class_draws(noise)
+
+    def driven(self, features: Tensor, driver: Tensor) -> Tensor:
+        """`sqrt(phi' V phi)` times draws of covariance U."""
+        return self.scale(features).sqrt()[:, None, None] * driver
+
     def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
         """`sqrt(phi' V phi)` times draws of covariance U."""
-        return self.scale(features).sqrt()[:, None, None] * self.class_draws(noise)
+        return self.driven(features, self.class_draws(noise))
 
     def variance(self, features: Tensor) -> Tensor:
         """`(phi' V phi) U_cc`."""
-        return self.scale(features)[:, None] * self.class_variance
+        return self.at(features).variance()
 
     def contrast_variance(self, features: Tensor) -> Tensor:
         """The same with the visible part of U."""
-        return self.scale(features)[:, None] * self.contrast_class_variance
+        return self.at(features).contrast_variance()
+
+
+class DampedSpread(FeatureSpread):
+    """One number for each datum times a fixed covariance: the number is most of the work of every moment, and is kept."""
+
+    posterior: DampedFeatures
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """`phi' V phi` (n,)."""
+        return self.posterior.scale(self.features)
+
+    def variance(self) -> Tensor:
+        """`(phi' V phi) U_cc`."""
+        return self.scale[:, None] * self.posterior.class_variance
+
+    def contrast_variance(self) -> Tensor:
+        """The same with the visible part of U."""
+        return self.scale[:, None] * self.posterior.contrast_class_variance
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        """`sqrt(phi' V phi)` times draws of covariance U."""
+        return self.scale.sqrt()[:, None, None] * self.posterior.class_draws(noise)
+
+    def around(self, mean: Tensor, noise: Tensor) -> Callable[[slice], Tensor]:
+        """The mean plus one number for each datum, times draws that are fixed."""
+        lengths, fixed = self.scale.sqrt(), self.posterior.class_draws(noise)
+        return lambda rows: torch.addcmul(mean[rows, None], lengths[rows, None, None], fixed)
 
 
 KEPT = 512

@@ -22,19 +22,24 @@ from mola.schema import Optional, check
 from mola.tuning.candidates import Tuning
 from mola.tuning.weights import check_weighting, check_weights
 
-__all__ = ["Parts", "pack", "unpack"]
+__all__ = ["MIXTURE", "Parts", "pack", "pack_mixture", "unpack", "unpack_mixture"]
 
 WEIGHTS = "weights"
 """Name of the tensor with a head's trained weights; the others are the structure's own."""
+
+MIXTURE = {
+    "link": {"name": str},
+    "weighting": str,
+    "weights": [float],
+    "tuning": Optional({"rule": str, "curve": {str: [float]}, "notes": [str]}),
+}
+"""Schema of what every mixture of Laplace approximations has beside its components."""
 
 SCHEMA = {
     "classes": int,
     "likelihood": str,
     "structure": {"name": str},
-    "link": {"name": str},
-    "weighting": str,
-    "weights": [float],
-    "tuning": Optional({"rule": str, "curve": {str: [float]}, "notes": [str]}),
+    **MIXTURE,
     "components": [
         {
             "head": str,
@@ -51,12 +56,49 @@ SCHEMA = {
 
 
 class Parts(NamedTuple):
-    """What a mixture of Laplace approximations is made of."""
+    """What a mixture of Laplace approximations has beside its components."""
 
-    components: list[Component]
-    link: Link
-    weights: str | Tensor | list[float]
+    link: Any
+    weights: str | list[float]
     tuning: Tuning | None
+
+
+def pack_mixture(
+    link: Any, weights: Tensor, weighting: str, tuning: Tuning | None, links: dict[str, Any]
+) -> dict[str, Any]:
+    """Link, weights and tuning as JSON, by the schema `MIXTURE`; `links` are those that can be rebuilt, by name."""
+    return {
+        "link": _described(link, links, "link"),
+        "weighting": weighting,
+        "weights": weights.tolist(),
+        "tuning": None if tuning is None else tuning.as_json(),
+    }
+
+
+def unpack_mixture(document: dict[str, Any], precisions: tuple[float, ...], links: dict[str, Any]) -> Parts:
+    """What `pack_mixture` packed.
+
+    Args:
+        document: which holds it.
+        precisions: prior precisions of the components.
+        links: kinds by name.
+
+    Returns:
+        Link, weights and tuning.
+
+    Raises:
+        StorageError: if a value cannot be used.
+    """
+    try:
+        link = _rebuild(document["link"], links, "link")
+        check_weights(document["weights"], len(precisions))
+        weighting = document["weighting"]
+        weights: Any = document["weights"] if weighting == "given" else check_weighting(weighting, len(precisions))
+    except (OptionError, TypeError) as error:
+        message = f"the saved document holds a value that cannot be used: {error}"
+        raise StorageError(message) from error
+    tuning = None if document["tuning"] is None else Tuning.from_json(document["tuning"], precisions)
+    return Parts(link, weights, tuning)
 
 
 def pack(
@@ -87,10 +129,7 @@ def pack(
         "classes": head.classes,
         "likelihood": curvature.likelihood.name,
         "structure": _described(curvature.structure, STRUCTURES, "structure"),
-        "link": _described(link, LINKS, "link"),
-        "weighting": weighting,
-        "weights": weights.tolist(),
-        "tuning": None if tuning is None else tuning.as_json(),
+        **pack_mixture(link, weights, weighting, tuning, LINKS),
         "components": parts,
     }
     return document, tensors
@@ -103,7 +142,9 @@ def _described(thing: Any, known: dict[str, Any], what: str) -> dict[str, Any]:
     return {"name": thing.name, **thing.settings()}
 
 
-def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Sequence[nn.Module]) -> Parts:
+def unpack(
+    document: dict[str, Any], tensors: dict[str, Tensor], networks: Sequence[nn.Module]
+) -> tuple[list[Component], Parts]:
     """Put saved parts back on the networks they belong to.
 
     Args:
@@ -112,7 +153,7 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
         networks: in the order they were fitted in.
 
     Returns:
-        The parts of the mixture.
+        The components of the mixture, and all else that it has.
 
     Raises:
         StorageError: if something is missing or garbled, or a network is not the one that was fitted.
@@ -136,21 +177,15 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
         raise StorageError(message)
     try:
         structure = _rebuild(document["structure"], STRUCTURES, "structure")
-        link = _rebuild(document["link"], LINKS, "link")
         heads = _check_networks(networks, parts, document["classes"])
         components = [
             _component(index, network, head, part, structure, tensors)
             for index, (network, head, part) in enumerate(zip(networks, heads, parts, strict=True))
         ]
-        check_weights(document["weights"], len(parts))
-        weighting = document["weighting"]
-        weights = document["weights"] if weighting == "given" else check_weighting(weighting, len(parts))
     except (OptionError, TypeError) as error:
         message = f"the saved document holds a value that cannot be used: {error}"
         raise StorageError(message) from error
-    precisions = tuple(part["prior_precision"] for part in parts)
-    tuning = None if document["tuning"] is None else Tuning.from_json(document["tuning"], precisions)
-    return Parts(components, link, weights, tuning)
+    return components, unpack_mixture(document, tuple(part["prior_precision"] for part in parts), LINKS)
 
 
 def _rebuild(entry: dict[str, Any], known: dict[str, Any], what: str) -> Any:

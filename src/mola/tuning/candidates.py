@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,14 @@ from tqdm.auto import tqdm
 
 from mola.distributed import Team
 from mola.errors import DataError, warn
-from mola.laplace import Candidate, LogitMoments, Posterior, Spectrum
+from mola.laplace import Candidate, LogitMoments, Spectrum, Spread
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, cooled_softmax
 from mola.metrics import bin_sums, calibration_gaps
 from mola.network import Head, batch_count, batches_of, stream, without_autocast
 from mola.tuning.data_checks import guessed, other_order
 
-__all__ = ["HeldOut", "Problem", "Tuning", "read_held_out"]
+__all__ = ["HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
 
 LOGITS_AT_ONCE = 2**18
 """Probabilities, of one or several candidates, made together: more leave the processor's cache, and take several times as long."""
@@ -290,12 +291,20 @@ class Tuning:
         return Tuning(entry["rule"], prior_precision, curve, tuple(entry["notes"]))
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A mixture whose prior precision is to be chosen."""
+class Named(Protocol):
+    """Anything with a name."""
 
-    spectra: Sequence[Spectrum]
-    link: Link
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem(ABC):
+    """A mixture whose prior precision is to be chosen: what every rule asks of it."""
+
+    spectra: Sequence[object]
+    """The curvature of each component in its eigenbasis."""
+    link: Named
+    """From logits to probabilities."""
     weights_at: Callable[[float], Tensor]
     """Mixture weights (K,) at a prior precision."""
     read: Callable[[Iterable[Any], str, bool], HeldOut]
@@ -327,8 +336,19 @@ class Problem:
         scored = {"confidence": means[:, 0], "nll": means[:, 1], "brier": means[:, 2]}
         return scored | {"ece": calibration_gaps(bins)}
 
+    @abstractmethod
     def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
         """Probabilities (L, C, n) of some of the data under some candidates, until all are through."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastLayerProblem(Problem):
+    """A mixture over last layers: held-out features are projected on the eigenbases of the curvature once."""
+
+    spectra: Sequence[Spectrum]
+    link: Link
+
+    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
         if self.link.needs_covariance:
             return self._by_candidate(data, precisions)
         return self._by_portion(data, precisions)
@@ -344,10 +364,10 @@ class Problem:
             if self.link.cooled_by is None:
                 for index, precision in enumerate(precisions):
                     tried = [
-                        Candidate(spectrum, precision, values)
-                        for spectrum, values in zip(self.spectra, projections, strict=True)
+                        Candidate(spectrum, precision, *values)
+                        for spectrum, *values in zip(self.spectra, projections, features, strict=True)
                     ]
-                    yield slice(index, index + 1), part, self._mixed(mixing[index], means, features, tried)
+                    yield slice(index, index + 1), part, self._mixed(mixing[index], means, tried)
                 continue
             widest = max(spectrum.features for spectrum in self.spectra)
             together = max(1, min(LOGITS_AT_ONCE // (len(means[0]) * outputs), WEIGHTS_AT_ONCE // (outputs * widest)))
@@ -378,7 +398,8 @@ class Problem:
                 self._announce(time.monotonic() - start, len(precisions) - 1, len(data))
             mixing, tried = self.weights_at(precision), [spectrum.posterior(precision) for spectrum in self.spectra]
             for part, features, means in data.portions(portion):
-                yield slice(index, index + 1), part, self._mixed(mixing, means, features, tried)
+                spreads = [posterior.at(values) for posterior, values in zip(tried, features, strict=True)]
+                yield slice(index, index + 1), part, self._mixed(mixing, means, spreads)
 
     def _announce(self, seconds: float, left: int, count: int) -> None:
         """Say what the rest of the candidates will take, where one has shown that it is long."""
@@ -391,16 +412,10 @@ class Problem:
             f"'probit-centered' take less."
         )
 
-    def _mixed(
-        self,
-        mixing: Tensor,
-        means: Sequence[Tensor],
-        features: Sequence[Tensor],
-        tried: Sequence[Candidate | Posterior],
-    ) -> Tensor:
+    def _mixed(self, mixing: Tensor, means: Sequence[Tensor], spreads: Sequence[Spread]) -> Tensor:
         probs = torch.zeros_like(means[0])
-        for weight, mean, values, posterior in zip(mixing, means, features, tried, strict=True):
-            probs += weight * self.link(LogitMoments(mean, values, posterior))
+        for weight, mean, spread in zip(mixing, means, spreads, strict=True):
+            probs += weight * self.link(LogitMoments(mean, spread))
         return probs.T[None]
 
 

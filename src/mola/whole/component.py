@@ -1,24 +1,190 @@
-"""One component: a trained network whose weights are Gaussian, all of them or some."""
+"""One component: a trained network whose weights are Gaussian, all of them or some, and how its logits spread.
+
+Logits are linearised around the trained weights, so that they are Gaussian too: `JointSpread` is their covariance at some
+inputs. Or the network is run with drawn weights (`WeightDraws`), and nothing is linearised.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mola.component import LaplaceComponent
 from mola.errors import DataError, OptionError
-from mola.laplace import SPARE, LogitMoments, check_precision
+from mola.float64 import exact
+from mola.laplace import SPARE, LogitMoments, Spread
 from mola.likelihood import CATEGORICAL
+from mola.links import LINKS, Link, MonteCarlo, as_link
 from mola.network import Inputs, call, check_finite, check_logits, without_autocast
 from mola.network.calling import WithTensors
 from mola.network.fingerprint import Watch
+from mola.options import one_of, whole_number
+from mola.randomness import check_seed
 from mola.whole.jacobians import Directions, JacobianRows, WeightLayout, jacobian_rows, portions
 from mola.whole.spectra import Dense, WeightSpectrum
-from mola.whole.spread import logit_moments, seen_and_shift
 
-__all__ = ["WholeComponent", "WholeCurvature"]
+__all__ = [
+    "JointSpread",
+    "WeightDraws",
+    "WholeComponent",
+    "WholeCurvature",
+    "as_whole_link",
+    "contrasts",
+    "plain",
+    "seen_and_shift",
+]
+
+JITTER = 1e-6
+"""Added to the contrast covariance's diagonal before its root is taken, relative to its mean: at least so much, and more
+than what rounding takes away from a large one of low rank."""
+
+
+def plain(logits: Tensor) -> Tensor:
+    """Directions (C, n, C): each logit."""
+    return torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)[:, None].expand(-1, len(logits), -1)
+
+
+def contrasts(logits: Tensor) -> Tensor:
+    """Directions (C, n, C): each logit less the mean of all."""
+    return plain(logits) - 1 / logits.shape[1]
+
+
+def basis(classes: int) -> Tensor:
+    """Orthonormal directions (C, C) of logit space, as columns: those that the softmax sees, and last the common shift."""
+    shift = torch.full((classes, 1), classes**-0.5, dtype=torch.float64, device="cpu")
+    return torch.cat([CATEGORICAL.visible(classes), shift], dim=1)
+
+
+def seen_and_shift(logits: Tensor) -> Tensor:
+    """Directions (C, n, C): the orthonormal `basis`.
+
+    The prior alone holds the common shift, which may vary far more than all that the softmax sees: apart, neither is lost
+    in the other.
+    """
+    return basis(logits.shape[1]).T.to(logits)[:, None].expand(-1, len(logits), -1)
+
+
+class JointSpread(Spread):
+    """How linearised logits spread, read off their covariance along `seen_and_shift`.
+
+    Args:
+        joint: covariance (n, C, C).
+    """
+
+    def __init__(self, joint: Tensor) -> None:
+        """Keep the covariance."""
+        self.joint = joint
+        self.classes = joint.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Numbers of each covariance."""
+        return self.classes**2
+
+    @property
+    def noise_size(self) -> int:
+        """One normal for each direction that the softmax sees."""
+        return self.classes - 1
+
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        """Covariance (n, C-1, C-1) of what the softmax sees, and its directions (C, C-1)."""
+        return self.joint[:, :-1, :-1], basis(self.classes)[:, :-1].to(self.joint)
+
+    def variance(self) -> Tensor:
+        """Variance (n, C) of each logit."""
+        columns = basis(self.classes).to(self.joint)
+        return (columns @ self.joint @ columns.T).diagonal(dim1=1, dim2=2)
+
+    def contrast_variance(self) -> Tensor:
+        """Variance (n, C) of each centred logit."""
+        return self.contrast_covariance().diagonal(dim1=1, dim2=2)
+
+    def contrast_covariance(self) -> Tensor:
+        """Covariance (n, C, C) of the centred logits."""
+        seen, columns = self._seen()
+        return columns @ seen @ columns.T
+
+    def average_contrast_variance(self) -> Tensor:
+        """Ones (C,): without a Jacobian no logit has more variance than another."""
+        return torch.ones(self.classes, device="cpu")
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits, up to a common shift, driven by standard normals (S, C - 1)."""
+        seen, columns = self._seen()
+        scale = seen.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(seen.dtype).tiny)
+        unit = torch.eye(self.noise_size, dtype=seen.dtype, device=seen.device)
+        # In units of its own size: neither a prior that says all nor one that says nothing leaves the range of numbers.
+        jitter = max(JITTER, 4 * self.noise_size * torch.finfo(seen.dtype).eps)
+        root = torch.linalg.cholesky(seen / scale[:, None, None] + jitter * unit) * scale.sqrt()[:, None, None]
+        return (noise @ root.mT) @ columns.T
+
+    def __getitem__(self, rows: slice) -> JointSpread:
+        """The spread of some of the data."""
+        return JointSpread(self.joint[rows])
+
+    def exactly(self) -> JointSpread:
+        """The same in float64."""
+        return JointSpread(exact(self.joint))
+
+
+@dataclass(frozen=True)
+class WeightDraws:
+    """Average the probabilities of networks with drawn weights: nothing is linearised.
+
+    Args:
+        samples: number of draws.
+        seed: of the draws, unless a generator is passed with the call.
+
+    Raises:
+        OptionError: if one cannot be used.
+    """
+
+    samples: int = 30
+    seed: int = 0
+    name = "samples"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        object.__setattr__(self, "samples", whole_number(self.samples, "samples"))  # plain, for files
+        check_seed(self.seed)
+
+    def settings(self) -> dict[str, Any]:
+        """What it takes to rebuild the link, as JSON."""
+        return asdict(self)
+
+
+def as_whole_link(link: str | Link | WeightDraws, samples: int = 30, seed: int = 0) -> Link | WeightDraws:
+    """The link of that name, or the link itself.
+
+    Args:
+        link: "samples", a name of `mola.links.LINKS`, or an object.
+        samples: number of draws of "samples".
+        seed: of these draws.
+
+    Returns:
+        The link.
+
+    Raises:
+        OptionError: if it is unknown, or draws the last layer's weights alone.
+    """
+    draws = WeightDraws(samples, seed)
+    if isinstance(link, WeightDraws):
+        return link
+    if isinstance(link, str) and link == draws.name:
+        return draws
+    if not isinstance(link, Link):
+        one_of(link, (*LINKS, draws.name), "link", "a Link object")
+    chosen = as_link(link)
+    if isinstance(chosen, MonteCarlo) and chosen.over == "weights":
+        message = (
+            "MonteCarlo(over='weights') draws a last layer's weights; for all weights of a network use link='samples'."
+        )
+        raise OptionError(message)
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -37,8 +203,22 @@ class WholeCurvature:
     watch: Watch
     """The network as it was."""
 
+    @property
+    def chosen(self) -> Tensor | None:
+        """Places of the uncertain weights in the vector of all; None: all of them."""
+        return self.spectrum.chosen if isinstance(self.spectrum, Dense) else None
 
-class WholeComponent(nn.Module):
+    @property
+    def weights(self) -> Tensor:
+        """The trained weights that are uncertain."""
+        return self.mean if self.chosen is None else self.mean[self.chosen]
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """Log determinant of the posterior precision matrix; differentiable in the prior precision."""
+        return (self.spectrum.values + precision).log().sum()
+
+
+class WholeComponent(LaplaceComponent):
     """A network, the curvature of its weights, and a prior precision.
 
     Args:
@@ -47,11 +227,11 @@ class WholeComponent(nn.Module):
         precision: prior precision.
     """
 
+    curvature: WholeCurvature
+
     def __init__(self, network: nn.Module, curvature: WholeCurvature, precision: float) -> None:
         """Bind them."""
-        super().__init__()
-        self.network, self.curvature = network, curvature
-        self.precision = check_precision(precision)
+        super().__init__(network, curvature, precision)
         self._near: tuple[torch.device, torch.dtype, WeightSpectrum] | None = None
 
     def at(self, precision: float) -> WholeComponent:
@@ -65,22 +245,11 @@ class WholeComponent(nn.Module):
             self._near = (like.device, dtype, self.curvature.spectrum.to(like.new_zeros(0, dtype=dtype)))
         return self._near[2]
 
-    def check_network(self, *, thorough: bool = False) -> None:
-        """Notice a network that was trained further: the old curvature is not its own. Call it outside of `undisturbed(network)`.
-
-        Args:
-            thorough: compare every number, and not only a few of each tensor where PyTorch has counted no change.
-
-        Raises:
-            OptionError: if its weights are not those that were fitted.
-        """
-        changed = self.curvature.watch.changed(thorough=thorough)
-        if changed:
-            message = (
-                f"the network's weights changed since the posterior was fitted ({', '.join(changed[:3])}"
-                f"{', ...' if len(changed) > 3 else ''}). Fit again: mola.fit_whole(...)."
-            )
-            raise OptionError(message)
+    def _changed(self, names: Sequence[str]) -> OptionError:
+        return OptionError(
+            f"the network's weights changed since the posterior was fitted ({', '.join(names[:3])}"
+            f"{', ...' if len(names) > 3 else ''}). Fit again: mola.fit_whole(...)."
+        )
 
     def _explicit(self) -> int:
         spectrum = self.curvature.spectrum
@@ -95,12 +264,12 @@ class WholeComponent(nn.Module):
         if not means:
             like, classes = next(self.network.parameters()), self.curvature.classes
             nothing = torch.zeros(0, classes, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-            return logit_moments(nothing, nothing[:, :, None].expand(-1, -1, classes))
+            return LogitMoments(nothing, JointSpread(nothing[:, :, None].expand(-1, -1, classes)))
         place = means[0].device, means[0].dtype
         joint = torch.cat(joints)  # in float64, where one is
         if joint.dtype == place[1]:
-            return logit_moments(torch.cat(means), joint)
-        return logit_moments(torch.cat(means).to(joint), joint, place)
+            return LogitMoments(torch.cat(means), JointSpread(joint))
+        return LogitMoments(torch.cat(means).to(joint), JointSpread(joint), place)
 
     def covariance(self, rows: JacobianRows, spectrum: WeightSpectrum, precision: float) -> Tensor:
         """Covariance (n, R, R) of the linearised logits along the rows' directions, in a precision that holds it."""
@@ -168,28 +337,3 @@ class WholeComponent(nn.Module):
             self._check_logits(logits)
             probs.append(CATEGORICAL.probabilities(logits.to(torch.promote_types(logits.dtype, torch.float32))))
         return torch.stack(probs)
-
-    def log_evidence(self, precision: Tensor) -> Tensor:
-        r"""Log marginal likelihood of the training labels at a prior precision; differentiable in it.
-
-        .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|\theta\|^2 + \tfrac D2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
-
-        over the weights that are not fixed.
-
-        Args:
-            precision: lambda, a scalar in float64.
-
-        Returns:
-            A scalar.
-
-        Raises:
-            OptionError: if the training data had no labels.
-        """
-        if self.curvature.log_likelihood is None:
-            message = "the log evidence needs training labels: fit with batches of (inputs, labels)."
-            raise OptionError(message)
-        spectrum = self.curvature.spectrum
-        chosen = spectrum.chosen if isinstance(spectrum, Dense) else None
-        weights = self.curvature.mean if chosen is None else self.curvature.mean[chosen]
-        prior = len(weights) * precision.log() - precision * weights.square().sum()
-        return self.curvature.log_likelihood + (prior - (spectrum.values + precision).log().sum()) / 2

@@ -5,34 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mola.errors import OptionError, StorageError
+from mola.errors import StorageError
 from mola.fitting import ensemble
 from mola.links import LINKS, Link
 from mola.network.fingerprint import NETWORK, Watch, require_network
 from mola.options import counted
-from mola.saving import storage
+from mola.saving import archive, storage
 from mola.schema import Optional
 from mola.tuning.candidates import Tuning
-from mola.whole.component import WholeComponent, WholeCurvature
+from mola.whole.component import WeightDraws, WholeComponent, WholeCurvature
 from mola.whole.jacobians import Layer, WeightLayout, is_normalisation, is_plain
-from mola.whole.links import WeightDraws
 from mola.whole.spectra import Blocks, Dense, LayerSpectrum, WeightSpectrum
 
-__all__ = ["Parts", "read", "write"]
+__all__ = ["read", "write"]
 
 KIND = "whole-posterior"
 
 SCHEMA = {
     "structure": str,
-    "link": {"name": str},
-    "weighting": str,
-    "weights": [float],
-    "tuning": Optional({"rule": str, "curve": {str: [float]}, "notes": [str]}),
+    **archive.MIXTURE,
     "components": [
         {
             "layers": [
@@ -60,33 +56,27 @@ SCHEMA = {
 }
 
 
-class Parts(NamedTuple):
-    """What a mixture over whole networks is made of."""
-
-    components: list[WholeComponent]
-    structure: str
-    link: Link | WeightDraws
-    weights: Tensor
-    weighting: str
-    tuning: Tuning | None
+KNOWN_LINKS: dict[str, Any] = {WeightDraws.name: WeightDraws, **LINKS}
 
 
-def write(directory: str | Path, parts: Parts) -> Path:
-    """Save the parts."""
+def write(
+    directory: str | Path,
+    components: Sequence[WholeComponent],
+    structure: str,
+    link: Link | WeightDraws,
+    weights: Tensor,
+    weighting: str,
+    tuning: Tuning | None,
+) -> Path:
+    """Save a mixture."""
     tensors: dict[str, Tensor] = {}
     entries = []
-    for index, component in enumerate(parts.components):
+    for index, component in enumerate(components):
         entry, own = _pack(component)
         entries.append(entry)
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-    document = {
-        "structure": parts.structure,
-        "link": {"name": parts.link.name} | parts.link.settings(),
-        "weighting": parts.weighting,
-        "weights": parts.weights.tolist(),
-        "tuning": None if parts.tuning is None else parts.tuning.as_json(),
-        "components": entries,
-    }
+    mixture = archive.pack_mixture(link, weights, weighting, tuning, KNOWN_LINKS)
+    document = {"structure": structure, **mixture, "components": entries}
     return storage.write(directory, document, tensors, kind=KIND)
 
 
@@ -122,7 +112,9 @@ def _pack(component: WholeComponent) -> tuple[dict[str, Any], dict[str, Tensor]]
     return entry, tensors
 
 
-def read(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> Parts:
+def read(
+    directory: str | Path, models: nn.Module | Sequence[nn.Module]
+) -> tuple[list[WholeComponent], str, archive.Parts]:
     """Load what `write` saved.
 
     Args:
@@ -130,7 +122,7 @@ def read(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> Part
         models: the networks, in the order in which they were fitted.
 
     Returns:
-        The parts.
+        The components, the name of their structure, and all else that the mixture has.
 
     Raises:
         StorageError: if the files are damaged, or a network is another.
@@ -148,21 +140,7 @@ def read(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> Part
             _unpack(network, entry, {name.split(".", 1)[1]: tensor for name, tensor in own.items()}, index)
         )
     precisions = tuple(component.precision for component in components)
-    tuning = None if document["tuning"] is None else Tuning.from_json(document["tuning"], precisions)
-    weights = torch.tensor(document["weights"], dtype=torch.float64, device="cpu")
-    return Parts(components, document["structure"], _link(document["link"]), weights, document["weighting"], tuning)
-
-
-def _link(entry: dict[str, Any]) -> Link | WeightDraws:
-    settings = dict(entry)
-    name = settings.pop("name")
-    kinds: dict[str, Any] = {WeightDraws.name: WeightDraws, **LINKS}
-    try:
-        link: Link | WeightDraws = kinds[name](**settings)
-    except (KeyError, TypeError, OptionError) as error:
-        message = f"the saved document is garbled at 'link': no link {name!r} with {settings!r}."
-        raise StorageError(message) from error
-    return link
+    return components, document["structure"], archive.unpack_mixture(document, precisions, KNOWN_LINKS)
 
 
 def _unpack(network: nn.Module, entry: dict[str, Any], tensors: dict[str, Tensor], index: int) -> WholeComponent:

@@ -36,7 +36,7 @@ from mola.network.fingerprint import Watch
 from mola.options import one_of
 from mola.tuning.rules import Rule, check_rule
 from mola.tuning.weights import check_weighting
-from mola.whole.component import WholeComponent, WholeCurvature
+from mola.whole.component import WeightDraws, WholeComponent, WholeCurvature, as_whole_link
 from mola.whole.jacobians import (
     Layer,
     WeightLayout,
@@ -48,10 +48,8 @@ from mola.whole.jacobians import (
     usable,
     watched,
 )
-from mola.whole.kfac import require_curvlinops
-from mola.whole.links import WeightDraws, as_whole_link
 from mola.whole.posterior import WholeMoLA
-from mola.whole.sums import DenseSum, DiagonalSum, KroneckerSum, Sum, check_dense_size
+from mola.whole.sums import DenseSum, DiagonalSum, KroneckerSum, Sum, check_dense_size, require_curvlinops
 
 __all__ = ["fit_whole", "settled"]
 

@@ -1,41 +1,193 @@
-"""WholeMoLA: a mixture of Laplace approximations over whole networks, or over subnetworks."""
+"""WholeMoLA: a mixture of Laplace approximations over whole networks, or over subnetworks.
+
+Its prior precision is tuned like that of a `MoLA`, but every candidate takes Jacobians: they are made once for all
+candidates of a grid.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
-from mola.component import per_component
-from mola.errors import DataError, located, warn
-from mola.laplace import LogitMoments
-from mola.links import Link, Probit
-from mola.mixture import Mixture, describe_networks, describe_numbers, describe_weights
-from mola.network import Inputs, undisturbed, without_autocast
-from mola.prediction import Prediction, later
-from mola.tuning.candidates import Tuning
-from mola.tuning.rules import Rule, as_rule
-from mola.tuning.weights import check_weighting, evidence_weights
-from mola.uncertainty import entropy, epistemic_share, max_probability_score, mutual_information
+from mola.distributed import Team
+from mola.errors import DataError, located
+from mola.float64 import exact
+from mola.laplace import LogitMoments, Spread
+from mola.links import Link
+from mola.network import Inputs, as_batch, check_loader, one_batch, undisturbed
+from mola.network.calling import copied
+from mola.posterior import LaplaceMixture
+from mola.prediction import Prediction
+from mola.randomness import seed_from
+from mola.tuning.candidates import HeldOut, Problem, Tuning, read_held_out
+from mola.uncertainty import max_probability_score, mutual_information
 from mola.whole import files
-from mola.whole.component import WholeComponent
-from mola.whole.links import WeightDraws, as_whole_link
-from mola.whole.spectra import Dense
-from mola.whole.tuning import HeldInputs, WholeProblem, read_inputs
+from mola.whole.component import (
+    JointSpread,
+    WeightDraws,
+    WholeComponent,
+    as_whole_link,
+    contrasts,
+    plain,
+    seen_and_shift,
+)
+from mola.whole.jacobians import Directions
+from mola.whole.spectra import WeightSpectrum
 
-__all__ = ["WholeMoLA"]
+__all__ = ["HeldInputs", "WholeMoLA", "WholeProblem"]
 
 
-class WholeMoLA(Mixture):
+@dataclass(frozen=True)
+class HeldInputs(HeldOut):
+    """Held-out data with their inputs, which stay in memory while candidates are compared."""
+
+    batches: Sequence[Inputs] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeProblem(Problem):
+    """A mixture over whole networks whose prior precision is to be chosen.
+
+    The Jacobians of a batch are made once for all candidates of a grid, and again for those by which it grows.
+    """
+
+    spectra: Sequence[WeightSpectrum]
+    link: Link | WeightDraws
+    components: Sequence[WholeComponent]
+
+    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
+        assert isinstance(data, HeldInputs)
+        mixing, start = torch.stack([self.weights_at(precision) for precision in precisions]), 0
+        bar = tqdm(data.batches, desc="candidates", disable=None if self.progress else True, leave=False)
+        for inputs in bar:
+            with undisturbed(*(component.network for component in self.components)), torch.no_grad():
+                members = [at_candidates(component, inputs, precisions, self.link) for component in self.components]
+            for index, probs in enumerate(zip(*members, strict=True)):
+                mixed = sum(weight * one for weight, one in zip(mixing[index], probs, strict=True))
+                assert isinstance(mixed, Tensor)
+                yield slice(index, index + 1), slice(start, start + len(mixed)), mixed.T[None]
+            start += len(mixed)
+
+
+def at_candidates(
+    component: WholeComponent, inputs: Inputs, precisions: Sequence[float], link: Link | WeightDraws
+) -> list[Tensor]:
+    """Probabilities (n, C) of one component at every candidate, in float64 on the CPU."""
+    if isinstance(link, WeightDraws):
+        drawn = [component.draws(inputs, link.samples, link.seed, precision).mean(0) for precision in precisions]
+        return [probs.cpu().double() for probs in drawn]
+    tried = _Tried(component, inputs, precisions)
+    mean = tried.mean(link)
+    rows = torch.arange(len(mean), device="cpu")
+    return [link(LogitMoments(mean, _AtCandidate(tried, index, rows))) for index in range(len(precisions))]
+
+
+class _Tried:
+    """One component at one batch under every candidate. What a link asks for is made then, for all candidates at once.
+
+    In float64 on the CPU.
+    """
+
+    def __init__(self, component: WholeComponent, inputs: Inputs, precisions: Sequence[float]) -> None:
+        self.component, self.inputs, self.precisions = component, inputs, precisions
+
+    def mean(self, link: Link) -> Tensor:
+        """Logits (n, C), from the pass that makes what the link will ask for, as far as it says."""
+        if link.needs_covariance:
+            return self.joints[0]
+        return (self.variances if link.cooled_by == "variance" else self.contrast_variances)[0]
+
+    @cached_property
+    def variances(self) -> tuple[Tensor, Tensor]:
+        """Logits (n, C), and variances (L, n, C) of the logits."""
+        return self._along(plain)
+
+    @cached_property
+    def contrast_variances(self) -> tuple[Tensor, Tensor]:
+        """Logits (n, C), and variances (L, n, C) of the centred logits."""
+        return self._along(contrasts)
+
+    def _along(self, directions: Directions) -> tuple[Tensor, Tensor]:
+        grid = torch.tensor(self.precisions, dtype=torch.float64, device="cpu")
+        mean, variances = self.component.variances(self.inputs, grid, directions)
+        return exact(mean).cpu(), exact(variances).cpu()
+
+    @cached_property
+    def joints(self) -> tuple[Tensor, list[Tensor]]:
+        """Logits (n, C), and for each candidate their covariance (n, C, C) along `seen_and_shift`."""
+        portions = [
+            (
+                exact(logits).cpu(),
+                [exact(self.component.covariance(rows, spectrum, one)).cpu() for one in self.precisions],
+            )
+            for logits, rows, spectrum in self.component.rows(self.inputs, seen_and_shift)
+        ]
+        mean = torch.cat([logits for logits, _ in portions])
+        return mean, [torch.cat(parts) for parts in zip(*(found for _, found in portions), strict=True)]
+
+
+class _AtCandidate(Spread):
+    """One candidate's moments of some rows, read off `_Tried`."""
+
+    def __init__(self, tried: _Tried, index: int, rows: Tensor) -> None:
+        self.tried, self.index, self.own = tried, index, rows
+
+    def variance(self) -> Tensor:
+        """Variance (n, C) of each logit."""
+        return self.tried.variances[1][self.index, self.own]
+
+    def contrast_variance(self) -> Tensor:
+        """Variance (n, C) of each centred logit."""
+        return self.tried.contrast_variances[1][self.index, self.own]
+
+    @property
+    def _joint(self) -> JointSpread:
+        return JointSpread(self.tried.joints[1][self.index][self.own])
+
+    @property
+    def width(self) -> int:
+        """Numbers of each covariance."""
+        return self._joint.width
+
+    @property
+    def noise_size(self) -> int:
+        """Number of independent normals that one draw of the logits takes."""
+        return self._joint.noise_size
+
+    def average_contrast_variance(self) -> Tensor:
+        """Ones (C,), as for `JointSpread`."""
+        return torch.ones(self.tried.component.curvature.classes, dtype=torch.float64, device="cpu")
+
+    def contrast_covariance(self) -> Tensor:
+        """Covariance (n, C, C) of the centred logits."""
+        return self._joint.contrast_covariance()
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits, up to a common shift."""
+        return self._joint.perturb(noise)
+
+    def __getitem__(self, rows: slice) -> _AtCandidate:
+        """The spread of some of the data."""
+        return _AtCandidate(self.tried, self.index, self.own[rows])
+
+
+class WholeMoLA(LaplaceMixture[WholeComponent]):
     """A mixture of Laplace approximations over all weights of its networks. Made by `mola.fit_whole` or `WholeMoLA.load`.
 
     Calling it gives probabilities (n, C); `predict` gives a `Prediction`. Networks are linearised around the trained
     weights, in eval mode; with the link "samples", they are run with drawn weights instead (BatchNorm with its trained
     statistics).
+
+    Jacobians of the validation data are made once for a rule's grid, whatever its size, and once more for each decade by
+    which the grid has to grow. With the link "samples" every candidate runs every draw: give the rule a short grid, or tune
+    with a closed-form link first.
 
     Args:
         components: the networks with their curvature.
@@ -44,6 +196,8 @@ class WholeMoLA(Mixture):
         weights: "uniform", "evidence", or K numbers that sum to 1.
         tuning: how the prior precision was chosen, if it was.
     """
+
+    link: Link | WeightDraws
 
     def __init__(
         self,
@@ -54,72 +208,44 @@ class WholeMoLA(Mixture):
         tuning: Tuning | None = None,
     ) -> None:
         """Bind components, a link and weights."""
-        weighting = check_weighting(weights, len(components))
-        by_evidence = isinstance(weighting, str) and weighting == "evidence"
-        super().__init__(components, "uniform" if by_evidence else weighting)
-        self.components, self.structure = tuple(components), structure
-        self.link, self.tuning = as_whole_link(link), tuning
-        self.weighting = weighting if isinstance(weighting, str) else "given"
-        if by_evidence:
-            self.weights = evidence_weights(self.log_evidence())
+        super().__init__(components, link, weights, tuning)
+        self.structure = structure
 
-    @property
-    def prior_precision(self) -> tuple[float, ...]:
-        """One for each component."""
-        return tuple(component.precision for component in self.components)
+    def _parts(self) -> dict[str, Any]:
+        return super()._parts() | {"structure": self.structure}
 
-    @property
-    def networks(self) -> tuple[nn.Module, ...]:
-        """The trained networks."""
-        return tuple(component.network for component in self.components)
+    @staticmethod
+    def _as_link(link: str | Link | WeightDraws) -> Link | WeightDraws:
+        return as_whole_link(link)
+
+    def with_link(self, link: str | Link | WeightDraws, samples: int = 30, seed: int = 0) -> WholeMoLA:
+        """The same mixture with another link; `samples` and `seed` are for "samples"."""
+        return self._with(link=as_whole_link(link, samples, seed))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """How many weights of each network are uncertain."""
         return tuple(len(component.curvature.spectrum.values) for component in self.components)
 
-    def __repr__(self) -> str:
-        """What it is made of and how it was tuned, in a few lines; the networks are in `.networks`."""
-        tuned = "as given" if self.tuning is None else f"by {self.tuning.rule}"
-        sizes = ", ".join(f"{size:,}" for size in dict.fromkeys(self.sizes))
-        return (
-            f"{type(self).__name__}({describe_networks(self.networks)}, fitted on {self.components[0].curvature.count:,} training "
-            f"data\n"
-            f"  structure: {self.structure} over {sizes} weights\n"
-            f"  link: {self.link.name}\n"
-            f"  prior precision: {describe_numbers(self.prior_precision)}, {tuned}\n"
-            f"  weights: {describe_weights(self.weights, self.weighting)}\n)"
-        )
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module alone: every pass evaluates the networks, whatever theirs is."""
-        self.training = mode
-        return self
+    def _described(self) -> str:
+        return f"{self.structure} over {', '.join(f'{size:,}' for size in dict.fromkeys(self.sizes))} weights"
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
-    def _member_probs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
-        if isinstance(self.link, WeightDraws):
-            return [drawn.mean(0) for drawn in self._draws(inputs, self.link, seed)]
-        return self._linked(self.link, self._moments(inputs), seed)
+    def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
+        """Probabilities (n, C).
 
-    def _linked(self, link: Link, moments: Sequence[LogitMoments], seed: int | None) -> list[Tensor]:
-        with without_autocast(moments[0].mean.device), torch.no_grad():
-            return [one.returned(link(one, seed)) for one in moments]
+        Args:
+            inputs: a tensor, a tuple of positional or a mapping of keyword arguments of the networks.
+            generator: source of randomness for links that draw; None uses the link's own seed.
 
-    def _moments(self, inputs: Inputs) -> list[LogitMoments]:
-        moments = []
-        self._look()
-        with undisturbed(*self.networks, passes_only=True):
-            for index, component in enumerate(self.components):
-                with located(f"models[{index}]"):
-                    moments.append(component.moments(inputs))
-        return [one.lifted() for one in moments] if any(one.given for one in moments) else moments
-
-    def _look(self, *, thorough: bool = False) -> None:
-        """Notice networks that were changed."""
-        for component in self.components:
-            component.check_network(thorough=thorough)
+        Returns:
+            Probabilities, in float64 for networks in float64, else in float32.
+        """
+        if not isinstance(self.link, WeightDraws):
+            return super().forward(inputs, generator)
+        drawn = self._draws(one_batch(inputs), self.link, seed_from(generator))
+        return self._mix([probs.mean(0) for probs in drawn])
 
     def _draws(self, inputs: Inputs, link: WeightDraws, seed: int | None) -> list[Tensor]:
         drawn = []
@@ -131,120 +257,42 @@ class WholeMoLA(Mixture):
         return drawn
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
+        if not isinstance(self.link, WeightDraws):
+            return super()._predict_batch(inputs, seed, place)
         with located(place):
-            if isinstance(self.link, WeightDraws):
-                drawn = torch.cat(self._draws(inputs, self.link, seed))
-                shares = (self.weights / self.link.samples).repeat_interleave(self.link.samples).to(drawn)
-                probs = torch.einsum("s,snc->nc", shares, drawn)
-                return Prediction(
-                    probs, mutual_information(drawn, shares), max_probability_score(probs), "max-probability"
-                )
-            moments = self._moments(inputs)
-            probs = self._mix(self._linked(self.link, moments, seed))
-        weights = self.weights.tolist()
-        mean = torch.stack([one.mean for one in moments])
-        kept = [one.kept(values) for one, values in zip(moments, mean, strict=True)]
-        back = moments[0].returned
-        return Prediction(
-            probs,
-            later(lambda: back(entropy(probs) * epistemic_share(kept, weights, seed or 0)), mean.device),
-            max_probability_score(probs),
-            "max-probability",
-            back(mean),
-            later(lambda: back(torch.stack([one.variance for one in kept])), mean.device),
-            held=probs.nbytes + sum(one.nbytes for one in kept),
+            drawn = torch.cat(self._draws(inputs, self.link, seed))
+        shares = (self.weights / self.link.samples).repeat_interleave(self.link.samples).to(drawn)
+        probs = torch.einsum("s,snc->nc", shares, drawn)
+        return Prediction(probs, mutual_information(drawn, shares), max_probability_score(probs), "max-probability")
+
+    # --- tune -------------------------------------------------------------------------------------------------------
+
+    def _held_out(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldInputs:
+        check_loader(loader, f"the {where}")
+        batches: list[Inputs] = []
+
+        def remembered() -> Iterator[Any]:
+            for index, raw in enumerate(loader):
+                # Copied: a loader may use its memory again for the next batch.
+                batches.append(copied(as_batch(raw, f"batch {index} of the {where}").inputs))
+                yield raw
+
+        heads = [None] * len(self.components)
+        data = read_held_out(
+            self.networks, heads, remembered(), where=where, labelled=labelled, progress=progress, team=team
         )
+        return HeldInputs(data.features, data.logits, data.labels, batches, team=team)
 
-    # --- new values from this one -----------------------------------------------------------------------------------
+    def _problem(self, **shared: Any) -> WholeProblem:
+        spectra = [component.curvature.spectrum for component in self.components]
+        return WholeProblem(spectra=spectra, link=self.link, components=self.components, **shared)
 
-    def _with(self, **changes: Any) -> WholeMoLA:
-        weights: Any = self.weighting if self.weighting != "given" else self.weights
-        parts = {
-            "components": self.components,
-            "structure": self.structure,
-            "link": self.link,
-            "weights": weights,
-            "tuning": self.tuning,
-        }
-        return WholeMoLA(**(parts | changes))
-
-    def with_prior_precision(self, prior_precision: float | Sequence[float]) -> WholeMoLA:
-        """The same mixture at another prior precision: one number, or one for each component."""
-        values = per_component(prior_precision, len(self.components), "prior_precision")
-        moved = [component.at(value) for component, value in zip(self.components, values, strict=True)]
-        return self._with(components=moved, tuning=None)
-
-    def with_weights(self, weights: str | Sequence[float] | Tensor) -> WholeMoLA:
-        """The same mixture with other weights: "uniform", "evidence", or K numbers that sum to 1."""
-        return self._with(weights=weights)
-
-    def with_link(self, link: str | Link | WeightDraws, samples: int = 30, seed: int = 0) -> WholeMoLA:
-        """The same mixture with another link; `samples` and `seed` are for "samples"."""
-        return self._with(link=as_whole_link(link, samples, seed))
-
-    def tune(
-        self, val_loader: Iterable[Any] | None = None, rule: Rule | str | None = None, *, progress: bool = True
-    ) -> WholeMoLA:
-        """Choose the prior precision.
-
-        Jacobians of the validation data are made once for a rule's grid, whatever its size, and once more for each decade
-        by which the grid has to grow. With the link "samples" every candidate runs every draw: give the rule a short
-        grid, or tune with a closed-form link first.
-
-        Args:
-            val_loader: validation data, read once and kept in memory meanwhile; not for `mola.Evidence`.
-            rule: "threshold" (the paper's, as None), "nll", "brier", "ece" or "evidence", or a rule object.
-            progress: whether to show a progress bar on stderr, if that is a terminal.
-
-        Returns:
-            A new posterior; `.tuning` says how it was chosen. `OptionError` if the rule is none.
-        """
-        chosen = as_rule(rule, val_loader)
-        self._look(thorough=True)
-
-        def weights_at(precision: float) -> Tensor:
-            if self.weighting != "evidence":
-                return self.weights
-            at = torch.tensor(precision, dtype=torch.float64, device="cpu")
-            return evidence_weights(torch.stack([component.log_evidence(at) for component in self.components]))
-
-        doubts: list[str] = []
-
-        def read(loader: Iterable[Any], where: str, labelled: bool) -> HeldInputs:
-            data = read_inputs(self.components, loader, where=where, labelled=labelled, progress=progress)
-            if labelled:
-                data.check_labels(where)
-                curvatures = [component.curvature for component in self.components]
-                words = data.unlike_held_out([(one.count, one.log_likelihood) for one in curvatures])
-                if words is not None:
-                    warn(words)
-                    doubts.append(words)
-            return data
-
-        sampling = self.link if isinstance(self.link, WeightDraws) else None
-        problem = WholeProblem(
-            spectra=[component.curvature.spectrum for component in self.components],  # type: ignore[misc]
-            link=Probit() if isinstance(self.link, WeightDraws) else self.link,
-            weights_at=weights_at,
-            read=read,
-            log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
-            progress=progress,
-            components=self.components,
-            sampling=sampling,
-        )
-        with torch.inference_mode(False), torch.no_grad():
-            tuning = chosen.choose(problem, val_loader)
-        tuning = replace(tuning, notes=(*doubts, *tuning.notes))
-        return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning)
-
-    def log_evidence(self) -> Tensor:
-        """Log marginal likelihoods (K,) of the training labels, one for each component."""
-        with torch.no_grad():
-            values = [
-                component.log_evidence(torch.tensor(component.precision, dtype=torch.float64, device="cpu"))
-                for component in self.components
-            ]
-        return torch.stack(values)
+    def _members_on(self, data: HeldOut) -> Iterable[Tensor]:
+        assert isinstance(data, HeldInputs)
+        for component in self.components:
+            with undisturbed(component.network):
+                parts = [at_candidates(component, one, [component.precision], self.link)[0] for one in data.batches]
+            yield torch.cat(parts)
 
     def subnetwork(self, index: int = 0) -> dict[str, Tensor]:
         """Which weights of a network are uncertain.
@@ -262,10 +310,10 @@ class WholeMoLA(Mixture):
             message = f"expected the index of one of {len(self.components)} networks, got {index}."
             raise DataError(message)
         component = self.components[index]
-        layout, spectrum = component.curvature.layout, component.curvature.spectrum
+        layout, chosen = component.curvature.layout, component.curvature.chosen
         marks = torch.ones(layout.size, dtype=torch.float64)
-        if isinstance(spectrum, Dense) and spectrum.chosen is not None:
-            marks = torch.zeros(layout.size, dtype=torch.float64).index_fill(0, spectrum.chosen, 1.0)
+        if chosen is not None:
+            marks = torch.zeros(layout.size, dtype=torch.float64).index_fill(0, chosen, 1.0)
         return {name: values > 0 for name, values in layout.tensors(component.network, marks).items()}
 
     # --- files ------------------------------------------------------------------------------------------------------
@@ -279,9 +327,10 @@ class WholeMoLA(Mixture):
         Returns:
             The folder, for `mola.WholeMoLA.load(directory, models)`.
         """
-        self._look(thorough=True)
-        parts = files.Parts(list(self.components), self.structure, self.link, self.weights, self.weighting, self.tuning)
-        return files.write(directory, parts)
+        self.check_networks()
+        return files.write(
+            directory, self.components, self.structure, self.link, self.weights, self.weighting, self.tuning
+        )
 
     @classmethod
     def load(cls, directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> WholeMoLA:
@@ -294,6 +343,5 @@ class WholeMoLA(Mixture):
         Returns:
             The posterior; `StorageError` if the files are damaged, or a network is another.
         """
-        parts = files.read(directory, models)
-        weights: Any = parts.weighting if parts.weighting != "given" else parts.weights
-        return cls(parts.components, parts.structure, parts.link, weights, parts.tuning)
+        components, structure, parts = files.read(directory, models)
+        return cls(components, structure, *parts)
