@@ -425,7 +425,7 @@ def test_a_fit_that_is_killed_leaves_the_old_posterior_or_the_new_one(name, call
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mola import storage
+from mola.saving import storage
 original = Path.replace
 Path.replace = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)
 storage.write_atomically(Path(sys.argv[1]), b"new")
