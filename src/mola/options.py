@@ -76,13 +76,13 @@ def whole_number(value: object, argument: str, least: int = 1) -> int:
     Args:
         value: what the user gave, also a number of numpy's.
         argument: name of the argument, for the message.
-        least: that will do.
+        least: smallest value allowed.
 
     Returns:
         The number.
 
     Raises:
-        OptionError: if it is no whole number, or less.
+        OptionError: if it is not a whole number, or is smaller.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         message = f"{argument} must be a whole number of at least {least}, got {value!r}."

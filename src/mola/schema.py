@@ -1,4 +1,4 @@
-"""JSON documents: read, sealed with a checksum of what they say, and of the form they should have.
+"""JSON documents: parsed, sealed with a checksum of their content, and compared with a schema.
 
 A schema is written as an example of types. `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number) stand
 for themselves, `[kind]` for a list, `{"key": kind}` for an object with at least these keys, `{str: kind}` for one with any

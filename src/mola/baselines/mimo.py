@@ -1,10 +1,8 @@
-r"""Training of a multi-input multi-output network: each member sees the batch in an order of its own.
+r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has a head for each.
 
-MIMO (Havasi et al., 2021): one network that takes K inputs at once and has a head for each.
-
-In training each head learns to classify its own input. At test all K inputs are the same, and the heads, which share a
-trunk but little else, are averaged like an ensemble: :math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`.
-MIMO-MoLA puts a Laplace approximation on every head, and mixes them.
+In training each head learns to classify its own input, and each sees the batch in its own order. At test time all K inputs are the
+same, and the heads, which share a trunk but little else, are averaged like an ensemble:
+:math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA puts a Laplace approximation on every head, and mixes them.
 """
 
 from __future__ import annotations

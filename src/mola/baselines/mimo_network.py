@@ -1,14 +1,12 @@
-"""An architecture's multi-input multi-output form (Havasi et al., 2021): the first layer widened, K heads on one trunk.
+"""The multi-input multi-output form of an architecture (Havasi et al., 2021): the first layer widened, K heads on one trunk.
 
-New weights are drawn from the entries of the layer's own, so that whatever initialisation the architecture has is kept:
+New weights are drawn from the entries of the layer's own, so that the initialisation of the architecture is kept:
 each head gets as many as the old one, and the first layer K times as many, divided by the square root of K so that the
-sum over K independent inputs has the variance that it had.
+sum over K independent inputs has the same variance as before.
 
-One trunk, K heads: each head with the trunk is an ordinary network, and one pass of the trunk serves them all.
-
-A mixture calls its K networks in turn on the same batch. The trunk remembers the last batch and what it made of it, and
-answers from memory when the next head asks: same numbers in, same weights, eval mode, no gradients. It remembers one
-batch, and forgets it when all heads have asked.
+Each head with the trunk is an ordinary network. A mixture calls its K networks in turn on the same batch, so the trunk remembers
+the last batch with its features, and answers from memory when the next head asks: same inputs, same weights, eval mode, no
+gradients. It forgets the batch when all heads have asked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Many seeds from one, apart for each purpose; more of them begin with the same ones.
+"""What SWAG and MIMO share of training: derived seeds, BatchNorm statistics, and the choice of a learning rate.
 
-BatchNorm statistics of a network as it is: one pass over the data, in train mode, every datum with equal weight.
-
-Choosing a learning rate by the confidence it leaves on validation data: the paper's rule for lambda, for SWAG.
+The learning rate is chosen by the confidence that it leaves on validation data: the paper's rule for lambda, for SWAG.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-r"""SWAG's parts as a JSON document and tensors, and back onto a network of the same architecture.
+"""SWAG (Maddox et al., 2019): a Gaussian fitted to the path of SGD, and the average prediction of draws from it.
 
-Networks drawn from SWAG's Gaussian: their weights, made anew from a seed, and the BatchNorm statistics of each.
-
-SWAG (Maddox et al., 2019): a Gaussian fitted to the path of SGD, and the average prediction of draws from it.
-
-A `Swag` owns a copy of the network, whose parameters are the mean; yours is never touched. Drawn weights are made anew
+A `Swag` owns a copy of the network, whose parameters are the mean; yours is never touched. Weights are drawn again
 from the moments and a seed for every pass and are not stored; the BatchNorm statistics that belong to each draw are.
 
-MultiSWAG (Wilson and Izmailov, 2020): the mixture of several SWAGs, each from a trained network of its own.
+MultiSWAG (Wilson and Izmailov, 2020) is the mixture of several SWAGs, each from a trained network of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ from mola.network.fingerprint import signature_of
 from mola.options import is_real, whole_number
 from mola.saving import storage
 from mola.saving.storage import DOCUMENT
-from mola.saving.training_checkpoint import all_tensors
+from mola.saving.training_checkpoint import all_tensors, below
 from mola.schema import Optional
 from mola.tuning.rules import ConfidenceThreshold
 
@@ -98,10 +94,6 @@ def write_swag(directory: str | Path, network: nn.Module, parts: SwagParts) -> P
     return storage.write(directory, document, tensors, kind="swag")
 
 
-def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
 def read_swag(directory: str | Path, network: nn.Module) -> SwagParts:
     """Load the parts, and put back what of the network did not move.
 
@@ -116,9 +108,9 @@ def read_swag(directory: str | Path, network: nn.Module) -> SwagParts:
         StorageError: if the files are damaged, or the snapshots are of another network.
     """
     document, tensors = storage.read(directory, "swag", SCHEMA)
-    moved = set(_below(tensors, "moments.mean."))
+    moved = set(below(tensors, "moments.mean."))
     rest = _rest(network, moved)
-    expected = _expected_shapes(document, network, moved, rest, set(_below(tensors, "statistics.")))
+    expected = _expected_shapes(document, network, moved, rest, set(below(tensors, "statistics.")))
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = sorted({name for name, _ in found.items() ^ expected.items()})
     if (
@@ -137,8 +129,8 @@ def read_swag(directory: str | Path, network: nn.Module) -> SwagParts:
     with torch.no_grad():
         for name, tensor in rest.items():
             tensor.copy_(tensors[f"network.{name}"])
-    moments = Moments.from_tensors(document["snapshots"], _below(tensors, "moments."))
-    statistics = _below(tensors, "statistics.")
+    moments = Moments.from_tensors(document["snapshots"], below(tensors, "moments."))
+    statistics = below(tensors, "statistics.")
     tuning = None if document["tuning"] is None else LearningRateTuning.from_json(document["tuning"])
     return SwagParts(moments, statistics, document["samples"], float(document["scale"]), document["seed"], tuning)
 

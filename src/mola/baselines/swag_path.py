@@ -1,16 +1,14 @@
-r"""Moments of a network's weights along a path, as SWAG keeps them (Maddox et al., 2019).
+r"""The path of SGD that SWAG follows (Maddox et al., 2019), and the moments of the weights along it.
 
-After the snapshots :math:`\theta_1, \dots, \theta_T` there are the mean, the variance of each weight (mean of squares
+SGD runs with constant learning rate from a trained network, one snapshot per epoch. After the snapshots
+:math:`\theta_1, \dots, \theta_T` there are the mean, the variance of each weight (mean of squares
 minus square of the mean), and the last K columns :math:`d_t = \theta_t - \bar\theta_t`, each a deviation from the mean
 of the snapshots up to its own, so that the first is 0. A draw is
 
 .. math:: \theta = \bar\theta + \sqrt{s}\, \bigl(\sigma \odot z_1 + D z_2 / \sqrt{K - 1}\bigr),
 
 with standard normal :math:`z_1, z_2`. The variance is kept as Welford's sum of products rather than as a mean of
-squares: the same number, but nothing cancels in float32. That is (2 + K) numbers for each weight, besides
-the network's own.
-
-A path of SGD with constant learning rate from a trained network, one snapshot an epoch: where SWAG gets its moments.
+squares: the same value, but nothing cancels in float32. That is (2 + K) values per weight, besides the network's own.
 """
 
 from __future__ import annotations

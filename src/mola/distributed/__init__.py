@@ -1,4 +1,4 @@
-"""Processes that work together: each streams its own shard, and sums meet. Uses nothing of factors but that they add up."""
+"""Processes that work together: each streams its own shard, and sums are added up. Of factors it knows only that they add up."""
 
 from mola.distributed.sharding import check_sampler, shard
 from mola.distributed.team import Team, join

@@ -1,4 +1,4 @@
-"""Write and read the folder.
+"""A folder for a model hub: write it, and read it.
 
 config.json                     what is in it, with checksums; written last
 networks/0/model.safetensors    weights of each network, with its own config.json where transformers made it

@@ -1,16 +1,16 @@
-r"""LeNet-5 for 28 x 28 grey images, as the paper uses it: 44,426 parameters, 84 features.
+r"""The networks of the paper's experiments, by name: LeNet-5, residual networks and wide residual networks.
 
-Residual networks for 32 x 32 images (He et al., 2016, section 4.2), with parameter-free shortcuts.
+**LeNet-5** for 28 x 28 grey images: 44,426 parameters, 84 features.
 
-A 3 x 3 convolution to 16 channels, three stages of n basic blocks with 16, 32 and 64 channels, global average pooling,
+**Residual networks** for 32 x 32 images (He et al., 2016, section 4.2), with parameter-free shortcuts: a 3 x 3
+convolution to 16 channels, three stages of n basic blocks with 16, 32 and 64 channels, global average pooling,
 and a linear layer from 64 features to the classes: depth 6 n + 2.
 
 The homogeneous form leaves out BatchNorm and the last layer's bias. What remains (convolutions without bias, ReLU, sums,
 means) is positively homogeneous, f(a x) = a f(x) for a > 0, so the paper's far-field theory holds for it exactly. With
 BatchNorm it does not: its running mean shifts, in evaluation too.
 
-Wide residual networks (Zagoruyko and Komodakis, 2016) for small images, as the paper uses them: WRN-16-4, dropout 0.3.
-
+**Wide residual networks** (Zagoruyko and Komodakis, 2016) for small images, as the paper uses them: WRN-16-4, dropout 0.3.
 A 3 x 3 convolution to 16 channels, three groups of n pre-activation blocks with 16 w, 32 w and 64 w channels, BatchNorm,
 ReLU, global average pooling, and a linear layer: depth 6 n + 4, width w. Where a block changes the number of channels, a
 1 x 1 convolution of its normalised and rectified input is the shortcut.
@@ -19,8 +19,6 @@ Convolutions start from :math:`N(0, 2 / (k^2 c_{out}))`, the last layer's bias f
 
 The homogeneous form leaves out BatchNorm and the last layer's bias: then f(a x) = a f(x) for a > 0 (in evaluation; in
 training too, under one draw of the dropout), and the paper's far-field theory holds exactly. With BatchNorm it does not.
-
-Networks by name, each with the shape of its inputs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Call any network on any batch, and leave no trace.
-
-Find and check the last linear layer of any network, by watching one forward pass.
-
-Networks and batches in, streams of (features, logits, labels) out. Hooks are always removed.
-"""
+"""Networks as they come: call one on any batch, find its last linear layer, and stream features, leaving no trace."""
 
 from mola.network.calling import Batch, Inputs, as_batch, call, device_of, one_batch, to_device, without_autocast
 from mola.network.features import (

@@ -1,14 +1,11 @@
-"""Networks seen in another light, and still called like any other: with gradients, or with other weights.
-
-What a network was seen to do in a pass: whether it writes into its inputs, and that it draws no random numbers.
-
-Call any network on any batch.
+"""Call any network on any batch.
 
 A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A batch is what a
 loader yields: `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a
-tuple of positional arguments, or a mapping of keyword arguments.
+tuple of positional arguments, or a mapping of keyword arguments. What is passed directly, and not by a loader, is inputs: a
+tuple then always holds positional arguments, never labels.
 
-What is passed by itself, and not by a loader, is inputs: a tuple always holds positional arguments, and never labels.
+`Differentiable` and `WithTensors` are views of a network that are called in the same way, with gradients or with other weights.
 """
 
 from __future__ import annotations

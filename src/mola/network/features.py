@@ -1,10 +1,7 @@
-"""One network and its head, watched: what a forward pass gives, and what the head saw in it.
+"""Stream features: a loader is read once by all networks together, and what each head received is captured.
 
-Memory for the rows that are summed next, in float64, used again and again: new memory took longer than copying into it.
-
-Small batches, gathered: copied, checked and used together, and named one by one where a check fails.
-
-A loader read once, by all networks together.
+Small batches are gathered, so that they are copied, checked and summed together; if a check fails, the batch is named. Rows are
+written into memory that is used again, since allocating new memory took longer than copying into it.
 """
 
 from __future__ import annotations

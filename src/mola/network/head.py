@@ -1,19 +1,13 @@
-"""The last linear layer of a network, and one call of it.
-
-A head that runs at every position of a sequence, of which the network then picks or averages some.
-
-Language models classify so: their last layer gives scores (n, T, C) at all positions, and those at the last token of each
-text are returned. What the layer saw there is found by sending it along: for the length of one pass the layer's input joins
-its output as further columns, and whatever picks or averages positions does it to both alike.
-
-Outputs that are no logits, and networks that have no head: which layer came closest, and what to do.
-
-Find and check the last linear layer of any network, by watching one forward pass.
+"""The last linear layer of any network, found and checked by watching one forward pass.
 
 The head is the linear layer whose output *is* the network's output: not the last one defined, not the last one that
 ran. A network that changes the logits after its last linear layer has no head in this sense, and the error says which
-layer came closest and what the network does to its output. One change is allowed: a layer that runs at every position of a
-sequence, of which the network then picks one for each input or averages several, as language models that classify do.
+layer came closest and what the network does to its output.
+
+One change is allowed: a layer that runs at every position of a sequence, of which the network then picks one for each input or
+averages several. Language models classify in this way: their last layer gives scores (n, T, C) at all positions, and those at the last
+token of each text are returned. What the layer received there is found by sending it along: during one pass the layer's input is
+appended to its output as further columns, so whatever picks or averages positions does it to both alike.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Factors of no data, and the same factors with other numbers: on another device, loaded, or added up elsewhere.
+"""Checkpoints of a fit: the sums so far, what they belong to, and which batches are in them.
 
-What sums belong to, as a JSON document: networks, heads and structure. Sums of other ones must not be added.
-
-Which batches were read, as a checksum that grows with each: a loader that goes another way is noticed.
-
-A fit under way, on disk: sums so far and how many batches are in them. They are additive, so a fit goes on from there.
+Sums are additive, so a fit continues from there. They belong to networks, heads and a structure, described as a JSON document; sums
+of other ones are never added. A checksum that grows with each batch notices a loader that yields other data.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Multilayer perceptrons.
+"""Multilayer perceptrons, and many of them trained side by side.
 
-Small networks trained side by side: a layer of all members is one product, where one by one the calls would cost most.
-
-The members are those that `train_ensemble` gives, up to rounding: the same initial weights, the same order of the data for
-each, the same steps.
+A layer of all members is one product; one by one, the calls would dominate the cost. The members are those that
+`train_ensemble` gives, up to rounding: the same initial weights, the same order of the data for each, the same steps.
 """
 
 from __future__ import annotations

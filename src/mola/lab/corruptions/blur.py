@@ -1,7 +1,4 @@
-"""Blur by motion along a line, as ImageMagick draws it; motion_blur and snow use it.
-
-Blur: Gaussian, frosted glass, out of focus, motion, zoom.
-"""
+"""Blur: Gaussian, frosted glass, out of focus, motion (along a line, as ImageMagick draws it), zoom."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""Contrast, brightness, saturation.
+"""Digital corruptions: contrast, brightness, saturation, JPEG, coarse pixels, elastic distortion.
 
 In the hexcone model (HSV) V is the largest of R, G, B and S the spread over V. Scaling V scales all three channels;
-scaling S moves each channel towards V or away from it. The hue keeps its place, so it need not be computed.
-
-What storing and showing does: JPEG and coarse pixels.
-
-Elastic distortion: a random affine map, then random displacements that vary smoothly.
+scaling S moves each channel towards V or away from it. The hue does not change, so it need not be computed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Pixels as numbers: bytes in, values from 0 to 1 to work with, bytes out.
+"""What the corruptions are made of: pixels as values from 0 to 1, random numbers per image, linear filters.
 
-Random numbers that belong to an image, not to its batch.
-
-Linear filters with the borders of the image programs they come from.
-
-A filter along one axis is a small matrix (side x side) with its border folded in; a separable filter is then two matrix
-products for a whole batch, exact for any number of taps.
+Random numbers belong to an image, not to its batch. Filters have the borders of the image programs they come from: a filter along
+one axis is a small matrix (side x side) that includes its border, so a separable filter is two matrix products for a
+whole batch, exact for any number of taps.
 """
 
 from __future__ import annotations

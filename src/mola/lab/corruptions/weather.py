@@ -1,14 +1,11 @@
-"""Canny's edges and the distance to them, as OpenCV computes them, for a whole batch.
+"""Weather: fog, snow, frost and spatter.
 
-Fog and snow.
+Frost is made of pieces of a picture of frost, laid over the image. The original takes them from five photographs, which are not
+part of this library. Without them, five pictures of **synthetic** frost stand in: bluish-white crystals grown from ridges of
+band-limited noise. Results on them are not comparable with the published ones; `SYNTHETIC` in the catalogue says so.
 
-Frost: pieces of a picture of frost, laid over the image.
-
-The original takes them from five photographs, which are not part of this library. Without them, five pictures of
-**synthetic** frost stand in: bluish-white crystals grown from ridges of band-limited noise. Results on them are not
-comparable with the published ones; `SYNTHETIC` in the catalogue says so.
-
-Spatter: drops of water at severities 1 to 3, mud at 4 and 5.
+Spatter is drops of water at severities 1 to 3, mud at 4 and 5. It needs Canny's edges and the distance to them, computed as OpenCV
+does, for a whole batch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Where the files of a data set lie in a data directory, and how they are read.
-
-The published data sets: their files, checksums and addresses.
+"""The published data sets by name: their files, checksums and addresses; where they lie, how they are fetched and read.
 
 Checksums are those of the originals, as torchvision and the sets' own pages list them; that of a compressed file's content
-is added where it was computed from a file with the right checksum.
-
-Fetching published data sets, with checksums and a progress bar; what arrives broken is not kept.
-
-The known data sets by name, and reading them from a data directory.
+is added where it was computed from a file with the right checksum. A download that arrives damaged is not kept.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Scikit-learn's handwritten digits: 1797 grey images of 8 x 8 pixels that come with the package, no download.
+"""Data sets that need no download: scikit-learn's digits, two moons, and inputs that are not digits.
 
-Each pixel counts the inked dots of a 4 x 4 block of a scanned digit, 0 to 16; here divided by 16.
-
-Two interleaved half circles in the plane: small enough to see what a classifier believes everywhere.
-
-Inputs that are no digits, in the digits' size and value range, so that neither gives them away.
+The digits are 1797 grey images of 8 x 8 pixels; each pixel counts the inked dots of a 4 x 4 block of a scanned digit, 0 to 16, here
+divided by 16. The moons are two interleaved half circles in the plane. Inputs that are not digits have the digits' size and value
+range, so that neither gives them away.
 """
 
 from __future__ import annotations

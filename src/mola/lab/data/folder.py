@@ -1,9 +1,7 @@
-"""Folders of image files, decoded batch by batch: for sets that do not fit in memory, and for a user's own.
+"""Folders of image files, decoded batch by batch: ImageNet, ImageNet-C and a user's own.
 
 The subfolders of a folder are its classes, numbered in the order of their names; the images of a class are all that lie in
 its subfolder, at any depth, in the order of their paths. Pillow decodes them.
-
-ImageNet and ImageNet-C as folders: too large for memory, read batch by batch.
 
 ImageNet lies in `imagenet/train` and `imagenet/val`, with a subfolder for each of the 1000 synsets; ImageNet-C in
 `imagenet-c/<corruption>/<severity>/<synset>`, with or without the folders of its archives (blur, noise, ...) in between. The

@@ -1,9 +1,7 @@
-"""Labelled images in memory, as they lie on disk: whole numbers from 0 to 255.
-
-What networks are given instead of bytes: x / 255, less a mean, over a standard deviation, by channel.
+"""Labelled images in memory as bytes, and their normalisation: x / 255, less a mean, over a standard deviation, by channel.
 
 Out-of-distribution inputs are normalised like the network's own training data, since a deployed network does not know where
-an input comes from. Names that end in `-own` are the other habit, of the paper's authors: each set with statistics of its
+an input comes from. Names that end in `-own` are the other convention, of the paper's authors: each set with statistics of its
 own, which alone tells some sets apart.
 """
 

@@ -1,7 +1,4 @@
-"""Random variations of training images that do not change what they show.
-
-Rotated images: a shift that grows by degrees.
-"""
+"""Transformations of images: random flips and shifts for training, and rotations as a gradual shift."""
 
 from __future__ import annotations
 
