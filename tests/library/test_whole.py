@@ -11,6 +11,7 @@ from torch.func import functional_call, jacrev
 
 import mola
 from mola.errors import DataError, MissingExtraError, MolaError, OptionError, StorageError, StructureTooLargeError
+from mola.tuning.weights import stacking_weights
 from mola.whole.sums import require_curvlinops
 
 QUIET = {"progress": False}
@@ -487,6 +488,20 @@ def test_outliers_may_tune_it_too():
     place = tuned.tuning.curve["prior_precision"].index(1.0)
     expected = float(posterior(outliers[0]).max(1).values.mean())
     assert tuned.tuning.curve["outlier_confidence"][place] == pytest.approx(expected, rel=1e-9)
+
+
+def test_stacking_weights_are_those_of_the_members():
+    networks, (inputs, labels) = [convolutional(seed) for seed in (0, 1)], data()
+    posterior = fit(networks, [(inputs, labels)], structure="diag", prior_precision=[0.5, 2.0])
+    new, truth = data(seed=7, count=40)
+    members = [
+        fit(one, [(inputs, labels)], structure="diag", prior_precision=p)(new)
+        for one, p in zip(networks, (0.5, 2.0), strict=True)
+    ]
+    expected = stacking_weights(torch.stack([probs[torch.arange(40), truth] for probs in members], 1))
+    found = posterior.reweight(batches(new, truth, 15), **QUIET)
+    torch.testing.assert_close(found.weights, expected, rtol=1e-6, atol=1e-6)
+    assert found.structure == "diag"
 
 
 # --- files, mixtures, manners ---------------------------------------------------------------------------------------
