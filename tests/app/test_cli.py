@@ -65,12 +65,3 @@ def test_a_missing_extra_is_named_with_its_remedy(missing, extra, tmp_path):
     assert f"pip install 'mola-torch[{extra}]'" in outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert list(tmp_path.glob("*.html")) == []
-
-
-def test_importing_mola_imports_no_extra():
-    outcome = _python(
-        "import sys, mola\n"
-        "extras = {'sklearn', 'matplotlib', 'typer', 'rich', 'scipy', 'PIL', 'onnx', 'transformers'}\n"
-        "print(sorted(extras & set(sys.modules)))"
-    )
-    assert outcome.stdout == "[]\n", outcome.stderr

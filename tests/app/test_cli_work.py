@@ -109,7 +109,7 @@ def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_pa
     strangers = {
         "saved swag": {"posterior.json": json.dumps(document | {"kind": "swag"})},
         "not written by mola": {"posterior.json": "{}"},
-        "holds no posterior but notes.txt": {"notes.txt": "mine"},
+        "holds other files (notes.txt) and no posterior": {"notes.txt": "mine"},
     }
     for index, (words, files) in enumerate(strangers.items()):
         folder = tmp_path / str(index)
@@ -136,7 +136,17 @@ def test_a_job_file_makes_the_same_posterior_again_and_flags_win(desk, posterior
 def test_info_for_people_and_for_programs(posterior, mola_command):
     code, out, _ = mola_command("info", posterior)
     assert code == 0
-    for words in ("kron", "cat, dog, fox", "as fitted", "36 inputs", "ConfidenceThreshold", "mola fit --config"):
+    for words in (
+        "kron",
+        "cat, dog, fox",
+        "as fitted",
+        "36 inputs",
+        "ConfidenceThreshold",
+        "mola fit --config",
+        "parameters and buffers",
+        "intact",
+        "false alarms",
+    ):
         assert words in " ".join(out.split()), words
     code, out, err = mola_command("info", posterior, "--json")
     assert (code, err) == (0, "")
@@ -313,10 +323,10 @@ def test_evaluate_without_outliers_and_with_things_left_out(desk, posterior, tmp
     ("words", "arguments"),
     [
         ("holds no job.toml", ["predict", "train", "test"]),
-        ("no data 'nowhere'", ["predict", "POSTERIOR", "nowhere"]),
+        ("unknown data 'nowhere'", ["predict", "POSTERIOR", "nowhere"]),
         ("expected one of .csv, .jsonl, .npz", ["predict", "POSTERIOR", "test", "--output", "out.txt"]),
         ("device 'abacus' cannot be used", ["predict", "POSTERIOR", "test", "--device", "abacus"]),
-        ("no data 'nowhere'", ["evaluate", "POSTERIOR", "--test", "nowhere"]),
+        ("unknown data 'nowhere'", ["evaluate", "POSTERIOR", "--test", "nowhere"]),
         ("has no subfolders", ["evaluate", "POSTERIOR", "--test", "strange"]),
         ("choose another output folder", ["evaluate", "POSTERIOR", "--test", "test", "--output", "test.npz"]),
         ("holds no saved posterior", ["info", "train"]),
@@ -432,10 +442,10 @@ def test_every_run_writes_the_file_that_makes_it_again(desk, tmp_path, mola_comm
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('command = "evaluate"\n[options]\n', "is no run of `mola predict`"),
-        ('command = "predict"\n', "is no run of `mola predict`"),
-        ('command = "predict"\n[options]\ncolour = "red"\n', "'colour', which is no option of `mola predict`"),
-        ('command = "predict"\n[options]\ntrust = true\n', "'trust', which is no option"),
+        ('command = "evaluate"\n[options]\n', "is not a run of `mola predict`"),
+        ('command = "predict"\n', "is not a run of `mola predict`"),
+        ('command = "predict"\n[options]\ncolour = "red"\n', "'colour', which is not an option of `mola predict`"),
+        ('command = "predict"\n[options]\ntrust = true\n', "'trust', which is not an option"),
         ("command =", "is not TOML"),
     ],
 )

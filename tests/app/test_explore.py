@@ -506,7 +506,7 @@ def test_a_reference_comes_back_from_what_fitting_writes():
     ids=str,
 )
 def test_garbled_quantiles_are_refused(pairs):
-    with pytest.raises(StorageError, match="quantiles of the outlier score are garbled"):
+    with pytest.raises(StorageError, match="quantiles of the outlier score are invalid"):
         Reference.from_plain({"count": 5, "outlier_quantiles": pairs}, "val")
 
 

@@ -33,6 +33,8 @@ from mola.app.explore.subject import digits_subject
 from mola.compare.demo_result import DemoSettings
 from tests.app.test_explore import bomb, saved
 
+pytestmark = pytest.mark.browser
+
 PATIENCE = 90
 """Seconds: on a busy machine a page takes long to load. Nothing here waits longer than it must."""
 
@@ -312,7 +314,7 @@ def test_a_file_is_dropped_or_chosen(page, explorer, tmp_path):
     pixels = explorer.subject.examples[7].pixels
     (tmp_path / "seven.png").write_bytes(saved(Image.fromarray(pixels[0].numpy())))
     page.drop(tmp_path / "seven.png")
-    assert page.note("seven.png") == "seven.png, as it is."
+    assert page.note("seven.png") == "seven.png, unchanged."
     page.shows(explorer.look(pixels, NEUTRAL))
     photograph = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3)).astype(np.uint8))
     (tmp_path / "photograph.webp").write_bytes(saved(photograph, "WEBP", lossless=True))

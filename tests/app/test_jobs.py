@@ -242,7 +242,7 @@ def test_an_output_that_is_a_file_is_refused(desk, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(OptionError, match="taken is a file"):
         run_fit(job_for(desk), tmp_path / "taken")
-    with pytest.raises(OptionError, match=r"cannot be made: .*taken is no folder that can be written to"):
+    with pytest.raises(OptionError, match=r"cannot be created: .*taken is not a writable folder"):
         run_fit(job_for(desk), tmp_path / "taken" / "below" / "posterior")
 
 
@@ -519,7 +519,7 @@ def test_files_that_are_not_ours_are_neither_taken_for_ours_nor_removed(tmp_path
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).write_text("mine")
-        with pytest.raises(OptionError, match="holds no posterior but"):
+        with pytest.raises(OptionError, match=r"holds other files .* and no posterior"):
             holds_posterior(folder, None)
         folders.remove_old_scores(folder, None)
         assert (folder / name).read_text() == "mine"

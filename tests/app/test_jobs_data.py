@@ -139,7 +139,7 @@ def test_images_are_resized_cropped_and_normalised_on_demand(desk, tmp_path):
     [
         (lambda root: (root / "empty").mkdir(), "empty holds no images"),
         (lambda root: (root / "empty").touch(), "empty is of an unknown kind"),
-        (lambda root: None, "no data '.*empty': no such file or folder"),
+        (lambda root: None, "unknown data '.*empty': there is no such file or folder"),
         (lambda root: shutil.copytree("strange", root / "empty"), "has no subfolders, so its images have no labels"),
         (
             lambda root: shutil.copytree("train", root / "empty" / "sets"),
@@ -275,8 +275,8 @@ def test_arrays_are_read_in_portions_and_rows_without_numbers_left_out(tmp_path)
     assert errors == {
         "set.npz[3]": "holds 1 value that is nan or infinite",
         "set.npz[7]": "holds 2 values that are nan or infinite",
-        "set.npz[8]": "has the label 5, which is none of 3 classes (0 to 2)",
-        "set.npz[9]": "has the label -1, which is none of 3 classes (0 to 2)",
+        "set.npz[8]": "has the label 5, which is not a class (expected 0 to 2)",
+        "set.npz[9]": "has the label -1, which is not a class (expected 0 to 2)",
     }
     kept = [0, 1, 2, 4, 5, 6, 10]
     assert np.array_equal(torch.cat([one.inputs for one in rows]).numpy(), values[kept])
@@ -328,7 +328,7 @@ def test_arrays_that_are_no_data(tmp_path, arrays, words):
 
 def test_damaged_arrays_are_named(tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
-    with pytest.raises(DataError, match=r"text\.npz is not a whole \.npz file"):
+    with pytest.raises(DataError, match=r"text\.npz is not an intact \.npz file"):
         open_arrays(tmp_path / "text.npz", 3, Intake(), labelled=False)
     with zipfile.ZipFile(tmp_path / "odd.npz", "w") as archive:
         archive.writestr("x.npy", b"nothing like an array")

@@ -72,9 +72,9 @@ def test_networks_of_several_architectures(desk, tmp_path):
 @pytest.mark.parametrize(
     ("names", "weights", "words"),
     [
-        (["lenett"], ["0"], "unknown network 'lenett'"),
-        (["./here"], ["0"], "is no file or folder here"),
-        (["lenet"], [], "lenet has no trained weights by itself"),
+        (["lenett"], ["0"], r"unknown network 'lenett'\. Did you mean 'lenet'\? Expected one of mlp, lenet"),
+        (["./here"], ["0"], "There is no such file or folder"),
+        (["lenet"], [], "lenet comes without trained weights"),
         (["{m}:build"], ["nowhere.pt"], r"nowhere\.pt do not exist"),
         (["{m}:build"], ["strange"], "strange holds no weights"),
         (["{m}:build", "{m}:wide"], ["0", "1", "2"], "3 files of weights for 2 networks"),
@@ -90,6 +90,17 @@ def test_networks_that_cannot_be_built_say_why(desk, names, weights, words):
     files = [desk.weights()[int(one)] if one.isdigit() else one for one in weights]
     with pytest.raises(OptionError, match=words):
         build_networks([name.format(m=desk.module) for name in names], files)
+
+
+def test_a_number_of_classes_that_the_weights_contradict_is_refused(tmp_path):
+    save_weights(build_network("lenet", 4), tmp_path / "four.safetensors")
+    files = [str(tmp_path / "four.safetensors")]
+    for classes in (None, 4):
+        assert build_networks(["lenet"], files, classes=classes).networks[0][-1].out_features == 4
+    with pytest.raises(
+        OptionError, match=r"four\.safetensors holds weights for 4 classes, not for 5: leave --classes out"
+    ):
+        build_networks(["lenet"], files, classes=5)
 
 
 def test_a_pickle_that_is_not_weights_is_named_and_not_run(desk, tmp_path):
@@ -135,7 +146,7 @@ def test_an_exported_program_without_a_last_layer_or_damaged_is_refused(tmp_path
     with pytest.raises(HeadError, match=r"probs\.pt2 ends in aten\.softmax"):
         build_networks([path], trust=True)
     (tmp_path / "cut.pt2").write_bytes(Path(path).read_bytes()[:200])
-    with pytest.raises(StorageError, match=r"cut\.pt2 is no program"):
+    with pytest.raises(StorageError, match=r"cut\.pt2 cannot be read by this PyTorch"):
         build_networks([str(tmp_path / "cut.pt2")], trust=True)
 
 

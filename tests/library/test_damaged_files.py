@@ -390,7 +390,7 @@ def test_a_folder_of_an_older_version_still_opens(folder, fitted):
 def test_absurd_inputs_in_a_job_are_refused(folder):
     as_of_old(folder)
     edited(folder, lambda document: document["result"]["inputs"][0].update(shape=[2**40, 2**40]))
-    with pytest.raises(StorageError, match=r"garbled: inputs of shape"):
+    with pytest.raises(StorageError, match=r"invalid: inputs of shape"):
         open_posterior(folder)
 
 

@@ -79,6 +79,7 @@ def _options(
 
     Several processes share the work of fit, evaluate, predict, demo, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
 
-    Exit codes: 0 done, 1 a mistake that one line on stderr explains, 2 wrong usage, 3 done but inputs were left out, 130 stopped.
+    Exit codes: 0 success; 1 an error, explained in one line on stderr; 2 wrong usage; 3 success, but inputs were left out; 130
+    stopped.
     """
     _refuse_team(context.invoked_subcommand)

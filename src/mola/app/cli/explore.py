@@ -22,7 +22,8 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def explore(
     posterior: Annotated[
-        Path | None, typer.Argument(help="Folder that `mola fit` wrote.  [default: the digits demo, trained at once]")
+        Path | None,
+        typer.Argument(help="Folder that `mola fit` wrote.  [default: the digits demo, trained on the spot]"),
     ] = None,
     reference: Annotated[
         str | None,
@@ -31,15 +32,17 @@ def explore(
         ),
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve the page on; 0 takes a free one.")] = 7860,
-    host: Annotated[str, typer.Option(help="Address to serve it on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+    host: Annotated[
+        str, typer.Option(help="Address to serve the page on; 0.0.0.0 admits other machines.")
+    ] = "127.0.0.1",
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
     data: Data = None,
     network: Network = None,
     trust: Trust = False,
     device: Device = "cpu",
     threads: Threads = None,
     quiet: Quiet = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the digits demo.", rich_help_panel=RUN)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the digits demo.", rich_help_panel=RUN)] = 0,
 ) -> None:
     """Play with a posterior on a local page: turn, blur or draw a picture, and watch its confidence.
 

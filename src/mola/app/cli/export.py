@@ -27,14 +27,17 @@ def export(
     outputs: Annotated[
         str | None,
         typer.Option(
-            help="Some of probabilities, label, confidence, entropy, mutual_information, ood_score, by commas.  [default: all]"
+            help="Outputs, separated by commas: probabilities, label, confidence, entropy, mutual_information, ood_score.  "
+            "[default: all]"
         ),
     ] = None,
-    float16: Annotated[bool, typer.Option("--float16", help="Networks in half precision.")] = False,
+    float16: Annotated[bool, typer.Option("--float16", help="Store the networks in half precision.")] = False,
     pixels: Annotated[
-        bool, typer.Option("--pixels", help="Take bytes, and normalise them inside as the training data were.")
+        bool, typer.Option("--pixels", help="Take pixels as bytes and normalise them inside, as for the training data.")
     ] = False,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the file with PyTorch first.")] = True,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compare the file with PyTorch before keeping it.")
+    ] = True,
     network: Network = None,
     false_alarm_rate: FalseAlarmRate = None,
     trust: Trust = False,
@@ -44,10 +47,10 @@ def export(
     quiet: Quiet = False,
     config: Config = None,
 ) -> None:
-    """Write networks and Bayesian head as one file, from inputs to probabilities and uncertainty.
+    """Write the networks and the Bayesian head as one file that takes inputs and gives probabilities and uncertainty.
 
-    The file takes batches of any size and holds class names and tuning. It is run against PyTorch on random inputs first,
-    and not kept where it disagrees.
+    The file takes batches of any size and holds class names and tuning. It is compared with PyTorch on random
+    inputs first, and is not kept if it disagrees.
 
         mola export posterior --onnx model.onnx
     """

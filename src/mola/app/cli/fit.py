@@ -41,21 +41,23 @@ def fit(
     weights: Annotated[
         list[str] | None,
         typer.Option(
-            help="Files of weights (safetensors, or made by torch.save), or a folder of them: a network each.",
+            help="Files of weights (safetensors, or saved by torch.save), or a folder of them; each makes one network.",
             rich_help_panel=NETWORKS,
         ),
     ] = None,
     classes: Annotated[
         str | None,
         typer.Option(
-            help="Names in the order of the outputs, with commas or a line each in a file; or their number.  [default: the "
-            "subfolders' names]",
+            help="Class names in the order of the outputs, separated by commas or one per line in a file; or the number of "
+            "classes.  [default: the names of the subfolders]",
             rich_help_panel=NETWORKS,
         ),
     ] = None,
     head: Annotated[
         str | None,
-        typer.Option(help="Dotted name of the last linear layer.  [default: found]", rich_help_panel=NETWORKS),
+        typer.Option(
+            help="Dotted name of the last linear layer.  [default: found automatically]", rich_help_panel=NETWORKS
+        ),
     ] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Read .pt2 files, which can run code.", rich_help_panel=NETWORKS)
@@ -63,14 +65,14 @@ def fit(
     train: Annotated[
         str | None,
         typer.Option(
-            help="Training data: a folder of images with a subfolder a class, .npz (x, y), .csv (path, label), mnist:train, or "
+            help="Training data: a folder of images with a subfolder for each class, .npz (x, y), .csv (path, label), mnist:train, or "
             "package.module:function.",
             rich_help_panel=DATA,
         ),
     ] = None,
-    val: Annotated[str | None, typer.Option(help="Validation data, likewise.", rich_help_panel=DATA)] = None,
+    val: Annotated[str | None, typer.Option(help="Validation data, in the same forms.", rich_help_panel=DATA)] = None,
     outliers: Annotated[
-        str | None, typer.Option(help="Data of no class, for --rule outliers.", rich_help_panel=DATA)
+        str | None, typer.Option(help="Data that belong to no class, for --rule outliers.", rich_help_panel=DATA)
     ] = None,
     data: Annotated[
         Path | None,
@@ -85,12 +87,12 @@ def fit(
     resize: Annotated[
         str | None,
         typer.Option(
-            help="Images to this shorter side (256) or height and width (32x32).", rich_help_panel=PREPARATION
+            help="Resize images: the shorter side (256), or height and width (32x32).", rich_help_panel=PREPARATION
         ),
     ] = None,
     crop: Annotated[
         int | None,
-        typer.Option(min=1, help="Then a square of this side, from the middle.", rich_help_panel=PREPARATION),
+        typer.Option(min=1, help="Then crop a square of this side from the middle.", rich_help_panel=PREPARATION),
     ] = None,
     mode: Annotated[
         str | None, typer.Option(help="RGB, or L for grey.  [default: as the images are]", rich_help_panel=PREPARATION)
@@ -98,65 +100,81 @@ def fit(
     normalise: Annotated[
         str | None,
         typer.Option(
-            help="Of pixels: none (x / 255), cifar10 or imagenet.  [default: the network's own, or none]",
+            help="Normalisation of pixels: none (x / 255), cifar10 or imagenet.  [default: the network's own, or none]",
             rich_help_panel=PREPARATION,
         ),
     ] = None,
     mean: Annotated[
-        str | None, typer.Option(help="Instead: 0.5 or 0.49,0.48,0.45.", rich_help_panel=PREPARATION)
+        str | None,
+        typer.Option(
+            help="Mean of the pixels instead of --normalise: 0.5 or 0.49,0.48,0.45.", rich_help_panel=PREPARATION
+        ),
     ] = None,
-    std: Annotated[str | None, typer.Option(help="With --mean.", rich_help_panel=PREPARATION)] = None,
+    std: Annotated[
+        str | None, typer.Option(help="Standard deviation of the pixels, with --mean.", rich_help_panel=PREPARATION)
+    ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Inputs at a time.  [default: 256]", rich_help_panel=PREPARATION)
+        int | None, typer.Option(min=1, help="Inputs in a batch.  [default: 256]", rich_help_panel=PREPARATION)
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Threads that decode images.  [default: 2]", rich_help_panel=PREPARATION)
     ] = None,
     structure: Annotated[
         str | None,
-        typer.Option(help="kron, kron-exact, kron-diag, diag or full.  [default: kron]", rich_help_panel=METHOD),
+        typer.Option(
+            help="Structure of the curvature: kron, kron-exact, kron-diag, diag or full.  [default: kron]",
+            rich_help_panel=METHOD,
+        ),
     ] = None,
     rule: Annotated[
         str | None,
         typer.Option(
-            help="How lambda is chosen: threshold (the paper's), nll, brier, ece, evidence, outliers or none.  [default: "
-            "threshold]",
+            help="How to choose the prior precision lambda: threshold (the paper's), nll, brier, ece, evidence, "
+            "outliers or none.  [default: threshold]",
             rich_help_panel=METHOD,
         ),
     ] = None,
     threshold: Annotated[
         float | None,
         typer.Option(
-            help="On mean confidence, for --rule threshold.  [default: 0.01 below the networks' mean accuracy]",
+            help="Smallest mean confidence, for --rule threshold.  [default: 0.01 below the networks' mean accuracy]",
             rich_help_panel=METHOD,
         ),
     ] = None,
     prior_precision: Annotated[
-        float | None, typer.Option(help="Lambda, for --rule none.  [default: 1]", rich_help_panel=METHOD)
+        float | None,
+        typer.Option(help="The prior precision lambda, for --rule none.  [default: 1]", rich_help_panel=METHOD),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
-            help="probit, probit-centered, mean-field, bridge or mc.  [default: probit]", rich_help_panel=METHOD
+            help="From logits to probabilities: probit, probit-centered, mean-field, bridge or mc.  [default: probit]",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     mixing: Annotated[
         str | None,
         typer.Option(
-            help="Of the networks: uniform, evidence or stacking.  [default: uniform]", rich_help_panel=METHOD
+            help="Weights of the networks: uniform, evidence or stacking.  [default: uniform]", rich_help_panel=METHOD
         ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the posterior.", rich_help_panel=RUN)] = Path("posterior"),
     bundle: Annotated[
-        bool, typer.Option("--bundle", help="Copy the weights into it, so that it can be moved.", rich_help_panel=RUN)
+        bool,
+        typer.Option(
+            "--bundle", help="Copy the weights into the folder, so that it can be moved.", rich_help_panel=RUN
+        ),
     ] = False,
     config: Annotated[
         Path | None,
         typer.Option(
-            help="Options from a TOML file, such as the job.toml of a posterior; flags win.", rich_help_panel=RUN
+            help="Options from a TOML file, such as the job.toml of a posterior; flags take precedence.",
+            rich_help_panel=RUN,
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="[default: 0]", rich_help_panel=RUN)] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of everything random.  [default: 0]", rich_help_panel=RUN)
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Where to run the networks.  [default: cpu]", rich_help_panel=RUN)
     ] = None,
@@ -165,7 +183,7 @@ def fit(
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Folder for sums under way: the same command goes on from there.", rich_help_panel=RUN),
+        typer.Option(help="Folder for the state of the fit; the same command resumes from it.", rich_help_panel=RUN),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,

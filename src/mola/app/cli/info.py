@@ -23,7 +23,7 @@ def info(
 ) -> None:
     """Show what a posterior is and how it was made, without loading networks.
 
-    Checks the files against their checksums on the way.
+    Also checks the files against their checksums.
 
         mola info posterior
     """
@@ -44,21 +44,22 @@ def info(
 
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in found["prior_precision"]))
+    sizes = ", ".join(dict.fromkeys(f"{one:,}" for one in found["network_numbers"]))
     lines = [
         ("posterior", found["folder"]),
         (
             "networks",
-            f"{found['components']}, with {', '.join(dict.fromkeys(f'{number:,}' for number in found['network_numbers']))} numbers",
+            f"{found['components']}, of {sizes} parameters and buffers",
         ),
         ("last layer", f"{found['heads'][0]}: {found['features'][0]} features, {found['outputs']} classes"),
         ("structure", f"{found['structure']}, link {found['link']}, weights {found['weighting']}"),
         ("lambda", f"{precisions}, {'by ' + found['rule'] if found['rule'] else 'as given'}"),
         *[("note", note) for note in found["notes"]],
         ("fitted on", counted(found["train_count"], "input")),
-        ("files", f"{found['bytes']:,} bytes, whole; checksum {found['sha256'][:16]}"),
+        ("files", f"{found['bytes']:,} bytes, intact; checksum {found['sha256'][:16]}"),
     ]
     if found["job"] is None:
-        return [*lines, ("job", "none: saved by a program, which loads it with mola.load")]
+        return [*lines, ("job", "none: saved from Python; load it with mola.load")]
     names = found["classes"]
     shapes = ", ".join(f"{one['name'] or 'tensor'} {tuple(one['shape'])} of {one['dtype']}" for one in found["inputs"])
     lines += [
@@ -70,19 +71,20 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if found["validation"]:
         before, after = found["validation"]["networks"], found["validation"]["posterior"]
-        lines.append(
+        lines += [
+            ("networks alone", f"NLL {before['nll']:.4f}, ECE {before['ece']:.2%} on the validation data"),
             (
-                "validation",
-                f"accuracy {after['accuracy']:.2%}, NLL {before['nll']:.4f} to {after['nll']:.4f}, ECE {before['ece']:.2%} to "
-                f"{after['ece']:.2%} (ensemble to posterior){_alarm(found['validation'])}",
-            )
-        )
+                "posterior",
+                f"NLL {after['nll']:.4f}, ECE {after['ece']:.2%}, accuracy {after['accuracy']:.2%} on the validation data",
+            ),
+            ("outlying", _alarm(found["validation"])),
+        ]
     made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [*lines, ("made with", made), ("again", f"mola fit --config {found['job']}")]
 
 
 def _alarm(validation: dict[str, Any]) -> str:
-    """Above which score inputs are outlying, and how many usual ones are taken for such, where that is known."""
+    """The score above which inputs are outlying, and the false-alarm rate, where that is known."""
     rate = validation.get("false_alarm_rate")
-    words = "" if rate is None else f" (false alarms: at most {100 * rate:.2g} %)"
-    return f"; outlying above {validation['outlier_threshold']:.4g}{words}"
+    words = "" if rate is None else f", with at most {100 * rate:.2g} % false alarms"
+    return f"scores above {validation['outlier_threshold']:.4g}{words}"

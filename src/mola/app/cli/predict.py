@@ -50,7 +50,8 @@ def predict(
     network: Network = None,
     trust: Trust = False,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of links that draw.  [default: the link's own]", rich_help_panel=RUN)
+        int | None,
+        typer.Option(min=0, help="Seed of links that draw samples.  [default: the link's own]", rich_help_panel=RUN),
     ] = None,
     device: Device = "cpu",
     threads: Threads = None,
@@ -58,12 +59,12 @@ def predict(
     quiet: Quiet = False,
     config: Config = None,
 ) -> None:
-    """Predict with honest confidence: a row for each input.
+    """Predict with honest confidence: one row for each input.
 
-    Writes name, label, class, confidence, entropy, its epistemic part, outlier score, and whether that score is so high that at
-    most 5 % (--false-alarm-rate) of inputs like the validation data pass it. Inputs that cannot be read have a row with the
-    error. Memory does not grow with the data. A file beside the output, with `.toml` at its end, makes the run
-    again: `mola predict --config FILE`.
+    Each row has the name, label, class, confidence, entropy and its epistemic part, the outlier score, and whether the input is
+    outlying: its score is one that at most 5 % (--false-alarm-rate) of inputs like the validation data exceed. Inputs that
+    cannot be read have a row with the error. Memory does not grow with the data. The options are saved beside the output, in
+    a file that ends in `.toml`; to repeat the run: `mola predict --config FILE`.
 
         mola predict posterior images/ --output predictions.csv
     """

@@ -30,13 +30,13 @@ def _read(context: typer.Context, path: Path | None) -> Path | None:
     document, name = read_toml(path), context.info_name
     options = document.get("options")
     if document.get("command") != name or not isinstance(options, dict):
-        message = f'{path} is no run of `mola {name}`: expected command = "{name}" and a table [options], as such a run writes.'
+        message = f'{path} is not a run of `mola {name}`: expected command = "{name}" and a table [options], as such a run writes.'
         raise OptionError(message)
     known = {str(one.name) for one in context.command.params} - set(NEVER_KEPT)
     unknown = sorted(set(options) - known)
     if unknown:
         message = (
-            f"{path} names {unknown[0]!r}, which is no option of `mola {name}`; known: {', '.join(sorted(known))}."
+            f"{path} names {unknown[0]!r}, which is not an option of `mola {name}`; known: {', '.join(sorted(known))}."
         )
         raise OptionError(message)
     context.default_map = {**(context.default_map or {}), **options}
@@ -49,7 +49,7 @@ Config = Annotated[
         "--config",
         callback=_read,
         is_eager=True,
-        help="TOML file that an earlier run wrote beside its result; flags win over it.",
+        help="TOML file that an earlier run wrote beside its result; flags take precedence.",
         rich_help_panel=RUN,
     ),
 ]

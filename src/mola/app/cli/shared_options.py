@@ -39,7 +39,7 @@ RUN = "Run"
 Json = Annotated[
     bool, typer.Option("--json", help="Print a summary as JSON, and nothing else, to stdout.", rich_help_panel=RUN)
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Write files, show nothing.", rich_help_panel=RUN)]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Write the files but show nothing.", rich_help_panel=RUN)]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Stop at the first input that cannot be used.", rich_help_panel=RUN)
 ]
@@ -51,7 +51,7 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Read .pt2 files and call functions that the folder names, wherever they are: both can run code.",
+        help="Trust the folder: read its .pt2 files and call the functions that it names, which can run code.",
         rich_help_panel=RUN,
     ),
 ]
@@ -59,7 +59,7 @@ Network = Annotated[
     list[str] | None,
     typer.Option(
         "--network",
-        help="The networks in your own words, as for `mola fit`.  [default: as the folder names them]",
+        help="The networks, named as for `mola fit`.  [default: those that the folder names]",
         rich_help_panel=RUN,
     ),
 ]
@@ -116,7 +116,7 @@ def numbers(text: str | None, option: str) -> tuple[float, ...] | None:
         The numbers, or None where nothing was written.
 
     Raises:
-        OptionError: if one is no number.
+        OptionError: if one is not a number.
     """
     try:
         return None if text is None else tuple(float(part) for part in text.split(","))
@@ -135,7 +135,7 @@ def sides(text: str | None) -> int | tuple[int, int] | None:
         The lengths, or None where nothing was written.
 
     Raises:
-        OptionError: if they are no lengths.
+        OptionError: if they are not lengths.
     """
     if text is None:
         return None
@@ -156,7 +156,7 @@ def texts(text: str | None) -> int | tuple[str, ...] | None:
         The number or the names, or None where nothing was written.
 
     Raises:
-        OptionError: if a name stands twice or is empty, or the file is no text.
+        OptionError: if a name is repeated or empty, or the file is not text.
     """
     if text is None:
         return None

@@ -81,7 +81,7 @@ class Reference:
             DataError: if there are none.
         """
         if not len(scores):
-            message = f"{name} holds no input that can be used, so that scores cannot be held against it."
+            message = f"{name} holds no input that can be used, so there are no scores to compare with."
             raise DataError(message)
         values = scores.double().cpu().numpy()
         return cls(*_columns(quantiles(values)), count=len(scores), name=name, alarm=usual_alarm(values)[0])
@@ -114,7 +114,7 @@ class Reference:
         except (TypeError, ValueError, KeyError, IndexError):
             sound, count, alarm = False, 0, None
         if not sound or count < 1:
-            message = "the saved quantiles of the outlier score are garbled: expected pairs of a share and a score, both rising."
+            message = "the saved quantiles of the outlier score are invalid: expected pairs of a share and a score, both rising."
             raise StorageError(message)
         return cls(levels, scores, count, name, alarm)
 

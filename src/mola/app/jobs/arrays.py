@@ -207,7 +207,7 @@ def _members(path: Path) -> list[str]:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
     except (zipfile.BadZipFile, OSError) as error:
-        message = f"{path} is not a whole .npz file: {error}."
+        message = f"{path} is not an intact .npz file: {error}."
         raise DataError(message) from error
 
 

@@ -81,14 +81,14 @@ def check_code(name: str, source: Path, *, trust: bool, option: str | None = "--
             return
         message = (
             f"{source} names {name}, whose module {places[-1]} came along with it or with another posterior: it may be a stranger's, "
-            f"and importing it would run it. {own_word}Where you trust the folder, add --trust."
+            f"and importing it would run it. {own_word}If you trust the folder, add --trust."
         )
         raise OptionError(message)
     if any(f"{module}.".startswith(f"{known}.") for known in HARMLESS):
         return
     message = (
         f"{source} names {name}, which is installed and not of the current folder: importing and calling it could do anything. "
-        f"{own_word}Where you trust the folder, add --trust."
+        f"{own_word}If you trust the folder, add --trust."
     )
     raise OptionError(message)
 

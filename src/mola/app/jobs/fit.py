@@ -110,7 +110,7 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
         message = f"--threshold is for the rule 'threshold', got the rule {job.rule!r}."
         raise OptionError(message)
     if (job.rule == "outliers") != (job.outliers is not None):
-        message = "the rule 'outliers' and the data named by --outliers go together: give both or none."
+        message = "the rule 'outliers' and the data named by --outliers go together: give both or neither."
         raise OptionError(message)
     if job.rule == "none":
         return None
@@ -176,11 +176,13 @@ def run_fit(
     """
     check_job(job)
     if bundle and (not job.weights or any(map(is_whole, job.network))):
-        message = "--bundle copies files of --weights into the folder: networks that bring their own cannot be bundled."
+        message = "--bundle copies files of --weights into the folder: networks that bring their own weights cannot be bundled."
         raise OptionError(message)
     replaced = holds_posterior(output, checkpoint)
     if job.val is not None and job.val == job.train and job.rule == "none":  # tuning notices it by itself
-        warn("the validation data are the training data: networks look surer and better on these than they are.")
+        warn(
+            "the validation data are the training data: on these, networks look better and more confident than they are."
+        )
     torch.manual_seed(job.seed)
     progress("loading networks", 0.0)
     count = job.classes if isinstance(job.classes, int) else None if job.classes is None else len(job.classes)

@@ -181,14 +181,14 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
     named = {one["dtype"] for one in result["inputs"]}
     if any(math.prod(one["shape"]) > LARGEST_INPUT for one in result["inputs"]):
         message = (
-            f"{path / NAME}: the results are garbled: inputs of shape {[one['shape'] for one in result['inputs']]}."
+            f"{path / NAME}: the results are invalid: inputs of shape {[one['shape'] for one in result['inputs']]}."
         )
         raise StorageError(message)
     if len(result["classes"]) not in (0, result["outputs"]) or not all(
         isinstance(getattr(torch, one, None), torch.dtype) for one in named
     ):
         message = (
-            f"{path / NAME}: the results are garbled: {len(result['classes'])} names for {result['outputs']} classes, inputs of "
+            f"{path / NAME}: the results are invalid: {len(result['classes'])} names for {result['outputs']} classes, inputs of "
             f"{', '.join(sorted(named))}."
         )
         raise StorageError(message)
@@ -399,7 +399,7 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     if not output.exists():
         above = next(path for path in output.absolute().parents if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            message = f"{output} cannot be made: {above} is no folder that can be written to. Choose another --output."
+            message = f"{output} cannot be created: {above} is not a writable folder. Choose another --output."
             raise OptionError(message)
         return False
     if not output.is_dir():
@@ -421,8 +421,8 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     )
     if kind is None and strange:
         message = (
-            f"{output} holds no posterior but {', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}: choose another "
-            f"--output, a new folder or that of an older posterior."
+            f"{output} holds other files ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}) and no posterior: choose "
+            f"another --output, either a new folder or one that holds an older posterior."
         )
         raise OptionError(message)
     return kind is not None
@@ -435,10 +435,10 @@ def read_information(folder: Path) -> dict[str, Any]:
         folder: of `mola fit` or `posterior.save`.
 
     Returns:
-        Plain values. `StorageError` if the folder is none, or is damaged.
+        Plain values. `StorageError` if the folder is missing or damaged.
 
     Raises:
-        StorageError: if the folder holds something else than a posterior.
+        StorageError: if the folder does not hold a posterior.
     """
     document, tensors = storage.read(folder)
     kind = document.get("kind", "posterior")

@@ -133,12 +133,10 @@ def build_networks(
         The networks in evaluation mode.
 
     Raises:
-        OptionError: if the names and the weights do not fit together, or a name is none of these.
+        OptionError: if the names and the weights do not fit together, or a name is unknown.
     """
     if not names:
-        message = (
-            "no network: name one with --network, such as lenet, package.module:function or a Hugging Face folder."
-        )
+        message = "no network given: name one with --network, such as lenet, package.module:function or a Hugging Face folder."
         raise OptionError(message)
     files = weight_files(weights)
     takers = [name for name in names if not is_whole(name)]
@@ -188,19 +186,25 @@ def _whole(name: str, trust: bool) -> tuple[nn.Module, list[Path]]:
 def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Module:
     if name in MODELS or name.startswith(TIMM):
         if path is None:
-            message = f"{name} has no trained weights by itself: name files of them with --weights."
+            message = f"{name} comes without trained weights: name their files with --weights."
             raise OptionError(message)
         build: Callable[[int], nn.Module] = (
             timm_builder(name.removeprefix(TIMM)) if name.startswith(TIMM) else lambda count: build_network(name, count)
         )
-        network = build(classes or _classes_in(path, build(10)) or 10)
+        found = _classes_in(path, build(10))
+        if classes is not None and found is not None and classes != found:
+            message = f"{path} holds weights for {found} classes, not for {classes}: leave --classes out, or name all {found} classes."
+            raise OptionError(message)
+        network = build(classes or found or 10)
     elif is_imported(name):
         network = _imported(name)
     else:
-        near = f"{name} is no file or folder here, and " if "/" in name or name.startswith(".") else ""
+        near = (
+            " There is no such file or folder." if "/" in name or name.startswith(".") else did_you_mean(name, MODELS)
+        )
         message = (
-            f"unknown network {name!r}: {near}expected one of {', '.join(MODELS)}; package.module:function; timm:NAME; a folder "
-            f"with config.json and model.safetensors; or a {EXPORTED} file.{did_you_mean(name, MODELS)}"
+            f"unknown network {name!r}.{near} Expected one of {', '.join(MODELS)}; package.module:function; timm:NAME; a folder "
+            f"with config.json and model.safetensors; or a {EXPORTED} file."
         )
         raise OptionError(message)
     if path is not None:
@@ -290,7 +294,7 @@ def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
         The network, and the files its weights come from.
 
     Raises:
-        OptionError: if the folder is none, or holds no classifier.
+        OptionError: if the folder is not in this form, or holds no classifier.
         StorageError: if weights are missing or do not fit.
         MissingExtraError: if transformers is not installed.
     """
@@ -335,7 +339,7 @@ def _hugging_face_files(folder: Path) -> list[Path]:
     """Where the weights should be: in one file, or in the parts that an index lists.
 
     Raises:
-        StorageError: if the index is none.
+        StorageError: if the index is invalid.
     """
     if not (folder / INDEX).is_file():
         return [folder / WEIGHTS]
@@ -488,13 +492,13 @@ def load_exported(path: Path, *, trust: bool) -> nn.Module:
     if not trust:
         message = (
             f"{path} is an exported program, and PyTorch unpickles these: a file from a stranger could run code. "
-            f"Where you trust it, add --trust."
+            f"If you trust it, add --trust."
         )
         raise OptionError(message)
     try:
         program = torch.export.load(path)
     except Exception as error:  # the reader raises a dozen kinds on damaged files
-        message = f"{path} is no program that this PyTorch reads ({type(error).__name__}: {str(error)[:200]})."
+        message = f"{path} cannot be read by this PyTorch as an exported program ({type(error).__name__}: {str(error)[:200]})."
         raise StorageError(message) from error
     return cut_before_last_linear(program.module(check_guards=False), str(path))
 

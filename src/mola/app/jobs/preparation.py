@@ -97,10 +97,10 @@ class Intake:
             made = cls(**known)
             Normalisation(made.mean, made.std)
         except (TypeError, ValueError, OptionError) as error:
-            message = f"the saved preparation of inputs is garbled: {error}"
+            message = f"the saved preparation of inputs is invalid: {error}"
             raise StorageError(message) from error
         if not isinstance(getattr(torch, made.dtype, None), torch.dtype) or made.batch_size < 1:
-            message = f"the saved preparation of inputs is garbled: {made.dtype!r} in batches of {made.batch_size}."
+            message = f"the saved preparation of inputs is invalid: {made.dtype!r} in batches of {made.batch_size}."
             raise StorageError(message)
         return made
 

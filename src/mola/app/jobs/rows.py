@@ -202,8 +202,8 @@ def checked_rows(
         if classes is not None:
             fits &= labels < classes
         for index in torch.nonzero(~fits & good).flatten().tolist():
-            ends = "" if classes is None else f" of {classes} classes (0 to {classes - 1})"
-            errors[index] = f"has the label {int(labels[index])}, which is none{ends}"
+            ends = "" if classes is None else f" (expected 0 to {classes - 1})"
+            errors[index] = f"has the label {int(labels[index])}, which is not a class{ends}"
         good &= fits
     if not bool(good.any()):
         return Rows(list(names), errors, None, None)

@@ -162,7 +162,7 @@ def open_set(
 
     Raises:
         DataError: if a file is of an unknown kind.
-        OptionError: if the name is none of these.
+        OptionError: if the name is unknown.
     """
     path = Path(name).expanduser()
     if name.partition(":")[0] in BUILT_IN and not path.exists():
@@ -183,8 +183,8 @@ def open_set(
     near = _nearest(path)
     hint = did_you_mean(name.partition(":")[0], BUILT_IN) if near is None else f" Did you mean {near}?"
     message = (
-        f"no data {name!r}: no such file or folder.{hint} It is none of the built-in sets ({', '.join(BUILT_IN)}); a function of your "
-        f"own is named package.module:function."
+        f"unknown data {name!r}: there is no such file or folder.{hint} The built-in sets are {', '.join(BUILT_IN)}; a function "
+        f"of your own is named package.module:function."
     )
     raise OptionError(message)
 
@@ -269,7 +269,9 @@ def _size(inputs: Any, where: str) -> int:
                 look(one, f"{place}[{name!r}]")
         else:
             kind = "a tensor of one number" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            message = f"{where}: {place} is {kind}; expected tensors with a row for each input: leave out what is none."
+            message = (
+                f"{where}: {place} is {kind}; expected tensors with a row for each input: leave out everything else."
+            )
             raise DataError(message)
 
     look(inputs, "the input")
