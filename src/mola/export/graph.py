@@ -1,8 +1,7 @@
-"""The inputs of a graph: any batch that a network takes, as tensors with names, and back.
+"""A posterior as one module without choices, from inputs to probabilities and uncertainty: what is written to a file.
 
-Bytes to what a network is given, inside the graph: a file that takes images as they lie on disk.
-
-From inputs to probabilities and uncertainty as one module without choices: what is written to a file.
+`Signature` turns any batch that a network takes into tensors with names, and back. `Pixels` puts the step from bytes to what the
+networks are given inside the graph, so that a file can take images as they are stored. `Exported` is the graph itself.
 """
 
 from __future__ import annotations

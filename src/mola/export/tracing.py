@@ -1,8 +1,4 @@
-"""A posterior and an example batch as a traced program that takes batches of any size.
-
-Whether a file gives the numbers that PyTorch gives.
-
-Write a file in one step, and say what was written.
+"""Trace a posterior into a program for batches of any size, compare the written file with PyTorch, and put it in place in one step.
 """
 
 from __future__ import annotations

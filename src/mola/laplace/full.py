@@ -1,6 +1,4 @@
-r"""Sums of the exact Hessian: the lower half of every block that is not the same as another.
-
-The exact Hessian of the last layer: :math:`H = \sum_n \Lambda_n \otimes \phi_n \phi_n^\top`, of size CP x CP.
+r"""The exact Hessian of the last layer: :math:`H = \sum_n \Lambda_n \otimes \phi_n \phi_n^\top`, of size CP x CP.
 
 With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is
 :math:`-\Phi^\top \mathrm{diag}(u_i u_j)\, \Phi = -Z_i^\top Z_j` with :math:`Z_i = \mathrm{diag}(u_i)\, \Phi`: matrix

@@ -1,18 +1,16 @@
-r"""What every class factor shares under Algorithm 1: the side of the features, and the logit variance as a product.
-
-The posterior covariance is :math:`U \otimes V` with :math:`V = (\sqrt N B + \sqrt\lambda I)^{-1}`. The variance of logit c is
-:math:`(\phi^\top V \phi)\, U_{cc}`: one number for each datum, times one for each class. What U is made of is the matter of
-`Kron`, which has the class factor whole, and of `KronDiag`, which has its diagonal.
-
-Kronecker-factored curvature: :math:`H \approx N\, A \otimes B`, and the paper's reading of the prior.
+r"""Kronecker-factored curvature: :math:`H \approx N\, A \otimes B`, with the prior as Algorithm 1 of the paper reads it.
 
 .. math:: A = \tfrac1N \sum_n \Lambda_n \;(C \times C), \qquad B = \tfrac1N \sum_n \phi_n \phi_n^\top \;(P \times P).
 
 With :math:`A = Q_A\, \mathrm{diag}(a)\, Q_A^\top` and :math:`B = Q_B\, \mathrm{diag}(b)\, Q_B^\top`, the posterior
 precision of `Kron`, the paper's Algorithm 1, has eigenvalues :math:`(\sqrt N a_i + \sqrt\lambda)(\sqrt N b_j +
-\sqrt\lambda)`. The covariance :math:`U \otimes V` stays a Kronecker product, so a logit covariance is one number times a
-fixed matrix, :math:`(\phi^\top V \phi)\, U`. `KronExact` adds the prior exactly instead: another posterior at the same
-:math:`\lambda`. The last column of :math:`Q_A` is the direction the likelihood cannot see, with eigenvalue exactly 0.
+\sqrt\lambda)`. The covariance stays a Kronecker product :math:`U \otimes V` with :math:`V = (\sqrt N B + \sqrt\lambda I)^{-1}`, so
+the covariance of the logits is one number times a fixed matrix, :math:`(\phi^\top V \phi)\, U`, and the variance of logit c is
+:math:`(\phi^\top V \phi)\, U_{cc}`. The last column of :math:`Q_A` is the direction that the likelihood cannot see, with eigenvalue
+exactly 0.
+
+The side of the features is the same for every class factor and comes first in this file; `Kron` has the whole class factor,
+`KronDiag` its diagonal. `KronExact` adds the prior exactly instead: another posterior at the same :math:`\lambda`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Which layers of a network are the linear maps that they look like, by trying them on a few data.
+"""Fit a Laplace approximation over all weights of each network: one pass over the training data, or two for a subnetwork.
 
-Fit a Laplace approximation over all weights of each network: one pass over the training data, or two for a subnetwork.
+Before the pass, the layers that look like linear maps are tried on a few data: a layer with a forward pass of its own is not taken
+for one.
 """
 
 from __future__ import annotations
