@@ -1,5 +1,4 @@
-"""Trace a posterior into a program for batches of any size, compare the written file with PyTorch, and put it in place in one step.
-"""
+"""Trace a posterior into a program for batches of any size, compare the written file with PyTorch, and put it in place in one step."""
 
 from __future__ import annotations
 
