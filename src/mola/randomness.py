@@ -33,9 +33,7 @@ def even_normals(count: int, size: int, seed: int) -> Tensor:
     engine = torch.quasirandom.SobolEngine(even, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
     least = torch.finfo(torch.float64).eps
     points = engine.draw(count, dtype=torch.float64)
-    points[0] = points[
-        0
-    ].float()  # which torch makes in its default type, whatever is asked for: always in float32, then
+    points[0] = points[0].float()  # torch makes it in its default type, whatever is asked for
     normals = torch.special.ndtri(points.clamp(least, 1 - least))
     if size == even:
         return normals
