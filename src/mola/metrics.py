@@ -103,22 +103,27 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
 
 def maximum_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
     """Largest |confidence - accuracy| of any bin (MCE); an empty bin counts as 0. Few predictions make it noisy."""
-    return _largest_gap(bin_confidences(probs, labels, bins))
+    return largest_gap(bin_confidences(probs, labels, bins))
 
 
-def _largest_gap(binned: Tensor) -> float:
+def largest_gap(binned: Tensor) -> float:
+    """Largest |confidence - accuracy| of any bin, from `bin_confidences` sums; an empty bin counts as 0."""
     return float(((binned[:, 1] - binned[:, 2]).abs() / binned[:, 0].clamp_min(1)).max())
 
 
-def _bin_legacy(probs: Tensor, labels: Tensor, bins: int) -> Tensor:
-    """As `bin_confidences`, with bins closed on the left and without the last bin's predictions."""
-    confidence, predicted = probs.double().max(1)
+def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
+    """As `bin_sums` of confidences (n,), with bins closed on the left and without the last bin's predictions."""
     # numpy's edges, not i / bins: they differ in the last bit, which decides for confidences on an edge.
     edges = torch.from_numpy(np.linspace(0, 1, bins + 1)).to(confidence.device)
     index = torch.bucketize(confidence, edges, right=True) - 1
-    values = torch.stack([torch.ones_like(confidence), confidence, (predicted == labels).double()], dim=1)
+    values = torch.stack([torch.ones_like(confidence), confidence, correct.double()], dim=1)
     kept = index < bins - 1
     return values.new_zeros(bins, 3).index_add_(0, index[kept], values[kept])
+
+
+def _bin_legacy(probs: Tensor, labels: Tensor, bins: int) -> Tensor:
+    confidence, predicted = probs.double().max(1)
+    return bin_sums_legacy(confidence, predicted == labels, bins)
 
 
 def expected_calibration_error_legacy(probs: Tensor, labels: Tensor, bins: int = 100) -> float:
@@ -142,7 +147,7 @@ def expected_calibration_error_legacy(probs: Tensor, labels: Tensor, bins: int =
 def maximum_calibration_error_legacy(probs: Tensor, labels: Tensor, bins: int = 100) -> float:
     """MCE as the authors' scripts compute it: predictions with confidence >= 0.99 left out (see the legacy ECE)."""
     binned = _bin_legacy(probs, labels, bins)
-    return _largest_gap(binned) if binned[:, 0].sum() > 0 else float("nan")
+    return largest_gap(binned) if binned[:, 0].sum() > 0 else float("nan")
 
 
 def adaptive_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:

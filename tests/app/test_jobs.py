@@ -34,6 +34,7 @@ from mola.app.jobs.preparation import Intake
 from mola.app.jobs.scores import alarm, usual_alarm
 from mola.app.jobs.toml import to_toml
 from mola.compare import SCORES, Answer, Tally, area_between
+from mola.compare.evaluation import evaluation_document
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
 from mola.saving.weights_files import load_weights, save_weights
 from tests.own_work import CLASSES, as_of_old, build, fit_at, job_for, make_desk
@@ -273,7 +274,7 @@ def test_a_moved_folder_says_what_it_misses_and_what_to_do(desk, tmp_path):
     with pytest.raises(OptionError, match=r"away/val\.npz, which are not there.*with --val DATA") as caught:
         run_evaluate(open_posterior(away / "bundle"), str(away / "test.npz"))
     assert "test.npz" not in str(caught.value), "the test data are no validation data"
-    assert run_evaluate(open_posterior(away / "bundle"), str(away / "test.npz"), val=str(home / "val.npz")).count
+    assert run_evaluate(open_posterior(away / "bundle"), str(away / "test.npz"), val=str(home / "val.npz")).test.count
     with pytest.raises(
         OptionError, match=r"away/0\.safetensors do not exist.*mola fit --config .*plain/job\.toml --bundle"
     ):
@@ -534,7 +535,7 @@ def test_evaluating_reads_the_validation_data_once(desk, tmp_path, monkeypatch, 
     run_fit(job_for(desk, weights=tuple(desk.weights(3)), rule=rule), tmp_path / "posterior")
     opened, decode = [], pictures.decode
     monkeypatch.setattr(pictures, "decode", lambda path, *rest: opened.append(str(path)) or decode(path, *rest))
-    found = run_evaluate(open_posterior(tmp_path / "posterior"), "test.npz").chosen
+    found = evaluation_document(run_evaluate(open_posterior(tmp_path / "posterior"), "test.npz"))["chosen"]
     assert len(opened) == len(set(opened)) == 18
     # LLLA is tuned as if it had read the data for itself; what DE-T says is held by the test of its weights.
     if rule != "evidence":
@@ -658,14 +659,14 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count)
     test, labels = desk.inputs("test")
     for name in expected:
         inside, outside = methods[name].predict(test), methods[name].predict(strange)
-        found, out = result.methods[name], result.methods[name].outside["strange"]
-        assert found.scores["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-5)
-        assert found.scores["ece"] == pytest.approx(metrics.expected_calibration_error(inside.probs, labels), rel=1e-4)
+        found, out = result.methods[name].labelled["test.csv"], result.methods[name].outliers["strange"]
+        assert found.metrics["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-5)
+        assert found.metrics["ece"] == pytest.approx(metrics.expected_calibration_error(inside.probs, labels), rel=1e-4)
         assert out.confidence == pytest.approx(metrics.mean_confidence(outside.probs), rel=1e-5)
         # Every score that the method has what it takes for, and no other; by the method's own logits, temperature and all.
         direct = {}
         for which, one in (("inside", inside), ("outside", outside)):
-            scale = result.chosen.get(f"temperature of {name}", 1.0)
+            scale = result.methods[name].chosen.get("temperature", 1.0)
             members = (
                 one.logit_mean
                 if one.logit_mean is not None
@@ -680,16 +681,17 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count)
         assert list(out.scores) == list(direct["inside"]) == list(SCORES[: 5 if name in ("LLLA", "MoLA") else 4])
         for score, detection in out.scores.items():
             pair = direct["inside"][score], direct["outside"][score]
-            assert detection.auroc == pytest.approx(metrics.auroc(*pair), abs=2e-3), score
-            assert detection.auroc_error == pytest.approx(area_between(*pair).error, abs=2e-3), score
-            assert detection.fpr95 == pytest.approx(metrics.fpr_at_tpr(*pair), abs=0.1), score
-            assert sum(detection.inside) == pytest.approx(1)
-            assert sum(detection.outside) == pytest.approx(1)
+            histogram = out.score_histograms[score]
+            assert detection["auroc"] == pytest.approx(metrics.auroc(*pair), abs=2e-3), score
+            assert out.errors[score]["auroc"] == pytest.approx(area_between(*pair).error, abs=2e-3), score
+            assert detection["fpr95"] == pytest.approx(metrics.fpr_at_tpr(*pair), abs=0.1), score
+            assert sum(histogram.inside) == pytest.approx(1)
+            assert sum(histogram.outside) == pytest.approx(1)
         assert sum(one.count for one in found.classes.values()) == len(labels)
         right = sum(one.count * one.accuracy for one in found.classes.values())
-        assert right / len(labels) == pytest.approx(found.scores["accuracy"])
-        assert sum(found.histogram) == pytest.approx(1)
-    json.dumps(result.plain())
+        assert right / len(labels) == pytest.approx(found.metrics["accuracy"])
+        assert sum(found.histogram) == len(labels)
+    json.dumps(evaluation_document(result))
 
 
 @pytest.mark.parametrize("mixing", ["stacking", "evidence"])
@@ -705,7 +707,7 @@ def test_the_plain_ensemble_has_the_weights_of_the_mixture(desk, tmp_path, mixin
     scaled = mola.temperature_scaled(desk.networks(3), val, weights=weights, progress=False)
     for name, one in (("DE", plain), ("DE-T", scaled)):
         expected = metrics.negative_log_likelihood(one(test), labels)
-        assert result.methods[name].scores["nll"] == pytest.approx(expected, rel=1e-4), name
+        assert result.methods[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4), name
     assert any("same weights in DE, DE-T and MoLA" in note for note in result.notes)
     held = opened.document["result"]["validation"]["networks"]
     assert held["nll"] == pytest.approx(metrics.negative_log_likelihood(plain(val[0][0]), val[0][1]), rel=1e-4)
@@ -762,7 +764,7 @@ def test_mappings_go_all_the_way(desk, tmp_path):
     assert result.count == 36
     assert np.allclose(stored["probabilities"], expected.probs, atol=1e-6)
     evaluated = run_evaluate(opened, f"{desk.module}:mappings")
-    assert evaluated.count == 36
+    assert evaluated.test.count == 36
 
 
 def test_a_file_is_there_only_when_it_is_whole(desk, fitted, tmp_path):

@@ -12,6 +12,7 @@ import mola
 from mola import metrics
 from mola.compare import CLEAR, SCORES, Answer, Tally, area_between, calibration_error, lead, mean_of, pass_rate
 from mola.compare.report.estimate import Estimate, leaders, within
+from mola.compare.results import labelled_result, outlier_result
 
 
 def answers(count=60, members=3, classes=4, seed=0):
@@ -286,3 +287,37 @@ def test_sentences_say_who_has_what_and_whether_it_is_clear():
     assert (
         lead_sentence(single, "x", 1) == "MoLA has x, 1.0, but is not clearly ahead of DE (by 1.0, of a single input)"
     )
+
+
+def test_results_are_the_metrics_of_all_data_at_once():
+    """Batches and columns of a tally against `mola.metrics` on all probabilities, and AUROC against all pairs."""
+    _, own, labels = answers(300)
+    _, far, _ = answers(170, seed=5)
+    inside, outside = Tally(), Tally()
+    for rows in torch.split(torch.arange(300), 64):
+        inside.add(Answer(own.probs[rows], own.logits[:, rows], own.weights, own.ood_score[rows]), labels[rows])
+    outside.add(far)
+    found, out = labelled_result(inside, 30.0, errors=True), outlier_result(inside, outside, errors=True)
+    direct = {
+        "accuracy": metrics.accuracy,
+        "log_likelihood": metrics.log_likelihood,
+        "nll": metrics.negative_log_likelihood,
+        "brier": metrics.brier,
+        "ece": metrics.expected_calibration_error,
+        "ece_legacy": metrics.expected_calibration_error_legacy,
+        "mce": metrics.maximum_calibration_error,
+        "mce_legacy": metrics.maximum_calibration_error_legacy,
+    }
+    assert {name: found.metrics[name] for name in direct} == {
+        name: metric(own.probs, labels) for name, metric in direct.items()
+    }
+    assert found.metrics["ece100"] == metrics.expected_calibration_error(own.probs, labels, bins=100)
+    wrong = 1 - own.probs.max(1).values
+    assert found.metrics["aurc"] == metrics.area_under_risk_coverage(wrong, own.probs.argmax(1) == labels)
+    assert (found.count, found.level, sum(found.histogram)) == (300, 30.0, 300)
+    for name, scores in out.scores.items():
+        near, beyond = own.scores()[name], far.scores()[name][:, None]
+        wins = (beyond > near).double().mean() + (beyond == near).double().mean() / 2
+        assert scores["auroc"] == pytest.approx(float(wins), rel=1e-12)
+        assert out.errors[name]["auroc"] == pytest.approx(area_between(near, beyond[:, 0]).error)
+    assert out.confidence == metrics.mean_confidence(far.probs)

@@ -64,61 +64,70 @@ def written(result, tmp_path_factory):
 # --- what it finds --------------------------------------------------------------------------------------------------
 
 
+def labelled(result, angle=0):
+    """Metrics by method on the digits turned by an angle."""
+    (name,) = (
+        one.name for one in result.comparison.sets.values() if one.role in ("test", "shift") and one.level == angle
+    )
+    return {method: record.labelled[name].metrics for method, record in result.comparison.methods.items()}
+
+
+def outliers(result, kind):
+    return {method: record.outliers[kind] for method, record in result.comparison.methods.items()}
+
+
+def auroc(found, score="max probability"):
+    return found.scores[score]["auroc"]
+
+
 def test_every_method_recognises_digits(result):
-    assert list(result.digits.clean) == list(METHODS)
-    assert all(scores.accuracy > 0.93 for scores in result.digits.clean.values())
+    assert list(labelled(result)) == list(METHODS)
+    assert all(scores["accuracy"] > 0.93 for scores in labelled(result).values())
 
 
 def test_laplace_costs_nothing_in_distribution(result):
-    clean = result.digits.clean
-    assert clean["MoLA"].nll < clean["MAP"].nll
-    assert clean["MoLA"].accuracy > clean["MAP"].accuracy - 0.01
-    assert clean["MoLA"].ece < clean["MAP"].ece + 0.02
+    clean = labelled(result)
+    assert clean["MoLA"]["nll"] < clean["MAP"]["nll"]
+    assert clean["MoLA"]["accuracy"] > clean["MAP"]["accuracy"] - 0.01
+    assert clean["MoLA"]["ece"] < clean["MAP"]["ece"] + 0.02
 
 
 @pytest.mark.parametrize("kind", [*NEAR, FAR])
 def test_mola_is_less_sure_of_outliers_than_map_and_tells_them_apart_better(result, kind):
-    found = result.digits.detection[kind]
+    found = outliers(result, kind)
     assert found["MoLA"].confidence < found["MAP"].confidence - 0.1
-    assert found["MoLA"].auroc > found["MAP"].auroc + 0.05
+    assert auroc(found["MoLA"]) > auroc(found["MAP"]) + 0.05
     assert found["MoLA"].confidence < found["DE"].confidence
     assert found["LLLA"].confidence < found["MAP"].confidence
 
 
-def test_the_table_tells_what_the_predictions_were(result):
-    digits = result.digits
-    for kind, found in digits.detection.items():
-        for method in METHODS:
-            outliers, inliers = digits.confidences[kind][method], digits.confidences["test digits"][method]
-            assert found[method].confidence == pytest.approx(outliers.mean(), rel=1e-12)
-            wins = (outliers[:, None] < inliers).mean() + (outliers[:, None] == inliers).mean() / 2
-            assert found[method].auroc == pytest.approx(wins)
-
-
 def test_the_ood_score_sees_direction_and_not_length(result):
     for method in ("LLLA", "MoLA"):
-        scores = {kind: found[method].scores["ood score"][0] for kind, found in result.digits.detection.items()}
+        scores = {kind: auroc(outliers(result, kind)[method], "ood score") for kind in ("noise", FAR, FAR_DIGITS)}
         assert scores[FAR] == pytest.approx(scores["noise"], abs=1e-3)
         assert scores[FAR_DIGITS] == pytest.approx(0.5, abs=1e-3)
-        assert scores["noise"] > result.digits.detection["noise"][method].auroc
+        assert scores["noise"] > auroc(outliers(result, "noise")[method])
 
 
 def test_rotation_hurts_mola_less(result):
-    rotated = result.digits.rotated
-    assert list(rotated) == list(range(0, 181, 15))
+    assert [one.level for one in result.comparison.of_role("shift")] == list(range(15, 181, 15))
     for angle in range(30, 181, 15):
-        assert rotated[angle]["MoLA"].nll < rotated[angle]["MAP"].nll
-        assert rotated[angle]["MoLA"].confidence < rotated[angle]["MAP"].confidence
-    assert rotated[45]["MAP"].accuracy < rotated[15]["MAP"].accuracy < rotated[0]["MAP"].accuracy
+        turned = labelled(result, angle)
+        assert turned["MoLA"]["nll"] < turned["MAP"]["nll"]
+        assert turned["MoLA"]["confidence"] < turned["MAP"]["confidence"]
+    accuracies = [labelled(result, angle)["MAP"]["accuracy"] for angle in (45, 15, 0)]
+    assert accuracies == sorted(accuracies)
+    assert accuracies[0] < accuracies[1] < accuracies[2]
 
 
-def test_reliability_counts_every_prediction(result):
-    for angle, by_method in result.digits.reliability.items():
-        for method, bins in by_method.items():
-            scores = result.digits.rotated[angle][method]
-            assert bins[:, 0].sum() == 500
-            assert bins[:, 1].sum() / 500 == pytest.approx(scores.confidence)
-            assert bins[:, 2].sum() / 500 == pytest.approx(scores.accuracy)
+def test_reliability_and_histograms_count_every_prediction(result):
+    for record in result.comparison.records:
+        for found in record.labelled.values():
+            count, confidence, right = np.asarray(found.reliability).sum(0)
+            assert count == sum(found.histogram) == 500
+            assert confidence / 500 == pytest.approx(found.metrics["confidence"])
+            assert right / 500 == pytest.approx(found.metrics["accuracy"])
+        assert [sum(found.histogram) for found in record.outliers.values()] == [200, 200, 200, 500]
 
 
 @pytest.mark.parametrize("kind", ["noise", "test digits"])
@@ -169,8 +178,7 @@ def test_the_same_seed_gives_the_same_numbers(runs):
     assert first == again
     for method in METHODS:
         np.testing.assert_array_equal(runs.tiny.moons.maps[method], runs.again.moons.maps[method])
-        for kind, confidences in runs.tiny.digits.confidences.items():
-            np.testing.assert_array_equal(confidences[method], runs.again.digits.confidences[kind][method])
+    assert runs.tiny.comparison.records == runs.again.comparison.records
     np.testing.assert_array_equal(runs.tiny.distance.bound, runs.again.distance.bound)
 
 
@@ -254,8 +262,8 @@ def test_figures_and_numbers_stand_beside_the_page(written, result):
         assert (written / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (written / "figures" / f"{name}.svg").read_text(encoding="utf-8").startswith("<svg style")
     stored = json.loads((written / "numbers.json").read_text(encoding="utf-8"))
-    assert stored["detection"]["noise"]["MoLA"]["auroc"] == result.digits.detection["noise"]["MoLA"].auroc
-    assert stored["rotated"]["45"]["DE"]["nll"] == result.digits.rotated[45]["DE"].nll
+    assert stored["detection"]["noise"]["MoLA"]["auroc"] == auroc(outliers(result, "noise")["MoLA"])
+    assert stored["rotated"]["45"]["DE"]["nll"] == labelled(result, 45)["DE"]["nll"]
 
 
 def test_a_table_marks_what_was_found_to_lead():
@@ -267,11 +275,10 @@ def test_a_table_marks_what_was_found_to_lead():
 
 
 def test_every_method_is_shown_by_every_score_that_it_has(result):
-    for kind, by_method in result.digits.detection.items():
-        for method, found in by_method.items():
+    for kind in (*NEAR, FAR, FAR_DIGITS):
+        for method, found in outliers(result, kind).items():
             own = {"ood score"} if method in ("LLLA", "MoLA") else set()
             assert set(found.scores) == {"max probability", "entropy", "energy", "maximum logit"} | own, (kind, method)
-            assert found.auroc == found.scores["max probability"][0]
     table = demo_tables(result.comparison)[-1]
     assert [row.name for row in table.rows].count("DE, energy") == 1
     assert not any(row.aside for row in table.rows)
@@ -290,7 +297,7 @@ def test_a_bound_near_one_is_told_apart_from_one(value, words):
 @pytest.fixture
 def _drawn_elsewhere(monkeypatch, result):
     """The command's own work, without another run and another drawing of what the tests above look at."""
-    monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda settings, progress: replace(result, settings=settings))
+    monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda settings, *_: replace(result, settings=settings))
     monkeypatch.setattr(
         "mola.compare.report.writing.render", lambda name, make: Drawn(name, "<svg ></svg>", "<svg ></svg>", b"")
     )
@@ -301,7 +308,7 @@ def test_the_command_prints_the_tables_and_writes_the_page(result, tmp_path):
     outcome = CliRunner().invoke(app, ["demo", "--seed", "7", "--output", str(tmp_path / "deep" / "out")])
     assert outcome.exit_code == 0, outcome.output
     for method in METHODS:
-        assert f"{100 * result.digits.detection['noise'][method].auroc:.1f}" in outcome.stdout
+        assert f"{100 * auroc(outliers(result, 'noise')[method]):.1f}" in outcome.stdout
     assert "MoLA, ood score" in outcome.stdout
     assert "DE, energy" in outcome.stdout
     assert "drawing moons" in outcome.stderr
@@ -320,8 +327,8 @@ def test_quiet_is_quiet(tmp_path):
 @pytest.mark.usefixtures("_drawn_elsewhere")
 def test_what_tuning_remarks_is_shown_as_a_note(result, monkeypatch, tmp_path):
     remark = "LLLA: the search for the prior precision went [on]."
-    noted = replace(result, digits=replace(result.digits, notes=(remark,)))
-    monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda settings, progress: noted)
+    noted = replace(result, comparison=replace(result.comparison, notes=(remark,)))
+    monkeypatch.setattr("mola.app.cli.demo.run_demo", lambda *_: noted)
     outcome = CliRunner().invoke(app, ["demo", "--output", str(tmp_path)])
     assert remark in " ".join(outcome.stdout.split())
     assert remark in (tmp_path / "index.html").read_text(encoding="utf-8")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +18,11 @@ from torch import nn
 
 import mola
 from mola import metrics
+from mola.compare.methods import LastLayer
 from mola.compare.record import Record
 from mola.compare.store import Store
 from mola.lab.activations import Activations, open_networks
 from mola.lab.comparisons import COMPARISONS
-from mola.lab.contestants import LastLayer
 from mola.lab.corruptions import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
 from mola.lab.data.images import Images
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
@@ -188,7 +190,7 @@ def test_a_second_run_computes_nothing(plan, copied, monkeypatch):
     first = {(record.method, record.run): record for record in records_of(copied)}
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and path.name != "suite.json"}
     monkeypatch.setattr(LastLayer, "fit", lambda *_: pytest.fail("fitted again"))
-    monkeypatch.setattr("mola.lab.activations._run", lambda *_: pytest.fail("ran a network again"))
+    monkeypatch.setattr(Activations, "_run", lambda *_: pytest.fail("ran a network again"))
     assert {(record.method, record.run): record for record in run(plan, copied)} == first
     assert {path: path.read_bytes() for path in before} == before
 
@@ -277,13 +279,6 @@ def test_networks_trained_for_something_else_are_refused(trained):
     ):
         with pytest.raises(mola.OptionError, match=r"00\.safetensors was trained with (data|model|normalisation)"):
             check_networks(paths, suite, name, options)
-
-
-def test_too_little_memory_is_told_before_the_work(plan, tmp_path, monkeypatch):
-    monkeypatch.setattr("mola.lab.activations.free_memory", lambda: 1000)
-    monkeypatch.setattr("mola.lab.activations._run", lambda *_: pytest.fail("ran a network"))
-    with pytest.raises(mola.OptionError, match=r"GiB of memory.*fewer images"):
-        run(plan, tmp_path)
 
 
 def test_other_data_networks_or_settings_are_another_experiment(plan, copied):
@@ -492,3 +487,29 @@ def test_the_description_holds_what_the_report_needs(plan):
 def test_a_suite_without_training_says_so(tmp_path):
     with pytest.raises(mola.OptionError, match="imagenet suite does not train networks"):
         train_networks(Training(SUITES["imagenet"], 1, Recipe(epochs=1)), Path(tmp_path), lambda doing, done: None)
+
+
+# --- several processes
+
+
+def test_several_processes_make_the_records_of_one(tmp_path):
+    """Networks, activations and records are each the work of one process: nothing depends on how many there are."""
+    options = ["bench", "digits", "--train", "--components", "2", "--threads", "1", "--quiet", "--groups", "main,rules"]
+    options += ["--train-images", "150", "--test-images", "40", "--outliers", "30"]
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for name, started in (("one", []), ("two", several)):
+        places = [f"--{what}={tmp_path / name / what}" for what in ("networks", "results", "cache")]
+        command = [sys.executable, *started, "-m", "mola", *options, *places]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+    one, two = (
+        {
+            (record.method, record.run): replace(record, seconds={}, environment={})
+            for record in Store(tmp_path / name / "results").records("digits")
+        }
+        for name in ("one", "two")
+    )
+    assert len(one) == 12
+    assert two == one
+    for path in find_networks(tmp_path / "one" / "networks"):
+        assert same_weights(path, tmp_path / "two" / "networks" / path.name)

@@ -24,6 +24,7 @@ import mola
 from mola.app.cli import app
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.folder import open_posterior
+from mola.compare.evaluation import evaluation_document
 from mola.distributed.control import PIECE, Control
 from mola.errors import StorageError
 from mola.laplace import Kron, base
@@ -202,7 +203,7 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     check_predictions(tmp_path, several, environment)
     (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["info", "two"]).exception.args
     assert "mola info works in one process, and torchrun started 2" in wrong
-    assert "fit, evaluate and predict can be shared" in wrong
+    assert "fit, evaluate, predict, demo, train and bench can be shared" in wrong
 
 
 def check_predictions(root, several, environment):
@@ -257,7 +258,7 @@ def check_evaluation(root, command, environment):
     assert done.returncode == 0, done.stderr
     shared = json.loads(done.stdout)
     assert (root / "report" / "index.html").exists()
-    alone = run_evaluate(open_posterior(root / "two"), "test", ["strange"]).plain()
+    alone = evaluation_document(run_evaluate(open_posterior(root / "two"), "test", ["strange"]))
     assert shared["count"] == alone["count"] == 18
     for method, one in alone["methods"].items():
         assert shared["methods"][method]["scores"] == pytest.approx(one["scores"], rel=1e-4), method

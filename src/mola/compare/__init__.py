@@ -1,7 +1,7 @@
 """Methods compared on the same data: tallies that add up, numbers with their errors, and which lead is more than chance."""
 
 from mola.compare.measured import CLEAR, Lead, Measured, area_between, calibration_error, lead, mean_of, pass_rate
-from mola.compare.tally import SCORES, Answer, Tally
+from mola.compare.tally import SCORES, Answer, Tally, tally_set
 
 __all__ = [
     "CLEAR",
@@ -15,4 +15,5 @@ __all__ = [
     "lead",
     "mean_of",
     "pass_rate",
+    "tally_set",
 ]

@@ -1,4 +1,4 @@
-"""What the demo found: numbers and arrays, no tensors and no networks. The report reads nothing else.
+"""What the demo found: a comparison on digits, confidence far away from them and around two moons. The report reads nothing else.
 
 Dictionaries by method have the keys and the order of `METHODS`, unless they say otherwise.
 """
@@ -6,30 +6,17 @@ Dictionaries by method have the keys and the order of `METHODS`, unless they say
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mola.compare.four_methods import METHODS
-from mola.compare.measured import Lead
-from mola.compare.record import Comparison, LabelledResult, OutlierResult, Pictures, Record, SetInfo
-from mola.compare.record import Examples as RecordExamples
+from mola.compare.record import Comparison, LabelledResult, OutlierResult, Role
 
-__all__ = [
-    "METHODS",
-    "TEST",
-    "Array",
-    "DemoResult",
-    "DemoSettings",
-    "Detection",
-    "DigitsResult",
-    "DistanceResult",
-    "Examples",
-    "MoonsResult",
-    "Scores",
-]
+__all__ = ["METHODS", "TEST", "Array", "DemoResult", "DemoSettings", "DistanceResult", "MoonsResult"]
+
+METHODS = ("MAP", "DE", "LLLA", "MoLA")
+"""One network, all of them, and both again with a Laplace approximation on the last layer."""
 
 Array = NDArray[np.float64]
 
@@ -50,76 +37,6 @@ class DemoSettings:
     moons_epochs: int = 150
     map_size: int = 181
     """Points along each side of a confidence map."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """A method on labelled inputs."""
-
-    accuracy: float
-    nll: float
-    ece: float
-    brier: float
-    confidence: float
-    """Mean of the largest probability (MMC)."""
-    errors: dict[str, float | None]
-    """Standard errors of the above, by name."""
-
-
-@dataclass(frozen=True)
-class Detection:
-    """A method on outliers, told apart from the test digits."""
-
-    confidence: float
-    confidence_error: float | None
-    auroc: float
-    """By the largest probability."""
-    scores: dict[str, tuple[float, float | None]]
-    """AUROC and its standard error by every outlier score that the method has."""
-
-
-@dataclass(frozen=True)
-class Examples:
-    """A few inputs of one set, and how sure each method is of them."""
-
-    images: Array
-    """(m, 8, 8)"""
-    confidence: dict[str, Array]
-    """(m,) for each method."""
-
-
-@dataclass(frozen=True)
-class DigitsResult:
-    """The comparison on handwritten digits."""
-
-    sizes: dict[str, int]
-    """Number of data for "train", "val" and "test"."""
-    parameters: int
-    """Of one network."""
-    prior_precision: dict[str, float]
-    """Of LLLA and MoLA."""
-    rule: dict[str, str]
-    """How it was chosen."""
-    notes: tuple[str, ...]
-    rotated: dict[int, dict[str, Scores]]
-    """By angle in degrees, 0 being the test digits as they are, and method."""
-    reliability: dict[int, dict[str, Array]]
-    """By angle and method: (bins, 3) of count, and sums of confidence and of correct predictions."""
-    detection: dict[str, dict[str, Detection]]
-    """By set of outliers and method."""
-    leads: dict[int, dict[str, Lead]]
-    """By angle and score (nll, brier, ece): which method leads."""
-    detection_leads: dict[str, dict[str, Lead]]
-    """By set of outliers: by confidence, by auroc of the largest probability, and by auroc of any score ("any")."""
-    confidences: dict[str, dict[str, Array]]
-    """By set (`TEST`, and outliers) and method: the confidence of each input."""
-    examples: dict[str, Examples]
-    """By set."""
-
-    @property
-    def clean(self) -> dict[str, Scores]:
-        """Scores in distribution, by method."""
-        return self.rotated[0]
 
 
 @dataclass(frozen=True)
@@ -163,7 +80,8 @@ class DemoResult:
     """Everything the demo found."""
 
     settings: DemoSettings
-    digits: DigitsResult
+    comparison: Comparison
+    """On the digits: as they are, rotated, and against inputs that are no digits."""
     distance: DistanceResult
     moons: MoonsResult
     seconds: dict[str, float]
@@ -171,88 +89,42 @@ class DemoResult:
     versions: dict[str, str]
     """Of mola, torch and Python."""
 
-    @cached_property
-    def comparison(self) -> Comparison:
-        """The digits as every comparison is shown."""
-        digits = self.digits
-        turned = {angle: TEST if angle == 0 else f"rotated by {angle}°" for angle in digits.rotated}
-        sets = [
-            SetInfo("train", "train", "train", digits.sizes["train"]),
-            SetInfo("validation", "validation", "validation", digits.sizes["val"]),
-            *(
-                SetInfo(name, name, "shift" if angle else "test", digits.sizes["test"], float(angle))
-                for angle, name in turned.items()
-            ),
-            *(SetInfo(name, name, "outlier", len(digits.confidences[name]["MAP"])) for name in digits.detection),
-        ]
-        leads = {turned[angle]: found for angle, found in digits.leads.items()}
-        for name, found in digits.detection_leads.items():
-            by_score = {"auroc": found["any"], "max probability": found["auroc"]}
-            leads[name] = {"confidence": found["confidence"], **by_score}
-        return Comparison(
-            title="digits",
-            sets={one.name: one for one in sets},
-            records=tuple(self._record(method, turned) for method in METHODS),
-            leads=leads,
-            pictures={
-                name: Pictures(np.round(255 * np.clip(one.images, 0, 1)).astype(np.uint8)[..., None])
-                for name, one in digits.examples.items()
-            },
-            notes=digits.notes,
-            made={"parameters": digits.parameters},
-        )
-
-    def _record(self, method: str, turned: dict[int, str]) -> Record:
-        digits = self.digits
-        chosen: dict[str, Any] = {}
-        if method in digits.prior_precision:
-            chosen = {"prior_precision": [digits.prior_precision[method]], "rule": digits.rule[method]}
-        labelled = {}
-        for angle, name in turned.items():
-            scores = digits.rotated[angle][method]
-            metrics = {metric: getattr(scores, metric) for metric in scores.errors}
-            sure = [] if angle else _histogram(digits.confidences[TEST][method])
-            bins = digits.reliability[angle][method].tolist()
-            labelled[name] = LabelledResult(float(angle), digits.sizes["test"], metrics, bins, sure, scores.errors)
-        outliers = {
-            name: OutlierResult(
-                len(digits.confidences[name][method]),
-                found[method].confidence,
-                {score: {"auroc": value} for score, (value, _) in found[method].scores.items()},
-                _histogram(digits.confidences[name][method]),
-                found[method].confidence_error,
-                {score: {"auroc": error} for score, (_, error) in found[method].scores.items()},
-            )
-            for name, found in digits.detection.items()
-        }
-        examples = {
-            name: RecordExamples(one.confidence[method].tolist(), [0] * len(one.images))
-            for name, one in digits.examples.items()
-        }
-        return Record("digits", method, "main", 0, {}, [], {}, chosen, {}, labelled, outliers, examples)
-
     def numbers(self) -> dict[str, Any]:
-        """The scores as plain JSON values, without arrays."""
-        digits = self.digits
+        """The scores as plain JSON values, without arrays: `numbers.json`."""
+        found, methods = self.comparison, self.comparison.methods
+        tuned = {name: one.chosen for name, one in methods.items() if one.chosen}
         return {
             "settings": asdict(self.settings),
             "versions": self.versions,
             "seconds": self.seconds,
-            "sizes": digits.sizes,
-            "prior_precision": digits.prior_precision,
-            "rule": digits.rule,
-            "notes": list(digits.notes),
+            "sizes": {name: found.of_role(role)[0].count for name, role in SIZES.items()},
+            "prior_precision": {name: chosen["prior_precision"][0] for name, chosen in tuned.items()},
+            "rule": {name: chosen["rule"] for name, chosen in tuned.items()},
+            "notes": list(found.notes),
             "rotated": {
-                str(angle): {name: asdict(scores) for name, scores in by_method.items()}
-                for angle, by_method in digits.rotated.items()
+                f"{one.level:.0f}": {name: _scores(record.labelled[one.name]) for name, record in methods.items()}
+                for one in (found.test, *found.of_role("shift"))
             },
             "detection": {
-                outliers: {name: asdict(found) for name, found in by_method.items()}
-                for outliers, by_method in digits.detection.items()
+                one.name: {name: _detection(record.outliers[one.name]) for name, record in methods.items()}
+                for one in found.of_role("outlier")
             },
             "far_field": {"limit": self.distance.limits, "bound": self.distance.bounds},
         }
 
 
-def _histogram(confidences: Array) -> list[int]:
-    return [int(count) for count in np.histogram(confidences, 25, (0.0, 1.0))[0]]
+SIZES: dict[str, Role] = {"train": "train", "val": "validation", "test": "test"}
+
+
+def _scores(result: LabelledResult) -> dict[str, Any]:
+    scores = {name: result.metrics[name] for name in ("accuracy", "nll", "ece", "brier", "confidence")}
+    return {**scores, "errors": result.errors}
+
+
+def _detection(result: OutlierResult) -> dict[str, Any]:
+    return {
+        "confidence": result.confidence,
+        "confidence_error": result.confidence_error,
+        "auroc": result.scores["max probability"]["auroc"],
+        "scores": {name: (one["auroc"], result.errors[name]["auroc"]) for name, one in result.scores.items()},
+    }

@@ -1,7 +1,11 @@
-"""What a method said of a set of data, one row of numbers for each input: tallies of batches and of processes add up."""
+"""What methods say of a set of data, in one pass: a row of numbers for each input, added up over batches and processes.
+
+Memory grows with the number of data times a handful of scores, never with the features or the number of classes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,17 +15,19 @@ from torch import Tensor
 
 from mola.compare.measured import Measured, calibration_error, mean_of
 from mola.distributed import Team
+from mola.errors import DataError
 from mola.metrics import bin_sums
 from mola.uncertainty import energy_score, entropy_score, max_logit_score, max_probability_score
 
-__all__ = ["BINS", "SCORES", "Answer", "Tally"]
+__all__ = ["BINS", "SCORES", "Answer", "Tally", "tally_set"]
 
 BINS = 15
 
 SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
 """Outlier scores by which every method is shown that has what they are made from, higher for what is more outlying."""
 
-LABELLED = ("label", "correct", "nll", "brier")
+FIXED = ("confidence", "predicted", "label", "correct", "nll", "brier")
+"""Columns of a tally that are not outlier scores; the last four are there where there are labels."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,16 @@ class Answer:
     """(K,) of these networks; None is 1 / K each."""
     ood_score: Tensor | None = None
     """(n,), where the method has a score of its own."""
+    given: Mapping[str, Tensor] | None = None
+    """Outlier scores (n,) by name, where the method computes them itself; None derives `SCORES`."""
 
     def scores(self) -> dict[str, Tensor]:
-        """Every one of `SCORES` that the answer allows, (n,) in float64.
+        """The scores that are given, or every one of `SCORES` that the answer allows, (n,) in float64.
 
         Energy and largest logit of several networks are the weighted means over them.
         """
+        if self.given is not None:
+            return {name: score.double() for name, score in self.given.items()}
         probs = self.probs.double()
         found = {"max probability": max_probability_score(probs), "entropy": entropy_score(probs)}
         if self.logits is not None:
@@ -60,7 +70,7 @@ class Tally:
     """What a method said so far."""
 
     columns: tuple[str, ...] = ()
-    """Names of the numbers: confidence, then those of `LABELLED` where there are labels, then outlier scores."""
+    """Names of the numbers: those of `FIXED`, then outlier scores."""
     parts: list[Tensor] = field(default_factory=list)
     """(n, columns) of each batch, in float64."""
 
@@ -74,7 +84,7 @@ class Tally:
         probs = answer.probs
         exact = probs.double()
         confidence, predicted = exact.max(1)
-        row = {"confidence": confidence}
+        row = {"confidence": confidence, "predicted": predicted}
         if labels is not None:
             chosen = probs.gather(1, labels[:, None]).squeeze(1)
             one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
@@ -110,8 +120,8 @@ class Tally:
 
     @property
     def scores(self) -> dict[str, Tensor]:
-        """Outlier scores of each input, by name, in the order of `SCORES`."""
-        return {name: self[name] for name in SCORES if name in self.columns}
+        """Outlier scores of each input, by name."""
+        return {name: self[name] for name in self.columns if name not in FIXED}
 
     @property
     def score(self) -> NDArray[np.float64] | None:
@@ -143,3 +153,37 @@ class Tally:
         counts = torch.bincount(labels, minlength=classes)
         right, sure = (torch.bincount(labels, self[name], classes) for name in ("correct", "confidence"))
         return counts.tolist(), right.tolist(), sure.tolist()
+
+
+def tally_set(
+    answers: Iterable[tuple[Mapping[str, Answer], Tensor | None]], team: Team | None = None, what: str = "the set"
+) -> dict[str, Tally]:
+    """One pass over a set of data: for every batch, every method answers and its tally takes it.
+
+    Args:
+        answers: for each batch, what every method says of it, by name, and the labels, where there are any.
+        team: the processes that do it together, each with its own part of the set; call it inside `team.work(...)`. None is this
+            one alone.
+        what: the set, in words for messages.
+
+    Returns:
+        By method, the tally of all the data, the same for every process.
+
+    Raises:
+        DataError: if there are no data.
+    """
+    tallies: dict[str, Tally] = {}
+    for by_method, labels in answers:
+        for method, answer in by_method.items():
+            tallies.setdefault(method, Tally()).add(answer, labels)
+        if team is not None:
+            team.check()
+    methods = list(tallies)
+    if team is not None and team.size > 1:
+        everyone = team.collect(methods)  # a process without data does not know the methods
+        methods = team.share(next((one for one in everyone or () if one), []))
+        tallies = {method: tallies.get(method, Tally()).together(team) for method in methods}
+    if not methods:
+        message = f"{what} holds no input that can be used."
+        raise DataError(message)
+    return tallies

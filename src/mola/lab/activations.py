@@ -1,9 +1,7 @@
-"""How images lie in memory: colours beside each other give the same numbers, and a third more speed on CPUs.
-
-What each network makes of each set, computed once and kept on disk: every method, lambda and ablation reads it.
+"""The networks of a suite, and what each makes of each set: computed once and kept on disk for every method and ablation.
 
 One file for each network and set, named by their checksums, so that nothing stale is ever read and an interrupted run
-loses the file under way alone.
+loses the file under way alone. Files are written batch by batch and read in slices.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,20 +18,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mola.errors import OptionError, StorageError
+from mola.compare.stored import Stored, written_rows
+from mola.distributed import Team
 from mola.lab.suite import Batches, Source
-from mola.laplace.memory import free_memory
 from mola.network import find_heads, peek, stream, undisturbed
-from mola.saving.storage import read_sealed_tensors, sealed_tensors, write_atomically
 from mola.saving.weights_files import load_weights
 
 __all__ = [
     "Activations",
-    "HeadOnly",
     "Keyed",
     "Network",
     "Progress",
-    "Seen",
     "fast_inputs",
     "fast_network",
     "network_checksum",
@@ -110,51 +106,6 @@ def network_checksum(network: nn.Module, name: str) -> str:
     return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What the heads of K networks see of a set."""
-
-    features: Tensor
-    """(n, K, P)"""
-    logits: Tensor
-    """(n, K, C)"""
-    labels: Tensor
-    heads: tuple[HeadOnly, ...]
-    """The K last layers, as networks over the features."""
-
-    def __len__(self) -> int:
-        """Number of data."""
-        return len(self.labels)
-
-    @property
-    def bytes(self) -> int:
-        """Memory it takes."""
-        return 4 * (self.features.numel() + self.logits.numel() + 2 * self.labels.numel())
-
-    def loader(self, size: int = 1024) -> list[tuple[Tensor, Tensor]]:
-        """Batches of (features, labels) for networks that are `HeadOnly`."""
-        return list(zip(torch.split(self.features, size), torch.split(self.labels, size), strict=True))
-
-    def first(self, count: int) -> Seen:
-        """The first `count` networks alone."""
-        return Seen(self.features[:, :count], self.logits[:, :count], self.labels, self.heads[:count])
-
-
-class HeadOnly(nn.Module):
-    """A network's last layer over features (n, K, P) that are known: the rest of the network has been run already."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, index: int) -> None:
-        super().__init__()
-        self.head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
-        self.head.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
-        self.index = index
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Logits of this network."""
-        logits: Tensor = self.head(features[:, self.index])
-        return logits
-
-
 class Activations:
     """A folder of activations; what is missing is computed."""
 
@@ -165,23 +116,34 @@ class Activations:
         """Where they are kept."""
         return self.directory / network.checksum / f"{source.checksum}.safetensors"
 
-    def missing(self, networks: Sequence[Network], sources: Sequence[Source]) -> list[tuple[Network, Source]]:
-        """What is still to be computed."""
-        return [
-            (network, source) for network in networks for source in sources if not self.path(network, source).exists()
-        ]
-
-    def compute(self, networks: Sequence[Network], sources: Sequence[Source], progress: Progress) -> None:
+    def compute(
+        self,
+        networks: Sequence[Network],
+        sources: Sequence[Source],
+        progress: Progress,
+        team: Team | None = None,
+    ) -> None:
         """Run the networks over the sets where that has not been done; the data are made once for all networks.
 
         Args:
             networks: the trained networks.
             sources: the sets.
             progress: told what is being done, and which share of the images is done.
+            team: the processes that divide the work among them: a network on a set is the work of one. None is this one alone.
         """
-        todo = self.missing(networks, sources)
-        if todo:
-            self._check_memory(networks[0], sources)
+        together = Team.alone() if team is None else team
+        with together.work("activations"):
+            missing = [
+                (index, place)
+                for place, source in enumerate(sources)
+                for index, network in enumerate(networks)
+                if not self.path(network, source).exists()
+            ]
+            # Listed by one: others may see files that were written meanwhile.
+            mine = together.share(missing)[together.rank :: together.size]
+            self._compute([(networks[index], sources[place]) for index, place in mine], sources, progress)
+
+    def _compute(self, todo: list[tuple[Network, Source]], sources: Sequence[Source], progress: Progress) -> None:
         total, done = sum(source.count for _, source in todo), 0
         for source in sources:
             waiting = [network for network, other in todo if other is source]
@@ -191,8 +153,8 @@ class Activations:
             batches = list(source.open()) if len(waiting) > 1 and _fits(source) else None
             for network in waiting:
                 progress(f"{network.path.stem} on {source.title}", done / total)
-                found = _run([network.load()], source.open() if batches is None else batches, source, self.device)
-                self._write(network, source, found[0], network.path.name)
+                given = source.open() if batches is None else batches
+                self._run([self.path(network, source)], [network.load()], given, source, [network.path.name])
                 done += source.count
         progress("activations are ready", 1.0)
 
@@ -206,100 +168,54 @@ class Activations:
         """
         if all(self.path(key, source).exists() for key in keys):
             return
-        for key, tensors in zip(keys, _run(load(), source.open(), source, self.device), strict=True):
-            self._write(key, source, tensors, key.checksum)
-
-    def _write(self, network: Keyed, source: Source, tensors: dict[str, Tensor], name: str) -> None:
-        path = self.path(network, source)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, sealed_tensors(tensors, {"set": source.name, "network": name}))
-
-    @staticmethod
-    def _check_memory(network: Network, sources: Sequence[Source]) -> None:
-        """Refuse, before hours of work, what could not be held while a method is fitted.
-
-        Raises:
-            OptionError: with the numbers.
-        """
-        heads = [module for module in network.load().modules() if isinstance(module, nn.Linear)]
-        if not heads:
-            return
-        largest = max(sources, key=lambda source: source.count)
-        # Features and logits, as they are collected and as they are joined.
-        needed = 2 * 4 * largest.count * (heads[-1].in_features + heads[-1].out_features)
-        free = free_memory()
-        if free is not None and needed > free:
-            message = (
-                f"the activations of {largest.title} ({largest.count:,} images) need {needed / 2**30:.0f} GiB of memory, and "
-                f"{free / 2**30:.0f} GiB are free. Use fewer images (--train-images, --test-images), or another machine."
-            )
-            raise OptionError(message)
-
-    def read(self, networks: Sequence[Keyed], source: Source) -> Seen:
-        """What the networks' heads see of a set.
-
-        Args:
-            networks: the trained networks.
-            source: the set; computed already.
-
-        Returns:
-            Features, logits and labels.
-        """
-        parts = [_read(self.path(network, source)) for network in networks]
-        return Seen(
-            torch.stack([part["features"] for part in parts], dim=1),
-            torch.stack([part["logits"] for part in parts], dim=1),
-            parts[0]["labels"],
-            tuple(HeadOnly(part["weight"], part.get("bias"), index).eval() for index, part in enumerate(parts)),
+        self._run(
+            [self.path(key, source) for key in keys], load(), source.open(), source, [key.checksum for key in keys]
         )
 
+    def _run(
+        self,
+        paths: Sequence[Path],
+        networks: Sequence[nn.Module],
+        batches: Batches,
+        source: Source,
+        names: Sequence[str],
+    ) -> None:
+        """Write what each network makes of a set: one pass over the data for all."""
+        device = self.device
+        # Outliers belong to no class of the network: their labels, if any, are not its own.
+        labelled = source.role != "outlier"
+        given: Iterable[Any] = (
+            (inputs.to(device), labels.to(device)) if labelled else [inputs.to(device)] for inputs, labels in batches
+        )
+        example = source.show(1)
+        networks = [fast_network(network.to(device), example) for network in networks]
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(*networks))
+            first, every = peek(given, source.title)
+            heads = find_heads(networks, [None] * len(networks), first[0])
+            writers = [
+                stack.enter_context(
+                    written_rows(path, source.count, _layer(head.layer), {"set": source.name, "network": name})
+                )
+                for path, head, name in zip(paths, heads, names, strict=True)
+            ]
+            for seen, labels in stream(networks, heads, every, where=source.title, progress=False):
+                for writer, one in zip(writers, seen, strict=True):
+                    known = torch.zeros(len(one.logits)).long() if labels is None else labels
+                    writer.add({"features": one.features, "logits": one.logits, "labels": known})
 
-LARGEST_IN_MEMORY = 2 * 2**30
+    def read(self, networks: Sequence[Keyed], source: Source) -> Stored:
+        """What the networks' heads see of a set that was computed already."""
+        return Stored.open([self.path(network, source) for network in networks])
+
+
+def _layer(head: nn.Linear) -> dict[str, Tensor]:
+    return {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+
+
+LARGEST_IN_MEMORY = 2**29
 """Bytes of a set that is prepared once for all networks, rather than once for each."""
 
 
 def _fits(source: Source) -> bool:
     return 4 * source.count * source.show(1)[0].numel() <= LARGEST_IN_MEMORY
-
-
-def _run(
-    networks: Sequence[nn.Module], batches: Batches, source: Source, device: torch.device
-) -> list[dict[str, Tensor]]:
-    """What each network makes of a set: one pass over the data for all."""
-    features: list[list[Tensor]] = [[] for _ in networks]
-    logits: list[list[Tensor]] = [[] for _ in networks]
-    labels = []
-    # Outliers belong to no class of the network: their labels, if any, are not its own.
-    labelled = source.role != "outlier"
-    given: Iterable[Any] = (
-        (inputs.to(device), labels.to(device)) if labelled else [inputs.to(device)] for inputs, labels in batches
-    )
-    example = source.show(1)
-    networks = [fast_network(network.to(device), example) for network in networks]
-    with undisturbed(*networks):
-        first, every = peek(given, source.title)
-        heads = find_heads(networks, [None] * len(networks), first[0])
-        for seen, batch_labels in stream(networks, heads, every, where=source.title, progress=False):
-            for index, one in enumerate(seen):
-                features[index].append(one.features.cpu().clone())
-                logits[index].append(one.logits.cpu().clone())
-            count = len(seen[0].logits)
-            labels.append(torch.zeros(count).long() if batch_labels is None else batch_labels.cpu().clone())
-    return [
-        {
-            "features": torch.cat(features[index]),
-            "logits": torch.cat(logits[index]),
-            "labels": torch.cat(labels),
-            "weight": head.layer.weight.detach().cpu(),
-            **({} if head.layer.bias is None else {"bias": head.layer.bias.detach().cpu()}),
-        }
-        for index, head in enumerate(heads)
-    ]
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return read_sealed_tensors(path)[0]
-    except StorageError as error:
-        message = f"{path} is not a whole file of activations ({error}) Delete it: it will be computed again."
-        raise StorageError(message) from error

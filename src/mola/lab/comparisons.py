@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mola.lab.contestants import RULES, WEIGHTS, Contestant, LastLayer
+from mola.compare.methods import RULES, WEIGHTS, LastLayer, Method
 from mola.lab.suite import Budget
 from mola.lab.swag_mimo import MimoHeads, SwagMixture
 from mola.lab.whole import WholeNetworks
+from mola.lab.workshop import Context
 
-__all__ = ["COMPARISONS", "LONG", "SWEEP"]
+__all__ = ["COMPARISONS", "LONG", "SWEEP", "SuiteMethod"]
+
+SuiteMethod = Method[Context]
 
 SWEEP = 10
 """Components of the largest mixture in the sweep."""
@@ -18,7 +21,7 @@ STRUCTURES = ("diag", "kron", "kron-exact", "full")
 LINKS = ("probit", "probit-centered", "mean-field", "bridge", "mc")
 
 
-def _main(_: Budget) -> list[Contestant]:
+def _main(_: Budget) -> list[SuiteMethod]:
     return [
         LastLayer("MAP", components=1, detectors=True),
         LastLayer("MAP-T", components=1, temperature=True, detectors=True),
@@ -30,7 +33,7 @@ def _main(_: Budget) -> list[Contestant]:
     ]
 
 
-def _beyond(budget: Budget) -> list[Contestant]:
+def _beyond(budget: Budget) -> list[SuiteMethod]:
     return [
         SwagMixture("SWAG", budget.swag, components=1),
         SwagMixture("MultiSWAG", budget.swag),
@@ -39,14 +42,14 @@ def _beyond(budget: Budget) -> list[Contestant]:
     ]
 
 
-def _whole(_: Budget) -> list[Contestant]:
+def _whole(_: Budget) -> list[SuiteMethod]:
     return [
         WholeNetworks("MoLA (all layers)", structure="kron"),
         WholeNetworks("MoLA (subnetwork)", subnetwork=1000),
     ]
 
 
-def _variants(_: Budget) -> list[Contestant]:
+def _variants(_: Budget) -> list[SuiteMethod]:
     return [
         LastLayer(f"LLLA {structure} {link}", "variants", 1, structure, link)
         for structure in STRUCTURES
@@ -54,7 +57,7 @@ def _variants(_: Budget) -> list[Contestant]:
     ]
 
 
-def _mixtures(_: Budget) -> list[Contestant]:
+def _mixtures(_: Budget) -> list[SuiteMethod]:
     return [
         LastLayer(f"MoLA {structure} {rule}", "structures", None, structure, rule=rule)
         for structure in STRUCTURES
@@ -62,7 +65,7 @@ def _mixtures(_: Budget) -> list[Contestant]:
     ]
 
 
-def _components(_: Budget) -> list[Contestant]:
+def _components(_: Budget) -> list[SuiteMethod]:
     return [
         method
         for count in range(1, SWEEP + 1)
@@ -74,15 +77,15 @@ def _components(_: Budget) -> list[Contestant]:
     ]
 
 
-def _rules(_: Budget) -> list[Contestant]:
+def _rules(_: Budget) -> list[SuiteMethod]:
     return [LastLayer(f"MoLA by {rule}", "rules", None, "kron", rule=rule) for rule in RULES]
 
 
-def _weights(_: Budget) -> list[Contestant]:
+def _weights(_: Budget) -> list[SuiteMethod]:
     return [LastLayer(f"MoLA with {weights} weights", "weights", None, "kron", weights=weights) for weights in WEIGHTS]
 
 
-COMPARISONS: dict[str, Callable[[Budget], list[Contestant]]] = {
+COMPARISONS: dict[str, Callable[[Budget], list[SuiteMethod]]] = {
     "main": _main,
     "beyond": _beyond,
     "whole": _whole,

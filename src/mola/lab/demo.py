@@ -1,10 +1,6 @@
-"""Four methods on handwritten digits: as they are, rotated, and against inputs that are no digits.
+"""The demo: train, fit, tune, compare on handwritten digits, walk away from them, and map two moons.
 
-How sure the methods are of inputs that are scaled away from the data, and what theory says about it.
-
-Four methods on two moons: how sure they are everywhere in the plane.
-
-The demo: train, fit, tune, compare. Everything it needs comes with scikit-learn.
+Everything it needs comes with scikit-learn.
 """
 
 from __future__ import annotations
@@ -14,33 +10,34 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mola
-from mola import metrics
-from mola.compare import Answer, Lead, Measured, Tally, area_between, lead, mean_of
-from mola.compare.demo_result import (
-    TEST,
-    Array,
-    DemoResult,
-    DemoSettings,
-    Detection,
-    DigitsResult,
-    DistanceResult,
-    Examples,
-    MoonsResult,
-    Scores,
+from mola.compare.demo_result import TEST, Array, DemoResult, DemoSettings, DistanceResult, MoonsResult
+from mola.compare.methods import LastLayer, four_methods
+from mola.compare.record import Comparison, Pictures, Record, SetInfo
+from mola.compare.results import (
+    EXAMPLES,
+    examples_of,
+    labelled_leads,
+    labelled_result,
+    outlier_leads,
+    outlier_result,
 )
-from mola.compare.four_methods import Contestants, four_methods
+from mola.compare.tally import Answer, tally_set
+from mola.distributed import Team
 from mola.lab.data.embedded import CLASSES, SIDE, Digits, load_digits, natural_patches, two_moons, uniform_noise
 from mola.lab.data.transforms import rotate
 from mola.metrics import mean_confidence
 from mola.posterior import MoLA
-from mola.training import Recipe, train_ensemble
+from mola.training import Recipe, train
 from mola.training.labelled import Labelled
+from mola.training.loop import member_seeds
 from mola.training.mlps import digits_mlp, mlp
 
 __all__ = [
@@ -65,7 +62,8 @@ FAR = 1000.0
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
-EXAMPLES = 8
+SHOWN = (0, 45, 90)
+"""Angles of the digits that are shown."""
 
 
 def build_network() -> nn.Sequential:
@@ -97,125 +95,107 @@ def outlier_sets(test: Labelled, count: int, seed: int) -> OutlierSets:
 
 
 def compare_on_digits(
-    networks: Sequence[nn.Module], digits: Digits, outliers: OutlierSets
-) -> tuple[DigitsResult, Contestants]:
-    """Fit, tune and score the four methods.
+    methods: Mapping[str, MoLA], networks: Sequence[nn.Module], digits: Digits, outliers: OutlierSets
+) -> Comparison:
+    """Score the methods on the test digits, as they are and rotated, and on outliers.
 
     Args:
-        networks: trained on `digits.train`.
+        methods: fitted and tuned.
+        networks: what they are made of.
         digits: the data.
         outliers: inputs that are no digits.
 
     Returns:
-        The comparison, and the methods themselves for what else one would ask them.
+        The comparison.
     """
-    contestants = four_methods(networks, digits.train.batches(), digits.val.batches())
-    methods, tuned = contestants.predictors, contestants.tuned()
-    rotated: dict[int, dict[str, Scores]] = {}
-    leads: dict[int, dict[str, Lead]] = {}
-    reliability: dict[int, dict[str, Array]] = {}
-    turned = {angle: rotate(digits.test.inputs, angle) for angle in ANGLES}
-    for angle, inputs in turned.items():
-        probs = {name: method(inputs) for name, method in methods.items()}
-        measured = {name: _measured(values, digits.test.labels) for name, values in probs.items()}
-        rotated[angle] = {name: _scores(found) for name, found in measured.items()}
-        leads[angle] = {
-            score: lead({(name,): found[score] for name, found in measured.items()}, "low")
-            for score in ("nll", "brier", "ece")
-        }
-        reliability[angle] = {
-            name: metrics.bin_confidences(values, digits.test.labels, bins=10).numpy() for name, values in probs.items()
-        }
-    sets = dict([(TEST, digits.test.inputs), *outliers.items()])
+    names = {angle: TEST if angle == 0 else f"rotated by {angle}°" for angle in ANGLES}
+    turned = {name: rotate(digits.test.inputs, angle) for angle, name in names.items()}
+    far = dict(outliers.items())
+
+    def answer(method: MoLA, name: str, inputs: Tensor) -> Answer:
+        if name in turned and name != TEST:
+            return Answer(method(inputs))
+        found = method.predict(inputs)
+        own = None if method.structure is None else found.ood_score
+        return Answer(found.probs, found.logit_mean, method.weights, own)
+
     tallies = {
-        kind: {name: _tally(method, inputs, own=name in tuned) for name, method in methods.items()}
-        for kind, inputs in sets.items()
-    }
-    detection = {kind: _detection(tallies[TEST], tallies[kind]) for kind, _ in outliers.items()}
-    shown = {TEST: digits.test.inputs, "rotated by 45°": turned[45], "rotated by 90°": turned[90], **outliers.near}
-    result = DigitsResult(
-        sizes={"train": len(digits.train), "val": len(digits.val), "test": len(digits.test)},
-        parameters=sum(parameter.numel() for parameter in networks[0].parameters()),
-        prior_precision={name: posterior.prior_precision[0] for name, posterior in tuned.items()},
-        rule={name: posterior.tuning.rule for name, posterior in tuned.items() if posterior.tuning is not None},
-        notes=contestants.notes,
-        rotated=rotated,
-        reliability=reliability,
-        detection={kind: found for kind, (found, _) in detection.items()},
-        leads=leads,
-        detection_leads={kind: found for kind, (_, found) in detection.items()},
-        confidences={
-            kind: {name: tally["confidence"].numpy() for name, tally in by_method.items()}
-            for kind, by_method in tallies.items()
-        },
-        examples={kind: _examples(methods, inputs) for kind, inputs in shown.items()},
-    )
-    return result, contestants
-
-
-def _measured(probs: Tensor, labels: Tensor) -> dict[str, Measured]:
-    tally = Tally()
-    tally.add(Answer(probs), labels)
-    return tally.measured()
-
-
-def _scores(found: dict[str, Measured]) -> Scores:
-    return Scores(
-        **{name: one.value for name, one in found.items()}, errors={name: one.error for name, one in found.items()}
-    )
-
-
-def _tally(method: MoLA, inputs: Tensor, *, own: bool) -> Tally:
-    """A method on unlabelled inputs, with the outlier score that it has of its own, if it has one."""
-    found, tally = method.predict(inputs), Tally()
-    tally.add(Answer(found.probs, found.logit_mean, method.weights, found.ood_score if own else None))
-    return tally
-
-
-def _confidence(method: MoLA, inputs: Tensor) -> Array:
-    return np.asarray(method(inputs).double().max(1).values.numpy())
-
-
-def _detection(inside: dict[str, Tally], outside: dict[str, Tally]) -> tuple[dict[str, Detection], dict[str, Lead]]:
-    """Every method by every score that it has, and who leads."""
-    sure = {name: mean_of(tally["confidence"]) for name, tally in outside.items()}
-    areas: dict[tuple[str, ...], Measured] = {
-        (name, score): area_between(inside[name][score], far)
-        for name, tally in outside.items()
-        for score, far in tally.scores.items()
-    }
-    found = {
-        name: Detection(
-            sure[name].value,
-            sure[name].error,
-            areas[name, "max probability"].value,
-            {score: (areas[name, score].value, areas[name, score].error) for score in tally.scores},
+        name: tally_set(
+            [
+                (
+                    {method: answer(one, name, inputs) for method, one in methods.items()},
+                    digits.test.labels if name in turned else None,
+                )
+            ]
         )
-        for name, tally in outside.items()
+        for name, inputs in (turned | far).items()
     }
-    leads = {
-        "confidence": lead({(name,): one for name, one in sure.items()}, "low"),
-        "auroc": lead({(name,): areas[name, "max probability"] for name in outside}, "high"),
-        "any": lead(areas, "high"),
-    }
-    return found, leads
+    inside = tallies[TEST]
+    levels = {name: float(angle) for angle, name in names.items()}
+    sets = [
+        SetInfo("train", "train", "train", len(digits.train)),
+        SetInfo("validation", "validation", "validation", len(digits.val)),
+        *(SetInfo(name, name, "shift" if level else "test", len(digits.test), level) for name, level in levels.items()),
+        *(SetInfo(name, name, "outlier", len(inputs)) for name, inputs in far.items()),
+    ]
+    records = [
+        Record(
+            suite="demo",
+            method=method,
+            group="main",
+            run=0,
+            settings={},
+            networks=[],
+            data={},
+            chosen=LastLayer.tuned(one),
+            seconds={},
+            labelled={
+                name: labelled_result(tallies[name][method], level, errors=True) for name, level in levels.items()
+            },
+            outliers={name: outlier_result(inside[method], tallies[name][method], errors=True) for name in far},
+            examples={name: examples_of(found[method]) for name, found in tallies.items()},
+        )
+        for method, one in methods.items()
+    ]
+    leads = {name: labelled_leads(tallies[name]) for name in turned}
+    shown = {names[angle]: turned[names[angle]] for angle in SHOWN} | outliers.near
+    return Comparison(
+        title="digits",
+        sets={one.name: one for one in sets},
+        records=tuple(records),
+        classes=tuple(str(label) for label in range(CLASSES)),
+        leads=leads | {name: outlier_leads(inside, tallies[name]) for name in far},
+        pictures={name: _pictures(inputs[:EXAMPLES]) for name, inputs in shown.items()},
+        notes=_notes(methods),
+        made={"parameters": sum(parameter.numel() for parameter in networks[0].parameters())},
+    )
 
 
-def _examples(methods: dict[str, MoLA], inputs: Tensor) -> Examples:
-    few = inputs[:EXAMPLES]
-    confidence = {name: _confidence(method, few) for name, method in methods.items()}
-    return Examples(few.squeeze(1).double().numpy(), confidence)
+def _pictures(inputs: Tensor) -> Pictures:
+    return Pictures((255 * inputs.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
+
+
+def _notes(methods: Mapping[str, MoLA]) -> tuple[str, ...]:
+    """What tuning the methods had to say."""
+    return tuple(
+        f"{name}: {note}" for name, one in methods.items() if one.tuning is not None for note in one.tuning.notes
+    )
+
+
+def _tuned(methods: Mapping[str, MoLA]) -> dict[str, MoLA]:
+    """Those with a prior precision."""
+    return {name: one for name, one in methods.items() if one.structure is not None}
 
 
 SCALES = np.logspace(0, 6, 25)
 PRECISIONS = np.logspace(-16, 4, 41)
 
 
-def walk_away(contestants: Contestants, kinds: Mapping[str, Tensor], test: Tensor, probe: str) -> DistanceResult:
+def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor], test: Tensor, probe: str) -> DistanceResult:
     """Scale inputs by up to a million, and compare with the exact limit and the Theorem's bound.
 
     Args:
-        contestants: the four methods, of networks without biases.
+        methods: the four methods, of networks without biases.
         kinds: inputs to scale, by name.
         test: in-distribution inputs.
         probe: which of `kinds` to follow over the prior precisions.
@@ -223,7 +203,7 @@ def walk_away(contestants: Contestants, kinds: Mapping[str, Tensor], test: Tenso
     Returns:
         Confidence by distance, and far away by prior precision.
     """
-    methods, tuned = contestants.predictors, contestants.tuned()
+    tuned = _tuned(methods)
     curves = {
         kind: {name: _curve(method, inputs) for name, method in methods.items()} for kind, inputs in kinds.items()
     }
@@ -270,33 +250,34 @@ def plane_points(reach: float, size: int) -> Tensor:
     return torch.cartesian_prod(axis, axis).flip(1)
 
 
-def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None]) -> MoonsResult:
+def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None], team: Team | None = None) -> MoonsResult:
     """Train an ensemble on two moons, fit and tune, and map confidence far beyond the data.
 
     Args:
         settings: seed, number of networks, epochs, and size of the maps.
         on_epoch: called after every epoch with the member's index and its number of epochs done.
+        team: the processes that divide the training among them. None is this one alone.
 
     Returns:
         The data and one map for each method.
     """
-    train, val = two_moons(POINTS, seed=2 * settings.seed), two_moons(POINTS, seed=2 * settings.seed + 1)
+    data, val = two_moons(POINTS, seed=2 * settings.seed), two_moons(POINTS, seed=2 * settings.seed + 1)
     recipe = Recipe(epochs=settings.moons_epochs, batch_size=POINTS // 2, learning_rate=1e-2)
-    networks = train_ensemble(_build, train, recipe, members=settings.members, seed=settings.seed, on_epoch=on_epoch)
-    contestants = four_methods(networks, train.batches(), val.batches())
+    networks = _ensemble(_build, data, recipe, settings, on_epoch, team)
+    methods = four_methods(networks, data.batches(), val.batches())
     size = settings.map_size
     plane = plane_points(REACH, size)
     maps = {
         name: np.asarray(method(plane).double().max(1).values.reshape(size, size).numpy())
-        for name, method in contestants.predictors.items()
+        for name, method in methods.items()
     }
     return MoonsResult(
-        points=train.inputs.double().numpy(),
-        labels=train.labels.numpy(),
+        points=data.inputs.double().numpy(),
+        labels=data.labels.numpy(),
         reach=REACH,
         maps=maps,
-        prior_precision={name: posterior.prior_precision[0] for name, posterior in contestants.tuned().items()},
-        notes=contestants.notes,
+        prior_precision={name: posterior.prior_precision[0] for name, posterior in _tuned(methods).items()},
+        notes=_notes(methods),
     )
 
 
@@ -307,12 +288,15 @@ TRAINED, FITTED, WALKED, MAPPED = 0.6, 0.7, 0.8, 0.97
 """Share of the work done after each part, as measured."""
 
 
-def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: None) -> DemoResult:
+def run_demo(
+    settings: DemoSettings, progress: Progress = lambda doing, done: None, team: Team | None = None
+) -> DemoResult:
     """Run the whole comparison. The same settings give the same numbers.
 
     Args:
         settings: seed and sizes.
         progress: told how far the work is.
+        team: the processes that divide the training of the networks among them. None is this one alone.
 
     Returns:
         What was found.
@@ -328,30 +312,53 @@ def run_demo(settings: DemoSettings, progress: Progress = lambda doing, done: No
                 done = (member + epoch / settings.epochs) / settings.members
                 progress(f"training network {member + 1} of {settings.members}", TRAINED * done)
 
-            networks = train_ensemble(
-                build_network,
-                digits.train,
-                Recipe(epochs=settings.epochs),
-                members=settings.members,
-                seed=settings.seed,
-                on_epoch=trained,
-            )
+            recipe = Recipe(epochs=settings.epochs)
+            networks = _ensemble(build_network, digits.train, recipe, settings, trained, team)
         with _timed(seconds, "fit, tune and score"):
             progress("fitting, tuning and scoring", TRAINED)
-            on_digits, contestants = compare_on_digits(networks, digits, outliers)
+            methods = four_methods(networks, digits.train.batches(), digits.val.batches())
+            on_digits = compare_on_digits(methods, networks, digits, outliers)
         with _timed(seconds, "walk away from the data"):
             progress("walking away from the data", FITTED)
             kinds = {"noise": outliers.near["noise"], "test digits": digits.test.inputs}
-            distance = walk_away(contestants, kinds, digits.test.inputs, probe="noise")
+            distance = walk_away(methods, kinds, digits.test.inputs, probe="noise")
         with _timed(seconds, "two moons"):
 
             def mapped(member: int, epoch: int) -> None:
                 done = (member + epoch / settings.moons_epochs) / settings.members
                 progress("mapping two moons", WALKED + (MAPPED - WALKED) * done)
 
-            moons = map_moons(settings, mapped)
+            moons = map_moons(settings, mapped, team)
     versions = {"mola": mola.__version__, "torch": torch.__version__, "Python": platform.python_version()}
     return DemoResult(settings, on_digits, distance, moons, seconds, versions)
+
+
+def _ensemble(
+    build: Callable[[], nn.Module],
+    data: Labelled,
+    recipe: Recipe,
+    settings: DemoSettings,
+    on_epoch: Callable[[int, int], None],
+    team: Team | None,
+) -> list[nn.Module]:
+    """Networks that differ by their seed alone, as `train_ensemble` makes them; each is trained by one process of the team."""
+    together = Team.alone() if team is None else team
+    networks: list[nn.Module] = []
+    trained: list[Tensor] = []
+    with together.work("training"):
+        for member, seed in enumerate(member_seeds(settings.members, settings.seed)):
+            if member % together.size != together.rank:
+                with torch.random.fork_rng(devices=[]):
+                    networks.append(build().eval())  # its weights come from the process that trains it
+                continue
+            networks.append(train(build, data, recipe, seed=seed, on_epoch=partial(on_epoch, member)))
+            trained.append(parameters_to_vector(networks[-1].parameters()).detach())
+        if together.size > 1:
+            every = iter(together.rows(torch.stack(trained) if trained else None))
+            for rank in range(together.size):
+                for network in networks[rank :: together.size]:
+                    vector_to_parameters(next(every), network.parameters())
+    return networks
 
 
 @contextmanager

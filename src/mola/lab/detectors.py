@@ -12,17 +12,20 @@ networks of one architecture the spreads agree to a few per cent, and so do the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mola.compare.stored import Seen, Stored
 from mola.errors import DataError, OptionError
 from mola.float64 import exact
+from mola.uncertainty import energy_score, max_logit_score
 
-__all__ = ["Detector", "DetectorEnsemble", "Mahalanobis", "NearestNeighbours"]
+__all__ = ["Detector", "DetectorEnsemble", "Mahalanobis", "NearestNeighbours", "feature_scores"]
 
 Detector = Callable[[Tensor], Tensor]
 """Features (n, d) in, scores (n,) out, higher for what is more outlying."""
@@ -113,23 +116,44 @@ class Mahalanobis:
             The detector, in float64.
         """
         width = _checked(features, labels).shape[1]
-        parts = _rows(features.detach(), width)
-        centre = exact(features[:1]).new_zeros(width)
-        for part in parts:
-            centre += exact(part).sum(0) / len(features)
+        return cls.fit_parts(lambda: _rows(features.detach(), width), labels, relative=relative)
+
+    @classmethod
+    def fit_parts(cls, parts: Callable[[], Iterable[Tensor]], labels: Tensor, *, relative: bool = False) -> Mahalanobis:
+        """The same in bounded memory, reading the features three times.
+
+        Args:
+            parts: gives the features of the training data, some rows at a time.
+            labels: (n,), class numbers of all of them.
+            relative: as for `fit`.
+
+        Returns:
+            The detector, in float64.
+        """
+        count = len(labels)
+        centre = sum(exact(_checked(part)).sum(0) / count for part in parts())
+        assert isinstance(centre, Tensor)  # there are data
         _, index = torch.unique(labels.to(centre.device), return_inverse=True)
         counts = torch.bincount(index)
-        owners = torch.split(index, len(parts[0]))
+
+        def owned() -> Iterator[tuple[Tensor, Tensor]]:
+            """Rows from the centre, and the index of the class that each belongs to."""
+            start = 0
+            for part in parts():
+                yield exact(part.detach()) - centre, index[start : start + len(part)]
+                start += len(part)
+
+        width = len(centre)
         means, total = centre.new_zeros(len(counts), width), centre.new_zeros(width, width)
-        for part, owner in zip(parts, owners, strict=True):
-            values = exact(part) - centre
+        for values, owner in owned():
             means.index_add_(0, owner, values / counts[owner, None])
-            total += values.T @ values / len(features)
+            if relative:
+                total += values.T @ values / count
         within = torch.zeros_like(total)
-        for part, owner in zip(parts, owners, strict=True):
+        for values, owner in owned():
             # Not total minus between: where classes lie far apart, the difference would be rounding.
-            values = exact(part) - centre - means[owner]
-            within += values.T @ values / len(features)
+            residuals = values - means[owner]
+            within += residuals.T @ residuals / count
         whitening = _whitening(within)
         return cls(centre, whitening, means @ whitening, _whitening(total) if relative else None)
 
@@ -227,12 +251,18 @@ class DetectorEnsemble:
                 detectors know their training data (each is its own nearest neighbour).
 
         Returns:
-            The ensemble, called with one tensor of features for each network.
+            The ensemble, called with one tensor of features for each network; `DataError` if a member gives all reference data the
+            same score, or there are not as many tensors as members.
+        """
+        return cls.standardised(members, _member_scores(members, reference))
+
+    @classmethod
+    def standardised(cls, members: Sequence[Detector], scores: Tensor) -> DetectorEnsemble:
+        """The same from the members' scores (K, n) of the reference data.
 
         Raises:
-            DataError: if a member gives all reference data the same score, or there are not as many tensors as members.
+            DataError: if a member gives all reference data the same score.
         """
-        scores = _member_scores(members, reference)
         centres, scales = scores.mean(1), scores.std(1, correction=0)
         if not (scales > 0).all():
             message = (
@@ -257,3 +287,50 @@ def _member_scores(members: Sequence[Detector], features: Sequence[Tensor]) -> T
         )
         raise DataError(message)
     return torch.stack([exact(member(values)) for member, values in zip(members, features, strict=True)])
+
+
+BANK = 10_000
+"""Training points that nearest neighbours are looked for among, evenly spaced: more would cost much and change little."""
+
+
+def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[Seen], Tensor]]:
+    """Outlier scores of bare logits and features, averaged over networks; those of features in units of their spread.
+
+    Args:
+        train: what the networks see of the training set, read in slices.
+        validation: what they see of the validation set.
+
+    Returns:
+        The scores by name, of what the networks see of other data.
+    """
+    stride = max(1, train.count // BANK)
+
+    def parts(network: int) -> Iterator[Tensor]:
+        return (seen.features[:, 0] for seen in train.only(network).slices())
+
+    def bank(network: int) -> Iterator[Tensor]:
+        start = 0
+        for part in parts(network):
+            yield part[-start % stride :: stride].clone()
+            start += len(part)
+
+    numbers = range(len(train.files))
+    relative = [Mahalanobis.fit_parts(partial(parts, one), train.labels, relative=True) for one in numbers]
+    kinds: dict[str, list[Detector]] = {
+        "Mahalanobis": [replace(one, background=None) for one in relative],
+        "relative Mahalanobis": list(relative),
+        "nearest neighbours": [
+            NearestNeighbours.fit(torch.cat(list(bank(one))), k=min(50, train.count)) for one in numbers
+        ],
+    }
+
+    def ensemble(members: list[Detector]) -> Callable[[Seen], Tensor]:
+        found = [_member_scores(members, seen.features.unbind(1)) for seen in validation.slices()]
+        detector = DetectorEnsemble.standardised(members, torch.cat(found, dim=1))
+        return lambda seen: detector(seen.features.unbind(1))
+
+    return {
+        "energy": lambda seen: energy_score(seen.logits).mean(1),
+        "maximum logit": lambda seen: max_logit_score(seen.logits).mean(1),
+        **{name: ensemble(members) for name, members in kinds.items()},
+    }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mola.distributed import Team
 from mola.errors import OptionError, StorageError
 from mola.lab.data.images import Images
 from mola.lab.suite import DataOptions, Suite, TrainingData, image_checksum
@@ -66,13 +67,14 @@ class Training:
         return self.suite.training_data(self.options, self.recipe)
 
 
-def train_networks(training: Training, directory: Path, progress: Progress) -> list[Path]:
+def train_networks(training: Training, directory: Path, progress: Progress, team: Team | None = None) -> list[Path]:
     """Train the networks that are not there yet; an interrupted training goes on where it stopped.
 
     Args:
         training: which, and how.
         directory: where to keep them.
         progress: told what is being done, and which share is done.
+        team: the processes that divide the networks among them. None is this one alone.
 
     Returns:
         The files, in order.
@@ -83,39 +85,41 @@ def train_networks(training: Training, directory: Path, progress: Progress) -> l
     data = training.read_data()
     images = image_checksum(Images(data.data.inputs, data.data.labels))
     moved = Labelled(data.data.inputs.to(training.device), data.data.labels.to(training.device))
-    paths = []
-    for index, seed in enumerate(member_seeds(training.count, training.seed)):
-        identity = {
-            "data": training.suite.name,
-            "model": name,
-            "seed": seed,
-            "recipe": training.recipe.describe(),
-            "normalisation": training.options.normalisation,
-            "images": images,
-        }
-        path = directory / f"{index:02d}.safetensors"
-        paths.append(path)
-        if path.exists():
-            _check_identity(path, identity)
-            continue
+    together = Team.alone() if team is None else team
+    paths = [directory / f"{index:02d}.safetensors" for index in range(training.count)]
+    with together.work("training"):
+        for index, (path, seed) in enumerate(zip(paths, member_seeds(training.count, training.seed), strict=True)):
+            if index % together.size != together.rank:
+                continue
+            identity = {
+                "data": training.suite.name,
+                "model": name,
+                "seed": seed,
+                "recipe": training.recipe.describe(),
+                "normalisation": training.options.normalisation,
+                "images": images,
+            }
+            if path.exists():
+                _check_identity(path, identity)
+                continue
 
-        def on_epoch(epoch: int, index: int = index) -> None:
-            share = epoch / training.recipe.epochs
-            doing = f"network {index + 1} of {training.count}, epoch {epoch} of {training.recipe.epochs}"
-            progress(doing, (index + share) / training.count)
+            def on_epoch(epoch: int, index: int = index) -> None:
+                share = epoch / training.recipe.epochs
+                doing = f"network {index + 1} of {training.count}, epoch {epoch} of {training.recipe.epochs}"
+                progress(doing, (index + share) / training.count)
 
-        checkpoint = Checkpoint(directory / f"{index:02d}{UNDER_WAY}", identity)
-        network = train(
-            build,
-            moved,
-            training.recipe,
-            seed=seed,
-            prepare=data.prepare,
-            checkpoint=checkpoint,
-            on_epoch=on_epoch,
-        )
-        save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
-        checkpoint.remove()
+            checkpoint = Checkpoint(directory / f"{index:02d}{UNDER_WAY}", identity)
+            network = train(
+                build,
+                moved,
+                training.recipe,
+                seed=seed,
+                prepare=data.prepare,
+                checkpoint=checkpoint,
+                on_epoch=on_epoch,
+            )
+            save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
+            checkpoint.remove()
     progress("done", 1.0)
     return paths
 

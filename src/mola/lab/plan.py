@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mola.compare.results import EXAMPLES
 from mola.compare.store import SUITE, Store
 from mola.errors import OptionError, StorageError
 from mola.lab.activations import Activations, Network
-from mola.lab.comparisons import COMPARISONS, SWEEP
-from mola.lab.contestants import Contestant
-from mola.lab.suite import EXAMPLES, Budget, DataOptions, Source, Suite
+from mola.lab.comparisons import COMPARISONS, SWEEP, SuiteMethod
+from mola.lab.suite import Budget, DataOptions, Source, Suite
 from mola.lab.workshop import Workshop
 
 __all__ = ["Plan", "claim", "describe"]
@@ -60,8 +60,8 @@ class Plan:
         """How many runs there are networks for."""
         return min(self.runs, len(self.networks) // SWEEP) if group == "components" else self.runs
 
-    def methods(self, group: str) -> list[Contestant]:
-        """The contestants of a group."""
+    def methods(self, group: str) -> list[SuiteMethod]:
+        """The methods of a group."""
         return COMPARISONS[group](self.budget or self.suite.budget)
 
     def workshop(self, activations: Activations) -> Workshop:

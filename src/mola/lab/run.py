@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mola.compare.store import COST, SUITE, Store
+from mola.distributed import Team
 from mola.errors import OptionError
 from mola.lab.activations import Activations, Progress, open_networks
 from mola.lab.comparisons import COMPARISONS, LONG, SWEEP
@@ -59,24 +60,25 @@ class Order:
         return tuple(dict.fromkeys(names))
 
 
-def carry_out(order: Order, progress: Progress) -> Path:
+def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Path:
     """Train what is missing, if asked to; run the suite; measure cost, if asked to.
 
     Args:
         order: what the user asks for.
         progress: told what is being done, and which share is done.
+        team: the processes that divide the work among them; the records are those of one process. None is this one alone.
 
     Returns:
         The folder of the suite's results; `OptionError` at the end, if methods refused their task.
     """
-    groups, budget = order.chosen_groups(), order.budget()
+    groups, budget, together = order.chosen_groups(), order.budget(), Team.alone() if team is None else team
     name, build = order.suite.builder(order.network)
     trained = 0.0
     if order.train:
         trained = 0.5
         count = max(order.runs * order.components, SWEEP if "components" in groups else 0)
         training = Training(order.suite, count, order.suite.recipe, order.network, options=order.options)
-        train_networks(training, order.networks, lambda doing, done: progress(doing, trained * done))
+        train_networks(training, order.networks, lambda doing, done: progress(doing, trained * done), together)
     paths = find_networks(order.networks)
     check_networks(paths, order.suite, name, order.options)
     progress(f"reading {order.suite.title}", trained)
@@ -94,8 +96,10 @@ def carry_out(order: Order, progress: Progress) -> Path:
         budget=budget,
     )
     store = Store(order.results)
-    claim(plan, store, fresh=order.fresh)
-    store.write_document(order.suite.name, SUITE, describe(plan))
+    with together.work("the folder of results"):
+        if together.first:
+            claim(plan, store, fresh=order.fresh)
+            store.write_document(order.suite.name, SUITE, describe(plan))
     refused = None
     if comparisons:
         try:
@@ -105,18 +109,20 @@ def carry_out(order: Order, progress: Progress) -> Path:
                 store,
                 lambda doing, done: progress(doing, trained + (0.95 - trained) * done),
                 fresh=order.fresh,
+                team=together,
             )
         except OptionError as error:
             refused = error  # what can still be done is done first
-    if "cost" in groups:
-        document = measure_cost(
-            plan.networks[: order.components],
-            plan.sources["train"],
-            plan.sources["test"],
-            order.suite.budget,
-            lambda doing, done: progress(doing, 0.95 + 0.05 * done),
-        )
-        store.write_document(order.suite.name, COST, document)
+    with together.work("measuring cost"):
+        if "cost" in groups and together.first:
+            document = measure_cost(
+                plan.networks[: order.components],
+                plan.sources["train"],
+                plan.sources["test"],
+                order.suite.budget,
+                lambda doing, done: progress(doing, 0.95 + 0.05 * done),
+            )
+            store.write_document(order.suite.name, COST, document)
     if refused is not None:
         raise refused
     progress("done", 1.0)

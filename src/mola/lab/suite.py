@@ -1,6 +1,6 @@
-"""How much training the methods that need some may do: the paper's, or what a user's machine can afford.
+"""What a suite is made of: sets of data with their roles, a network, a recipe, and how much methods that train may spend.
 
-What a suite is made of: sets of data with their roles, a network, a recipe. Declarations only.
+Declarations only.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mola.compare.record import Role
+from mola.compare.results import EXAMPLES
 from mola.errors import OptionError
 from mola.lab.data.images import NORMALISATIONS, Images
 from mola.lab.imported import import_builder
@@ -24,12 +26,10 @@ from mola.training import Recipe
 from mola.training.labelled import Labelled
 
 __all__ = [
-    "EXAMPLES",
     "Batches",
     "Budget",
     "DataOptions",
     "MimoBudget",
-    "Role",
     "Shift",
     "Source",
     "Suite",
@@ -145,13 +145,8 @@ def _require(holds: bool, what: str, expected: str, found: object) -> None:
         raise OptionError(message)
 
 
-EXAMPLES = 8
-"""Images of each set that a report shows."""
-
 SAMPLE = 64
 """Images of each set whose inputs enter its checksum: enough for every type of corruption to come up."""
-
-Role = Literal["train", "validation", "test", "shift", "outlier"]
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 

@@ -1,6 +1,6 @@
-"""Methods that train further or anew: SWAG from a suite's networks, MIMO from its architecture. Interrupted, they go on.
+"""Methods that train further or anew: SWAG and MultiSWAG from a suite's networks, MIMO and MIMO-MoLA from its architecture.
 
-Contestants that are more than a last layer on the suite's networks: SWAG, MultiSWAG, MIMO, MIMO-MoLA.
+What was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from mola.baselines.mimo import Mimo
 from mola.baselines.swag import Swag
-from mola.lab.activations import Network, Seen, fast_inputs, fast_network, network_checksum
-from mola.lab.contestants import Context, Fitted, LastLayer, Outputs
+from mola.compare.methods import Fitted, LastLayer
+from mola.compare.stored import Stored
+from mola.compare.tally import Answer
+from mola.lab.activations import Network, fast_inputs, fast_network, network_checksum
 from mola.lab.suite import MimoBudget, SwagBudget, TrainingData
-from mola.lab.workshop import Opinion, Voice, Workshop
+from mola.lab.workshop import Context, Opinion, Voice, Workshop
 from mola.likelihood import CATEGORICAL
 from mola.network import call, undisturbed
 from mola.training import Recipe
-from mola.uncertainty import entropy_score, max_probability_score
 
 __all__ = ["MimoHeads", "Shuffled", "SwagMixture", "drawn_networks", "fit_mimo", "fit_swag"]
 
@@ -153,20 +154,15 @@ class SwagMixture:
             swags[folder.name] = fit_swag(network, workshop.training, self.budget, folder, workshop.device)
         seconds = time.perf_counter() - start
 
-        def predict(name: str, scores: bool) -> Outputs:
+        def batches(name: str) -> Iterator[tuple[list[Opinion], Tensor]]:
             source, opinions = workshop.sources[name], workshop.opinions
-            found = [opinions.ask(key, source, partial(_voices, swag)) for key, swag in swags.items()]
-            return opinion_outputs(Opinion.mean(found), len(found) * self.budget.samples)
+            asked = [opinions.ask(key, source, partial(_voices, swag)) for key, swag in swags.items()]
+            return context.labelled(name, asked)
 
-        return Fitted(predict, {"notes": [TAKEN_UP]}, seconds)
+        def answer(found: list[Opinion], scores: bool) -> Answer:
+            return Opinion.mean(found).answer(len(found) * self.budget.samples)
 
-
-def opinion_outputs(opinion: Opinion, voices: int) -> Outputs:
-    """Probabilities, and the scores that can be made of them."""
-    scores = {"max probability": max_probability_score(opinion.probs), "entropy": entropy_score(opinion.probs)}
-    if voices > 1:  # one voice alone disagrees with nobody
-        scores["mutual information"] = opinion.mutual_information
-    return Outputs(opinion.probs, scores)
+        return Fitted(batches, answer, {"notes": [TAKEN_UP]}, seconds)
 
 
 def drawn_networks(swag: Swag) -> Iterator[nn.Module]:
@@ -234,7 +230,6 @@ class _TrainedMimo:
 
     def __init__(self, workshop: Workshop, budget: MimoBudget, run: int) -> None:
         self.workshop, self.budget, self.seed = workshop, budget, workshop.seed(run)
-        self.seen: dict[str, Seen] = {}
 
     @cached_property
     def mimo(self) -> Mimo:
@@ -248,10 +243,8 @@ class _TrainedMimo:
         whole = network_checksum(self.mimo, self.workshop.network)
         return [_Head(f"{whole}-{index}") for index in range(self.budget.members)]
 
-    def read(self, name: str) -> Seen:
+    def read(self, name: str) -> Stored:
         """What the heads see of a set, all of the same features."""
-        if name not in self.seen:
-            source, activations = self.workshop.sources[name], self.workshop.activations
-            activations.compute_together(self.heads, lambda: self.mimo.networks, source)
-            self.seen[name] = activations.read(self.heads, source)
-        return self.seen[name]
+        source, activations = self.workshop.sources[name], self.workshop.activations
+        activations.compute_together(self.heads, lambda: self.mimo.networks, source)
+        return activations.read(self.heads, source)

@@ -1,4 +1,4 @@
-"""Contestants with a Laplace approximation of whole networks: all layers, or the weights of largest variance."""
+"""Methods with a Laplace approximation of whole networks: all layers, or the weights of largest variance."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 import mola
-from mola.lab.contestants import RULES, Context, Fitted, Outputs, noting
+from mola.compare.methods import RULES, Fitted, noting
+from mola.compare.tally import Answer
 from mola.lab.suite import Source
-from mola.lab.swag_mimo import TAKEN_UP, opinion_outputs
+from mola.lab.swag_mimo import TAKEN_UP
+from mola.lab.workshop import Context, Opinion
 from mola.saving.storage import DOCUMENT
 
 __all__ = ["WholeNetworks"]
@@ -48,12 +50,15 @@ class WholeNetworks:
             posterior = self._posterior(models, context, folder)
         seconds = time.perf_counter() - start
 
-        def predict(name: str, scores: bool) -> Outputs:
-            opinion = workshop.opinions.ask(folder.name, workshop.sources[name], lambda: [posterior])
-            return opinion_outputs(opinion, voices=1)
+        def batches(name: str) -> Iterator[tuple[list[Opinion], Tensor]]:
+            asked = workshop.opinions.ask(folder.name, workshop.sources[name], lambda: [posterior])
+            return context.labelled(name, [asked])
+
+        def answer(found: list[Opinion], scores: bool) -> Answer:
+            return found[0].answer(voices=1)
 
         chosen = {"prior_precision": list(posterior.prior_precision), "notes": [*notes, TAKEN_UP]}
-        return Fitted(predict, chosen, seconds)
+        return Fitted(batches, answer, chosen, seconds)
 
     def _posterior(self, models: list[nn.Module], context: Context, folder: Path) -> mola.WholeMoLA:
         if (folder / DOCUMENT).exists():

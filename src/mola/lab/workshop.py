@@ -1,11 +1,8 @@
-"""What a method that is more than a last layer says of each set, asked once and kept on disk.
-
-Where methods work that need more than stored activations: whole networks, training data, a folder to keep things in.
-"""
+"""What methods use that need more than stored activations: whole networks, training data, and predictions kept on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,15 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mola.errors import OptionError, StorageError
+from mola.compare.methods import Material
+from mola.compare.stored import BATCH, TensorFile, written_rows
+from mola.compare.tally import Answer
+from mola.errors import OptionError
 from mola.lab.activations import Activations, Network, fast_inputs
 from mola.lab.suite import DataOptions, Source, Suite, TrainingData, checksum
-from mola.saving.storage import read_sealed_tensors, sealed_tensors, write_atomically
 from mola.training.labelled import Labelled
 from mola.training.loop import member_seeds
-from mola.uncertainty import entropy
+from mola.uncertainty import entropy, entropy_score, max_probability_score
 
-__all__ = ["Opinion", "Opinions", "Voice", "Workshop"]
+__all__ = ["Context", "Opinion", "Opinions", "Voice", "Workshop"]
 
 Voice = Callable[[Tensor], Tensor]
 """From a batch of inputs to probabilities (n, C): one draw, one member."""
@@ -29,7 +28,7 @@ Voice = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Opinion:
-    """The mean of some voices on one set."""
+    """The mean of some voices on some data."""
 
     probs: Tensor
     """(n, C)"""
@@ -41,6 +40,13 @@ class Opinion:
         """How much the voices disagree, (n,)."""
         return (entropy(self.probs) - self.own_entropy).clamp(min=0)
 
+    def answer(self, voices: int) -> Answer:
+        """Probabilities, and the scores that can be made of them."""
+        given = {"max probability": max_probability_score(self.probs), "entropy": entropy_score(self.probs)}
+        if voices > 1:  # one voice alone disagrees with nobody
+            given["mutual information"] = self.mutual_information
+        return Answer(self.probs, given=given)
+
     @staticmethod
     def mean(opinions: Iterable[Opinion]) -> Opinion:
         """The voices of all of them together, each opinion with the same weight."""
@@ -50,13 +56,17 @@ class Opinion:
         )
 
 
+PORTION = 64 * BATCH
+"""Data whose opinions are read at once."""
+
+
 class Opinions:
     """A folder of opinions; what is missing is asked for."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
 
-    def ask(self, key: str, source: Source, voices: Callable[[], Iterable[Voice]]) -> Opinion:
+    def ask(self, key: str, source: Source, voices: Callable[[], Iterable[Voice]]) -> Iterator[Opinion]:
         """The opinion of a method on a set.
 
         Args:
@@ -64,24 +74,18 @@ class Opinions:
             source: the set.
             voices: makes the voices, one after the other, if they have not been asked before.
 
-        Returns:
-            The opinion.
-
-        Raises:
-            StorageError: if the file is damaged.
+        Yields:
+            The opinion, some of the data at a time.
         """
         path = self.directory / key / f"{source.checksum}.safetensors"
         if not path.exists():
             found = Opinion.mean(_asked(voice, source, self.device) for voice in voices())
-            path.parent.mkdir(parents=True, exist_ok=True)
-            content = sealed_tensors({"probs": found.probs, "entropy": found.own_entropy}, {"set": source.name})
-            write_atomically(path, content)
-        try:
-            tensors = read_sealed_tensors(path)[0]
-            return Opinion(tensors["probs"], tensors["entropy"])
-        except (StorageError, KeyError) as error:
-            message = f"{path} is not a whole file of predictions ({error}). Delete it: it will be made again."
-            raise StorageError(message) from error
+            with written_rows(path, source.count, {}, {"set": source.name}) as writer:
+                writer.add({"probs": found.probs, "entropy": found.own_entropy})
+        file = TensorFile(path, "predictions")
+        for start in range(0, source.count, PORTION):
+            part = (start, start + PORTION)
+            yield Opinion(file.read("probs", *part), file.read("entropy", *part))
 
 
 def _asked(voice: Voice, source: Source, device: torch.device) -> Opinion:
@@ -139,3 +143,19 @@ class Workshop:
     def load(self, network: Network) -> nn.Module:
         """A trained network, where networks are run."""
         return network.load().to(self.device)
+
+
+@dataclass(frozen=True)
+class Context(Material):
+    """What a method may use in one run of a suite."""
+
+    networks: tuple[Network, ...]
+    """The run's."""
+    run: int
+    workshop: Workshop
+    """For methods that need whole networks, or train."""
+
+    def labelled(self, name: str, parts: Iterable[Iterable[Opinion]]) -> Iterator[tuple[list[Opinion], Tensor]]:
+        """What several predictors say of a set, portion by portion, with the labels."""
+        labels = torch.split(self.read(name).labels, PORTION)
+        return ((list(some), label) for *some, label in zip(*parts, labels, strict=True))

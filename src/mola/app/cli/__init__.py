@@ -43,7 +43,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-SHARED = ("fit", "evaluate", "predict")
+SHARED = ("fit", "evaluate", "predict", "demo", "train", "bench")
 """Commands that several processes do together."""
 
 
@@ -77,7 +77,7 @@ def _options(
 
         mola evaluate posterior --test mnist:report --ood fashion-mnist:test --output report
 
-    Several processes share the work of fit, evaluate and predict: torchrun --nproc-per-node=4 -m mola fit ...
+    Several processes share the work of fit, evaluate, predict, demo, train and bench: torchrun --nproc-per-node=4 -m mola fit ...
 
     Exit codes: 0 done, 1 a mistake that one line on stderr explains, 2 wrong usage, 3 done but inputs were left out, 130 stopped.
     """

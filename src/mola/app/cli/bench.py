@@ -67,6 +67,7 @@ def bench(
     """
     import torch
 
+    from mola.distributed import join
     from mola.lab.run import Order, carry_out
     from mola.lab.suite import DataOptions
     from mola.lab.suites.registry import find_suite
@@ -99,9 +100,9 @@ def bench(
         swag=swag,
         mimo=mimo,
     )
-    with showing_progress(quiet=quiet) as progress:
-        folder = carry_out(order, progress)
-    if not quiet:
+    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
+        folder = carry_out(order, progress, team)
+    if not quiet and team.first:
         Console(highlight=False).print(
             f"Records are in [bold]{escape(str(folder))}[/bold]. See them with: mola report {chosen.name} --results "
             f"{escape(str(results))}",

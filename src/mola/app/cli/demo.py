@@ -14,6 +14,7 @@ from mola.compare.demo_result import DemoSettings
 from mola.compare.report.single_run_tables import demo_tables
 from mola.compare.report.tables import for_terminal
 from mola.compare.report.words import demo_headlines, tuning_remarks
+from mola.distributed import join
 from mola.lab.demo import run_demo
 
 __all__ = ["demo"]
@@ -43,8 +44,10 @@ def demo(
     from mola.compare.report.writing import prepare_folder, write_demo
 
     prepare_folder(output)
-    with showing_progress(quiet=quiet) as progress:
-        result = run_demo(DemoSettings(seed=seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done))
+    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
+        result = run_demo(DemoSettings(seed=seed), lambda doing, done: progress(doing, FIGURES_BEGIN * done), team)
+        if not team.first:
+            return  # one process writes and speaks for all
         page = write_demo(
             result, output, lambda doing, done: progress(doing, FIGURES_BEGIN + (1 - FIGURES_BEGIN) * done)
         )

@@ -74,6 +74,7 @@ def evaluate(
     from mola.app.jobs.evaluate import run_evaluate
     from mola.app.jobs.folder import open_posterior
     from mola.app.jobs.rows import Account
+    from mola.compare.evaluation import evaluation_document
     from mola.compare.report.single_run_tables import class_table, evaluation_tables
     from mola.compare.report.words import evaluation_findings, evaluation_remarks
     from mola.compare.report.writing import prepare_folder, write_evaluation
@@ -85,7 +86,7 @@ def evaluate(
     torch.manual_seed(seed)
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
-        result = run_evaluate(
+        comparison = run_evaluate(
             open_posterior(posterior, device, trust=trust, network=network or ()),
             test,
             tuple(ood or ()),
@@ -95,13 +96,13 @@ def evaluate(
             directory=None if data is None else str(data),
             team=team,
         )
+        numbers = evaluation_document(comparison)
         with team.work("writing the page"):
             if not team.first:
                 return  # one process writes and speaks for all
-            comparison = result.comparison()
             page = write_evaluation(
                 comparison,
-                result.plain(),
+                numbers,
                 output,
                 lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done),
             )
@@ -117,5 +118,5 @@ def evaluate(
         console.print(f"\nWrote [bold]{escape(str(page))}[/bold], with numbers and figures beside it.", soft_wrap=True)
     # torchrun knows only success and failure: what was left out is said, but does not end the job.
     with suppress(*(typer.Exit,) if team.size > 1 else ()):
-        account = Account(result.left_out, result.noted)
-        finish(account, result.plain(), as_json=as_json, quiet=True if not as_json else quiet)
+        account = Account(comparison.left_out, comparison.noted)
+        finish(account, numbers, as_json=as_json, quiet=True if not as_json else quiet)

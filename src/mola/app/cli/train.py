@@ -41,6 +41,7 @@ def train(
     """
     import torch
 
+    from mola.distributed import join
     from mola.lab.networks import Training, train_networks
     from mola.lab.suite import DataOptions
     from mola.lab.suites.registry import find_suite
@@ -58,9 +59,9 @@ def train(
         torch.set_num_threads(threads)
     options = DataOptions(directory=data, train=train_images, download=download)
     training = Training(chosen, count, recipe, network, seed, options, device)
-    with showing_progress(quiet=quiet) as progress:
-        paths = train_networks(training, output or Path("networks") / chosen.name, progress)
-    if not quiet:
+    with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
+        paths = train_networks(training, output or Path("networks") / chosen.name, progress, team)
+    if not quiet and team.first:
         Console(highlight=False).print(
             f"Trained networks ({len(paths)}) are in [bold]{escape(str(paths[0].parent))}[/bold]", soft_wrap=True
         )

@@ -11,7 +11,7 @@ from mola.app.explore.subject import Example, Subject
 from mola.app.jobs.material import Progress
 from mola.app.jobs.preparation import Intake
 from mola.compare.demo_result import DemoSettings
-from mola.compare.four_methods import four_methods
+from mola.compare.methods import four_methods
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
 from mola.lab.demo import build_network, one_thread
 from mola.training import Recipe, train_ensemble
@@ -46,7 +46,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
             build_network, digits.train, recipe, members=settings.members, seed=settings.seed, on_epoch=trained
         )
         progress("fitting and tuning", TRAINED)
-        posterior = four_methods(networks, digits.train.batches(), digits.val.batches()).predictors["MoLA"]
+        posterior = four_methods(networks, digits.train.batches(), digits.val.batches())["MoLA"]
         reference = Reference.of(posterior.predict(digits.val.inputs).ood_score, "digits:val")
     sight = Sight.of((1, SIDE, SIDE), Intake(mode="L", shape=(1, SIDE, SIDE)))
     examples = []

@@ -1,7 +1,7 @@
 """`mola evaluate`: MAP, temperature scaling, deep ensemble, LLLA and MoLA side by side, on a user's own test data.
 
 All methods but LLLA follow from the logits that predicting with the posterior gives anyway, so the data are read once and the
-networks run once; LLLA runs the first network once more. The validation data, too, are read once: temperatures and LLLA are tuned
+networks run once; LLLA runs the first network once more. The validation data are read once, too: temperatures and LLLA are tuned
 on what the networks made of them.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,12 @@ from mola.app.jobs.material import Progress
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.shards import divided
 from mola.baselines.temperature import fit_temperature
-from mola.compare import Answer, Tally
-from mola.compare.evaluation import Evaluation, compare_inside, compare_outside
+from mola.compare import Answer, Tally, tally_set
+from mola.compare.evaluation import short
+from mola.compare.record import Comparison, Record, SetInfo
+from mola.compare.results import labelled_leads, labelled_result, outlier_leads, outlier_result
 from mola.distributed import Team
-from mola.errors import DataError, MolaWarning, OptionError
+from mola.errors import MolaWarning, OptionError
 from mola.network import undisturbed
 from mola.posterior import MoLA
 from mola.tuning.candidates import HeldOut, read_held_out
@@ -50,6 +52,13 @@ class _Contest:
     """The first component alone."""
     temperatures: dict[str, float]
     outputs: int
+
+    def chosen(self, method: str) -> dict[str, Any]:
+        """What was tuned of a method."""
+        if method in self.temperatures:
+            return {"temperature": self.temperatures[method]}
+        own = {LAPLACE: self.single, MIXTURE: self.posterior}.get(method)
+        return {} if own is None else {"prior_precision": list(own.prior_precision)}
 
     def ask(self, batch: Any) -> dict[str, Answer]:
         """What every method says of a batch; the plain ensemble has the posterior's weights."""
@@ -86,7 +95,7 @@ def run_evaluate(
     strict: bool = False,
     directory: str | None = None,
     team: Team | None = None,
-) -> Evaluation:
+) -> Comparison:
     """Compare the methods.
 
     Args:
@@ -146,34 +155,47 @@ def run_evaluate(
         account = account.together(together)
     progress("done", 1.0)
     inside = tallies[test]
-    outside = {name: compare_outside(inside, tallies[name]) for name in outliers}
-    classes = fitted.classes or [str(index) for index in range(fitted.outputs)]
-    methods, leads = compare_inside(inside, classes, {name: results for name, (results, _) in outside.items()})
-    return Evaluation(
-        test=test,
-        count=next(iter(inside.values())).count,
-        methods=methods,
-        leads=leads,
-        outside_leads={name: found for name, (_, found) in outside.items()},
-        components=len(fitted.posterior.components),
-        chosen={
-            **{f"prior precision of {LAPLACE}": contest.single.prior_precision[0]},
-            **(
-                {f"prior precision of {MIXTURE}": fitted.posterior.prior_precision[0]}
-                if len(fitted.posterior.components) > 1
-                else {}
-            ),
-            **{f"temperature of {name}": value for name, value in contest.temperatures.items()},
+    classes = tuple(fitted.classes or (str(index) for index in range(fitted.outputs)))
+    seconds = time.perf_counter() - began
+    return Comparison(
+        title=test,
+        sets={
+            name: SetInfo(
+                name,
+                short(name, tuple(outliers)),
+                "test" if name == test else "outlier",
+                next(iter(found.values())).count,
+            )
+            for name, found in tallies.items()
         },
+        records=tuple(
+            Record(
+                suite="evaluation",
+                method=method,
+                group="main",
+                run=0,
+                settings={},
+                networks=[],
+                data={},
+                chosen=contest.chosen(method),
+                seconds={},
+                labelled={test: labelled_result(tally, errors=True, classes=classes)},
+                outliers={name: outlier_result(tally, tallies[name][method], errors=True) for name in outliers},
+            )
+            for method, tally in inside.items()
+        ),
+        classes=classes,
+        leads={test: labelled_leads(inside)} | {name: outlier_leads(inside, tallies[name]) for name in outliers},
         notes=(*notes, *_warnings(fitted, test, tuned_on)),
         left_out=account.left_out,
         noted=account.noted,
         made={
+            "components": len(fitted.posterior.components),
             "posterior": str(fitted.folder),
             "validation": tuned_on,
             "structure": fitted.posterior.structure,
             "rule": fitted.job.rule,
-            "seconds": time.perf_counter() - began,
+            "seconds": seconds,
             "versions": {"mola": __version__, "torch": torch.__version__, "python": platform.python_version()},
         },
     )
@@ -238,29 +260,19 @@ def _logits(held: HeldOut, team: Team) -> tuple[Tensor, Tensor]:
 
 
 def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
-    tallies: dict[str, Tally] = {}
-    pairs: list[Tensor] = []
-    for batch in loader:
-        labels = None
-        if loader.labelled:
-            labels = batch["labels"] if isinstance(batch, dict) else batch[1]
-        answers = contest.ask(batch)
-        for method, answer in answers.items():
-            tallies.setdefault(method, Tally()).add(answer, labels)
-        if labels is not None:
-            pairs.append(torch.stack([labels, answers[SINGLE].probs.argmax(1)], 1))
-        team.check()
+    def answers() -> Iterator[tuple[dict[str, Answer], Tensor | None]]:
+        for batch in loader:
+            labels = None
+            if loader.labelled:
+                labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+            yield contest.ask(batch), labels
+
+    tallies = tally_set(answers(), team, loader.source.name)
     if loader.labelled:
-        every = team.rows(torch.cat(pairs) if pairs else None)
-        check_order(every, contest.outputs, None, loader.source.name)
-    if team.size == 1:
-        return tallies
-    everyone = team.collect(list(tallies))
-    methods = team.share(next((one for one in everyone or () if one), []))
-    if not methods:
-        message = f"{loader.source.name} holds no input that can be used."
-        raise DataError(message)
-    return {method: tallies.get(method, Tally()).together(team) for method in methods}
+        single = tallies[SINGLE]
+        pairs = torch.stack([single["label"], single["predicted"]], 1).long()
+        check_order(pairs, contest.outputs, None, loader.source.name)
+    return tallies
 
 
 def _warnings(fitted: PosteriorFolder, test: str, tuned_on: str | None) -> list[str]:

@@ -6,10 +6,11 @@ from functools import cache
 
 import torch
 
+from mola.compare.record import Role
 from mola.lab.data.embedded import SIDE, load_digits, natural_patches, uniform_noise
 from mola.lab.data.images import Images, normalisation
 from mola.lab.demo import ANGLES, build_network
-from mola.lab.suite import Budget, DataOptions, MimoBudget, Role, Shift, Source, Suite, SwagBudget, TrainingData
+from mola.lab.suite import Budget, DataOptions, MimoBudget, Shift, Source, Suite, SwagBudget, TrainingData
 from mola.lab.suites.image_sources import image_source, limited, rotated
 from mola.training import Recipe
 from mola.training.labelled import Labelled

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mola.compare.record import Role
 from mola.errors import DataError, warn
 from mola.lab.data.catalogue import DATASETS, check_original, has_images, load_images, split_validation
 from mola.lab.data.images import Images, normalisation
 from mola.lab.data.transforms import flip_and_crop, rotate
-from mola.lab.suite import DataOptions, Role, Source, TrainingData, from_memory
+from mola.lab.suite import DataOptions, Source, TrainingData, from_memory
 from mola.training import Recipe
 from mola.training.labelled import Labelled
 

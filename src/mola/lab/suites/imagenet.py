@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mola.compare.record import Role
 from mola.errors import DataError, warn
 from mola.lab.corruptions import CORRUPTIONS
 from mola.lab.data.catalogue import data_directory
 from mola.lab.data.folder import ImageFolder, open_imagenet, open_imagenet_c
 from mola.lab.data.images import normalisation
 from mola.lab.models import build_network
-from mola.lab.suite import Batches, DataOptions, Role, Shift, Source, Suite, checksum, first_labels
+from mola.lab.suite import Batches, DataOptions, Shift, Source, Suite, checksum, first_labels
 from mola.training import RECIPES
 
 __all__ = ["IMAGENET"]

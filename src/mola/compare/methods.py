@@ -1,0 +1,251 @@
+"""Methods as values: what they are made of, how they are fitted, and what they say of a batch.
+
+`LastLayer` is MAP, MAP-T, DE, DE-T, LLLA, MoLA and every ablation of them. Its networks may be whole ones, or `HeadOnly` over
+stored features: both go through the same public `mola.fit`, `tune` and call.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import mola
+from mola.baselines.temperature import fit_temperature
+from mola.compare.stored import Seen, Stored
+from mola.compare.tally import Answer
+from mola.errors import MolaWarning
+from mola.options import one_of
+from mola.uncertainty import entropy_score, max_probability_score
+
+__all__ = ["PAPER", "RULES", "WEIGHTS", "Fitted", "LastLayer", "Material", "Method", "four_methods", "noting"]
+
+FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
+"""Outlier scores of bare features and logits, by name."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a method may use in one run."""
+
+    read: Callable[[str], Stored]
+    """What the run's networks see of a set, by its name."""
+    threshold: float | None
+    """Of the paper's rule."""
+    detectors: Callable[[Stored, Stored], FeatureScores]
+    """Made from what the networks see of the training and of the validation set."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A method that is ready."""
+
+    batches: Callable[[str], Iterable[tuple[Any, Tensor]]]
+    """What it needs of a set, by the set's name: batch by batch, with the labels."""
+    answer: Callable[[Any, bool], Answer]
+    """What it says of a batch, with outlier scores or without."""
+    chosen: dict[str, Any]
+    """What was tuned."""
+    seconds: float
+    """Time to fit and tune."""
+
+
+MaterialT = TypeVar("MaterialT", contravariant=True)
+
+
+class Method(Protocol[MaterialT]):
+    """A method of a comparison."""
+
+    @property
+    def name(self) -> str:
+        """Shown in tables; unique within a comparison."""
+
+    @property
+    def group(self) -> str:
+        """The comparison it belongs to."""
+
+    @property
+    def components(self) -> int | None:
+        """Networks it takes; None takes all of the run's."""
+
+    def settings(self) -> dict[str, Any]:
+        """What makes it, as plain JSON values."""
+
+    def fit(self, material: MaterialT, /) -> Fitted:
+        """Make it ready."""
+
+
+@contextmanager
+def noting() -> Iterator[list[str]]:
+    """Keep the library's warnings for the record instead of showing them; other warnings are passed on.
+
+    Yields:
+        The warnings, complete when the context ends.
+    """
+    notes: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MolaWarning)
+        yield notes
+    for one in caught:
+        if issubclass(one.category, MolaWarning):
+            notes.append(str(one.message))
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+
+RULES: Mapping[str, Callable[[float | None], mola.Rule]] = {
+    "threshold": lambda threshold: mola.ConfidenceThreshold(threshold),
+    "nll": lambda _: mola.ValidationScore("nll"),
+    "brier": lambda _: mola.ValidationScore("brier"),
+    "ece": lambda _: mola.ValidationScore("ece"),
+    "evidence": lambda _: mola.Evidence(),
+}
+"""Ways to choose the prior precision, by name."""
+
+WEIGHTS = ("uniform", "evidence", "stacking")
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """MAP, deep ensemble, LLLA, MoLA: one code path, with or without covariance, temperature-scaled or not."""
+
+    name: str
+    group: str = "main"
+    components: int | None = None
+    structure: str | None = None
+    """None has no covariance."""
+    link: str = "probit"
+    rule: str = "threshold"
+    weights: str = "uniform"
+    temperature: bool = False
+    """Whether one temperature, tuned by validation NLL, divides all logits."""
+    detectors: bool = False
+    """Whether to compare outlier scores, those of the bare features and logits included."""
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        one_of(self.rule, tuple(RULES), "rule")
+        one_of(self.weights, WEIGHTS, "weights")
+
+    def settings(self) -> dict[str, Any]:
+        """What makes it, as plain JSON values."""
+        settings: dict[str, Any] = {"weights": self.weights}
+        if self.structure is not None:
+            settings |= {"structure": self.structure, "link": self.link, "rule": self.rule}
+        if self.temperature:
+            settings["temperature"] = "shared"
+        return settings
+
+    def fit(self, material: Material) -> Fitted:
+        """Fit on stored training activations and tune on stored validation activations."""
+        train, validation = self._read(material, "train"), self._read(material, "validation")
+        start = time.perf_counter()
+        with noting() as notes:
+            networks, chosen = train.heads, {}
+            if self.temperature:
+                temperature = fit_temperature(validation.logits(), validation.labels)
+                networks, chosen = tuple(one.cooled(temperature) for one in networks), {"temperature": temperature}
+            posterior = self.posterior(networks, train, validation, material.threshold)
+        chosen |= self.tuned(posterior)
+        chosen["notes"] = notes
+        seconds = time.perf_counter() - start
+
+        @cache
+        def detectors() -> FeatureScores:
+            """Made when a set of outliers first asks for them."""
+            return material.detectors(train, validation)
+
+        def answer(seen: Seen, scores: bool) -> Answer:
+            if not (scores and self.detectors):
+                probs = torch.cat([posterior(features) for features in seen.batches()])
+                return Answer(probs, given={"max probability": max_probability_score(probs)})
+            found = posterior.predict(seen.batches(), progress=False)
+            given = {"max probability": max_probability_score(found.probs), "entropy": entropy_score(found.probs)}
+            if self.structure is not None or len(networks) > 1:  # one network alone disagrees with nobody
+                given["mutual information"] = found.mutual_information
+            if self.structure is not None:
+                given["ood score"] = found.ood_score
+            elif not self.temperature:
+                given |= {name: score(seen) for name, score in detectors().items()}
+            return Answer(found.probs, given=given)
+
+        def batches(name: str) -> Iterator[tuple[Seen, Tensor]]:
+            return ((seen, seen.labels) for seen in self._read(material, name).slices())
+
+        return Fitted(batches, answer, chosen, seconds)
+
+    def _read(self, material: Material, name: str) -> Stored:
+        return material.read(name).first(self.components)
+
+    def posterior(
+        self,
+        networks: Sequence[nn.Module],
+        train: Iterable[Any],
+        validation: Iterable[Any],
+        threshold: float | None = None,
+    ) -> mola.MoLA:
+        """The predictor, fitted and tuned.
+
+        Args:
+            networks: as many as it takes.
+            train: batches to fit on.
+            validation: batches to tune on.
+            threshold: of the paper's rule; None is 0.01 below the networks' accuracy.
+
+        Returns:
+            The predictor.
+        """
+        if self.structure is None:
+            return mola.ensemble(networks)
+        weights = "evidence" if self.weights == "evidence" else "uniform"
+        posterior = mola.fit(networks, train, structure=self.structure, link=self.link, weights=weights, progress=False)
+        needs_data = self.rule != "evidence"
+        posterior = posterior.tune(validation if needs_data else None, RULES[self.rule](threshold), progress=False)
+        return posterior.reweight(validation, progress=False) if self.weights == "stacking" else posterior
+
+    @staticmethod
+    def tuned(posterior: mola.MoLA) -> dict[str, Any]:
+        """What was chosen for it, as plain JSON values."""
+        if posterior.structure is None:
+            return {}
+        chosen: dict[str, Any] = {
+            "prior_precision": list(posterior.prior_precision),
+            "weights": [float(weight) for weight in posterior.weights],
+            "log_evidence": [float(value) for value in posterior.log_evidence()],
+        }
+        if posterior.tuning is not None:
+            chosen["rule"] = posterior.tuning.rule
+        return chosen
+
+
+PAPER = (
+    LastLayer("MAP", components=1),
+    LastLayer("DE"),
+    LastLayer("LLLA", components=1, structure="kron"),
+    LastLayer("MoLA", structure="kron"),
+)
+"""The four methods of the paper: one network, all of them, and both again with a Laplace approximation on the last layer."""
+
+
+def four_methods(
+    networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]
+) -> dict[str, mola.MoLA]:
+    """The methods of `PAPER` by name, fitted and tuned; what tuning remarked is in their `tuning.notes`.
+
+    Args:
+        networks: trained classifiers. MAP and LLLA take the first, the others take all.
+        train: the training data.
+        validation: the validation data, read by tuning alone.
+
+    Returns:
+        The predictors.
+    """
+    with noting():
+        return {one.name: one.posterior(networks[: one.components], train, validation) for one in PAPER}

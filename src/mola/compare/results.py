@@ -1,0 +1,203 @@
+"""Tallies in, results out: the numbers of a method on each set, their errors over data, and who leads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mola import metrics
+from mola.compare.measured import Lead, Measured, area_between, lead, mean_of, pass_rate
+from mola.compare.record import (
+    CONFIDENCE_BINS,
+    ClassResult,
+    Examples,
+    LabelledResult,
+    OutlierResult,
+    ScoreHistogram,
+)
+from mola.compare.tally import Tally
+
+__all__ = [
+    "EXAMPLES",
+    "METRICS",
+    "examples_of",
+    "labelled_leads",
+    "labelled_result",
+    "outlier_leads",
+    "outlier_result",
+]
+
+METRICS = (
+    "accuracy",
+    "log_likelihood",
+    "nll",
+    "brier",
+    "ece",
+    "ece100",
+    "ece_legacy",
+    "mce",
+    "mce_legacy",
+    "confidence",
+    "aurc",
+)
+"""Of labelled data, as `mola.metrics` defines them."""
+
+EXAMPLES = 8
+"""Inputs of each set that a report shows."""
+
+SCORE_BINS = 25
+"""Equal-width bins of the histograms of outlier scores."""
+
+TAIL = 0.005
+"""Share of the inputs at each end that the outermost bins of these take in, however far away."""
+
+BETTER: dict[str, Literal["low", "high"]] = {"accuracy": "high", "nll": "low", "brier": "low", "ece": "low"}
+
+
+def labelled_result(
+    tally: Tally, level: float = 0.0, *, detail: bool = True, errors: bool = False, classes: Sequence[str] = ()
+) -> LabelledResult:
+    """Every metric of a method on labelled data; one that is not defined there is left out.
+
+    Args:
+        tally: what the method said.
+        level: how far the data are shifted.
+        detail: whether to keep what reliability diagrams and histograms are drawn from.
+        errors: whether to estimate standard errors over data.
+        classes: names of the classes, for results by class.
+
+    Returns:
+        The numbers.
+    """
+    found = _metrics(tally)
+    return LabelledResult(
+        level=level,
+        count=tally.count,
+        # The legacy errors count nothing where every prediction is sure.
+        metrics={name: found[name] for name in METRICS if not math.isnan(found[name])},
+        reliability=tally.bins.tolist() if detail else [],
+        histogram=_histogram(tally) if detail else [],
+        errors={name: one.error for name, one in tally.measured().items()} if errors else {},
+        classes=_by_class(tally, classes) if classes else {},
+    )
+
+
+def _metrics(tally: Tally) -> dict[str, float]:
+    confidence, correct, bins = tally["confidence"], tally["correct"], tally.bins
+    nll = float(tally["nll"].mean())
+    legacy = metrics.bin_sums_legacy(confidence, correct, 100)
+    counted = bool(legacy[:, 0].sum() > 0)
+    return {
+        "accuracy": float(correct.mean()),
+        "log_likelihood": -nll,
+        "nll": nll,
+        "brier": float(tally["brier"].mean()),
+        "ece": metrics.calibration_gap(bins),
+        "ece100": metrics.calibration_gap(metrics.bin_sums(confidence, correct, 100)),
+        "ece_legacy": metrics.calibration_gap(legacy) if counted else math.nan,
+        "mce": metrics.largest_gap(bins),
+        "mce_legacy": metrics.largest_gap(legacy) if counted else math.nan,
+        "confidence": float(confidence.mean()),
+        "aurc": metrics.area_under_risk_coverage(tally["max probability"], correct),
+    }
+
+
+def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors: bool = False) -> OutlierResult:
+    """How sure a method is of outliers, and how well each score tells them from the test set.
+
+    Args:
+        inside: what the method said of the test set.
+        outside: what it said of the outliers.
+        detail: whether to keep the histogram of confidence.
+        errors: whether to estimate standard errors over data, and to keep histograms of the scores.
+
+    Returns:
+        The numbers.
+    """
+    sure = mean_of(outside["confidence"])
+    scores, spread, histograms = {}, {}, {}
+    for name, far in outside.scores.items():
+        near = inside[name]
+        scores[name] = {
+            "auroc": metrics.auroc(near, far),
+            "aupr_in": metrics.aupr_in(near, far),
+            "aupr_out": metrics.aupr_out(near, far),
+            "fpr95": metrics.fpr_at_tpr(near, far),
+        }
+        if errors:
+            area, rate = area_between(near, far), pass_rate(near, far)
+            scores[name]["auroc"] = area.value
+            spread[name] = {"auroc": area.error, "fpr95": rate.error}
+            edges = _edges(near, far)
+            histograms[name] = ScoreHistogram(edges.tolist(), _binned(near, edges), _binned(far, edges))
+    return OutlierResult(
+        count=outside.count,
+        confidence=sure.value,
+        scores=scores,
+        histogram=_histogram(outside) if detail else [],
+        confidence_error=sure.error if errors else None,
+        errors=spread,
+        score_histograms=histograms,
+    )
+
+
+def examples_of(tally: Tally) -> Examples:
+    """Confidence and class of the first few predictions."""
+    return Examples(
+        tally["confidence"][:EXAMPLES].tolist(), [int(label) for label in tally["predicted"][:EXAMPLES].tolist()]
+    )
+
+
+def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
+    """Which of several methods leads on the same labelled data, by accuracy, nll, brier and ece."""
+    measured = {method: tally.measured() for method, tally in tallies.items()}
+    return {
+        name: lead({(method,): numbers[name] for method, numbers in measured.items()}, better)
+        for name, better in BETTER.items()
+    }
+
+
+def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:
+    """Which method, by whichever score, leads on the same outliers; see `Comparison.leads`."""
+    pairs = {
+        (method, score): (inside[method][score], far)
+        for method, tally in outside.items()
+        for score, far in tally.scores.items()
+    }
+    areas: dict[tuple[str, ...], Measured] = {name: area_between(*pair) for name, pair in pairs.items()}
+    rates: dict[tuple[str, ...], Measured] = {name: pass_rate(*pair) for name, pair in pairs.items()}
+    return {
+        "confidence": lead({(method,): mean_of(tally["confidence"]) for method, tally in outside.items()}, "low"),
+        "max probability": lead({(method,): areas[method, "max probability"] for method in outside}, "high"),
+        "auroc": lead(areas, "high"),
+        "fpr95": lead(rates, "low"),
+    }
+
+
+def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, ClassResult]:
+    rows = zip(classes, *tally.by_class(len(classes)), strict=True)
+    return {name: ClassResult(count, right / count, sure / count) for name, count, right, sure in rows if count}
+
+
+def _histogram(tally: Tally) -> list[int]:
+    counts: list[float] = torch.histc(tally["confidence"], CONFIDENCE_BINS, 0, 1).tolist()
+    return [int(count) for count in counts]
+
+
+def _edges(inside: Tensor, outside: Tensor) -> Tensor:
+    """Bins that both fill: the outermost hundredth of either does not stretch them."""
+    ends = [
+        one.sort().values[[int(TAIL * (len(one) - 1)), -1 - int(TAIL * (len(one) - 1))]] for one in (inside, outside)
+    ]
+    low, high = min(float(ends[0][0]), float(ends[1][0])), max(float(ends[0][1]), float(ends[1][1]))
+    return torch.linspace(low, high if high > low else low + 1, SCORE_BINS + 1, dtype=torch.float64)
+
+
+def _binned(scores: Tensor, edges: Tensor) -> list[float]:
+    index = torch.bucketize(scores, edges[1:-1])
+    shares: list[float] = (torch.bincount(index, minlength=SCORE_BINS) / len(scores)).tolist()
+    return shares

@@ -1,0 +1,312 @@
+"""What the last layers of K networks see of a set, on disk and read in slices: never a whole set of features in memory.
+
+One safetensors file for each network and set, with a checksum of its content. It is written batch by batch and read by position
+rather than mapped into memory, where the pages that were read would count as the process's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mola.errors import DataError, StorageError
+from mola.saving.storage import partial_file
+from mola.schema import SEAL
+
+__all__ = ["HeadOnly", "RowWriter", "Seen", "Stored", "TensorFile", "written_rows"]
+
+BATCH = 1024
+"""Rows of a batch that is fitted on or predicted."""
+
+NUMBERS_AT_ONCE = 2**23
+"""Features of one network in a slice."""
+
+BYTES_AT_ONCE = 2**24
+"""Of a file whose checksum is computed."""
+
+KINDS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64}
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tensors of a safetensors file begin and end, and what the file says of itself."""
+
+    start: int
+    """Bytes before the first tensor."""
+    entries: dict[str, dict[str, Any]]
+    metadata: dict[str, str]
+
+    @classmethod
+    def plan(cls, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> _Layout:
+        """Of a file that is to be written."""
+        entries, offset = {}, 0
+        # The widest numbers first, so that all are aligned.
+        for name, (dtype, shape) in sorted(shapes.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+            end = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        planned = cls(0, entries, {**metadata, SEAL: "0" * 64})
+        return replace(planned, start=len(planned.header()))
+
+    @classmethod
+    def read(cls, file: BinaryIO) -> _Layout:
+        """Of a file that is there."""
+        size = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(size))
+        metadata = entries.pop("__metadata__", {})
+        return cls(8 + size, entries, metadata)
+
+    def header(self) -> bytes:
+        """The bytes before the first tensor."""
+        text = json.dumps({"__metadata__": self.metadata, **self.entries}).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def place(self, name: str) -> int:
+        """Where a tensor begins."""
+        return self.start + int(self.entries[name]["data_offsets"][0])
+
+    def digest(self, path: Path) -> str:
+        """Checksum of all of the file but the checksum, as in `mola.saving.storage.sealed_tensors`."""
+        texts = {name: text for name, text in self.metadata.items() if name != SEAL}
+        kinds = {kind: str(one) for one, kind in NAMES.items()}
+        shapes = {name: [kinds[entry["dtype"]], *entry["shape"]] for name, entry in self.entries.items()}
+        digest = hashlib.sha256(json.dumps([texts, shapes], sort_keys=True).encode())
+        with open(path, "rb") as file:
+            for name in sorted(self.entries):
+                begin, end = self.entries[name]["data_offsets"]
+                file.seek(self.start + begin)
+                for left in range(end - begin, 0, -BYTES_AT_ONCE):
+                    digest.update(file.read(min(left, BYTES_AT_ONCE)))
+        return digest.hexdigest()
+
+
+class TensorFile:
+    """A safetensors file whose tensors are read by rows.
+
+    Args:
+        path: of the file.
+        content: what it holds, in words for messages.
+
+    Raises:
+        StorageError: if the file is truncated or was changed.
+    """
+
+    _sound: dict[Path, tuple[int, int]] = {}  # noqa: RUF012  (files whose checksum has been compared, by size and time)
+
+    def __init__(self, path: Path, content: str = "activations") -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                self.layout = _Layout.read(file)
+            found = path.stat()
+            ends = [entry["data_offsets"][1] for entry in self.layout.entries.values()]
+            whole = self.layout.start + max(ends) == found.st_size
+            state, seal = (found.st_size, found.st_mtime_ns), self.layout.metadata.get(SEAL)
+            if whole and self._sound.get(path) != state and seal is not None:
+                whole = seal == self.layout.digest(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+            whole, reason = False, f" ({error})"
+        else:
+            reason = ""
+        if not whole:
+            message = f"{path} is not a whole file of {content}{reason}. Delete it: it will be made again."
+            raise StorageError(message)
+        self._sound[path] = state
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return name in self.layout.entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(self.layout.entries[name]["shape"])
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Some rows of a tensor.
+
+        Args:
+            name: of the tensor.
+            start: the first row.
+            stop: the row after the last; None is all that follow.
+
+        Returns:
+            The rows.
+        """
+        kind, (count, *rest) = np.dtype(KINDS[self.layout.entries[name]["dtype"]]), self.shape(name)
+        width = int(np.prod(rest, dtype=np.int64))
+        rows = max(0, (count if stop is None else min(stop, count)) - start)
+        offset = self.layout.place(name) + start * width * kind.itemsize
+        return torch.from_numpy(np.fromfile(self.path, kind, rows * width, offset=offset)).reshape(rows, *rest)
+
+
+@contextmanager
+def written_rows(
+    path: Path, count: int, whole: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Iterator[RowWriter]:
+    """Write a file for `TensorFile` batch by batch; readers see all of it or nothing.
+
+    Args:
+        path: of the file; its folder is made.
+        count: rows of all batches together.
+        whole: tensors that are written as they are.
+        metadata: short texts by name.
+
+    Yields:
+        What takes the batches.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with partial_file(path) as partial, open(partial, "wb") as file:
+        writer = RowWriter(file, count, whole, metadata)
+        yield writer
+        writer.finish(partial)
+        partial.replace(path)
+
+
+class RowWriter:
+    """A file for `TensorFile` under way."""
+
+    def __init__(self, file: BinaryIO, count: int, whole: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        self.file, self.count, self.whole, self.metadata = file, count, whole, metadata
+        self.layout: _Layout | None = None
+        self.done = 0
+
+    def add(self, batch: Mapping[str, Tensor]) -> None:
+        """Write more rows; `DataError` if there are more than expected."""
+        if self.layout is None:
+            shapes = {name: (rows.dtype, (self.count, *rows.shape[1:])) for name, rows in batch.items()}
+            shapes |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.whole.items()}
+            self.layout = _Layout.plan(shapes, self.metadata)
+            for name, tensor in self.whole.items():
+                self._write(self.layout.place(name), tensor)
+        size = len(next(iter(batch.values())))
+        self._require(self.done + size <= self.count, self.done + size)
+        for name, rows in batch.items():
+            row = rows[:1].numel() * rows.element_size()
+            self._write(self.layout.place(name) + self.done * row, rows)
+        self.done += size
+
+    def _write(self, place: int, tensor: Tensor) -> None:
+        self.file.seek(place)
+        self.file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def _require(self, holds: bool, found: int) -> None:
+        if not holds:
+            message = f"expected {self.count} data of {self.metadata.get('set', 'the set')}, got {found}."
+            raise DataError(message)
+
+    def finish(self, path: Path) -> None:
+        """Write the header with the checksum of what was written; `DataError` if there are fewer rows than expected."""
+        self._require(self.layout is not None and self.done == self.count, self.done)
+        assert self.layout is not None  # there were rows
+        self.file.flush()
+        sealed = replace(self.layout, metadata={**self.layout.metadata, SEAL: self.layout.digest(path)})
+        self.file.seek(0)
+        self.file.write(sealed.header())
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+class HeadOnly(nn.Module):
+    """A network's last layer over features (n, K, P) that are known: the rest of the network has been run already."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, index: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+        self.head.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+        self.index = index
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits of this network."""
+        logits: Tensor = self.head(features[:, self.index])
+        return logits
+
+    def cooled(self, temperature: float) -> HeadOnly:
+        """The same head with its logits divided by a temperature: a linear layer again."""
+        bias = None if self.head.bias is None else self.head.bias.detach() / temperature
+        return HeadOnly(self.head.weight.detach() / temperature, bias, self.index).eval()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the heads of K networks see of some data."""
+
+    features: Tensor
+    """(n, K, P)"""
+    logits: Tensor
+    """(n, K, C)"""
+    labels: Tensor
+
+    def batches(self) -> list[Tensor]:
+        """The features in batches, for networks that are `HeadOnly`."""
+        return list(torch.split(self.features, BATCH))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the heads of K networks see of a set; a loader of (features, labels) for networks that are `HeadOnly`."""
+
+    files: tuple[TensorFile, ...]
+
+    @classmethod
+    def open(cls, paths: Sequence[Path]) -> Stored:
+        """From one file for each network, of the same set."""
+        return cls(tuple(TensorFile(path) for path in paths))
+
+    def first(self, count: int | None) -> Stored:
+        """The first `count` networks alone; None is all of them."""
+        return Stored(self.files[:count])
+
+    def only(self, network: int) -> Stored:
+        """One network alone; its features are still (n, 1, P)."""
+        return Stored(self.files[network : network + 1])
+
+    @cached_property
+    def heads(self) -> tuple[HeadOnly, ...]:
+        """The K last layers, as networks over the features."""
+        return tuple(
+            HeadOnly(file.read("weight"), file.read("bias") if "bias" in file else None, index).eval()
+            for index, file in enumerate(self.files)
+        )
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """Class of each datum (n,)."""
+        return self.files[0].read("labels")
+
+    @property
+    def count(self) -> int:
+        """Number of data."""
+        return self.files[0].shape("labels")[0]
+
+    def slices(self) -> Iterator[Seen]:
+        """All data, in slices of a bounded size that are whole batches but for the last."""
+        width = max(file.shape("features")[1] for file in self.files)
+        rows = max(1, NUMBERS_AT_ONCE // width // BATCH) * BATCH
+        for start in range(0, self.count, rows):
+            features, logits = (
+                torch.stack([file.read(name, start, start + rows) for file in self.files], dim=1)
+                for name in ("features", "logits")
+            )
+            yield Seen(features, logits, self.labels[start : start + rows])
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of (features, labels)."""
+        for seen in self.slices():
+            yield from zip(seen.batches(), torch.split(seen.labels, BATCH), strict=True)
+
+    def logits(self) -> Tensor:
+        """(K, n, C), of all data: for sets as small as validation data."""
+        return torch.stack([file.read("logits") for file in self.files], dim=1).transpose(0, 1)
