@@ -22,9 +22,9 @@ from torch import Tensor
 
 from mola.component import Component
 from mola.errors import BoundError
-from mola.float64 import exact
 from mola.laplace import FeatureSpread, LogitMoments, in_range
 from mola.links import Link
+from mola.numerics import exact
 
 __all__ = ["class_bounds", "component_bounds", "far_field_logits", "largest_logits", "require_probit"]
 

@@ -22,8 +22,8 @@ from mola.laplace.memory import free_memory
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import Head, Inputs, capture
 from mola.network.fingerprint import Watch
+from mola.numerics import check_generator
 from mola.options import whole_number
-from mola.randomness import check_generator
 
 __all__ = ["Component", "Curvature", "LaplaceComponent", "WeightSamples", "draw_weights", "per_component"]
 

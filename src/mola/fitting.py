@@ -15,6 +15,7 @@ from mola.errors import OptionError
 from mola.laplace import Structure, as_structure, check_precision
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
+from mola.mixture import check_weighting
 from mola.network import check_loader, undisturbed
 from mola.network.fingerprint import Watch
 from mola.posterior import MoLA
@@ -22,7 +23,6 @@ from mola.saving import archive, storage
 from mola.sums import SumsCheckpoint, sum_up
 from mola.tuning.data_checks import Remembering, shared_rows
 from mola.tuning.rules import Rule, check_rule
-from mola.tuning.weights import check_weighting
 
 __all__ = ["ensemble", "fit", "load"]
 

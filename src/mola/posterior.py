@@ -22,14 +22,21 @@ from mola.errors import DataError, located, warn
 from mola.laplace import LogitMoments, in_range
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
-from mola.mixture import Mixture, describe_networks, describe_numbers, describe_weights
+from mola.mixture import (
+    Mixture,
+    check_weighting,
+    describe_networks,
+    describe_numbers,
+    describe_weights,
+    evidence_weights,
+    stacking_weights,
+)
 from mola.network import Inputs, check_finite, one_batch, undisturbed, without_autocast
+from mola.numerics import seed_from
 from mola.prediction import Prediction, later
-from mola.randomness import seed_from
 from mola.saving import archive, storage
 from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, LastLayerProblem, Problem, Tuning, read_held_out
 from mola.tuning.rules import Rule, choose_together
-from mola.tuning.weights import check_weighting, evidence_weights, stacking_weights
 from mola.uncertainty import entropy, epistemic_share, far_field_score, max_probability_score
 
 __all__ = ["LaplaceMixture", "MoLA"]

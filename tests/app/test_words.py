@@ -15,15 +15,15 @@ from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import BUILT_IN, open_set
 from mola.errors import MolaWarning, OptionError, StorageError
 from mola.export.tracing import quietly
-from mola.lab.corruptions import CORRUPTIONS
+from mola.lab.corruptions.catalogue import CORRUPTIONS
 from mola.lab.data.catalogue import DATASETS
 from mola.lab.data.images import NORMALISATIONS, normalisation
 from mola.lab.models import MODELS
 from mola.laplace import STRUCTURES, as_structure
 from mola.links import LINKS, as_link
+from mola.mixture import check_weighting
 from mola.options import one_of
 from mola.tuning.rules import RULES, as_rule
-from mola.tuning.weights import check_weighting
 from mola.whole.component import as_whole_link
 
 TAKERS = {

@@ -14,8 +14,15 @@ from PIL import Image
 from scipy import ndimage, stats
 
 import mola
-from mola.lab.corruptions import CORRUPTIONS, PAPER_CORRUPTIONS, SEVERITIES, SYNTHETIC, USUAL_CORRUPTIONS, corrupt
 from mola.lab.corruptions.blur import _zooms, defocus_kernel
+from mola.lab.corruptions.catalogue import (
+    CORRUPTIONS,
+    PAPER_CORRUPTIONS,
+    SEVERITIES,
+    SYNTHETIC,
+    USUAL_CORRUPTIONS,
+    corrupt,
+)
 from mola.lab.corruptions.digital import JPEG_QUALITY, bilinear
 from mola.lab.corruptions.filters import Streams, gaussian
 from mola.lab.corruptions.weather import canny, distance, equalised, photographs, plasma, synthetic_frost

@@ -23,7 +23,7 @@ from mola.compare.record import Record
 from mola.compare.store import Store
 from mola.lab.activations import Activations, open_networks
 from mola.lab.comparisons import COMPARISONS
-from mola.lab.corruptions import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
+from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
 from mola.lab.data.images import Images
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
 from mola.lab.plan import Plan, describe

@@ -21,7 +21,7 @@ import mola
 from mola.__main__ import main
 from mola.app.cli import app
 from mola.compare.store import Store
-from mola.lab.corruptions import PAPER_CORRUPTIONS, corrupt
+from mola.lab.corruptions.catalogue import PAPER_CORRUPTIONS, corrupt
 from mola.lab.data.images import NORMALISATIONS
 from mola.lab.suite import DataOptions
 from mola.lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS

@@ -24,7 +24,7 @@ from mola.app.jobs.folder import open_posterior
 from mola.compare.evaluation import evaluation_document
 from mola.errors import StorageError
 from mola.laplace import Kron, base
-from mola.sums.checkpoint import START, batch_checksum
+from mola.sums import START, batch_checksum
 from tests.conftest import make_problem
 from tests.own_work import make_desk
 from tests.team_script import Counted, batches, data, laws, networks

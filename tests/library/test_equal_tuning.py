@@ -42,7 +42,7 @@ def subclass(link):
 def _short_searches(monkeypatch):
     """A grid grows by few candidates, and not far: how the search goes does not depend on the link."""
     for name, value in (("STEPS", 2), ("SMALLEST", 1e-5), ("LARGEST", 1e4)):
-        monkeypatch.setattr(f"mola.tuning.search.{name}", value)
+        monkeypatch.setattr(f"mola.tuning.rules.{name}", value)
 
 
 def copies(link):

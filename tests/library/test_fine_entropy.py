@@ -9,7 +9,7 @@ from torch import nn
 import mola
 from mola.export import Exported
 from mola.export.graph import Signature
-from mola.randomness import even_normals
+from mola.numerics import even_normals
 from mola.uncertainty import entropy, fine_entropy, softmax_and_entropy
 
 

@@ -12,7 +12,7 @@ import mola
 from mola import metrics
 from mola.likelihood import CATEGORICAL
 from mola.links import Probit
-from mola.tuning.search import log_grid, maximise
+from mola.tuning.rules import log_grid, maximise
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.library.test_laws import data, loader, networks
 
@@ -414,9 +414,9 @@ def test_what_takes_long_is_said_after_the_first_candidate(monkeypatch):
     posterior = mola.fit(problem.network, problem.loader, link="mean-field")
     rule = mola.ValidationScore("nll", grid=(0.1, 1.0, 10.0))
     monkeypatch.setattr(
-        "mola.tuning.search.LARGEST", 1.0
+        "mola.tuning.rules.LARGEST", 1.0
     )  # no growth, and no other warning but that of an end that wins
-    monkeypatch.setattr("mola.tuning.search.SMALLEST", 1.0)
+    monkeypatch.setattr("mola.tuning.rules.SMALLEST", 1.0)
     for patience, said in ((1e9, False), (0.0, True)):
         monkeypatch.setattr("mola.tuning.candidates.PATIENCE", patience)
         with warnings.catch_warnings(record=True) as caught:

@@ -12,8 +12,7 @@ from torch import nn
 import mola
 from mola.errors import DataError, MolaWarning
 from mola.tuning.data_checks import CHANCE, Remembering, guessed, other_order, shared_rows
-from mola.tuning.rules import RULES
-from mola.tuning.search import PAPER_GRID
+from mola.tuning.rules import PAPER_GRID, RULES
 from tests.conftest import STRUCTURES
 
 pytestmark = [

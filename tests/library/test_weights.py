@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mola
-from mola.tuning.weights import stacking_weights
+from mola.mixture import stacking_weights
 from tests.library.test_laws import data, loader, networks
 
 

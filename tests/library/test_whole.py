@@ -11,7 +11,7 @@ from torch.func import functional_call, jacrev
 
 import mola
 from mola.errors import DataError, MissingExtraError, MolaError, OptionError, StorageError, StructureTooLargeError
-from mola.tuning.weights import stacking_weights
+from mola.mixture import stacking_weights
 from mola.whole.sums import require_curvlinops
 
 QUIET = {"progress": False}

@@ -19,8 +19,8 @@ from mola.likelihood import CATEGORICAL
 from mola.metrics import accuracy, brier, mean_confidence
 from mola.mixture import Mixture
 from mola.network import as_batch, call, peek
+from mola.numerics import check_seed
 from mola.options import is_real
-from mola.randomness import check_seed
 from mola.saving.training_checkpoint import DivergedError
 from mola.tuning.rules import ConfidenceThreshold
 

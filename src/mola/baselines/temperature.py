@@ -24,16 +24,15 @@ from torch import Tensor, nn
 from mola.component import per_component
 from mola.errors import DataError, OptionError, StorageError, located, warn
 from mola.fitting import ensemble
-from mola.float64 import exact
 from mola.likelihood import CATEGORICAL
-from mola.mixture import Mixture
+from mola.mixture import Mixture, check_weights, uniform_weights
 from mola.network import Inputs, check_finite, one_batch, undisturbed, without_autocast
 from mola.network.fingerprint import NETWORK, Watch, require_network
+from mola.numerics import exact
 from mola.options import counted, one_of
 from mola.prediction import Prediction
 from mola.saving import storage
 from mola.tuning.candidates import read_held_out
-from mola.tuning.weights import check_weights, uniform_weights
 from mola.uncertainty import entropy, max_probability_score, mutual_information
 
 __all__ = [

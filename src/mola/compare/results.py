@@ -11,14 +11,7 @@ from torch import Tensor
 
 from mola import metrics
 from mola.compare.measured import Lead, Measured, area_between, lead, mean_of, pass_rate
-from mola.compare.record import (
-    CONFIDENCE_BINS,
-    ClassResult,
-    Examples,
-    LabelledResult,
-    OutlierResult,
-    ScoreHistogram,
-)
+from mola.compare.record import CONFIDENCE_BINS, ClassResult, Examples, LabelledResult, OutlierResult, ScoreHistogram
 from mola.compare.tally import Tally
 
 __all__ = [

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.laplace import SPARE, FeatureSpread, Posterior, Spread, or_nan
-from mola.randomness import even_normals
+from mola.numerics import even_normals
 
 __all__ = ["GraphPosterior", "Joint"]
 

@@ -21,14 +21,7 @@ import mola
 from mola.compare.demo_result import TEST, Array, DemoResult, DemoSettings, DistanceResult, MoonsResult
 from mola.compare.methods import LastLayer, four_methods
 from mola.compare.record import Comparison, Pictures, Record, SetInfo
-from mola.compare.results import (
-    EXAMPLES,
-    examples_of,
-    labelled_leads,
-    labelled_result,
-    outlier_leads,
-    outlier_result,
-)
+from mola.compare.results import EXAMPLES, examples_of, labelled_leads, labelled_result, outlier_leads, outlier_result
 from mola.compare.tally import Answer, tally_set
 from mola.distributed import Team
 from mola.lab.data.embedded import CLASSES, SIDE, Digits, load_digits, natural_patches, two_moons, uniform_noise

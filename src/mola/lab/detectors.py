@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from mola.compare.stored import Seen, Stored
 from mola.errors import DataError, OptionError
-from mola.float64 import exact
+from mola.numerics import exact
 from mola.uncertainty import energy_score, max_logit_score
 
 __all__ = ["Detector", "DetectorEnsemble", "Mahalanobis", "NearestNeighbours", "feature_scores"]

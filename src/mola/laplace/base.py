@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import DataError, OptionError
-from mola.float64 import exact, exact_device
 from mola.laplace.moments import DRAWS_AT_ONCE, Spread, draws_at_once
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
+from mola.numerics import exact, exact_device
 
 __all__ = [
     "SPARE",

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from mola.errors import located
-from mola.float64 import exact
-from mola.randomness import even_normals
+from mola.numerics import even_normals, exact
 
 __all__ = ["LogitMoments", "Spread", "in_range", "or_nan"]
 

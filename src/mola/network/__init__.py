@@ -1,6 +1,17 @@
 """Networks as they come: call one on any batch, find its last linear layer, and stream features, leaving no trace."""
 
-from mola.network.calling import Batch, Inputs, as_batch, call, device_of, one_batch, to_device, without_autocast
+from mola.network.calling import (
+    Batch,
+    Inputs,
+    as_batch,
+    call,
+    device_of,
+    one_batch,
+    to_device,
+    undisturbed,
+    visited,
+    without_autocast,
+)
 from mola.network.features import (
     Features,
     Lifted,
@@ -18,7 +29,6 @@ from mola.network.features import (
     stream,
 )
 from mola.network.head import Carried, Head, LayerCall, check_logits, find_head, first_pass, head_by_name
-from mola.network.visiting import undisturbed, visited
 
 __all__ = [
     "Batch",

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from mola.errors import DataError, HeadError, located
-from mola.float64 import exact_device
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network.calling import Inputs, as_batch, call, device_of
 from mola.network.head import Carried, Head, LayerCall, check_logits, first_pass
+from mola.numerics import exact_device
 
 __all__ = [
     "Features",

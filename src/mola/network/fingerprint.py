@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import StorageError
-from mola.float64 import exact
-from mola.network.calling import check_values, device_of
-from mola.network.visiting import undisturbed, visited
+from mola.network.calling import check_values, device_of, undisturbed, visited
+from mola.numerics import exact
 from mola.schema import check
 
 __all__ = [

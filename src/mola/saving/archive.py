@@ -14,13 +14,13 @@ from mola.errors import HeadError, OptionError, StorageError
 from mola.laplace import STRUCTURES, Structure
 from mola.likelihood import CATEGORICAL
 from mola.links import LINKS, Link
+from mola.mixture import check_weighting, check_weights
 from mola.network import Head, head_by_name, undisturbed
 from mola.network.fingerprint import NETWORK, Watch, fingerprint, same_network
 from mola.options import counted
 from mola.saving import storage
 from mola.schema import Optional, check
 from mola.tuning.candidates import Tuning
-from mola.tuning.weights import check_weighting, check_weights
 
 __all__ = ["MIXTURE", "Parts", "pack", "pack_mixture", "unpack", "unpack_mixture"]
 

@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 from mola.component import LaplaceComponent
 from mola.errors import DataError, OptionError
-from mola.float64 import exact
 from mola.laplace import SPARE, LogitMoments, Spread
 from mola.likelihood import CATEGORICAL
 from mola.links import LINKS, Link, MonteCarlo, as_link
 from mola.network import Inputs, call, check_finite, check_logits, without_autocast
 from mola.network.calling import WithTensors
 from mola.network.fingerprint import Watch
+from mola.numerics import check_seed, exact
 from mola.options import one_of, whole_number
-from mola.randomness import check_seed
 from mola.whole.jacobians import Directions, JacobianRows, WeightLayout, jacobian_rows, portions
 from mola.whole.spectra import Dense, WeightSpectrum
 

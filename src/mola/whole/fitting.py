@@ -21,6 +21,7 @@ from mola.fitting import ensemble
 from mola.laplace import check_precision
 from mola.likelihood import CATEGORICAL
 from mola.links import Link
+from mola.mixture import check_weighting
 from mola.network import (
     Inputs,
     as_batch,
@@ -36,7 +37,6 @@ from mola.network.calling import Differentiable
 from mola.network.fingerprint import Watch
 from mola.options import one_of
 from mola.tuning.rules import Rule, check_rule
-from mola.tuning.weights import check_weighting
 from mola.whole.component import WeightDraws, WholeComponent, WholeCurvature, as_whole_link
 from mola.whole.jacobians import (
     Layer,

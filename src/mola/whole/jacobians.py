@@ -29,9 +29,9 @@ from torch.func import jacrev, vmap
 from torch.utils._pytree import tree_map
 
 from mola.errors import DataError, OptionError
-from mola.float64 import exact
 from mola.network import Inputs, call, check_logits, device_of, to_device
 from mola.network.calling import Differentiable, WithTensors
+from mola.numerics import exact
 
 __all__ = [
     "Directions",

@@ -18,14 +18,13 @@ from tqdm.auto import tqdm
 
 from mola.distributed import Team
 from mola.errors import DataError, located
-from mola.float64 import exact
 from mola.laplace import LogitMoments, Spread
 from mola.links import Link
 from mola.network import Inputs, as_batch, check_loader, one_batch, undisturbed
 from mola.network.calling import copied
+from mola.numerics import exact, seed_from
 from mola.posterior import LaplaceMixture
 from mola.prediction import Prediction
-from mola.randomness import seed_from
 from mola.tuning.candidates import HeldOut, Problem, Tuning, read_held_out
 from mola.uncertainty import max_probability_score, mutual_information
 from mola.whole import files

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mola.errors import MissingExtraError, StructureTooLargeError
-from mola.float64 import exact
 from mola.laplace.memory import free_memory
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import Inputs, call, without_autocast
 from mola.network.calling import Differentiable
+from mola.numerics import exact
 from mola.whole.jacobians import Layer, Piece, Product, WeightLayout, jacobian_rows, size_of, usable
 from mola.whole.spectra import Blocks, Dense, LayerSpectrum, WeightSpectrum, dense_rows
 

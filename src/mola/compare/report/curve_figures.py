@@ -11,17 +11,7 @@ from mola.compare.demo_result import METHODS, DemoResult
 from mola.compare.record import Record
 from mola.compare.report.estimate import Estimate, On, Quantity, at_level, estimate, levels_of, mean_over, shifted
 from mola.compare.report.reading import SuiteResults
-from mola.compare.report.style import (
-    COLOURS,
-    INK,
-    Axes,
-    Figure,
-    Shape,
-    canvas,
-    crossed_strokes,
-    quiet_axes,
-    strokes,
-)
+from mola.compare.report.style import COLOURS, INK, Axes, Figure, Shape, canvas, crossed_strokes, quiet_axes, strokes
 from mola.compare.report.suite_tables import METRIC_NAMES
 
 __all__ = ["component_sweep", "demo_distance", "demo_rotation", "suite_ablation", "suite_components", "suite_shift"]

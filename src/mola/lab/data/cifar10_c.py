@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mola.errors import DataError, OptionError
-from mola.lab.corruptions import CORRUPTIONS, SEVERITIES
+from mola.lab.corruptions.catalogue import CORRUPTIONS, SEVERITIES
 from mola.lab.data.catalogue import Archive, data_directory, fetch_archive
 from mola.lab.data.files import FETCH_AGAIN, Original
 from mola.lab.data.images import Images

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from mola.errors import DataError, warn
-from mola.lab.corruptions import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
+from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
 from mola.lab.data.catalogue import split_validation
 from mola.lab.data.cifar10_c import has_cifar10_c, load_cifar10_c
 from mola.lab.data.images import Images

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mola.compare.record import Role
 from mola.errors import DataError, warn
-from mola.lab.corruptions import CORRUPTIONS
+from mola.lab.corruptions.catalogue import CORRUPTIONS
 from mola.lab.data.catalogue import data_directory
 from mola.lab.data.folder import ImageFolder, open_imagenet, open_imagenet_c
 from mola.lab.data.images import normalisation

@@ -1,4 +1,8 @@
-"""One seed a call: what a generator becomes, so that every batch and component draws the same numbers."""
+"""Numerical conventions: float64 for whatever is summed or solved, and one seed a call for whatever is drawn.
+
+Float64 is used also where a network's device has none (on the CPU then). A generator becomes one seed, so that every batch and every
+component draws the same numbers, and a prediction does not depend on its batch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,18 @@ from torch import Tensor
 
 from mola.errors import OptionError
 
-__all__ = ["check_generator", "check_seed", "even_normals", "seed_from"]
+__all__ = ["check_generator", "check_seed", "even_normals", "exact", "exact_device", "seed_from"]
+
+
+def exact_device(device: torch.device) -> torch.device:
+    """Where float64 numbers can be that belong to a device: on the CPU where it has none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """In float64. First moved, then lifted: a device that has none cannot convert on the way."""
+    return tensor.to(exact_device(tensor.device)).double()
+
 
 EVEN_COORDINATES = 4096
 """Of a point that Sobol's sequence spreads evenly; in those beyond, the gain is lost and a table would take long to make."""

@@ -1,0 +1,642 @@
+"""One pass over the training data: the sums of every network, resumed from checkpoints and added up over processes.
+
+Sums are additive, so an interrupted fit continues from its last checkpoint. A checkpoint holds the sums so far and what they belong to
+(networks, heads and structure, described as a JSON document): sums of other ones are never added. A checksum that grows with each
+batch notices a loader that yields other data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mola.distributed import Team
+from mola.errors import DataError, OptionError, StorageError
+from mola.laplace import Factors, Structure
+from mola.likelihood import Likelihood
+from mola.network import (
+    Features,
+    Head,
+    Lifted,
+    RowBuffer,
+    as_batch,
+    batch_count,
+    batches_of,
+    device_of_sums,
+    first_passes,
+    head_by_name,
+    stream,
+)
+from mola.network.fingerprint import NETWORK, fingerprint, same_signature, signature
+from mola.saving import storage
+from mola.saving.storage import DOCUMENT
+from mola.schema import Optional
+
+__all__ = [
+    "START",
+    "Kept",
+    "SumsCheckpoint",
+    "batch_checksum",
+    "describe_heads",
+    "difference",
+    "empty_factors",
+    "heads_from",
+    "identity_of",
+    "on_device",
+    "sum_up",
+    "with_tensors",
+]
+
+
+def empty_factors(structure: Structure, features: int, outputs: int, log_likelihood: float | None) -> Factors:
+    """The neutral element of `+`: sums over nothing."""
+    shapes = structure.empty(features, outputs)
+    zeros = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name, shape in shapes.items()}
+    return structure.restore(0, log_likelihood, zeros)
+
+
+def with_tensors(like: Factors, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> Factors:
+    """Factors of the same kind with other numbers."""
+    changes: dict[str, Any] = {"count": count, "log_likelihood": log_likelihood, **tensors}
+    return replace(like, **changes)
+
+
+def on_device(factors: Factors, device: torch.device) -> Factors:
+    """The same sums on another device."""
+    there = {name: tensor.to(device) for name, tensor in factors.tensors().items()}
+    return with_tensors(factors, factors.count, factors.log_likelihood, there)
+
+
+def identity_of(networks: Sequence[nn.Module], structure: Structure, likelihood: Likelihood) -> dict[str, Any]:
+    """Networks by their numbers, and what is summed. Call it inside `undisturbed(*networks)`."""
+    return {
+        "networks": [signature(network) for network in networks],
+        "structure": {"name": structure.name, **structure.settings()},
+        "likelihood": likelihood.name,
+    }
+
+
+def describe_heads(heads: Sequence[Head]) -> list[dict[str, Any]]:
+    """The heads by name, size and a checksum of their weights."""
+    return [
+        {
+            "name": head.name,
+            "classes": head.classes,
+            "features": head.width,
+            "every_position": head.every_position,
+            "weights": fingerprint(head.weights())["float64"],
+        }
+        for head in heads
+    ]
+
+
+def heads_from(networks: Sequence[nn.Module], described: Sequence[dict[str, Any]]) -> list[Head]:
+    """The heads that were described, without a pass of the networks; `HeadError` if a network has none of that name."""
+    return [
+        replace(head_by_name(network, entry["name"]), every_position=entry["every_position"])
+        for network, entry in zip(networks, described, strict=True)
+    ]
+
+
+def difference(first: dict[str, Any], second: dict[str, Any]) -> str | None:
+    """The first difference between two documents, in words: what, expected, got.
+
+    Args:
+        first: what is expected.
+        second: what came; entries that are None in either are not compared.
+
+    Returns:
+        Words, or None where they agree.
+    """
+    for name, expected in first.items():
+        got = second.get(name)
+        if expected is None or got is None:
+            continue
+        if name == "networks":
+            words = _other_network(expected, got)
+        elif isinstance(expected, list) and isinstance(got, list) and name == "heads":
+            pairs = zip(expected, got, strict=False)
+            words = next(
+                (f"the head of models[{k}]: {_shortened(a, b)}" for k, (a, b) in enumerate(pairs) if a != b), None
+            )
+        else:
+            words = None if expected == got else f"{name}: expected {expected}, got {got}"
+        if words is not None:
+            return words
+    return None
+
+
+def _shortened(expected: dict[str, Any], got: dict[str, Any]) -> str:
+    """The entries of two heads that differ."""
+    differing = [name for name in expected if expected[name] != got.get(name)]
+    if differing == ["weights"]:
+        return "its weights are other ones"
+    return ", ".join(
+        f"{name} expected {expected[name]}, got {got.get(name)}" for name in differing if name != "weights"
+    )
+
+
+def _other_network(expected: list[dict[str, Any]], got: list[dict[str, Any]]) -> str | None:
+    if len(expected) != len(got):
+        return f"models: expected {len(expected)}, got {len(got)}"
+    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+        if "tensors" not in one:
+            return f"an older version of mola wrote it, which cannot tell whether models[{index}] is the same"
+        if not same_signature(other, one):
+            return f"models[{index}] is another network: its numbers are other ones"
+    return None
+
+
+START = ""
+"""Before the first batch."""
+
+PROBES = 64
+"""Numbers of each tensor that go into the checksum one by one. All of them would cost more than some networks' passes."""
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""Whole numbers by their size in bytes."""
+
+
+def batch_checksum(so_far: str, batch: Any) -> str:
+    """The checksum after one more batch: shapes, types, some numbers and the sum of all bits of its tensors.
+
+    Some numbers alone may all be of an image's margin. Whole numbers add up to the same in any order and on any machine.
+    """
+    digest = hashlib.sha256(so_far.encode())
+    for tensor in _tensors(batch):
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        numbers = tensor.detach().reshape(-1)
+        probes = numbers[:: max(1, -(-len(numbers) // PROBES))].contiguous().cpu()
+        digest.update(probes.view(torch.uint8).numpy().tobytes())
+        words = numbers.contiguous().view(WORDS[numbers.element_size()])
+        digest.update(str(int(words.sum(dtype=torch.int64))).encode())
+    return digest.hexdigest()
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part)
+
+
+KIND = "fit-checkpoint"
+SCHEMA = {
+    "rank": int,
+    "size": int,
+    "identity": {
+        "networks": [NETWORK],
+        "structure": {"name": str},
+        "likelihood": str,
+    },
+    "heads": [{"name": str, "classes": int, "features": int, "every_position": bool, "weights": str}],
+    "batches": int,
+    "trail": str,
+    "labelled": bool,
+    "counts": [int],
+    "log_likelihoods": [Optional(float)],
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How far a fit is."""
+
+    batches: int = 0
+    checksum: str = START
+    labelled: bool | None = None
+    heads: list[dict[str, Any]] | None = None
+    totals: Sequence[Factors] | None = None
+
+
+class SumsCheckpoint:
+    """Where a fit under way is kept; with no folder, nowhere.
+
+    Args:
+        folder: given by the user, or None.
+        every: batches between two checkpoints.
+        rank: of this process.
+        size: number of processes; each keeps its own sums, of its own shard.
+
+    Raises:
+        OptionError: if `every` is not a whole number above 0.
+    """
+
+    def __init__(self, folder: str | Path | None, every: int, rank: int, size: int) -> None:
+        """Note the place.
+
+        Raises:
+            OptionError: if `every` is not a whole number above 0.
+        """
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            message = f"checkpoint_every must be a whole number of batches above 0, got {every!r}."
+            raise OptionError(message)
+        self.every, self.rank, self.size = every, rank, size
+        self.folder = None if folder is None else Path(folder)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is kept."""
+        return self.folder is not None
+
+    @property
+    def place(self) -> Path:
+        """The folder of this process."""
+        return Path(self.folder or "") / f"rank-{self.rank}-of-{self.size}"
+
+    def load(self, identity: dict[str, Any], structure: Structure) -> Kept:
+        """What was kept of this fit; nothing, if none was.
+
+        Args:
+            identity: of networks and structure.
+            structure: makes factors of saved tensors.
+
+        Returns:
+            How far the fit was.
+
+        Raises:
+            StorageError: if the folder holds another fit, or is damaged.
+        """
+        if self.folder is None:
+            return Kept()
+        self._refuse_other_teams()
+        if not (self.place / DOCUMENT).exists():
+            return Kept()
+        document, tensors = storage.read(self.place, KIND, SCHEMA)
+        words = difference(document["identity"], identity)
+        if words is not None:
+            message = (
+                f"{self.folder} is the checkpoint of another fit: {words}. Pass what that fit was given, or delete the folder to "
+                f"start from zero."
+            )
+            raise StorageError(message)
+        lengths = {name: len(document[name]) for name in ("heads", "counts", "log_likelihoods")}
+        if set(lengths.values()) != {len(identity["networks"])}:
+            message = f"{self.place} is garbled: entries for {lengths} networks. Delete the folder to start from zero."
+            raise StorageError(message)
+        totals = [
+            self._factors(index, entry, document, tensors, structure) for index, entry in enumerate(document["heads"])
+        ]
+        return Kept(document["batches"], document["trail"], document["labelled"], document["heads"], totals)
+
+    def _refuse_other_teams(self) -> None:
+        """Refuse a folder that another number of processes wrote.
+
+        Raises:
+            StorageError: if it did.
+        """
+        for found in Path(self.folder or "").glob("rank-*-of-*"):
+            size = re.fullmatch(r"rank-\d+-of-(\d+)", found.name)
+            if size is not None and int(size[1]) != self.size:
+                message = (
+                    f"{self.folder} is the checkpoint of a fit by {size[1]} processes, got {self.size}: their shards were other ones. "
+                    f"Start {size[1]} processes, or delete the folder to start from zero."
+                )
+                raise StorageError(message)
+
+    def _factors(
+        self,
+        index: int,
+        head: dict[str, Any],
+        document: dict[str, Any],
+        tensors: dict[str, Tensor],
+        structure: Structure,
+    ) -> Factors:
+        empty = empty_factors(structure, head["features"], head["classes"], None)
+        named = {name.partition(".")[2]: one for name, one in tensors.items() if name.startswith(f"{index}.")}
+        for name, like in empty.tensors().items():
+            if name not in named or named[name].shape != like.shape or named[name].dtype != like.dtype:
+                message = f"{self.place}: tensor {index}.{name} is missing or of another shape. Delete the folder to start from zero."
+                raise StorageError(message)
+        return with_tensors(empty, document["counts"][index], document["log_likelihoods"][index], named)
+
+    def save(self, identity: dict[str, Any], kept: Kept) -> None:
+        """Keep how far the fit is; the folder always holds a whole state.
+
+        Args:
+            identity: of networks and structure.
+            kept: how far it is, with heads and totals.
+        """
+        totals = list(kept.totals or ())
+        document = {
+            "rank": self.rank,
+            "size": self.size,
+            "identity": identity,
+            "heads": kept.heads,
+            "batches": kept.batches,
+            "trail": kept.checksum,
+            "labelled": bool(kept.labelled),
+            "counts": [total.count for total in totals],
+            "log_likelihoods": [total.log_likelihood for total in totals],
+        }
+        tensors = {f"{k}.{name}": one for k, total in enumerate(totals) for name, one in total.tensors().items()}
+        storage.write(self.place, document, tensors, kind=KIND)
+
+    def remove(self) -> None:
+        """The fit is done: forget how far it was."""
+        if self.folder is None:
+            return
+        shutil.rmtree(self.place, ignore_errors=True)
+        with suppress(OSError):  # other processes' checkpoints, or files of the user's, are still there
+            self.folder.rmdir()
+
+
+NO_DATA = "the training loader is empty: it yielded no batch. An iterator read before has nothing left; pass the loader itself."
+
+
+@dataclass(frozen=True)
+class Work:
+    """What does not change during the pass."""
+
+    networks: Sequence[nn.Module]
+    structure: Structure
+    likelihood: Likelihood
+    team: Team
+    checkpoints: SumsCheckpoint
+    identity: dict[str, Any]
+
+
+def sum_up(
+    networks: Sequence[nn.Module],
+    names: Sequence[str | None],
+    loader: Iterable[Any],
+    structure: Structure,
+    likelihood: Likelihood,
+    *,
+    team: Team,
+    checkpoints: SumsCheckpoint,
+    options: dict[str, Any],
+    progress: bool,
+) -> tuple[list[Head], list[Factors]]:
+    """The head of every network, and its sums over all the training data of all processes.
+
+    Call it inside `undisturbed(*networks)` and `team.work(...)`.
+
+    Args:
+        networks: the trained classifiers.
+        names: for each, the dotted name of its head, or None to find it.
+        loader: batches of this process; none of them, if others have some.
+        structure: what is summed.
+        likelihood: what the outputs mean.
+        team: the processes.
+        checkpoints: keeps sums under way.
+        options: what else must be the same on every rank, as JSON.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
+
+    Returns:
+        Heads and sums, the same bits on every rank.
+
+    Raises:
+        OptionError: if ranks differ in more than their data, or sums of ranks cannot be added.
+        DataError: if there are no data.
+    """
+    if team.size > 1 and structure.settings().get("running_average") is not None:
+        message = (
+            "a running average depends on the order of the batches, and several processes have none. Use Kron() without "
+            "running_average: its sums are exact and merge."
+        )
+        raise OptionError(message)
+    plain = team.size == 1 and not checkpoints.active
+    work = Work(
+        networks,
+        structure,
+        likelihood,
+        team,
+        checkpoints,
+        {} if plain else identity_of(networks, structure, likelihood),
+    )
+    kept = checkpoints.load(work.identity, structure)
+    batches = batches_of(loader, "the training loader")
+    _skip(batches, kept)
+    first = next(batches, None)
+    seen: list[Features] | None = None
+    labelled = kept.labelled
+    heads = None if kept.heads is None else heads_from(networks, kept.heads)
+    if first is not None:
+        batch = as_batch(first, f"batch {kept.batches} of the training loader")
+        heads, seen = first_passes(networks, names, batch.inputs)
+        labelled = batch.labels is not None
+        batches = chain([first], batches)
+    if heads is not None and not plain:
+        _check_kept(kept, describe_heads(heads))
+    if plain and heads is None:
+        raise DataError(NO_DATA)
+    if not plain:
+        heads, labelled = _agree(work, heads, labelled, options)
+    assert heads is not None  # one process alone has data, and several have agreed
+    structure.check_size([one.width for one in heads], heads[0].classes)
+    totals = list(kept.totals or [])
+    if seen is not None:
+        totals = _stream(work, heads, batches, seen, kept, batch_count(loader), labelled=labelled, progress=progress)
+    return heads, _over_all(work, heads, totals, labelled=labelled)
+
+
+def _skip(batches: Iterator[Any], kept: Kept) -> None:
+    """Read past the batches that are in the sums already.
+
+    Raises:
+        StorageError: if they are other batches than those.
+    """
+    checksum = Kept().checksum
+    for index in range(kept.batches):
+        try:
+            checksum = batch_checksum(checksum, next(batches))
+        except StopIteration:
+            message = (
+                f"the checkpoint holds sums of {kept.batches} batches, but the training loader has only {index}: it is not the "
+                f"loader that this fit began with. Pass that one, or delete the checkpoint to start from zero."
+            )
+            raise StorageError(message) from None
+    if checksum != kept.checksum:
+        message = (
+            f"the first {kept.batches} batches of the training loader are not those in the checkpoint: the data, their order or the "
+            f"batch size have changed. Going on would count some data twice and others never. Pass the same data unshuffled, or "
+            f"delete the checkpoint to start from zero."
+        )
+        raise StorageError(message)
+
+
+def _check_kept(kept: Kept, heads: list[dict[str, Any]]) -> None:
+    """Refuse sums of other heads.
+
+    Raises:
+        StorageError: if the checkpoint's are others.
+    """
+    words = difference({"heads": kept.heads}, {"heads": heads})
+    if words is not None:
+        message = f"the checkpoint is of another fit: {words}. Pass what that fit was given, or delete the checkpoint."
+        raise StorageError(message)
+
+
+def _agree(
+    work: Work, heads: list[Head] | None, labelled: bool | None, options: dict[str, Any]
+) -> tuple[list[Head], bool]:
+    """See that all ranks do the same; a rank without data learns the heads from those that have some.
+
+    Raises:
+        OptionError: if ranks differ in more than their data.
+        DataError: if no rank has data, or only some have labels.
+    """
+    own = (
+        work.identity
+        | options
+        | {
+            "heads": None if heads is None else describe_heads(heads),
+            "labelled": labelled,
+        }
+    )
+    everyone = work.team.collect(own)
+    if everyone is not None:
+        lead = next((rank for rank, one in enumerate(everyone) if one["heads"] is not None), None)
+        if lead is None:
+            raise DataError(NO_DATA)
+        for rank, one in enumerate(everyone):
+            if one["labelled"] is not None and one["labelled"] != everyone[lead]["labelled"]:
+                have, lack = (lead, rank) if everyone[lead]["labelled"] else (rank, lead)
+                message = f"the batches of rank {have} have labels, those of rank {lack} have none. Give labels to all or none."
+                raise DataError(message)
+            words = difference(everyone[lead], one)
+            if words is not None:
+                message = (
+                    f"rank {rank} is not doing the same work as rank {lead}: {words}. Pass the same networks and options in every "
+                    f"process; only the data differ."
+                )
+                raise OptionError(message)
+        own = everyone[lead]
+    agreed = work.team.share({"heads": own["heads"], "labelled": own["labelled"]})
+    if heads is None:
+        heads = heads_from(work.networks, agreed["heads"])
+        words = difference(agreed, {"heads": describe_heads(heads)})
+        if words is not None:
+            message = f"this rank has no data, and other networks than those that have some: {words}."
+            raise OptionError(message)
+    return heads, agreed["labelled"]
+
+
+def _stream(
+    work: Work,
+    heads: Sequence[Head],
+    batches: Iterable[Any],
+    first: Sequence[Features],
+    kept: Kept,
+    total: int | None,
+    *,
+    labelled: bool | None,
+    progress: bool,
+) -> list[Factors]:
+    structure, likelihood, checkpoints = work.structure, work.likelihood, work.checkpoints
+    totals: list[Any] = [None] * len(heads)
+    if kept.totals is not None:
+        # A checkpoint comes back in main memory; sums go on where the features are.
+        totals = [on_device(total, device_of_sums(one)) for total, one in zip(kept.totals, first, strict=True)]
+    rows = structure.rows(max(head.width for head in heads), heads[0].classes)
+    buffers = [RowBuffer(head, rows or 1) for head in heads]
+    checksums = [kept.checksum]
+    done = saved = kept.batches
+    coming = 0
+
+    def with_checksums() -> Iterator[Any]:
+        for batch in batches:
+            checksums.append(batch_checksum(checksums[-1], batch))
+            yield batch
+
+    def told(count: int) -> None:
+        nonlocal coming
+        coming = count
+
+    def save() -> None:
+        described = describe_heads(heads)
+        checkpoints.save(
+            work.identity, Kept(done, checksums[0], labelled, described, [total.cpu() for total in totals])
+        )
+
+    for seen, labels in stream(
+        work.networks,
+        heads,
+        with_checksums() if checkpoints.active else batches,
+        where="training loader",
+        progress=progress,
+        total=total,
+        likelihood=likelihood,
+        rows=rows or 1,
+        first=first,
+        start=kept.batches,
+        told=told,
+    ):
+        for index, (buffer, one) in enumerate(zip(buffers, seen, strict=True)):
+            totals[index] = _absorbed(work, totals[index], _portions(buffer, one, labels, rows))
+        del seen, labels, one  # not kept while the next is made
+        done += coming
+        if checkpoints.active:
+            del checksums[:coming]  # the first is that of all batches in the sums
+            if done - saved >= checkpoints.every:
+                save()
+                saved = done
+        work.team.check()
+    if checkpoints.active and done > saved:
+        save()
+    return totals
+
+
+@torch.no_grad()  # a loader may need gradients of its own: not around the whole pass
+def _absorbed(work: Work, total: Any, portions: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> Any:
+    """The total with portions of a batch in it."""
+    for features, logits, labels in portions:
+        if labels is None:
+            score, curvature = None, work.likelihood.curvature(logits)
+        else:
+            scores, curvature = work.likelihood.scored_curvature(logits, labels)
+            score = float(scores.sum())
+        total = work.structure.absorb(total, features, curvature, score)
+    return total
+
+
+def _portions(
+    buffer: RowBuffer, seen: Features, labels: Tensor | None, rows: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Features with the constant 1, logits and labels, in float64 and at most `rows` at a time: a batch may be large."""
+    count = len(seen.logits)
+    for start in range(0, count, rows or count):
+        part = slice(start, None if rows is None else start + rows)
+        features, logits = seen.features[part], seen.logits[part]
+        if not isinstance(seen, Lifted):
+            features, logits = buffer.put(Features(features, logits))
+        yield features, logits, None if labels is None else labels[part].to(logits.device)
+
+
+def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, labelled: bool | None) -> list[Factors]:
+    """Sums of all ranks, in main memory."""
+    if work.team.size == 1:
+        return [total.cpu() for total in totals]
+    nothing = 0.0 if labelled else None
+    own = totals or [empty_factors(work.structure, head.width, head.classes, nothing) for head in heads]
+    # A rank without data may lack sums that the others have.
+    forms: list[dict[str, list[int]]] = [{} for _ in own]
+    described = [{name: list(tensor.shape) for name, tensor in total.tensors().items()} for total in own]
+    for one in work.team.collect(described) or ():
+        forms = [known | more for known, more in zip(forms, one, strict=True)]
+    forms = work.team.share(forms)
+    parts: list[Tensor] = []
+    for total, form in zip(own, forms, strict=True):
+        given = total.tensors()
+        like = next(iter(given.values()))
+        parts.append(like.new_tensor([total.count, total.log_likelihood or 0.0]))
+        parts += [given[name] if name in given else like.new_zeros(shape) for name, shape in form.items()]
+    sums = iter(work.team.sum(parts))
+    summed = []
+    for total, form in zip(own, forms, strict=True):
+        count, score = next(sums).tolist()
+        named = {name: next(sums).cpu() for name in form}
+        summed.append(with_tensors(total, int(count), score if labelled else None, named))
+    return summed
