@@ -148,10 +148,11 @@ class LastLayer:
         train, validation = self._read(material, "train"), self._read(material, "validation")
         start = time.perf_counter()
         with noting() as notes:
-            networks, chosen = train.heads, {}
+            networks = train.heads
+            chosen: dict[str, Any] = {}
             if self.temperature:
-                temperature = fit_temperature(validation.logits(), validation.labels)
-                networks, chosen = tuple(one.cooled(temperature) for one in networks), {"temperature": temperature}
+                chosen["temperature"] = temperature = fit_temperature(validation.logits(), validation.labels)
+                networks = tuple(one.cooled(temperature) for one in networks)
             posterior = self.posterior(networks, train, validation, material.threshold)
         chosen |= self.tuned(posterior)
         chosen["notes"] = notes
