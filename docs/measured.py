@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from mola.compare.report.tables import markdown_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "speed.md", ROOT / "benchmarks" / "results"
@@ -38,13 +40,6 @@ class Results:
             message = f"not measured yet: `python benchmarks/{name}.py`"
             raise MissingError(message)
         return json.loads(path.read_text(encoding="utf-8"))
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> str:
-    """Markdown, the first columns flush left and the others flush right."""
-    names = list(header)
-    lines = [names, ["---"] * left + ["---:"] * (len(names) - left), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def spread(values: list[float], form: str = ".3f") -> str:
@@ -95,7 +90,7 @@ def bars(results: Results) -> str:
             rows += part(results)
         except MissingError as missing:
             rows.append([name, "", str(missing), "**open**"])
-    return table(["work", "bar", "measured", ""], rows, 2)
+    return markdown_rows(["work", "bar", "measured", ""], rows, 2)
 
 
 def _overhead_bars(results: Results) -> list[list[str]]:
@@ -188,7 +183,7 @@ def overhead(results: Results) -> str:
             ]
         )
     names = ["network", "structure", "K", "batch", "fit", "once", "predict", "over DE", "tune", "search"]
-    return table(names, rows, 2)
+    return markdown_rows(names, rows, 2)
 
 
 def peer(results: Results) -> str:
@@ -205,7 +200,7 @@ def peer(results: Results) -> str:
         ]
         for row in results["speed_against_laplace_torch"]["rows"]
     ]
-    return table(
+    return markdown_rows(
         ["work", "size", "laplace-torch's backend", "bare passes", "mola", "laplace-torch", "times [quartiles]"],
         rows,
         3,
@@ -223,7 +218,7 @@ def memory(results: Results) -> str:
         ]
         for row in results["fit_memory"]["rows"]
     ]
-    return table(["structure", "P", "C", "N", "K", "peak", "the sums themselves"], rows)
+    return markdown_rows(["structure", "P", "C", "N", "K", "peak", "the sums themselves"], rows)
 
 
 def growth(results: Results) -> str:
@@ -242,7 +237,7 @@ def growth(results: Results) -> str:
                 ends,
             ]
         )
-    return table(["work", "with", "exponent [quartiles]", "last doubling", "at most", "from, to"], rows, 2)
+    return markdown_rows(["work", "with", "exponent [quartiles]", "last doubling", "at most", "from, to"], rows, 2)
 
 
 def many_costs(results: Results) -> str:
@@ -268,7 +263,7 @@ def many_costs(results: Results) -> str:
         "last layer itself",
         "class factor of `kron`",
     ]
-    return table(names, rows)
+    return markdown_rows(names, rows)
 
 
 def many_distances(results: Results) -> str:
@@ -296,7 +291,7 @@ def many_distances(results: Results) -> str:
         "log loss, each tuned",
         "ECE %",
     ]
-    return table(names, rows)
+    return markdown_rows(names, rows)
 
 
 def precision(results: Results) -> str:
@@ -306,7 +301,7 @@ def precision(results: Results) -> str:
     lines: dict[tuple[str, int, int], dict[str, float]] = {}
     for row in rows:
         lines.setdefault((row["structure"], row["features"], row["classes"]), {})[row["kind"]] = row["largest"]
-    return table(
+    return markdown_rows(
         ["structure", "P", "C", *kinds],
         ([name, str(p), str(c), *(f"{found[kind]:.0e}" for kind in kinds)] for (name, p, c), found in lines.items()),
     )
@@ -336,7 +331,7 @@ def surroundings(results: Results) -> str:
                 "" if idle else "**again, idle**",
             ]
         )
-    return table(["benchmark", "machine", "load when it began", ""], rows, 2)
+    return markdown_rows(["benchmark", "machine", "load when it began", ""], rows, 2)
 
 
 TABLES: dict[str, Callable[[Results], str]] = {

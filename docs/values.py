@@ -26,12 +26,11 @@ from typing import Any
 
 from mola.compare.report.reading import read_suites
 from mola.compare.report.suite_tables import suite_tables
-from mola.compare.report.tables import Column, Table
+from mola.compare.report.tables import ARROWS, Column, Table, markdown_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- /= -->)", re.DOTALL)
 CUT = re.compile(r"(<!-- cut: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-ARROWS = {"low": " \N{DOWNWARDS ARROW}", "high": " \N{UPWARDS ARROW}", None: ""}
 
 
 @cache
@@ -106,12 +105,8 @@ def _cut(place: str) -> str:
     source, rows, columns = [part.strip() for part in place.split(";")]
     table, shown, heads = _table(source), _names(rows), _names(columns)
     better = {_column_name(column): column.better for column in table.columns}
-    lines = [
-        ["", *[other + ARROWS[better.get(name)] for name, other in heads.items()]],
-        ["---", *["---:"] * len(heads)],
-    ]
-    lines += [[other, *_cells(table, name, list(heads))] for name, other in shown.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    header = ["", *[f"{other} {ARROWS.get(better.get(name) or '', '')}".strip() for name, other in heads.items()]]
+    return markdown_rows(header, [[other, *_cells(table, name, list(heads))] for name, other in shown.items()])
 
 
 def fill(page: str) -> str:

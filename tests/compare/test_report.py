@@ -18,12 +18,14 @@ from rich.console import Console
 
 import mola.compare.report.rendering as rendering
 from mola.__main__ import main
-from mola.compare.record import Record
+from mola.compare.measured import Lead
+from mola.compare.record import ClassResult, Comparison, Record, SetInfo
 from mola.compare.report import paper_numbers
 from mola.compare.report.confidence_figures import draw_histograms
 from mola.compare.report.estimate import Estimate, at_level, ranking, shifted
-from mola.compare.report.page import SuiteReport, suites_page
+from mola.compare.report.page import SuiteReport, _prose, evaluation_page, suites_page
 from mola.compare.report.reading import read_suites
+from mola.compare.report.single_run_tables import evaluation_tables
 from mola.compare.report.style import NARROW, WIDE, crossed_strokes, drawing, strokes
 from mola.compare.report.suite_tables import suite_tables
 from mola.compare.report.tables import (
@@ -467,6 +469,87 @@ def test_on_every_page_a_table_scrolls_in_its_own_box_with_a_sign_where_it_is_cu
     )
     phone = page[page.index("@media (max-width: 700px)") :]
     assert ".hint.below-700 { display: block; }" in phone
+
+
+@pytest.mark.parametrize(
+    ("text", "page"),
+    [
+        ("MAP-T at 72.3 % & <more>", '<span class="unbroken">MAP-T</span> at 72.3\xa0% &amp; &lt;more&gt;'),
+        ("93.1 ± 0.2 on CIFAR-10-C", '93.1\xa0±\xa00.2 on <span class="unbroken">CIFAR-10-C</span>'),
+        ("log-likelihood, a 5 or %", "log-likelihood, a 5 or %"),
+    ],
+)
+def test_names_and_numbers_in_running_text_are_not_broken_over_lines(text, page):
+    assert _prose(text) == page
+
+
+# --- one run, with errors over its data -----------------------------------------------------------------------------
+
+
+def one_run() -> Comparison:
+    """Three methods on a test set and a set of outliers with hostile names; MoLA leads clearly by log loss and one score."""
+    test, outside = "<i>test</i>", "a/<b>&.npz"
+    records = []
+    for place, method in enumerate(("MAP", "DE", "MoLA")):
+        one = record("", method, "main", 0, 2 * place, [0.0])
+        errors = dict.fromkeys(("accuracy", "nll", "brier", "ece", "confidence"), 0.003)
+        classes = {name: ClassResult(20, 0.9 + place / 100, 0.95) for name in ("cat", "<u>", "dog")}
+        found = one.outliers["kmnist"]
+        outlier = replace(
+            found,
+            scores={score: found.scores[score] for score in ("max probability", "entropy")},
+            confidence_error=0.01,
+            errors={score: {"auroc": 0.004, "fpr95": None} for score in ("max probability", "entropy")},
+        )
+        labelled = replace(one.labelled["test"], errors=errors, classes=classes)
+        records.append(replace(one, labelled={test: labelled}, outliers={outside: outlier}))
+    by_method = Lead(("MoLA",), 0.04, (), ("DE",), 0.02, 0.003, (("MoLA",),))
+    by_score = Lead(("MoLA", "entropy"), 0.95, (), ("DE", "entropy"), 0.01, 0.002, (("MoLA", "entropy"),))
+    chance = replace(by_method, clear=())
+    return Comparison(
+        title="one",
+        sets={
+            test: SetInfo(test, test, "test", 8000),
+            outside: SetInfo(outside, "<b>&.npz", "outlier", 10000),
+        },
+        records=tuple(records),
+        leads={
+            test: {"nll": by_method, "accuracy": chance, "brier": chance, "ece": chance},
+            outside: {"confidence": chance, "auroc": by_score, "fpr95": chance, "max probability": chance},
+        },
+        notes=("<script>alert(1)</script>",),
+        made={"components": 5, "rule": "nll", "posterior": "<p>", "seconds": 3.0, "versions": {"mola": "1.0"}},
+    )
+
+
+def test_in_one_run_errors_are_of_the_data_and_bold_is_what_leads_on_them():
+    inside, apart, passing = evaluation_tables(one_run())
+    rows = {row.name: dict(zip([one.name for one in inside.columns], row.cells, strict=True)) for row in inside.rows}
+    assert rows["DE"]["NLL"] == Cell(f"{0.08 + SPREAD[0]:.4f} ± 0.0030")
+    assert [(name, column) for name, row in rows.items() for column, cell in row.items() if cell.best] == [
+        ("MoLA", "NLL")
+    ]
+    assert [column.name for column in apart.columns] == ["MMC %", "max prob.", "entropy"]
+    bold = [(row.name, place) for row in apart.rows for place, cell in enumerate(row.cells) if cell.best]
+    assert bold == [("MoLA", 2)]
+    assert apart.rows[0].cells[1].text == f"{100 * (0.92 + SPREAD[0]):.1f} ± 0.4"
+    assert passing.rows[0].cells[0].text == f"{100 * (0.08 - SPREAD[0]):.1f}", "no error is known"
+
+
+def test_the_page_of_one_run_escapes_every_name():
+    text = evaluation_page(one_run(), {})
+    page = Reader()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    assert {"script", "i", "b", "u"}.isdisjoint(page.tags)
+    assert "&lt;i&gt;test&lt;/i&gt;" in text
+    assert "Outliers: &lt;b&gt;&amp;.npz" in text
+    assert '<th scope="row">&lt;u&gt;</th>' in text
+    assert "mola evaluate &lt;p&gt;" in text
+
+
+# --- figures are kept -------------------------------------------------------------------------------------------------
 
 
 def test_a_second_report_draws_nothing_and_is_the_same(results, written, monkeypatch):

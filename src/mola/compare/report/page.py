@@ -30,8 +30,8 @@ PHONE = 44
 LETTER, PADDING, MARGINS, PAGE = 8.1, 22.4, 40, 1100
 """Pixels: of a letter in a table, around a cell, around the page, and of a folded part of the page at its widest."""
 
-UNBROKEN = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in words.METHODS if "-" in name))
-"""Names that must not be broken at their hyphens."""
+UNBROKEN = re.compile(r"\b[A-Z][A-Za-z]*(?:-[A-Z0-9]\w*)+")
+"""Names that must not be broken at their hyphens, such as MAP-T and CIFAR-10-C."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import groupby
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
 __all__ = [
+    "ARROWS",
     "MISSING",
     "Cell",
     "Column",
@@ -34,6 +35,7 @@ __all__ = [
     "for_terminal",
     "latex_document",
     "make_table",
+    "markdown_rows",
     "records_table",
 ]
 
@@ -351,21 +353,18 @@ def as_markdown(table: Table) -> str:
         names = [column.name for column in table.columns]
     else:
         names = [" ".join(part for part in (column.group, _with_arrow(column)) if part) for column in table.columns]
-    lines = [_line([corner, *names]), _line(["---", *["---:"] * len(names)])]
+    rows = []
     for row in table.rows:
-        name = f"*{_pipes(row.name)}*" if row.aside else _pipes(row.name)
-        lines.append(
-            _line([name, *[f"**{_pipes(cell.text)}**" if cell.best else _pipes(cell.text) for cell in row.cells]])
-        )
-    return "\n".join([f"### {table.title}", "", *lines, "", table.caption, ""])
+        name, *cells = (text.replace("|", "\\|") for text in (row.name, *(cell.text for cell in row.cells)))
+        marked = [f"**{text}**" if cell.best else text for text, cell in zip(cells, row.cells, strict=True)]
+        rows.append([f"*{name}*" if row.aside else name, *marked])
+    return "\n".join([f"### {table.title}", "", markdown_rows([corner, *names], rows), "", table.caption, ""])
 
 
-def _pipes(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def markdown_rows(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Rows of text as a Markdown table, the first columns flush left and the others flush right."""
+    aligned = ["---"] * left + ["---:"] * (len(header) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *rows])
 
 
 def _with_arrow(column: Column) -> str:
