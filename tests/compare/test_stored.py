@@ -1,0 +1,80 @@
+"""Stored activations: files written in pieces are whole files, and slices are all of the data."""
+
+import pytest
+import torch
+
+from mola.compare import stored
+from mola.compare.stored import Stored, TensorFile, written_rows
+from mola.errors import DataError, StorageError
+from mola.saving.storage import read_sealed_tensors, sealed_tensors
+
+
+def tensors(count=2500, width=3, classes=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "features": torch.randn(count, width, generator=generator, dtype=torch.float32),
+        "logits": torch.randn(count, classes, generator=generator, dtype=torch.float32),
+        "labels": torch.randint(classes, (count,), generator=generator),
+        "weight": torch.randn(classes, width, generator=generator, dtype=torch.float32),
+    }
+
+
+def write(path, found, sizes):
+    rows = {name: tensor for name, tensor in found.items() if name != "weight"}
+    with written_rows(path, len(found["labels"]), {"weight": found["weight"]}, {"set": "test"}) as writer:
+        for part in zip(*(torch.split(tensor, sizes) for tensor in rows.values()), strict=True):
+            writer.add(dict(zip(rows, part, strict=True)))
+
+
+def test_a_file_in_pieces_is_the_file_at_once(tmp_path):
+    found = tensors()
+    write(tmp_path / "pieces", found, [1000, 1, 1499])
+    (tmp_path / "once").write_bytes(sealed_tensors(found, {"set": "test"}))
+    read, metadata = read_sealed_tensors(tmp_path / "pieces")
+    once, sealed = read_sealed_tensors(tmp_path / "once")
+    assert metadata == sealed
+    assert read.keys() == once.keys()
+    for path in ("pieces", "once"):
+        file = TensorFile(tmp_path / path)
+        for name, tensor in found.items():
+            assert torch.equal(read[name], tensor)
+            assert torch.equal(file.read(name), tensor)
+            assert torch.equal(file.read(name, 2, 1200), tensor[2:1200])
+
+
+def test_slices_are_all_of_the_data_in_whole_batches(tmp_path, monkeypatch):
+    both = [tensors(seed=seed) for seed in (0, 1)]
+    for index, found in enumerate(both):
+        write(tmp_path / str(index), found, 700)
+    monkeypatch.setattr(stored, "NUMBERS_AT_ONCE", 3 * 1500)
+    seen = Stored.open([tmp_path / "0", tmp_path / "1"])
+    parts = list(seen.slices())
+    assert [len(part.labels) for part in parts] == [1024, 1024, 452]
+    for name in ("features", "logits"):
+        together = torch.cat([getattr(part, name) for part in parts])
+        assert torch.equal(together, torch.stack([found[name] for found in both], dim=1))
+    batches = list(seen)
+    assert torch.equal(torch.cat([labels for _, labels in batches]), both[0]["labels"])
+    assert torch.equal(seen.logits(), torch.stack([found["logits"] for found in both]))
+    expected = both[1]["features"] @ both[1]["weight"].T
+    torch.testing.assert_close(torch.cat([seen.heads[1](batch) for batch, _ in batches]), expected)
+
+
+@pytest.mark.parametrize(("count", "size"), [(9, 4), (11, 12), (9, 20)])
+def test_too_few_and_too_many_rows_leave_no_file(tmp_path, count, size):
+    with pytest.raises(DataError, match=f"expected {count} data of test, got"):  # noqa: SIM117
+        with written_rows(tmp_path / "file", count, {}, {"set": "test"}) as writer:
+            writer.add({"labels": torch.zeros(size)})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("change", ["cut", "content", "header"])
+def test_damaged_files_are_named(tmp_path, change):
+    path = tmp_path / "file"
+    write(path, tensors(), 500)
+    TensorFile(path)
+    content = bytearray(path.read_bytes())
+    content[{"content": -3, "header": 20, "cut": 0}[change]] ^= change != "cut"
+    path.write_bytes(content[:-5] if change == "cut" else content)
+    with pytest.raises(StorageError, match=r"is not a whole file of activations.*Delete it"):
+        TensorFile(path)
