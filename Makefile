@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --root-user-
 SHELL := /bin/bash
 CALMLY := 2> >(grep -v '^WARNING: Location' >&2)
 
-.PHONY: help setup demo explore test test-all test-wheel check bench fuzz crash docs clean
+.PHONY: help setup demo explore test test-slow test-all test-wheel check bench fuzz crash docs clean
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -44,8 +44,10 @@ explore: $(READY)  ## a local page: change a picture, watch the confidence; trai
 test: $(READY)  ## the tests, without those in a browser and the slow ones on real data: some minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not browser and not slow'
 
-test-all: $(READY)  ## all tests: in a browser (chromium) and slow ones on real data, too
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test-slow: $(READY)  ## the others: in a browser (chromium), on real data, long campaigns
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'browser or slow'
+
+test-all: test test-slow  ## all tests
 
 test-wheel: $(READY)  ## what users get: the wheel, installed into an empty environment and used from an empty folder
 	$(BIN)/python tests/installed.py
