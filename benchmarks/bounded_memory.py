@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from mola.compare.activations_file import written_rows
 from mola.compare.store import Store
-from mola.compare.stored import written_rows
 from mola.lab.activations import Activations, Network
 from mola.lab.plan import Plan
 from mola.lab.runner import run_suite

@@ -56,7 +56,7 @@ from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.job import Job
 from mola.app.jobs.predict import run_predict
 from mola.lab.models import build_network
-from mola.lab.run import Order, carry_out
+from mola.lab.order import Order, carry_out
 from mola.lab.suite import DataOptions
 from mola.lab.suites.registry import find_suite
 from mola.saving.weights_files import save_weights

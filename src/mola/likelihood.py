@@ -1,4 +1,4 @@
-r"""What the last layer's outputs mean. The only room that knows.
+r"""What the last layer's outputs mean: probabilities, log-likelihood and curvature. The structures ask here alone.
 
 A likelihood says how outputs become probabilities, how labels score them, and how the negative log-likelihood curves.
 For one datum the curvature with respect to the outputs f is always of the form

@@ -1,4 +1,4 @@
-"""Mixtures of Laplace approximations: what those over last layers and over whole networks share, and the first.
+"""Mixtures of Laplace approximations: `LaplaceMixture`, what all kinds share, and `MoLA`, over last layers.
 
 MAP, deep ensemble, last-layer Laplace and MoLA are one class, `MoLA`: one component or several, with or without curvature.
 A posterior is a value: `tune`, `reweight` and `with_*` return new ones that share the networks.

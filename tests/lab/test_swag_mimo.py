@@ -10,8 +10,8 @@ from mola.compare.store import Store
 from mola.lab.activations import Activations, open_networks
 from mola.lab.cost import _Work, measure_cost
 from mola.lab.networks import Training, find_networks, train_networks
+from mola.lab.order import Order
 from mola.lab.plan import Plan
-from mola.lab.run import Order
 from mola.lab.runner import run_suite
 from mola.lab.suite import Budget, DataOptions, MimoBudget, SwagBudget, changed
 from mola.lab.swag_mimo import Shuffled, drawn_networks, fit_mimo, fit_swag

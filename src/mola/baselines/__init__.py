@@ -1,1 +1,1 @@
-"""What the paper compares with: temperature scaling, SWAG, MIMO, Monte Carlo dropout. All are predictors, and mix."""
+"""Other methods, to compare with: temperature scaling, SWAG, MIMO, Monte Carlo dropout. All are predictors, and mix."""

@@ -1,6 +1,6 @@
 """Methods compared on the same data: tallies that add up, numbers with their errors, and which lead is more than chance."""
 
-from mola.compare.measured import CLEAR, Lead, Measured, area_between, calibration_error, lead, mean_of, pass_rate
+from mola.compare.measured import CLEAR, Lead, Measurement, area_between, calibration_error, lead, mean_of, pass_rate
 from mola.compare.tally import SCORES, Answer, Tally, tally_set
 
 __all__ = [
@@ -8,7 +8,7 @@ __all__ = [
     "SCORES",
     "Answer",
     "Lead",
-    "Measured",
+    "Measurement",
     "Tally",
     "area_between",
     "calibration_error",

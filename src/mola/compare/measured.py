@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mola.metrics import bin_index, bin_sums, calibration_gap, check_scores, fpr_at_tpr, passing_threshold
 
-__all__ = ["CLEAR", "Lead", "Measured", "area_between", "calibration_error", "lead", "mean_of", "pass_rate"]
+__all__ = ["CLEAR", "Lead", "Measurement", "area_between", "calibration_error", "lead", "mean_of", "pass_rate"]
 
 CLEAR = 2.0
 """Standard errors by which a number must lead every other before it is called the best: about 95 % of chance lie within."""
@@ -39,7 +39,7 @@ SAME = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class Measurement:
     """A number, and what each datum contributes to it.
 
     Args:
@@ -57,22 +57,22 @@ class Measured:
             return None
         return math.sqrt(sum(float(one.var()) / len(one) for one in self.contributions))
 
-    def minus(self, other: Measured) -> Measured:
+    def minus(self, other: Measurement) -> Measurement:
         """The difference to a number measured on the same data."""
         pairs = zip(self.contributions, other.contributions, strict=True)
-        return Measured(self.value - other.value, tuple(mine - theirs for mine, theirs in pairs))
+        return Measurement(self.value - other.value, tuple(mine - theirs for mine, theirs in pairs))
 
 
-def mean_of(values: Tensor) -> Measured:
+def mean_of(values: Tensor) -> Measurement:
     """A mean over data (n,)."""
-    return Measured(float(values.mean()), (values,))
+    return Measurement(float(values.mean()), (values,))
 
 
-def calibration_error(confidence: Tensor, correct: Tensor, bins: int) -> Measured:
+def calibration_error(confidence: Tensor, correct: Tensor, bins: int) -> Measurement:
     """Expected calibration error from confidences (n,) in float64 and whether they were right (n,), 1 or 0."""
     binned = bin_sums(confidence, correct, bins)
     signs = torch.sign(binned[:, 1] - binned[:, 2])
-    return Measured(calibration_gap(binned), (signs[bin_index(confidence, bins)] * (confidence - correct),))
+    return Measurement(calibration_gap(binned), (signs[bin_index(confidence, bins)] * (confidence - correct),))
 
 
 def _placements(scores: Tensor, among: Tensor) -> Tensor:
@@ -82,14 +82,14 @@ def _placements(scores: Tensor, among: Tensor) -> Tensor:
     return (below + not_above).double() / (2 * len(among))
 
 
-def area_between(inlier_scores: Tensor, outlier_scores: Tensor) -> Measured:
+def area_between(inlier_scores: Tensor, outlier_scores: Tensor) -> Measurement:
     """AUROC of scores that are higher for what is more outlying; see `mola.metrics.auroc`."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     found = _placements(outliers, inliers)
-    return Measured(float(found.mean()), (1 - _placements(inliers, outliers), found))
+    return Measurement(float(found.mean()), (1 - _placements(inliers, outliers), found))
 
 
-def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> Measured:
+def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> Measurement:
     """Share of outliers that pass where `tpr` of the inliers do; see `mola.metrics.fpr_at_tpr`."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     threshold = passing_threshold(inliers, tpr)
@@ -99,7 +99,7 @@ def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) 
     rise, run = (float(((scores > low) & (scores <= high)).double().mean()) for scores in (outliers, inliers))
     slope = rise / run if run else 0.0
     passed = ((inliers <= threshold).double(), (outliers <= threshold).double())
-    return Measured(fpr_at_tpr(inliers, outliers, tpr), (-slope * passed[0], passed[1]))
+    return Measurement(fpr_at_tpr(inliers, outliers, tpr), (-slope * passed[0], passed[1]))
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Lead:
     """All that lead everything of every other method by more than `CLEAR` standard errors of the difference."""
 
 
-def lead(found: Mapping[tuple[str, ...], Measured], better: Literal["low", "high"]) -> Lead:
+def lead(found: Mapping[tuple[str, ...], Measurement], better: Literal["low", "high"]) -> Lead:
     """Compare methods by numbers that were measured on the same data.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import mola
 from mola.baselines.temperature import fit_temperature
-from mola.compare.stored import Seen, Stored
+from mola.compare.activations_file import Seen, Stored
 from mola.compare.tally import Answer
 from mola.errors import MolaWarning
 from mola.options import one_of

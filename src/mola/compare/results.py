@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mola import metrics
-from mola.compare.measured import Lead, Measured, area_between, lead, mean_of, pass_rate
+from mola.compare.measured import Lead, Measurement, area_between, lead, mean_of, pass_rate
 from mola.compare.record import CONFIDENCE_BINS, ClassResult, Examples, LabelledResult, OutlierResult, ScoreHistogram
 from mola.compare.tally import Tally
 
@@ -161,8 +161,8 @@ def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> 
         for method, tally in outside.items()
         for score, far in tally.scores.items()
     }
-    areas: dict[tuple[str, ...], Measured] = {name: area_between(*pair) for name, pair in pairs.items()}
-    rates: dict[tuple[str, ...], Measured] = {name: pass_rate(*pair) for name, pair in pairs.items()}
+    areas: dict[tuple[str, ...], Measurement] = {name: area_between(*pair) for name, pair in pairs.items()}
+    rates: dict[tuple[str, ...], Measurement] = {name: pass_rate(*pair) for name, pair in pairs.items()}
     return {
         "confidence": lead({(method,): mean_of(tally["confidence"]) for method, tally in outside.items()}, "low"),
         "max probability": lead({(method,): areas[method, "max probability"] for method in outside}, "high"),

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mola.compare.measured import Measured, calibration_error, mean_of
+from mola.compare.measured import Measurement, calibration_error, mean_of
 from mola.distributed import Team
 from mola.errors import DataError
 from mola.metrics import bin_sums
@@ -133,7 +133,7 @@ class Tally:
         """For each bin of confidence: count, sum of confidences, correct predictions."""
         return bin_sums(self["confidence"], self["correct"], BINS)
 
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, Measurement]:
         """The numbers on labelled data, with what each datum contributes to them."""
         return {
             "accuracy": mean_of(self["correct"]),

@@ -126,7 +126,7 @@ def in_half_precision(posterior: MoLA) -> MoLA:
         if head is not None:
             head = replace(head, layer=head_by_name(network, head.name).layer)
         components.append(Component(network, head, component.curvature, component.precision))
-    return MoLA(components, posterior.link, posterior.weights, posterior.tuning)
+    return posterior._with(components=components)
 
 
 def _program(graph: Exported, tensors: tuple[Tensor, ...]) -> torch.export.ExportedProgram:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mola.compare.stored import Stored, written_rows
+from mola.compare.activations_file import Stored, written_rows
 from mola.distributed import Team
 from mola.lab.suite import Batches, Source
 from mola.network import find_heads, peek, stream, undisturbed

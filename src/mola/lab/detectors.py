@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mola.compare.stored import Seen, Stored
+from mola.compare.activations_file import Seen, Stored
 from mola.errors import DataError, OptionError
 from mola.numerics import exact
 from mola.uncertainty import energy_score, max_logit_score

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import mola
+from mola.compare.activations_file import Stored
 from mola.compare.methods import Fitted
 from mola.compare.record import Record
 from mola.compare.results import METRICS, examples_of, labelled_result, outlier_result
 from mola.compare.store import SUITE, Store
-from mola.compare.stored import Stored
 from mola.compare.tally import Answer, Tally, tally_set
 from mola.distributed import Team
 from mola.errors import MolaError, OptionError, StorageError, warn

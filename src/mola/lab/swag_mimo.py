@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from mola.baselines.mimo import Mimo
 from mola.baselines.swag import Swag
+from mola.compare.activations_file import Stored
 from mola.compare.methods import Fitted, LastLayer
-from mola.compare.stored import Stored
 from mola.compare.tally import Answer
 from mola.lab.activations import Network, fast_inputs, fast_network, network_checksum
 from mola.lab.suite import MimoBudget, SwagBudget, TrainingData
-from mola.lab.workshop import Context, Opinion, Voice, Workshop
+from mola.lab.workshop import Context, StoredPrediction, Voice, Workshop
 from mola.likelihood import CATEGORICAL
 from mola.network import call, undisturbed
 from mola.training import Recipe
@@ -154,13 +154,13 @@ class SwagMixture:
             swags[folder.name] = fit_swag(network, workshop.training, self.budget, folder, workshop.device)
         seconds = time.perf_counter() - start
 
-        def batches(name: str) -> Iterator[tuple[list[Opinion], Tensor]]:
+        def batches(name: str) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
             source, opinions = workshop.sources[name], workshop.opinions
             asked = [opinions.ask(key, source, partial(_voices, swag)) for key, swag in swags.items()]
             return context.labelled(name, asked)
 
-        def answer(found: list[Opinion], scores: bool) -> Answer:
-            return Opinion.mean(found).answer(len(found) * self.budget.samples)
+        def answer(found: list[StoredPrediction], scores: bool) -> Answer:
+            return StoredPrediction.mean(found).answer(len(found) * self.budget.samples)
 
         return Fitted(batches, answer, {"notes": [TAKEN_UP]}, seconds)
 

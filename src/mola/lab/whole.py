@@ -15,7 +15,7 @@ from mola.compare.methods import RULES, Fitted, noting
 from mola.compare.tally import Answer
 from mola.lab.suite import Source
 from mola.lab.swag_mimo import TAKEN_UP
-from mola.lab.workshop import Context, Opinion
+from mola.lab.workshop import Context, StoredPrediction
 from mola.saving.storage import DOCUMENT
 
 __all__ = ["WholeNetworks"]
@@ -50,11 +50,11 @@ class WholeNetworks:
             posterior = self._posterior(models, context, folder)
         seconds = time.perf_counter() - start
 
-        def batches(name: str) -> Iterator[tuple[list[Opinion], Tensor]]:
+        def batches(name: str) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
             asked = workshop.opinions.ask(folder.name, workshop.sources[name], lambda: [posterior])
             return context.labelled(name, [asked])
 
-        def answer(found: list[Opinion], scores: bool) -> Answer:
+        def answer(found: list[StoredPrediction], scores: bool) -> Answer:
             return found[0].answer(voices=1)
 
         chosen = {"prior_precision": list(posterior.prior_precision), "notes": [*notes, TAKEN_UP]}

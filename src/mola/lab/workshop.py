@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mola.compare.activations_file import BATCH, TensorFile, written_rows
 from mola.compare.methods import Material
-from mola.compare.stored import BATCH, TensorFile, written_rows
 from mola.compare.tally import Answer
 from mola.errors import OptionError
 from mola.lab.activations import Activations, Network, fast_inputs
@@ -20,14 +20,14 @@ from mola.training.labelled import Labelled
 from mola.training.loop import member_seeds
 from mola.uncertainty import entropy, entropy_score, max_probability_score
 
-__all__ = ["Context", "Opinion", "Opinions", "Voice", "Workshop"]
+__all__ = ["Context", "StoredPrediction", "StoredPredictions", "Voice", "Workshop"]
 
 Voice = Callable[[Tensor], Tensor]
 """From a batch of inputs to probabilities (n, C): one draw, one member."""
 
 
 @dataclass(frozen=True)
-class Opinion:
+class StoredPrediction:
     """The mean of some voices on some data."""
 
     probs: Tensor
@@ -48,10 +48,10 @@ class Opinion:
         return Answer(self.probs, given=given)
 
     @staticmethod
-    def mean(opinions: Iterable[Opinion]) -> Opinion:
+    def mean(opinions: Iterable[StoredPrediction]) -> StoredPrediction:
         """The voices of all of them together, each opinion with the same weight."""
         every = list(opinions)
-        return Opinion(
+        return StoredPrediction(
             torch.stack([one.probs for one in every]).mean(0), torch.stack([one.own_entropy for one in every]).mean(0)
         )
 
@@ -60,13 +60,13 @@ PORTION = 64 * BATCH
 """Data whose opinions are read at once."""
 
 
-class Opinions:
+class StoredPredictions:
     """A folder of opinions; what is missing is asked for."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.directory, self.device = directory, torch.device(device)
 
-    def ask(self, key: str, source: Source, voices: Callable[[], Iterable[Voice]]) -> Iterator[Opinion]:
+    def ask(self, key: str, source: Source, voices: Callable[[], Iterable[Voice]]) -> Iterator[StoredPrediction]:
         """The opinion of a method on a set.
 
         Args:
@@ -79,19 +79,19 @@ class Opinions:
         """
         path = self.directory / key / f"{source.checksum}.safetensors"
         if not path.exists():
-            found = Opinion.mean(_asked(voice, source, self.device) for voice in voices())
+            found = StoredPrediction.mean(_asked(voice, source, self.device) for voice in voices())
             with written_rows(path, source.count, {}, {"set": source.name}) as writer:
                 writer.add({"probs": found.probs, "entropy": found.own_entropy})
         file = TensorFile(path, "predictions")
         for start in range(0, source.count, PORTION):
             part = (start, start + PORTION)
-            yield Opinion(file.read("probs", *part), file.read("entropy", *part))
+            yield StoredPrediction(file.read("probs", *part), file.read("entropy", *part))
 
 
-def _asked(voice: Voice, source: Source, device: torch.device) -> Opinion:
+def _asked(voice: Voice, source: Source, device: torch.device) -> StoredPrediction:
     with torch.no_grad():
         probs = torch.cat([voice(fast_inputs(inputs.to(device))).float().cpu() for inputs, _ in source.open()])
-    return Opinion(probs, entropy(probs))
+    return StoredPrediction(probs, entropy(probs))
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class Workshop:
         return str(self.activations.device)
 
     @property
-    def opinions(self) -> Opinions:
+    def opinions(self) -> StoredPredictions:
         """Predictions that were made before."""
-        return Opinions(self.activations.directory / "opinions", self.device)
+        return StoredPredictions(self.activations.directory / "opinions", self.device)
 
     @cached_property
     def training(self) -> TrainingData:
@@ -155,7 +155,9 @@ class Context(Material):
     workshop: Workshop
     """For methods that need whole networks, or train."""
 
-    def labelled(self, name: str, parts: Iterable[Iterable[Opinion]]) -> Iterator[tuple[list[Opinion], Tensor]]:
+    def labelled(
+        self, name: str, parts: Iterable[Iterable[StoredPrediction]]
+    ) -> Iterator[tuple[list[StoredPrediction], Tensor]]:
         """What several predictors say of a set, portion by portion, with the labels."""
         labels = torch.split(self.read(name).labels, PORTION)
         return ((list(some), label) for *some, label in zip(*parts, labels, strict=True))

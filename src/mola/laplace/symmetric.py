@@ -1,10 +1,9 @@
-"""Bases of output space and eigenbases: what the structures share of linear algebra.
+"""Linear algebra that structures share: bases of output space, eigenbases, packed symmetric matrices.
 
-Symmetric matrices as their lower block rows, one after the other in one flat tensor.
-
-Block row i holds the rows of block i up to and with its diagonal block. That is little more than half of the matrix: half
-of the memory, and half of the arithmetic where the matrix is a sum of outer products. The flat tensors of two matrices of
-the same size add up like the matrices.
+A packed symmetric matrix is its lower block rows, one after the other in one flat tensor. Block row i holds the rows of
+block i up to and with its diagonal block. That is little more than half of the matrix: half of the memory, and half of the
+arithmetic where the matrix is a sum of outer products. The flat tensors of two matrices of the same size add up like the
+matrices.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Whether labels and networks mean the same classes: a network of 99 % looks like one of 5 % if the classes are in another order.
+"""Checks of held-out data: whether their labels are in another class order, and whether they are the training data again.
 
-Whether two loaders yield the same inputs: a few rows of each batch are remembered by their bytes.
-
-Rows that hold the same numbers to the last bit are the same data, so what is found is never a matter of chance; what is changed on
-the way, as by augmentation, is not found. Memory is bounded, and a batch costs the reading of a few of its rows.
+With the classes in another order, a network that is 99 % right looks 5 % right. Whether two loaders yield the same inputs
+is seen from a few rows of each batch, remembered by their bytes. Rows that hold the same numbers to the last bit are the
+same data, so what is found is never a matter of chance; what is changed on the way, as by augmentation, is not found.
+Memory is bounded, and a batch costs the reading of a few of its rows.
 """
 
 from __future__ import annotations

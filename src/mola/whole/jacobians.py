@@ -1,4 +1,4 @@
-r"""Which weights of a network an approximation is over, and how they lie in one vector.
+r"""Jacobians of the logits, layer by layer, and how the weights lie in one vector.
 
 A plain linear or convolutional layer is a matrix: its Jacobian is an outer product of what it takes in and of the gradients
 of what it gives out, and K-FAC knows it. Its bias is the last column. A normalisation scales and shifts each channel by
@@ -6,12 +6,10 @@ itself: a matrix of a column or two. All other parameters (of embeddings, of lay
 the rest: their Jacobian is taken by automatic differentiation datum by datum. K-FAC treats each weight of a normalisation
 and of the rest by itself.
 
-JacobianRows of the Jacobian of the logits with respect to the weights, one set for each datum.
-
-A row is :math:`r^\top \partial f(x) / \partial \theta` for some direction r of the C logits. R directions take R backward
-passes for all data together; no pass makes gradients of weights. A layer's part of a row is the outer product of the
-gradient at its output and its input, summed over positions (:math:`\sum_t g_t a_t^\top`), and stays in these two factors
-until somebody needs the product.
+A row of the Jacobian is :math:`r^\top \partial f(x) / \partial \theta` for some direction r of the C logits. R directions
+take R backward passes for all data together; no pass makes gradients of weights. A layer's part of a row is the outer
+product of the gradient at its output and its input, summed over positions (:math:`\sum_t g_t a_t^\top`), and stays in these
+two factors until somebody needs the product.
 """
 
 from __future__ import annotations
@@ -357,7 +355,7 @@ def watched(network: nn.Module, layers: tuple[Layer, ...]) -> Iterator[Watch]:
 
 
 def jacobian_rows(network: nn.Module, layout: WeightLayout, inputs: Inputs, directions: Directions) -> JacobianRows:
-    """JacobianRows of the Jacobian for a batch. Call it inside `undisturbed(network)`.
+    """Rows of the Jacobian for a batch. Call it inside `undisturbed(network)`.
 
     Args:
         network: in eval mode, so that data do not mix.
@@ -468,7 +466,7 @@ def _normalised(module: nn.Module, given: Tensor) -> Tensor:
 
 
 def _rest_rows(network: nn.Module, layout: WeightLayout, inputs: Inputs, wanted: Tensor) -> Tensor:
-    """JacobianRows (n, R, P) of parameters that are in no layer, by automatic differentiation datum by datum.
+    """Rows (n, R, P) of parameters that are in no layer, by automatic differentiation datum by datum.
 
     Raises:
         OptionError: if the network cannot be differentiated so.

@@ -70,7 +70,7 @@ class LayerSpectrum:
         )
 
     def _products(self, piece: Piece | Product) -> Tensor:
-        """JacobianRows (n, R, O I) in the eigenbasis: each side is rotated before or after the product, whichever is less work."""
+        """Rows (n, R, O I) in the eigenbasis: each side is rotated before or after the product, whichever is less work."""
         left, right = self.left, self.right
         if isinstance(piece, Piece):
             given, gradients = piece.inputs, piece.gradients
@@ -203,7 +203,7 @@ class Dense:
 
 
 def dense_rows(rows: JacobianRows, layout: WeightLayout, chosen: Tensor | None) -> Tensor:
-    """JacobianRows (n, R, S) of all weights, or of the chosen ones, multiplied out."""
+    """Rows (n, R, S) of all weights, or of the chosen ones, multiplied out."""
     parts, start = [], 0
     for piece, layer in zip(rows.layers, layout.layers, strict=True):
         if chosen is None:

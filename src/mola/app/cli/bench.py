@@ -68,7 +68,7 @@ def bench(
     import torch
 
     from mola.distributed import join
-    from mola.lab.run import Order, carry_out
+    from mola.lab.order import Order, carry_out
     from mola.lab.suite import DataOptions
     from mola.lab.suites.registry import find_suite
 

@@ -1,4 +1,4 @@
-"""`mola demo`: the main job, on data that come with scikit-learn."""
+"""`mola demo`: fit, tune and compare, on data that come with scikit-learn."""
 
 from __future__ import annotations
 

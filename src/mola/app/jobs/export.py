@@ -1,4 +1,4 @@
-"""A posterior's folder as one file: ONNX, or a program of torch.export."""
+"""`mola export`: a posterior's folder as one file, ONNX or a program of torch.export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of images that fit in memory: read, limited, normalised, and changed when they are asked for."""
+"""Sources of images that fit in memory: read, limited, normalised, and rotated or corrupted when they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a user asks for to a plan, and the plan carried out."""
+"""`mola bench` as one call: from an `Order` to a plan, and the plan carried out."""
 
 from __future__ import annotations
 

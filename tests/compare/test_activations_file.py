@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mola.compare import stored
-from mola.compare.stored import Stored, TensorFile, written_rows
+from mola.compare.activations_file import Stored, TensorFile, written_rows
 from mola.errors import DataError, StorageError
 from mola.saving.storage import read_sealed_tensors, sealed_tensors
 
