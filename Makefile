@@ -42,10 +42,10 @@ explore: $(READY)  ## a local page: change a picture, watch the confidence; trai
 	$(BIN)/mola explore
 
 test: $(READY)  ## the tests, without those in a browser and the slow ones on real data: some minutes
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not browser and not slow'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not browser and not slow'
 
 test-slow: $(READY)  ## the others: in a browser (chromium), on real data, long campaigns
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'browser or slow'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'browser or slow'
 
 test-all: test test-slow  ## all tests
 

@@ -18,6 +18,8 @@ import mola
 from mola.errors import DataError
 from mola.export import OUTPUTS
 
+pytestmark = pytest.mark.slow
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 CLASSES, VOCABULARY, LENGTH, SIDE = 3, 40, 9, 16

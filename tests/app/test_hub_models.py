@@ -19,7 +19,7 @@ from mola.errors import DataError, HeadError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Random weights on random labels: searches for a prior precision or a temperature run to the end of their range.
-pytestmark = pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mola.MolaWarning")]
 
 
 def require(package):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mola.compare import stored
+from mola.compare import activations_file
 from mola.compare.activations_file import Stored, TensorFile, written_rows
 from mola.errors import DataError, StorageError
 from mola.saving.storage import read_sealed_tensors, sealed_tensors
@@ -46,7 +46,7 @@ def test_slices_are_all_of_the_data_in_whole_batches(tmp_path, monkeypatch):
     both = [tensors(seed=seed) for seed in (0, 1)]
     for index, found in enumerate(both):
         write(tmp_path / str(index), found, 700)
-    monkeypatch.setattr(stored, "NUMBERS_AT_ONCE", 3 * 1500)
+    monkeypatch.setattr(activations_file, "NUMBERS_AT_ONCE", 3 * 1500)
     seen = Stored.open([tmp_path / "0", tmp_path / "1"])
     parts = list(seen.slices())
     assert [len(part.labels) for part in parts] == [1024, 1024, 452]

@@ -155,6 +155,7 @@ def prepare(folder: Path) -> None:
         shutil.copytree(folder / part, folder / "images" / name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_the_commands_for_own_models_run(tmp_path, monkeypatch):
     torch.set_default_dtype(torch.float32)

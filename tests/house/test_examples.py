@@ -20,6 +20,8 @@ from mola.__main__ import main
 from tests.conftest import require_shared
 from tests.house.test_docs import COMMANDS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LIMIT = 600

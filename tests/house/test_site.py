@@ -16,6 +16,8 @@ import pytest
 
 import mola
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "embed": "src", "object": "data"}
 """Elements that fetch something when a page is shown, and where they say what."""

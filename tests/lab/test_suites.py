@@ -166,6 +166,7 @@ def mnist(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always::mola.MolaWarning")
 def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
     """Train, run, report: three commands, and the record of each method."""

@@ -294,7 +294,9 @@ class TestEpistemicShare:
         (error, of_random_ones), _ = measured("kron", classes, scale, precision)
         assert error < 1.15 * of_random_ones + 1e-3
 
-    @pytest.mark.parametrize("structure", STRUCTURES)
+    @pytest.mark.parametrize(
+        "structure", [pytest.param(name, marks=pytest.mark.slow) if name == "full" else name for name in STRUCTURES]
+    )
     def test_of_many_classes_is_close_with_few_draws(self, structure):
         (error, _), truth = measured(structure, 300, 1.0, 1.0, count=2000)
         assert spread_draws(300, 13) < SPREAD_DRAWS
