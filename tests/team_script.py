@@ -139,6 +139,14 @@ def refusals(team):
     posterior = mola.fit(**good, progress=False, team=team)
     rule = mola.Evidence() if last else mola.ConfidenceThreshold()
     attempt("rule", lambda: posterior.tune(None if last else shard, rule, progress=False, team=team))
+    if last:
+        with torch.no_grad():
+            posterior.networks[0][0].weight[0, 0] += 1.0
+    attempt("changed", lambda: posterior.tune(rule=mola.Evidence(), progress=False, team=team))
+    if last:
+        with torch.no_grad():
+            posterior.networks[0][0].weight[0, 0] -= 1.0
+    posterior = mola.fit(**good, progress=False, team=team)
     attempt("no validation", lambda: posterior.tune([], progress=False, team=team))
     attempt("no inputs", lambda: posterior.predict([], team=team))
     attempt("odd inputs", lambda: posterior.predict([torch.ones(2, 8)] if last else [x for x, _ in shard], team=team))
@@ -165,6 +173,11 @@ def documents(team):
                 rows = part.rows(torch.full((team.rank, 2), team.rank, dtype=torch.bfloat16))
             right += [total.item() == factor * members[1], rows.tolist() == [[members[1]] * 2] * members[1]]
             part.close()
+    # A team that is closed leaves no group behind.
+    before = len(torch.distributed.distributed_c10d._world.pg_map)
+    for _ in range(3):
+        mola.Team().close()
+    right.append(len(torch.distributed.distributed_c10d._world.pg_map) == before)
     return right
 
 

@@ -244,8 +244,6 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         together = Team.alone() if team is None else team
         for component in self.components:
             component.require_fitted("tuning the prior precision")
-        if val_loader is None:
-            self.check_networks()
 
         def weights_at(precision: float) -> Tensor:
             if self.weighting != "evidence":
@@ -267,7 +265,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
             progress=progress,
         )
         with torch.inference_mode(False), torch.no_grad():
-            tuning = choose_together(rule, problem, val_loader, together)
+            tuning = choose_together(rule, problem, val_loader, together, check=self.check_networks)
         tuning = replace(tuning, notes=(*doubts, *tuning.notes))
         return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning)
 

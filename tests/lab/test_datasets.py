@@ -689,3 +689,21 @@ def test_real_digits_turn_as_pillow_turns_them(real):
         turned = rotate(images, angle, "nearest")
         expected = [np.array(Image.fromarray(image[0].numpy()).rotate(angle)) for image in images]
         np.testing.assert_array_equal(turned[:, 0].numpy(), np.stack(expected))
+
+
+def test_arrays_of_a_pickle_are_arrays_wherever_they_are(tmp_path):
+    array = np.arange(6, dtype=np.uint8).reshape(2, 3)
+    for name, value in {"top": array, "inner": {"one": {"two": array}}}.items():
+        path = tmp_path / name
+        path.write_bytes(pickle.dumps(value))
+        found = read_plain_pickle(path)
+        np.testing.assert_array_equal(found if name == "top" else found["one"]["two"], array)
+
+
+def test_the_shape_of_a_pickled_array_is_made_of_whole_numbers(tmp_path):
+    """A text times a number would be memory without measure."""
+    content = pickle.dumps(np.zeros((7, 2), np.uint8), protocol=3)
+    assert content.count(b"K\x07K\x02\x86") == 1
+    (tmp_path / "a").write_bytes(content.replace(b"K\x07K\x02\x86", b"X\x01\x00\x00\x00aJ\xff\xff\xff\x7f\x86"))
+    with pytest.raises(mola.DataError, match="array of shape"):
+        read_plain_pickle(tmp_path / "a")

@@ -116,6 +116,7 @@ WORDS = {
     "rule": ("OptionError", "rank {last} is not doing the same work as rank 0: rule is Evidence"),
     "no validation": ("DataError", "the validation loader is empty on every rank"),
     "no inputs": ("DataError", "the prediction loader is empty on every rank"),
+    "changed": ("HeadError", "rank {last} of {size}, tune: models[0]: layers other than head"),
     "odd inputs": ("DataError", "rank {last} of {size}, predict: batch 0 of the prediction loader, models[0]"),
 }
 

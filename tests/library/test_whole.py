@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call, jacrev
 
 import mola
+from mola.distributed import Team
 from mola.errors import DataError, MissingExtraError, MolaError, OptionError, StorageError, StructureTooLargeError
 from mola.mixture import stacking_weights
 from mola.whole.sums import require_curvlinops
@@ -502,6 +503,11 @@ def test_stacking_weights_are_those_of_the_members():
     found = posterior.reweight(batches(new, truth, 15), **QUIET)
     torch.testing.assert_close(found.weights, expected, rtol=1e-6, atol=1e-6)
     assert found.structure == "diag"
+    last = mola.fit(networks, [(inputs, labels)], **QUIET)
+    held = last._read([(new, truth)], "validation loader", labelled=True, progress=False, team=Team.alone())
+    for use in (posterior.reweight, posterior.tune):
+        with pytest.raises(mola.DataError, match=r"read by a posterior over last layers.*pass the loader itself"):
+            use(held, **QUIET)
 
 
 # --- files, mixtures, manners ---------------------------------------------------------------------------------------

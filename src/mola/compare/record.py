@@ -150,11 +150,11 @@ class Record:
     environment: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Plain JSON values of a suite's record, without what only comparisons of one run have (errors over data, classes)."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name, optional in (("labelled", _optional(LabelledResult)), ("outliers", _optional(OutlierResult))):
             document[name] = {
-                one: {key: value for key, value in result.items() if key not in optional or value}
+                one: {key: value for key, value in result.items() if key not in optional}
                 for one, result in document[name].items()
             }
         return document

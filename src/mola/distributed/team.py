@@ -120,9 +120,14 @@ class Team:
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the team; with an error, the others are told and end as well."""
-        if self.size > 1 and error is not None:
+        if self.size == 1:
+            return
+        if error is not None:
             with suppress(RuntimeError):  # then nobody is left to be told
                 self._store.compare_set("ended", "", f"rank {self.rank} ended: {type(error).__name__}: {error}")
+        elif dist.is_initialized():
+            with suppress(ValueError):  # closed before
+                dist.destroy_process_group(self._group)
 
     # --- failing together -------------------------------------------------------------------------------------------
 
@@ -154,6 +159,10 @@ class Team:
                     isinstance(error, MolaError) and remote.__cause__ is None
                 ):  # all met; else it was no use to tell them
                     raise remote.error from error
+            raise
+        except BaseException as error:
+            # Interrupted: there may be no time for a meeting, but whoever looks is told.
+            self.close(error)
             raise
 
     def _meet_after(self, error: Exception) -> None:
@@ -222,10 +231,8 @@ class Team:
         """Inside `work`: the documents of all ranks in their order, on rank 0; None on the others."""
         if self.size == 1:
             return [document]
-        self._exchange()
-        everyone: list[Any] | None = [None] * self.size if self.first else None
-        self._ask(lambda: dist.gather_object(document, everyone, dst=self._ranks[0], group=self._group))
-        return everyone
+        everyone = self._exchange(document)
+        return everyone if self.first else None
 
     def share(self, document: Any) -> Any:
         """Inside `work`: rank 0's document, on every rank."""
@@ -287,18 +294,20 @@ class Team:
             raise OptionError(message)
         if self.size == 1 and own is not None:
             return own
-        parts = []
-        for rank, form in zip(self._ranks, forms, strict=True):
-            if form is not None:
-                dtype, shape = form
-                part = torch.empty(shape, dtype=dtype, device="cpu")
-                if rank == self._ranks[self.rank] and own is not None:
-                    part.copy_(own)
-                # As bytes: gloo does not know every type of number.
-                content = part.view(-1).view(torch.uint8)
-                self._ask(lambda content=content, rank=rank: dist.broadcast(content, rank, group=self._group))  # type: ignore[misc]
-                parts.append(part)
-        return torch.cat(parts)
+        parts = {
+            rank: torch.empty(form[1], dtype=form[0], device="cpu")
+            for rank, form in zip(self._ranks, forms, strict=True)
+            if form is not None
+        }
+        if own is not None:
+            parts[self._ranks[self.rank]].copy_(own)
+        # All ranks have the memory, or all fail here: one that failed alone would be waited for in the broadcasts.
+        self._exchange()
+        for rank, part in parts.items():
+            # As bytes: gloo does not know every type of number.
+            content = part.view(-1).view(torch.uint8)
+            self._ask(lambda content=content, rank=rank: dist.broadcast(content, rank, group=self._group))  # type: ignore[misc]
+        return torch.cat(list(parts.values()))
 
 
 @contextmanager

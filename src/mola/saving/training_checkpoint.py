@@ -137,21 +137,22 @@ class TrainingCheckpoint:
             raise StorageError(message) from error
         if not document:
             return 0, {}
+        place = self.place
         if document["identity"] != _as_json(self.identity):
             message = (
-                f"{self.folder} is the checkpoint of another training or another network: expected {self.identity}, got "
+                f"{place} is the checkpoint of another training or another network: expected {self.identity}, got "
                 f"{document['identity']}. Delete it, or use another folder."
             )
             raise StorageError(message)
         if document["epochs"] > epochs:
             message = (
-                f"{self.folder} holds {document['epochs']} epochs, more than the {epochs} that are asked for. Ask for as "
+                f"{place} holds {document['epochs']} epochs, more than the {epochs} that are asked for. Ask for as "
                 f"many, or use another folder."
             )
             raise StorageError(message)
         own, kept = all_tensors(network), below(tensors, "network.")
         if {name: tensor.shape for name, tensor in own.items()} != {name: one.shape for name, one in kept.items()}:
-            message = f"{self.folder} is the checkpoint of another network: names or shapes of its tensors differ."
+            message = f"{place} is the checkpoint of another network: names or shapes of its tensors differ."
             raise StorageError(message)
         with torch.no_grad():
             for name, tensor in own.items():
@@ -166,9 +167,15 @@ class TrainingCheckpoint:
             TypeError,
             AttributeError,
         ) as error:  # an older file has no seal, and may say anything
-            message = f"{self.folder} is damaged ({error!r}). Delete it to train from the start."
+            message = f"{place} is damaged ({error!r}). Delete it to train from the start."
             raise StorageError(message) from error
         return document["epochs"], below(tensors, "more.")
+
+    @property
+    def place(self) -> Path:
+        """The folder, or the file of an older version where only that exists."""
+        older = self.older is not None and self.older.exists() and not (self.folder / DOCUMENT).exists()
+        return self.older if older and self.older is not None else self.folder
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What was kept; two empty dictionaries if nothing was."""

@@ -44,7 +44,9 @@ def _resume(
         if "random.cuda" in states and _device(network).type == "cuda":
             torch.cuda.set_rng_state(states["random.cuda"], _device(network))
     except (KeyError, RuntimeError, TypeError) as error:
-        message = f"{checkpoint.folder} is damaged: the random state is missing or invalid. Delete it to train from the start."
+        message = (
+            f"{checkpoint.place} is damaged: the random state is missing or invalid. Delete it to train from the start."
+        )
         raise StorageError(message) from error
     return done
 

@@ -169,7 +169,11 @@ class Rule(Protocol):
 
 
 def choose_together(
-    rule: Rule | str | None, problem: Problem, val_loader: Iterable[Any] | HeldOut | None, team: Team
+    rule: Rule | str | None,
+    problem: Problem,
+    val_loader: Iterable[Any] | HeldOut | None,
+    team: Team,
+    check: Callable[[], None],
 ) -> Tuning:
     """What a rule chooses; of several processes, each of which reads its own shard, what rank 0 chooses.
 
@@ -178,6 +182,7 @@ def choose_together(
         problem: the mixture; what it reads must belong to the same team.
         val_loader: this process's shard of the validation data, or what was read of it, or None.
         team: the processes.
+        check: whether the networks are still those that were fitted; called where no data are read, which would tell.
 
     Returns:
         The choice, to the same bits on every rank.
@@ -185,6 +190,8 @@ def choose_together(
     chosen = as_rule(rule, val_loader)
     with team.work("tune"):
         team.agree({"rule": type(chosen).__name__, "components": len(problem.spectra), "link": problem.link.name})
+        if val_loader is None:
+            check()
         data: Any = val_loader  # rules hand it on to `problem.read`, which knows both
         tuning = chosen.choose(problem, data)
         # Sums are the same everywhere, eigenvectors need not be: machines differ.

@@ -50,6 +50,18 @@ class HeldInputs(HeldOut):
     batches: Sequence[Inputs] = field(default_factory=tuple)
 
 
+def _inputs_of(data: HeldOut) -> Sequence[Inputs]:
+    """The inputs of held-out data.
+
+    Raises:
+        DataError: if only features were kept, as posteriors over last layers do.
+    """
+    if not isinstance(data, HeldInputs):
+        message = "these held-out data were read by a posterior over last layers, without their inputs: pass the loader itself."
+        raise DataError(message)
+    return data.batches
+
+
 @dataclass(frozen=True, kw_only=True)
 class WholeProblem(Problem):
     """A mixture over whole networks whose prior precision is to be chosen.
@@ -62,9 +74,9 @@ class WholeProblem(Problem):
     components: Sequence[WholeComponent]
 
     def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
-        assert isinstance(data, HeldInputs)
+        batches = _inputs_of(data)
         mixing, start = torch.stack([self.weights_at(precision) for precision in precisions]), 0
-        bar = tqdm(data.batches, desc="candidates", disable=None if self.progress else True, leave=False)
+        bar = tqdm(batches, desc="candidates", disable=None if self.progress else True, leave=False)
         for inputs in bar:
             with undisturbed(*(component.network for component in self.components)), torch.no_grad():
                 members = [at_candidates(component, inputs, precisions, self.link) for component in self.components]
@@ -287,11 +299,11 @@ class WholeMoLA(LaplaceMixture[WholeComponent]):
         return WholeProblem(spectra=spectra, link=self.link, components=self.components, **shared)
 
     def _members_on(self, data: HeldOut) -> Iterable[Tensor]:
-        assert isinstance(data, HeldInputs)
+        batches = _inputs_of(data)
         for component in self.components:
             with undisturbed(component.network):
-                parts = [at_candidates(component, one, [component.precision], self.link)[0] for one in data.batches]
-            yield torch.cat(parts)
+                parts = [at_candidates(component, one, [component.precision], self.link)[0] for one in batches]
+            yield torch.cat(parts) if parts else torch.zeros(0, component.curvature.classes, dtype=torch.float64)
 
     def subnetwork(self, index: int = 0) -> dict[str, Tensor]:
         """Which weights of a network are uncertain.

@@ -48,7 +48,8 @@ class _Array:
             message = "it holds an array of something other than unsigned bytes"
             raise pickle.UnpicklingError(message)
         data = data.encode("latin-1") if isinstance(data, str) else data
-        if not isinstance(data, bytes) or math.prod(shape) != len(data):
+        sized = isinstance(shape, tuple) and all(type(one) is int and one >= 0 for one in shape)
+        if not sized or not isinstance(data, bytes) or math.prod(shape) != len(data):
             message = f"it holds an array of shape {shape} in another number of bytes"
             raise pickle.UnpicklingError(message)
         # bytearray: a tensor over immutable bytes could be written to by mistake.
@@ -92,7 +93,17 @@ class _PlainUnpickler(pickle._Unpickler):
         return self.NAMES[module, name]
 
 
-DAMAGE = (IndexError, KeyError, TypeError, ValueError, AttributeError, RecursionError, EOFError, OverflowError)
+DAMAGE = (
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+    EOFError,
+    OverflowError,
+    MemoryError,
+)
 """What Python's reader raises where the instructions of a pickle do not fit together."""
 
 
@@ -117,12 +128,14 @@ def read_plain_pickle(path: Path) -> Any:
             f"{path} is not plain pickled data: {reason}. {FETCH_AGAIN} The binary version of the set needs no pickle."
         )
         raise DataError(message) from error
-    if not isinstance(value, dict):
-        return value
-    return {
-        key.decode("latin-1") if isinstance(key, bytes) else key: item.value if isinstance(item, _Array) else item
-        for key, item in value.items()
-    }
+    return _finished(value)
+
+
+def _finished(value: Any) -> Any:
+    """Arrays in place of what stands for them, at the top and in dictionaries, whose keys become text."""
+    if isinstance(value, dict):
+        return {key.decode("latin-1") if isinstance(key, bytes) else key: _finished(one) for key, one in value.items()}
+    return value.value if isinstance(value, _Array) else value
 
 
 UNSIGNED_BYTES = 8
@@ -246,7 +259,7 @@ def read_cifar_python(paths: Sequence[Path], label_key: str) -> Images:
             or data.shape[1] != PIXELS
             or not isinstance(targets, list)
             or len(targets) != len(data)
-            or not all(type(label) is int for label in targets)
+            or not all(type(label) is int and 0 <= label < 256 for label in targets)
         ):
             message = (
                 f"{path} is no batch of this set: expected 'data' of shape (n, {PIXELS}) in bytes and n whole numbers in "
