@@ -52,6 +52,7 @@ from mola.mixture import Predictor as Predictor
 from mola.posterior import MoLA as MoLA
 from mola.prediction import Prediction as Prediction
 from mola.tuning.candidates import Tuning as Tuning
+from mola.tuning.distance import Distance as Distance
 from mola.tuning.rules import ConfidenceThreshold as ConfidenceThreshold
 from mola.tuning.rules import Evidence as Evidence
 from mola.tuning.rules import OutlierExposure as OutlierExposure

@@ -11,6 +11,15 @@ inequality above shows that they hold for every input and, with the bias as one 
 
 For a bias-free ReLU network the features scale with the input, and the limit itself is known:
 :math:`z_i \to \mu_i^\top \phi / \sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`.
+
+Logits that are divided by s (`cooling.py`) have
+:math:`z_i = \mu_i^\top \phi / \sqrt{s^2 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. The inequality holds as it is, whatever s,
+and where s is known so does a sharper one:
+
+.. math:: |z_i| \le \frac{\|\mu_i\| \|\phi\|}{\sqrt{s^2 + \frac\pi8 \lambda_{\min}(\Sigma_{(i)}) \|\phi\|^2}}.
+
+With cooling by distance s grows at least like the square of the length of the features, so far away the bound and the limit are both
+1/C: a constant temperature alone leaves the limit where it is.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ from mola.laplace import FeatureSpread, LogitMoments, in_range
 from mola.links import Link
 from mola.numerics import exact
 
-__all__ = ["class_bounds", "component_bounds", "far_field_logits", "largest_logits", "require_probit"]
+__all__ = ["class_bounds", "component_bounds", "divided_bounds", "far_field_logits", "largest_logits", "require_probit"]
 
 
 SCALE = 2.0**20
@@ -47,10 +56,28 @@ def largest_logits(weights: Tensor, smallest_variance: Tensor) -> Tensor:
 
 
 def class_bounds(largest: Tensor) -> Tensor:
-    """Upper bound (C,) on the probability of each class, from the largest cooled logits (C,)."""
+    """Upper bound (..., C) on the probability of each class, from the largest cooled logits (..., C)."""
     # exp(-b) is at most 1, so nothing overflows, and what rounding takes from a sum of others is nothing beside the 1.
     least = torch.exp(-largest)
-    return 1 / (1 + least * (least.sum() - least))
+    return 1 / (1 + least * (least.sum(-1, keepdim=True) - least))
+
+
+def divided_bounds(component: Component, lengths: Tensor, divisors: Tensor) -> Tensor:
+    """The Lemma for logits that are divided: upper bound (n, C) on each class's probability, at inputs of which more is known.
+
+    Args:
+        component: with curvature.
+        lengths: of the features, the constant 1 included (n,).
+        divisors: (n,).
+
+    Returns:
+        (n, C) in float64.
+    """
+    _, curvature = component.require_curvature("the bound")
+    smallest = curvature.spectrum.smallest_class_variance(component.precision)
+    # Divided by the length: whose square may not be in range.
+    relative = (divisors / lengths)[:, None].square()
+    return class_bounds(curvature.weights.norm(dim=1) / (relative + math.pi / 8 * smallest).sqrt())
 
 
 def component_bounds(component: Component, classes: int) -> Tensor:

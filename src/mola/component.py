@@ -17,7 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import HeadError, MolaError, OptionError, StructureTooLargeError
-from mola.laplace import Factors, LogitMoments, Posterior, Spectrum, Structure, check_precision
+from mola.laplace import (
+    ClassDistance,
+    ClassGeometry,
+    ClassSums,
+    Factors,
+    LogitMoments,
+    Posterior,
+    Spectrum,
+    Structure,
+    check_precision,
+)
 from mola.laplace.memory import free_memory
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import Head, Inputs, capture
@@ -147,6 +157,13 @@ class Curvature:
     watch: Watch
     """The network as it was."""
     likelihood: Likelihood = CATEGORICAL
+    classes: ClassSums | None = None
+    """Sums for distances from the training classes; None where there are none, as in files of older versions."""
+
+    @cached_property
+    def geometry(self) -> ClassGeometry | None:
+        """The training classes, solved once; None without sums for distances."""
+        return None if self.classes is None else ClassGeometry(self.classes)
 
     @property
     def weights(self) -> Tensor:
@@ -201,6 +218,12 @@ class Component(LaplaceComponent):
         """The same network and curvature at another prior precision."""
         return Component(self.network, self.head, self.curvature, precision)
 
+    @property
+    def distance(self) -> ClassDistance | None:
+        """How far features are from the training classes, in float64; None without sums for distances."""
+        geometry = None if self.curvature is None else self.curvature.geometry
+        return None if geometry is None else ClassDistance(geometry)
+
     def prepare(self) -> Posterior | None:
         """Build the posterior, if there is curvature, and move it to where the network is."""
         if self.curvature is None or self.head is None:
@@ -213,7 +236,7 @@ class Component(LaplaceComponent):
             with _door:
                 ready = self._posterior
                 if ready is None or not ready.is_at(like.device, like.dtype):
-                    ready = self.curvature.spectrum.posterior(self.precision)
+                    ready = self.curvature.spectrum.posterior(self.precision).measured_by(self.distance)
                     ready.follow(like.device, like.dtype)
                     self._posterior = ready
         return ready

@@ -21,8 +21,9 @@ from mola.network.fingerprint import Watch
 from mola.posterior import MoLA
 from mola.saving import archive, storage
 from mola.sums import SumsCheckpoint, sum_up
+from mola.tuning.choosing import check_rule
 from mola.tuning.data_checks import Remembering, shared_rows
-from mola.tuning.rules import Rule, check_rule
+from mola.tuning.rules import Rule
 
 __all__ = ["ensemble", "fit", "load"]
 
@@ -68,6 +69,7 @@ def fit(
     team: Team | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
+    distances: bool = True,
 ) -> MoLA:
     """Put a Laplace approximation on the last layer of each trained network: one pass over the training data.
 
@@ -91,6 +93,8 @@ def fit(
         checkpoint: folder for the sums so far. A fit that was interrupted goes on from there when it is called again with the same
             networks, options and data in the same order. It is removed when the fit is done.
         checkpoint_every: batches between two checkpoints.
+        distances: whether to sum what `rule="distance"` and `prediction.distance` need, too: C x P numbers for each network, and
+            P x P. False saves them where there are very many classes.
 
     Returns:
         The posterior.
@@ -124,6 +128,7 @@ def fit(
             "validation data": val_loader is not None,
             "rule": None if rule is None else rule if isinstance(rule, str) else type(rule).__name__,
             "checkpoint": checkpoints.active,
+            "distances": distances,
         }
         if val_loader is not None and together.size == 1:  # each process of a team sees its own shards alone
             check_loader(train_loader, "the training loader")
@@ -140,12 +145,13 @@ def fit(
                 checkpoints=checkpoints,
                 options=options,
                 progress=progress,
+                distances=distances,
             )
             trained = [head.trained_weights() for head in heads]
         # Not among the visited: some networks write into their buffers in every pass.
         curvatures = [
-            Curvature(chosen_structure, one, weights, Watch(network), CATEGORICAL)
-            for network, weights, one in zip(networks, trained, sums, strict=True)
+            Curvature(chosen_structure, factors, weights, Watch(network), CATEGORICAL, classes)
+            for network, weights, (factors, classes) in zip(networks, trained, sums, strict=True)
         ]
     components = [
         Component(network, one, curvature, precision)

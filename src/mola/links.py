@@ -77,21 +77,23 @@ def _centre(mean: Tensor, dim: int = -1) -> Tensor:
     return mean - mean.mean(dim=dim, keepdim=True)
 
 
-def cooled_softmax(link: Link, mean: Tensor, variance: Tensor) -> Tensor:
+def cooled_softmax(link: Link, mean: Tensor, variance: Tensor, squares: Tensor | None = None) -> Tensor:
     """Probabilities for many variances of the same data at once, by a link that cools; data last, which is several times as fast.
 
     Args:
         link: one with `cooled_by`.
         mean: logits (C, n).
         variance: as the link asks for it (L, C, n); its memory is used for the result.
+        squares: of what the logits are divided by (L, 1, n), or one for all; None leaves them as they are.
 
     Returns:
         (L, C, n)
     """
     if link.cooled_by == "contrast_variance":
         mean = _centre(mean, dim=0)
-    one = variance.new_ones(())
-    logits = torch.add(one, variance, alpha=math.pi / 8, out=variance).rsqrt_().mul_(mean)
+    # m / s over sqrt(1 + pi/8 v / s^2)
+    start = variance.new_ones(()) if squares is None else squares
+    logits = torch.add(start, variance, alpha=math.pi / 8, out=variance).rsqrt_().mul_(mean)
     weights = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
     return weights.div_(weights.sum(dim=1, keepdim=True))
 

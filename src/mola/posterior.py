@@ -15,11 +15,12 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mola.bounds import SCALE, component_bounds, far_field_logits, require_probit
+from mola.bounds import SCALE, component_bounds, divided_bounds, far_field_logits, require_probit
 from mola.component import Component, LaplaceComponent, WeightSamples, draw_weights, per_component
+from mola.cooling import Cooling, Usual
 from mola.distributed import Team
-from mola.errors import DataError, located, warn
-from mola.laplace import LogitMoments, in_range
+from mola.errors import DataError, OptionError, located, warn
+from mola.laplace import ClassGeometry, FeatureSpread, LogitMoments, in_range
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, as_link
 from mola.mixture import (
@@ -32,11 +33,12 @@ from mola.mixture import (
     stacking_weights,
 )
 from mola.network import Inputs, check_finite, one_batch, undisturbed, without_autocast
-from mola.numerics import seed_from
+from mola.numerics import exact, seed_from
 from mola.prediction import Prediction, later
 from mola.saving import archive, storage
 from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, LastLayerProblem, Problem, Tuning, read_held_out
-from mola.tuning.rules import Rule, choose_together
+from mola.tuning.choosing import choose_together
+from mola.tuning.rules import Rule
 from mola.uncertainty import entropy, epistemic_share, far_field_score, max_probability_score
 
 __all__ = ["LaplaceMixture", "MoLA"]
@@ -62,10 +64,12 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         link: from logits to probabilities.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         tuning: how the prior precision was chosen, if it was.
+        cooling: what logits are divided by before they become probabilities.
     """
 
     components: tuple[Kind, ...]
     link: Any
+    _cooling: Cooling
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         link: Any = "probit",
         weights: str | Sequence[float] | Tensor = "uniform",
         tuning: Tuning | None = None,
+        cooling: Cooling | None = None,
     ) -> None:
         """Bind components, a link and weights."""
         weighting = check_weighting(weights, len(components))
@@ -82,6 +87,8 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         self.link = self._as_link(link)
         self.weighting = weighting if isinstance(weighting, str) else "given"
         self.tuning = tuning
+        self._cooling = Cooling() if cooling is None else cooling
+        self._check_cooling()
         if by_evidence:
             self.weights = evidence_weights(self.log_evidence())
 
@@ -108,6 +115,40 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
     def _described(self) -> str:
         """The structure, in words."""
 
+    @property
+    def has_distances(self) -> bool:
+        """Whether distances from the training classes are known."""
+        return False
+
+    def _usual_in_training(self) -> Usual:
+        """What is usual of the features, as the training data show it.
+
+        Raises:
+            OptionError: where distances are not known.
+        """
+        raise OptionError(self._why_no_distances())
+
+    def _usual_on(self, data: HeldOut) -> Usual:
+        """What is usual on validation data.
+
+        Raises:
+            OptionError: where distances are not known.
+        """
+        raise OptionError(self._why_no_distances())
+
+    def _why_no_distances(self) -> str:
+        """Why there are no distances, and what to do."""
+        return "there are no distances from the training data here: only posteriors of mola.fit have them, over last layers."
+
+    def _check_cooling(self) -> None:
+        """Refuse a cooling that this mixture cannot do.
+
+        Raises:
+            OptionError: if it asks for distances, and there are none.
+        """
+        if self._cooling.exponent > 0 and not self.has_distances:
+            raise OptionError(self._why_no_distances())
+
     # --- what it is -------------------------------------------------------------------------------------------------
 
     @property
@@ -119,6 +160,24 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
     def networks(self) -> tuple[nn.Module, ...]:
         """The trained networks."""
         return tuple(component.network for component in self.components)
+
+    @property
+    def cooling(self) -> Cooling:
+        """What logits are divided by before they become probabilities."""
+        if self._cooling.usual is None and self.has_distances:
+            # Not before it is asked for: it solves for the covariance within classes.
+            self._cooling = replace(self._cooling, usual=self._usual_in_training())
+        return self._cooling
+
+    @property
+    def temperature(self) -> float:
+        """What all logits are divided by; below 1 sharpens."""
+        return self._cooling.temperature
+
+    @property
+    def distance_exponent(self) -> float:
+        """How strongly logits are cooled by the distance from the training classes; 0 is not at all."""
+        return self._cooling.exponent
 
     def __repr__(self) -> str:
         """What it is made of and how it was tuned, in a few lines; the networks are in `.networks`."""
@@ -133,8 +192,15 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
             f"  structure: {self._described()}\n"
             f"  link: {self.link.name}\n"
             f"  prior precision: {describe_numbers(self.prior_precision)}, {tuned}\n"
+            f"{self._described_cooling()}"
             f"  weights: {weights}\n)"
         )
+
+    def _described_cooling(self) -> str:
+        parts = [f"temperature {self.temperature:.4g}"] if self.temperature != 1 else []
+        if self.distance_exponent > 0:
+            parts.append(f"by distance, with exponent {self.distance_exponent:.4g}")
+        return f"  logits cooled: {' and '.join(parts)}\n" if parts else ""
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of this module alone, and get ready to predict.
@@ -163,7 +229,14 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
         with without_autocast(moments[0].mean.device):
-            return moments[0].returned(self._mix([self.link(one, seed) for one in moments]))
+            return moments[0].returned(self._probabilities(moments, seed))
+
+    def _probabilities(self, moments: Sequence[LogitMoments], seed: int | None) -> Tensor:
+        """Probabilities (n, C) of the mixture, from its logits."""
+        return self._mix([self.link(one, seed) for one in self._cooled(moments)])
+
+    def _cooled(self, moments: Sequence[LogitMoments]) -> list[LogitMoments]:
+        return list(moments) if self._cooling.changes_nothing else self.cooling(moments, self.weights)
 
     def _moments(self, inputs: Inputs) -> list[LogitMoments]:
         moments = []
@@ -182,17 +255,24 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         with located(place), undisturbed(*self.networks, passes_only=True):
             moments = self._moments(inputs)
         with without_autocast(moments[0].mean.device):
-            probs, weights = self._mix([self.link(one, seed) for one in moments]), self.weights
+            probs, weights = self._probabilities(moments, seed), self.weights
             mean = torch.stack([one.mean for one in moments])
         kept = [one.kept(values) for one, values in zip(moments, mean, strict=True)]
         back = moments[0].returned
+
+        def share() -> Tensor:
+            return epistemic_share(self._cooled(kept), weights.tolist(), seed or 0)
+
         return Prediction(
             back(probs),
-            later(lambda: back(entropy(probs) * epistemic_share(kept, weights.tolist(), seed or 0)), mean.device),
+            later(lambda: back(entropy(probs) * share()), mean.device),
             later(lambda: back(_ood_score(kept, mean, probs, weights.to(mean))), mean.device),
             "far-field" if all(one.spread is not None and one.spread.has_length for one in kept) else "max-probability",
             back(mean),
             later(lambda: back(torch.stack([one.variance for one in kept])), mean.device),
+            later(lambda: back(self.cooling.log_distance(kept, weights).exp()), mean.device)
+            if self.has_distances
+            else None,
             held=probs.nbytes + sum(one.nbytes for one in kept),
         )
 
@@ -200,7 +280,13 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
 
     def _parts(self) -> dict[str, Any]:
         weights = self.weighting if self.weighting != "given" else self.weights
-        return {"components": self.components, "link": self.link, "weights": weights, "tuning": self.tuning}
+        return {
+            "components": self.components,
+            "link": self.link,
+            "weights": weights,
+            "tuning": self.tuning,
+            "cooling": self._cooling,
+        }
 
     def _with(self, **changes: Any) -> Self:
         return type(self)(**(self._parts() | changes))
@@ -212,6 +298,21 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         values = per_component(prior_precision, len(self.components), "prior_precision")
         moved = [component.at(value) for component, value in zip(self.components, values, strict=True)]
         return self._with(components=moved, tuning=None)
+
+    def with_temperature(self, temperature: float) -> Self:
+        """The same mixture with all logits divided by a temperature: above 1 is more careful, below 1 sharpens."""
+        return self._with(cooling=replace(self._cooling, temperature=temperature), tuning=None)
+
+    def with_distance_exponent(self, exponent: float) -> Self:
+        """The same mixture with another exponent of the distance by which logits are cooled: 0 is not at all.
+
+        Args:
+            exponent: gamma; `mola.Distance` chooses it on validation data, mostly between 0.5 and 4.
+
+        Returns:
+            A new posterior; `OptionError` if nothing is known of distances.
+        """
+        return self._with(cooling=replace(self._cooling, exponent=exponent), tuning=None)
 
     def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
         """The same mixture with other weights: "uniform", "evidence", or K numbers that sum to 1."""
@@ -245,17 +346,25 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         for component in self.components:
             component.require_fitted("tuning the prior precision")
 
-        def weights_at(precision: float) -> Tensor:
+        def weights_at(precision: float | Sequence[float]) -> Tensor:
             if self.weighting != "evidence":
                 return self.weights
-            at = torch.tensor(precision, dtype=torch.float64, device="cpu")
-            return evidence_weights(torch.stack([component.log_evidence(at) for component in self.components]))
+            each = per_component(precision, len(self.components), "prior_precision")
+            at = torch.tensor(each, dtype=torch.float64, device="cpu")
+            pairs = zip(self.components, at, strict=True)
+            return evidence_weights(torch.stack([component.log_evidence(one) for component, one in pairs]))
 
         doubts: list[str] = []
+        usual: list[Usual] = []
+        seen: set[int] = set()
 
         def read(loader: Any, where: str, labelled: bool) -> HeldOut:
             data = self._read(loader, where, labelled=labelled, progress=progress, team=together)
-            doubts.extend(self._doubts(data) if labelled else ())
+            if labelled and id(data) not in seen:  # a rule may ask another, which reads the same data
+                seen.add(id(data))
+                doubts.extend(self._doubts(data))
+            if self.has_distances and not usual:  # the validation data are read first
+                usual.append(self._usual_on(data))
             return data
 
         problem = self._problem(
@@ -263,11 +372,14 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
             read=read,
             log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
             progress=progress,
+            usual=usual,
+            lacks_distances=None if self.has_distances else self._why_no_distances(),
         )
         with torch.inference_mode(False), torch.no_grad():
             tuning = choose_together(rule, problem, val_loader, together, check=self.check_networks)
         tuning = replace(tuning, notes=(*doubts, *tuning.notes))
-        return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning)
+        cooling = Cooling(tuning.temperature, tuning.distance_exponent, usual[0] if usual else self._cooling.usual)
+        return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning, cooling=cooling)
 
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
         """Stacking: the weights that maximise the mixture's log-likelihood on validation data.
@@ -386,15 +498,47 @@ class MoLA(LaplaceMixture[Component]):
 
     def _problem(self, **shared: Any) -> LastLayerProblem:
         curvatures = [component.curvature for component in self.components if component.curvature is not None]
-        return LastLayerProblem(spectra=[one.spectrum for one in curvatures], link=self.link, **shared)
+        return LastLayerProblem(
+            spectra=[one.spectrum for one in curvatures],
+            link=self.link,
+            geometries=self._geometries(),
+            **shared,
+        )
+
+    def _geometries(self) -> list[ClassGeometry] | None:
+        """The training classes as each network sees them; None if one does not know."""
+        found = [None if one.curvature is None else one.curvature.geometry for one in self.components]
+        return None if any(one is None for one in found) else [one for one in found if one is not None]
+
+    @property
+    def has_distances(self) -> bool:
+        """Whether distances from the training classes are known."""
+        return self._geometries() is not None
+
+    def _usual_in_training(self) -> Usual:
+        return Usual(tuple(one.training_scale for one in self._geometries() or ()))
+
+    def _usual_on(self, data: HeldOut) -> Usual:
+        return data.usual(self._geometries() or ())
+
+    def _why_no_distances(self) -> str:
+        if self.components[0].curvature is None:
+            return "a plain ensemble has no distances from the training data. Make the posterior with mola.fit(models, train_loader)."
+        return (
+            "this posterior has no distances from the training classes: it was fitted with distances=False, or by an older version of "
+            "mola. Fit again: mola.fit(models, train_loader)."
+        )
 
     def _members_on(self, data: HeldOut) -> Iterable[Tensor]:
+        moments = []
         for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
             curvature = component.curvature
-            spread = (
-                None if curvature is None else curvature.spectrum.posterior(component.precision).at(features.double())
-            )
-            yield self.link(LogitMoments(logits.double(), spread))
+            spread = None
+            if curvature is not None:
+                posterior = curvature.spectrum.posterior(component.precision).measured_by(component.distance)
+                spread = posterior.at(features.double())
+            moments.append(LogitMoments(logits.double(), spread))
+        return (self.link(one) for one in self._cooled(moments))
 
     def of_held_out(self, data: HeldOut, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         """What `predict` says of data that the networks have seen already, without running them again.
@@ -416,7 +560,7 @@ class MoLA(LaplaceMixture[Component]):
         moments = in_range(moments)
         with torch.no_grad(), without_autocast(moments[0].mean.device):
             mean = torch.stack([one.mean for one in moments])
-            probs = self._mix([self.link(one, None) for one in moments])
+            probs = self._probabilities(moments, None)
             score = _ood_score(moments, mean, probs, self.weights.to(mean))
         mean, probs, score = (moments[0].returned(values).cpu() for values in (mean, probs, score))
         return mean, probs, score
@@ -438,7 +582,8 @@ class MoLA(LaplaceMixture[Component]):
     def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> Tensor:
         """Upper bound on the confidence of each input, for the class that is predicted there.
 
-        The bound of a class holds for every input. Far away another class may win: take the bound there.
+        The bound of a class holds for every input. Far away another class may win: take the bound there. Where logits are cooled, by
+        a temperature or by distance, the bound is sharper: it is that of the input, and tends to 1/C as its features grow.
 
         Args:
             inputs: one batch.
@@ -452,16 +597,33 @@ class MoLA(LaplaceMixture[Component]):
         with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
         with without_autocast(moments[0].mean.device):
-            members = [one.returned(self.link(one)).cpu() for one in moments]
+            members = [one.returned(self.link(one)).cpu() for one in self._cooled(moments)]
+        if not self._cooling.changes_nothing and self.structure is not None:
+            return self._divided_bound(moments, members, lemma=lemma)
         bounds = torch.stack([component_bounds(component, members[0].shape[1]) for component in self.components])
         if lemma:
             return torch.stack([bound[probs.argmax(1)] for bound, probs in zip(bounds, members, strict=True)])
         return torch.einsum("k,kc->c", self.weights, bounds)[self._mix(members).argmax(1)]
 
+    def _divided_bound(self, moments: Sequence[LogitMoments], members: Sequence[Tensor], *, lemma: bool) -> Tensor:
+        bounds = []
+        for component, one, divisor in zip(
+            self.components, moments, self.cooling.divisors(moments, self.weights), strict=True
+        ):
+            assert isinstance(one.spread, FeatureSpread)  # where there is curvature
+            lengths = torch.linalg.vector_norm(exact(one.spread.features), dim=1).cpu()
+            bounds.append(divided_bounds(component, lengths, exact(divisor).cpu().expand_as(lengths)))
+        if lemma:
+            each = zip(bounds, members, strict=True)
+            return torch.stack([bound.gather(1, probs.argmax(1)[:, None]).squeeze(1) for bound, probs in each])
+        mixed = torch.einsum("k,knc->nc", self.weights, torch.stack(bounds))
+        return mixed.gather(1, self._mix(list(members)).argmax(1)[:, None]).squeeze(1)
+
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
-        Exact for bias-free ReLU networks, whose features scale with the input; this is checked.
+        Exact for bias-free ReLU networks, whose features scale with the input; this is checked. With cooling by distance it is 1/C,
+        except for a network that has no features at all at an input, and so none at any multiple of it.
 
         Args:
             inputs: a batch, as one tensor.
@@ -474,7 +636,18 @@ class MoLA(LaplaceMixture[Component]):
         with undisturbed(*self.networks, passes_only=True):
             pairs = zip(self.components, self._moments(inputs), self._moments(SCALE * inputs), strict=True)
             limits = [far_field_logits(component, once, scaled) for component, once, scaled in pairs]
+            if self.distance_exponent > 0:
+                moments = self._moments(inputs)
+                members = zip(moments, self._cooled(moments), limits, strict=True)
+                return self._mix([self._cooled_limit(*one) for one in members])
         return self._mix([CATEGORICAL.probabilities(logits) for logits in limits])
+
+    def _cooled_limit(self, moments: LogitMoments, cooled: LogitMoments, logits: Tensor) -> Tensor:
+        """1/C where features grow, and what is said of the input where there are none."""
+        assert isinstance(moments.spread, FeatureSpread)
+        width = moments.spread.posterior.distance.geometry.width  # type: ignore[union-attr]
+        grow = moments.spread.features[:, :width].any(1, keepdim=True).to(logits.device)
+        return torch.where(grow, 1 / logits.shape[1], cooled.returned(self.link(cooled)))
 
     # --- files ------------------------------------------------------------------------------------------------------
 
@@ -487,6 +660,9 @@ class MoLA(LaplaceMixture[Component]):
         Returns:
             The folder, for `mola.load(directory, models=...)`.
         """
+        return storage.write(directory, *self.packed())
+
+    def packed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What `save` writes: a document and tensors."""
         self.check_networks()
-        document, tensors = archive.pack(self.components, self.link, self.weights, self.weighting, self.tuning)
-        return storage.write(directory, document, tensors)
+        return archive.pack(self.components, self.link, self.weights, self.weighting, self.tuning, self._cooling)

@@ -38,14 +38,14 @@ def later(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], T
     return computed
 
 
-FIELDS = ("probs", "mutual_information", "ood_score", "ood_score_name", "logit_mean", "logit_variance")
+FIELDS = ("probs", "mutual_information", "ood_score", "ood_score_name", "logit_mean", "logit_variance", "distance")
 
 
 class Prediction:
     """Probabilities of n inputs over C classes, with their uncertainty taken apart.
 
     What is costly is computed when it is first read, and then kept: `mutual_information` (and `epistemic`, `aleatoric`),
-    `ood_score` and `logit_variance`. The numbers do not depend on when that is, nor on what is read before.
+    `ood_score`, `logit_variance` and `distance`. The numbers do not depend on when that is, nor on what is read before.
 
     Args:
         probs: (n, C).
@@ -54,6 +54,7 @@ class Prediction:
         ood_score_name: which score it is.
         logit_mean: (K, n, C), where the members have logits.
         logit_variance: (K, n, C), where they have, or what computes it.
+        distance: (n,), where it is known, or what computes it.
         held: bytes that fields keep in memory until they are computed.
     """
 
@@ -68,11 +69,12 @@ class Prediction:
         ood_score_name: str,
         logit_mean: Tensor | None = None,
         logit_variance: Later | None = None,
+        distance: Later | None = None,
         *,
         held: int = 0,
     ) -> None:
         """Keep the fields, and what computes the others."""
-        values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance)
+        values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance)
         vars(self)["_values"] = dict(zip(FIELDS, values, strict=True))
         vars(self)["_held"] = held
 
@@ -99,8 +101,8 @@ class Prediction:
         return {"_values": {name: self._read(name) for name in FIELDS}, "_held": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields."""
-        vars(self).update(state)
+        """Take the fields; those that an older version did not have are None."""
+        vars(self).update({**state, "_values": dict.fromkeys(FIELDS) | state["_values"]})
 
     @property
     def held(self) -> int:
@@ -143,6 +145,15 @@ class Prediction:
     def logit_variance(self) -> Tensor | None:
         """(K, n, C), where the members have logits."""
         return self._read("logit_variance")
+
+    @property
+    def distance(self) -> Tensor | None:
+        """How far (n,) the networks' features are from the training classes: 1 is the median of the validation data.
+
+        A geometric mean over networks; before anything was tuned on validation data, 1 is the training data's root mean square.
+        None where it is not known.
+        """
+        return self._read("distance")
 
     @property
     def label(self) -> Tensor:
@@ -243,13 +254,15 @@ class Prediction:
         """
         own = Prediction.concatenate(parts) if parts else None
         kinds = team.collect(
-            None if own is None else [own.ood_score_name, own.logit_mean is not None, own.logit_variance is not None]
+            None
+            if own is None
+            else [own.ood_score_name, *(one is not None for one in (own.logit_mean, own.logit_variance, own.distance))]
         )
         kind = next((one for one in kinds or () if one is not None), None)
         if team.first and kind is None:
             message = "the prediction loader is empty on every rank: it yielded no batch."
             raise DataError(message)
-        name, has_logits, has_variance = team.share(kind)
+        name, has_logits, has_variance, has_distance = team.share(kind)
 
         def joined(values: Tensor | None, axis: int = 0) -> Tensor:
             return team.rows(None if values is None else values.transpose(0, axis)).transpose(0, axis)
@@ -261,4 +274,5 @@ class Prediction:
             name,
             joined(None if own is None else own.logit_mean, 1) if has_logits else None,
             joined(None if own is None else own.logit_variance, 1) if has_variance else None,
+            joined(None if own is None else own.distance) if has_distance else None,
         )

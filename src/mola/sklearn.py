@@ -21,7 +21,8 @@ from mola.posterior import MoLA
 from mola.prediction import Prediction
 from mola.training import Recipe, train_mlps
 from mola.training.labelled import Labelled
-from mola.tuning.rules import RULES, Evidence, Rule
+from mola.tuning.choosing import RULES
+from mola.tuning.rules import Evidence, Rule
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from mola.distributed import Team
-from mola.errors import DataError, OptionError, StorageError
-from mola.laplace import Factors, Structure
+from mola.errors import DataError, OptionError, StorageError, StructureTooLargeError
+from mola.laplace import ClassSums, Factors, Structure
+from mola.laplace.memory import free_memory
 from mola.likelihood import Likelihood
 from mola.network import (
     Features,
@@ -192,6 +193,8 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 KIND = "fit-checkpoint"
+CLASSES = "classes."
+"""How the names of tensors for distances begin, after the number of the network."""
 SCHEMA = {
     "rank": int,
     "size": int,
@@ -218,6 +221,8 @@ class Kept:
     labelled: bool | None = None
     heads: list[dict[str, Any]] | None = None
     totals: Sequence[Factors] | None = None
+    classes: Sequence[ClassSums] | None = None
+    """For distances; None where they are not wanted, or an older version of mola has not summed them."""
 
 
 class SumsCheckpoint:
@@ -288,7 +293,38 @@ class SumsCheckpoint:
         totals = [
             self._factors(index, entry, document, tensors, structure) for index, entry in enumerate(document["heads"])
         ]
-        return Kept(document["batches"], document["trail"], document["labelled"], document["heads"], totals)
+        classes = [self._class_sums(index, entry, tensors) for index, entry in enumerate(document["heads"])]
+        known = [one for one in classes if one is not None]
+        return Kept(
+            document["batches"],
+            document["trail"],
+            document["labelled"],
+            document["heads"],
+            totals,
+            known if len(known) == len(classes) else None,
+        )
+
+    def _class_sums(self, index: int, head: dict[str, Any], tensors: dict[str, Tensor]) -> ClassSums | None:
+        """What was kept for distances.
+
+        Raises:
+            StorageError: if some of it is missing, or of another shape.
+        """
+        found = {name: tensors.get(f"{index}.{CLASSES}{name}") for name in ClassSums.shapes(0, 0)}
+        if all(one is None for one in found.values()):
+            return None
+        # The head's description says how many features there are with the constant 1, which has no direction.
+        given = found["directions"]
+        width = 0 if given is None else given.shape[-1]
+        for name, shape in ClassSums.shapes(width, head["classes"]).items():
+            one = found[name]
+            if one is None or one.shape != shape or one.dtype != torch.float64 or width > head["features"]:
+                message = (
+                    f"{self.place}: tensor {index}.{CLASSES}{name} is missing or of another shape. Delete the folder to start "
+                    f"from zero."
+                )
+                raise StorageError(message)
+        return ClassSums(**{name: one for name, one in found.items() if one is not None})
 
     def _refuse_other_teams(self) -> None:
         """Refuse a folder that another number of processes wrote.
@@ -314,7 +350,12 @@ class SumsCheckpoint:
         structure: Structure,
     ) -> Factors:
         empty = empty_factors(structure, head["features"], head["classes"], None)
-        named = {name.partition(".")[2]: one for name, one in tensors.items() if name.startswith(f"{index}.")}
+        own, others = f"{index}.", f"{index}.{CLASSES}"
+        named = {
+            name.partition(".")[2]: one
+            for name, one in tensors.items()
+            if name.startswith(own) and not name.startswith(others)
+        }
         for name, like in empty.tensors().items():
             if name not in named or named[name].shape != like.shape or named[name].dtype != like.dtype:
                 message = f"{self.place}: tensor {index}.{name} is missing or of another shape. Delete the folder to start from zero."
@@ -341,6 +382,8 @@ class SumsCheckpoint:
             "log_likelihoods": [total.log_likelihood for total in totals],
         }
         tensors = {f"{k}.{name}": one for k, total in enumerate(totals) for name, one in total.tensors().items()}
+        for k, classes in enumerate(kept.classes or ()):
+            tensors |= {f"{k}.{CLASSES}{name}": one for name, one in classes.tensors().items()}
         storage.write(self.place, document, tensors, kind=KIND)
 
     def remove(self) -> None:
@@ -365,6 +408,17 @@ class Work:
     team: Team
     checkpoints: SumsCheckpoint
     identity: dict[str, Any]
+    distances: bool
+
+
+@dataclass
+class Totals:
+    """The sums of one network under way."""
+
+    factors: Any = None
+    """None before the first data."""
+    classes: ClassSums | None = None
+    """For distances; None where they are not summed."""
 
 
 def sum_up(
@@ -378,7 +432,8 @@ def sum_up(
     checkpoints: SumsCheckpoint,
     options: dict[str, Any],
     progress: bool,
-) -> tuple[list[Head], list[Factors]]:
+    distances: bool = True,
+) -> tuple[list[Head], list[tuple[Factors, ClassSums | None]]]:
     """The head of every network, and its sums over all the training data of all processes.
 
     Call it inside `undisturbed(*networks)` and `team.work(...)`.
@@ -393,6 +448,7 @@ def sum_up(
         checkpoints: keeps sums under way.
         options: what else must be the same on every rank, as JSON.
         progress: whether to show a progress bar on stderr, if that is a terminal.
+        distances: whether to sum what distances need, too.
 
     Returns:
         Heads and sums, the same bits on every rank.
@@ -415,6 +471,7 @@ def sum_up(
         team,
         checkpoints,
         {} if plain else identity_of(networks, structure, likelihood),
+        distances,
     )
     kept = checkpoints.load(work.identity, structure)
     batches = batches_of(loader, "the training loader")
@@ -436,10 +493,36 @@ def sum_up(
         heads, labelled = _agree(work, heads, labelled, options)
     assert heads is not None  # one process alone has data, and several have agreed
     structure.check_size([one.width for one in heads], heads[0].classes)
-    totals = list(kept.totals or [])
+    if distances:
+        _check_room(heads)
+    totals = _taken_up(kept)
     if seen is not None:
         totals = _stream(work, heads, batches, seen, kept, batch_count(loader), labelled=labelled, progress=progress)
-    return heads, _over_all(work, heads, totals, labelled=labelled)
+    factors = _over_all(work, heads, [one.factors for one in totals], labelled=labelled)
+    return heads, list(zip(factors, _classes_over_all(work, heads, totals, factors), strict=True))
+
+
+def _taken_up(kept: Kept) -> list[Totals]:
+    """The sums that a checkpoint holds."""
+    totals = list(kept.totals or ())
+    classes: Sequence[ClassSums | None] = kept.classes or [None] * len(totals)
+    return [Totals(*one) for one in zip(totals, classes, strict=True)]
+
+
+def _check_room(heads: Sequence[Head]) -> None:
+    """Refuse sums for distances that do not fit in memory.
+
+    Raises:
+        StructureTooLargeError: if they do not.
+    """
+    needed = sum(8 * head.classes * head.width for head in heads)
+    free = free_memory()
+    if free is not None and needed > free:
+        message = (
+            f"the class means for distances take {needed / 1e9:.1f} GB ({heads[0].classes:,} classes x {heads[0].width:,} features), "
+            f"and {free / 1e9:.1f} GB are free. Fit with distances=False: all but rule='distance' works without them."
+        )
+        raise StructureTooLargeError(message)
 
 
 def _skip(batches: Iterator[Any], kept: Kept) -> None:
@@ -534,12 +617,19 @@ def _stream(
     *,
     labelled: bool | None,
     progress: bool,
-) -> list[Factors]:
+) -> list[Totals]:
     structure, likelihood, checkpoints = work.structure, work.likelihood, work.checkpoints
-    totals: list[Any] = [None] * len(heads)
-    if kept.totals is not None:
-        # A checkpoint comes back in main memory; sums go on where the features are.
-        totals = [on_device(total, device_of_sums(one)) for total, one in zip(kept.totals, first, strict=True)]
+    # A checkpoint comes back in main memory; sums go on where the features are.
+    places = [device_of_sums(one) for one in first]
+    totals = _taken_up(kept)
+    for under_way, place in zip(totals, places, strict=False):
+        under_way.factors = on_device(under_way.factors, place)
+        under_way.classes = None if under_way.classes is None else under_way.classes.to(place)
+    if not totals:
+        totals = [
+            Totals(None, ClassSums.empty(head.layer.in_features, head.classes, place) if work.distances else None)
+            for head, place in zip(heads, places, strict=True)
+        ]
     rows = structure.rows(max(head.width for head in heads), heads[0].classes)
     buffers = [RowBuffer(head, rows or 1) for head in heads]
     checksums = [kept.checksum]
@@ -556,10 +646,10 @@ def _stream(
         coming = count
 
     def save() -> None:
-        described = describe_heads(heads)
-        checkpoints.save(
-            work.identity, Kept(done, checksums[0], labelled, described, [total.cpu() for total in totals])
-        )
+        factors = [total.factors.cpu() for total in totals]
+        classes = [total.classes.to("cpu") for total in totals if total.classes is not None]
+        kept_now = Kept(done, checksums[0], labelled, describe_heads(heads), factors, classes or None)
+        checkpoints.save(work.identity, kept_now)
 
     for seen, labels in stream(
         work.networks,
@@ -575,7 +665,7 @@ def _stream(
         told=told,
     ):
         for index, (buffer, one) in enumerate(zip(buffers, seen, strict=True)):
-            totals[index] = _absorbed(work, totals[index], _portions(buffer, one, labels, rows))
+            _absorb(work, totals[index], _portions(buffer, one, labels, rows))
         del seen, labels, one  # not kept while the next is made
         done += coming
         if checkpoints.active:
@@ -590,16 +680,19 @@ def _stream(
 
 
 @torch.no_grad()  # a loader may need gradients of its own: not around the whole pass
-def _absorbed(work: Work, total: Any, portions: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> Any:
-    """The total with portions of a batch in it."""
+def _absorb(work: Work, total: Totals, portions: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+    """Take portions of a batch into the sums."""
     for features, logits, labels in portions:
         if labels is None:
             score, curvature = None, work.likelihood.curvature(logits)
         else:
             scores, curvature = work.likelihood.scored_curvature(logits, labels)
             score = float(scores.sum())
-        total = work.structure.absorb(total, features, curvature, score)
-    return total
+        total.factors = work.structure.absorb(total.factors, features, curvature, score)
+        if total.classes is not None:  # last: it writes into the features
+            answers = logits.argmax(1) if labels is None else labels
+            width = total.classes.directions.shape[1]
+            total.classes.absorb(features[:, :width], answers, predicted=labels is None)
 
 
 def _portions(
@@ -613,6 +706,31 @@ def _portions(
         if not isinstance(seen, Lifted):
             features, logits = buffer.put(Features(features, logits))
         yield features, logits, None if labels is None else labels[part].to(logits.device)
+
+
+def _classes_over_all(
+    work: Work, heads: Sequence[Head], totals: Sequence[Totals], factors: Sequence[Factors]
+) -> list[ClassSums | None]:
+    """Sums for distances of all ranks, in main memory; None where some data are not in them."""
+    if not work.distances:
+        return [None] * len(heads)
+    own = (
+        [ClassSums.empty(head.layer.in_features, head.classes, torch.device("cpu")) for head in heads]
+        if not totals
+        else [total.classes for total in totals]
+    )
+    if work.team.size > 1:
+        lacking = work.team.collect(any(one is None for one in own))
+        if work.team.share(None if lacking is None else any(lacking)):
+            return [None] * len(heads)
+        parts = [tensor for one in own if one is not None for tensor in one.tensors().values()]
+        summed, names = iter(work.team.sum(parts)), ClassSums.shapes(0, 0)
+        own = [ClassSums(**{name: next(summed) for name in names}) for _ in own]
+    # A checkpoint of an older version has sums of some data without these.
+    return [
+        None if one is None or one.count != total.count else one.to("cpu")
+        for one, total in zip(own, factors, strict=True)
+    ]
 
 
 def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, labelled: bool | None) -> list[Factors]:

@@ -23,7 +23,7 @@ from mola.laplace import STRUCTURES, as_structure
 from mola.links import LINKS, as_link
 from mola.mixture import check_weighting
 from mola.options import one_of
-from mola.tuning.rules import RULES, as_rule
+from mola.tuning.choosing import RULES, as_rule
 from mola.whole.component import as_whole_link
 
 TAKERS = {

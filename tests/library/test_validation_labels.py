@@ -11,8 +11,9 @@ from torch import nn
 
 import mola
 from mola.errors import DataError, MolaWarning
+from mola.tuning.choosing import RULES
 from mola.tuning.data_checks import CHANCE, Remembering, guessed, other_order, shared_rows
-from mola.tuning.rules import PAPER_GRID, RULES
+from mola.tuning.rules import PAPER_GRID
 from tests.conftest import STRUCTURES
 
 pytestmark = [

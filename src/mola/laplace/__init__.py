@@ -9,6 +9,10 @@ from mola.laplace.base import Spectrum as Spectrum
 from mola.laplace.base import Structure as Structure
 from mola.laplace.base import check_precision as check_precision
 from mola.laplace.diag import Diag as Diag
+from mola.laplace.distance import ClassDistance as ClassDistance
+from mola.laplace.distance import ClassGeometry as ClassGeometry
+from mola.laplace.distance import ClassSums as ClassSums
+from mola.laplace.distance import Scale as Scale
 from mola.laplace.full import Full as Full
 from mola.laplace.kron import Kron as Kron
 from mola.laplace.kron_diag import KronDiag as KronDiag

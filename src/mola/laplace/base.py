@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import DataError, OptionError
+from mola.laplace.distance import ClassDistance
 from mola.laplace.moments import DRAWS_AT_ONCE, Spread, draws_at_once
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 from mola.numerics import exact, exact_device
@@ -254,6 +255,8 @@ class Posterior(nn.Module, ABC):
 
     noise_size: int
     """Number of independent normals that one draw of the logits takes."""
+    distance: ClassDistance | None = None
+    """How far features are from the training classes, where that is known; it follows the posterior."""
     _reach: tuple[float, float] | None
 
     def __init__(self, spectrum: Spectrum, precision: float) -> None:
@@ -323,6 +326,7 @@ class Posterior(nn.Module, ABC):
         device = exact_device(self._place[0])
         if self._twin is None or self._twin[0] != device:
             twin = self.spectrum.posterior(self.precision)
+            twin.distance = self.distance
             twin.follow(device, torch.float64)
             self._twin = (device, twin)
         return self._twin[1]
@@ -353,6 +357,13 @@ class Posterior(nn.Module, ABC):
         # Kept apart: asking a module for its buffers takes as long as a small matrix product, for every batch.
         self._place = (next(self.buffers()).device, dtype)
         self._reach = None
+        if self.distance is not None:
+            self.distance = self.distance.to(*self._place)
+
+    def measured_by(self, distance: ClassDistance | None) -> Self:
+        """This posterior, which measures distances from now on."""
+        self.distance = None if distance is None else distance.to(*self._place)
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Rebuilt from float64 rather than cast: .half() must not lose the posterior, and .double() must gain it.
@@ -463,6 +474,24 @@ class FeatureSpread(Spread):
     def length(self) -> Tensor:
         """Length (n,) of each feature vector relative to the training features."""
         return self.posterior.mahalanobis(self.features)
+
+    @property
+    def has_distance(self) -> bool:
+        """Whether `log_distance` and `log_length` are known."""
+        return self.posterior.distance is not None
+
+    @cached_property
+    def _logs(self) -> tuple[Tensor, Tensor]:
+        assert self.posterior.distance is not None  # has_distance
+        return self.posterior.distance.logs(self.features)
+
+    def log_distance(self) -> Tensor:
+        """Logarithm (n,) of each datum's distance from the training classes."""
+        return self._logs[0]
+
+    def log_length(self) -> Tensor:
+        """Logarithm (n,) of the length of each datum's features."""
+        return self._logs[1]
 
     def fits(self) -> bool:
         """Whether the posterior's precision holds the squares of the features.

@@ -18,7 +18,7 @@ from torch import Tensor
 from mola.errors import located
 from mola.numerics import even_normals, exact
 
-__all__ = ["LogitMoments", "Spread", "in_range", "or_nan"]
+__all__ = ["Divided", "LogitMoments", "Spread", "in_range", "or_nan"]
 
 DRAWS_AT_ONCE = 2**23
 """Random numbers or logits drawn at once; more are taken in turns."""
@@ -29,6 +29,11 @@ class Spread(Protocol):
 
     has_length: bool = False
     """Whether `length` is known."""
+
+    @property
+    def has_distance(self) -> bool:
+        """Whether `log_distance` and `log_length` are known."""
+        return False
 
     @property
     def width(self) -> int:
@@ -104,6 +109,24 @@ class Spread(Protocol):
         message = f"{type(self).__name__} does not know how long features are."
         raise TypeError(message)
 
+    def log_distance(self) -> Tensor:
+        """Logarithm (n,) of each datum's distance from the training classes.
+
+        Raises:
+            TypeError: without `has_distance`.
+        """
+        message = f"{type(self).__name__} does not know how far features are."
+        raise TypeError(message)
+
+    def log_length(self) -> Tensor:
+        """Logarithm (n,) of the length of each datum's features.
+
+        Raises:
+            TypeError: without `has_distance`.
+        """
+        message = f"{type(self).__name__} does not know how long features are."
+        raise TypeError(message)
+
     def fits(self) -> bool:
         """Whether its precision holds the moments; `DataError` if float64 does not either."""
         return True
@@ -120,6 +143,72 @@ class Spread(Protocol):
     def nbytes(self) -> int:
         """Bytes of its tensors, and of all that was computed of them."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+
+class Divided(Spread):
+    """The spread of logits that are divided by a positive number, one for each datum.
+
+    Args:
+        spread: of the logits as they are.
+        divisor: (n, 1).
+    """
+
+    def __init__(self, spread: Spread, divisor: Tensor) -> None:
+        """Bind a spread and its divisors."""
+        self.spread, self.divisor = spread, divisor
+
+    @property
+    def width(self) -> int:
+        """Numbers of each datum that moments are computed from."""
+        return self.spread.width
+
+    @property
+    def noise_size(self) -> int:
+        """Number of independent normals that one draw of the logits takes."""
+        return self.spread.noise_size
+
+    def variance(self) -> Tensor:
+        """Variance (n, C) of each logit."""
+        return self.spread.variance() / self.divisor.square()
+
+    def contrast_variance(self) -> Tensor:
+        """Variance (n, C) of each logit less the mean of all."""
+        return self.spread.contrast_variance() / self.divisor.square()
+
+    def contrast_covariance(self) -> Tensor:
+        """Covariance (n, C, C) of the logits less their mean."""
+        return self.spread.contrast_covariance() / self.divisor.square()[:, :, None]
+
+    def average_contrast_variance(self) -> Tensor:
+        """Variance (C,) of each centred logit, averaged over all data there could be; up to a factor."""
+        return self.spread.average_contrast_variance()
+
+    def relative_contrast_variance(self) -> Tensor:
+        """Variance (n, C) of each centred logit, up to a factor common to those of a datum."""
+        return self.spread.relative_contrast_variance()
+
+    def difference_variances(self) -> Callable[[slice, slice, slice], Tensor]:
+        """Variances of the differences of logits: by data, first and second logits, to (rows, first, second)."""
+        of, squares = self.spread.difference_variances(), self.divisor.square()[:, :, None]
+        return lambda rows, first, second: of(rows, first, second) / squares[rows]
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits, up to a common shift, driven by standard normals (S, noise_size)."""
+        return self.spread.perturb(noise) / self.divisor[:, :, None]
+
+    def around(self, mean: Tensor, noise: Tensor) -> Callable[[slice], Tensor]:
+        """What gives draws (rows, S, C) of some of the data around their mean (n, C), in memory of their own."""
+        of = self.spread.around(mean * self.divisor, noise)
+        return lambda rows: of(rows).div_(self.divisor[rows, :, None])
+
+    def deviations(self, count: int, generator: torch.Generator, over: str, like: Tensor) -> Iterator[Tensor]:
+        """Deviations of the logits, in portions (n, s, C)."""
+        for portion in self.spread.deviations(count, generator, over, like):
+            yield portion / self.divisor[:, :, None]
+
+    def __getitem__(self, rows: slice) -> Divided:
+        """The spread of some of the data."""
+        return Divided(self.spread[rows], self.divisor[rows])
 
 
 def draws_at_once(mean: Tensor) -> int:
@@ -146,6 +235,20 @@ class LogitMoments:
     def returned(self, values: Tensor) -> Tensor:
         """What was made of the moments, where the network is and in its precision."""
         return values if self.given is None else values.to(self.given[1]).to(self.given[0])
+
+    def divided(self, divisor: Tensor) -> LogitMoments:
+        """The moments of the logits divided by a positive number, one for each datum (n,), or one for all.
+
+        Args:
+            divisor: above 1 cools, below 1 sharpens.
+
+        Returns:
+            The Gaussian of the quotients: the mean by the divisor, the covariance by its square.
+        """
+        divisors = divisor.to(self.mean).expand(self.mean.shape[0])[:, None]
+        return LogitMoments(
+            self.mean / divisors, None if self.spread is None else Divided(self.spread, divisors), self.given
+        )
 
     def rows(self, start: int, count: int) -> LogitMoments:
         """The moments of some of the data, for links that need the covariance."""

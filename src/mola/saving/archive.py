@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mola.component import Component, Curvature
+from mola.cooling import Cooling, Usual
 from mola.errors import HeadError, OptionError, StorageError
-from mola.laplace import STRUCTURES, Structure
+from mola.laplace import STRUCTURES, ClassSums, Structure
 from mola.likelihood import CATEGORICAL
 from mola.links import LINKS, Link
 from mola.mixture import check_weighting, check_weights
@@ -33,6 +34,16 @@ MIXTURE = {
     "weights": [float],
     "tuning": Optional({"rule": str, "curve": {str: [float]}, "notes": [str]}),
 }
+COOLING = {
+    "temperature": float,
+    "exponent": float,
+    "usual": Optional({"scales": [[float]], "score": Optional([[float]])}),
+}
+"""Schema of what logits are divided by; files of older versions have none."""
+
+CLASSES = "classes."
+"""How the names of tensors for distances begin, after the number of the component; older versions have written none."""
+
 """Schema of what every mixture of Laplace approximations has beside its components."""
 
 SCHEMA = {
@@ -61,13 +72,19 @@ class Parts(NamedTuple):
     link: Any
     weights: str | list[float]
     tuning: Tuning | None
+    cooling: Cooling
 
 
 def pack_mixture(
-    link: Any, weights: Tensor, weighting: str, tuning: Tuning | None, links: dict[str, Any]
+    link: Any, weights: Tensor, weighting: str, tuning: Tuning | None, cooling: Cooling, links: dict[str, Any]
 ) -> dict[str, Any]:
-    """Link, weights and tuning as JSON, by the schema `MIXTURE`; `links` are those that can be rebuilt, by name."""
+    """Link, weights, tuning and cooling as JSON, by the schema `MIXTURE`; `links` are those that can be rebuilt, by name."""
+    usual = None if cooling.usual is None else cooling.usual.as_json()
+    # A version of mola that does not know of cooling must not read it: it would be surer than it should.
+    newer = {} if cooling.changes_nothing else {"version": storage.COOLED_VERSION}
     return {
+        **newer,
+        "cooling": {"temperature": cooling.temperature, "exponent": cooling.exponent, "usual": usual},
         "link": _described(link, links, "link"),
         "weighting": weighting,
         "weights": weights.tolist(),
@@ -94,15 +111,40 @@ def unpack_mixture(document: dict[str, Any], precisions: tuple[float, ...], link
         check_weights(document["weights"], len(precisions))
         weighting = document["weighting"]
         weights: Any = document["weights"] if weighting == "given" else check_weighting(weighting, len(precisions))
+        cooling = _cooling(document, len(precisions))
     except (OptionError, TypeError) as error:
         message = f"the saved document holds a value that cannot be used: {error}"
         raise StorageError(message) from error
     tuning = None if document["tuning"] is None else Tuning.from_json(document["tuning"], precisions)
-    return Parts(link, weights, tuning)
+    return Parts(link, weights, tuning, cooling)
+
+
+def _cooling(document: dict[str, Any], count: int) -> Cooling:
+    """What logits are divided by, for so many components.
+
+    Raises:
+        StorageError: if the numbers are not those of so many.
+    """
+    if "cooling" not in document:
+        return Cooling()
+    check(document, {"cooling": COOLING}, "")
+    entry = document["cooling"]
+    usual = entry["usual"]
+    if usual is not None:
+        pairs = [*usual["scales"], *(usual["score"] or ())]
+        if len(usual["scales"]) != count or any(len(pair) != 2 for pair in pairs):
+            message = f"the saved document is garbled: usual distances of {len(usual['scales'])} networks for {count} components."
+            raise StorageError(message)
+    return Cooling(entry["temperature"], entry["exponent"], None if usual is None else Usual.from_json(usual))
 
 
 def pack(
-    components: Sequence[Component], link: Link, weights: Tensor, weighting: str, tuning: Tuning | None
+    components: Sequence[Component],
+    link: Link,
+    weights: Tensor,
+    weighting: str,
+    tuning: Tuning | None,
+    cooling: Cooling,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The document and the tensors that `unpack` needs beside the networks."""
     parts, tensors = [], {}
@@ -124,12 +166,15 @@ def pack(
         tensors[f"{index}.{WEIGHTS}"] = curvature.weights
         for name, tensor in curvature.factors.saved().items():
             tensors[f"{index}.{name}"] = tensor
+        if curvature.classes is not None:
+            for name, tensor in curvature.classes.tensors().items():
+                tensors[f"{index}.{CLASSES}{name}"] = tensor
     head, curvature = components[0].require_curvature("saving a posterior")
     document = {
         "classes": head.classes,
         "likelihood": curvature.likelihood.name,
         "structure": _described(curvature.structure, STRUCTURES, "structure"),
-        **pack_mixture(link, weights, weighting, tuning, LINKS),
+        **pack_mixture(link, weights, weighting, tuning, cooling, LINKS),
         "components": parts,
     }
     return document, tensors
@@ -211,8 +256,26 @@ def _component(
         message = f"component {index}: the number of training data must be at least 1, got {part['count']}."
         raise StorageError(message)
     factors = structure.restore(part["count"], part["log_likelihood"], named)
-    curvature = Curvature(structure, factors, weights, Watch(network, part["network"]))
+    curvature = Curvature(
+        structure, factors, weights, Watch(network, part["network"]), classes=_class_sums(index, head, part, tensors)
+    )
     return Component(network, head, curvature, part["prior_precision"])
+
+
+def _class_sums(index: int, head: Head, part: dict[str, Any], tensors: dict[str, Tensor]) -> ClassSums | None:
+    """Sums for distances; None in files that have none.
+
+    Raises:
+        StorageError: if they are not those of as many data.
+    """
+    shapes = ClassSums.shapes(head.width - head.has_bias, head.classes)
+    if not any(f"{index}.{CLASSES}{name}" in tensors for name in shapes):
+        return None
+    sums = ClassSums(**{name: _tensor(tensors, f"{index}.{CLASSES}{name}", shape) for name, shape in shapes.items()})
+    if sums.count != part["count"] or float(sums.counts.min()) < 0:
+        message = f"component {index}: the class means are of {sums.count} data, and the posterior of {part['count']}."
+        raise StorageError(message)
+    return sums
 
 
 def _tensor(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:

@@ -33,6 +33,7 @@ except ImportError:  # Windows, where a file that is open cannot be removed
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
+    "COOLED_VERSION",
     "DOCUMENT",
     "FORMAT",
     "VERSION",
@@ -50,6 +51,8 @@ __all__ = [
 
 FORMAT = "mola-posterior"
 VERSION = 1
+COOLED_VERSION = 2
+"""Of documents that are wrong to a reader who does not know of temperatures and distances; all others stay at `VERSION`."""
 DOCUMENT = "posterior.json"
 
 
@@ -343,9 +346,9 @@ def read_document(folder: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         message = f"{path} was not written by mola: expected format {FORMAT!r}."
         raise StorageError(message)
-    if type(document.get("version")) is not int or document["version"] != VERSION:
+    if type(document.get("version")) is not int or document["version"] not in (VERSION, COOLED_VERSION):
         message = (
-            f"{path} has version {document.get('version')!r}; this mola reads version {VERSION}. "
+            f"{path} has version {document.get('version')!r}; this mola reads versions {VERSION} and {COOLED_VERSION}. "
             f"Update mola, or save the posterior again with this one."
         )
         raise StorageError(message)

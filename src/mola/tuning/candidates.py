@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mola.cooling import Cooling, Usual
 from mola.distributed import Team
 from mola.errors import DataError, warn
-from mola.laplace import Candidate, LogitMoments, Spectrum, Spread
+from mola.laplace import Candidate, ClassDistance, ClassGeometry, LogitMoments, Scale, Spectrum, Spread
 from mola.likelihood import CATEGORICAL
 from mola.links import Link, cooled_softmax
 from mola.metrics import bin_sums, calibration_gaps
@@ -34,6 +35,9 @@ WEIGHTS_AT_ONCE = 2**21
 PROJECTED_AT_ONCE = 2**24
 """Projected numbers of all components held at once when candidates are compared; the data are taken in portions."""
 
+
+LONG = 0.99
+"""Share of the validation data whose features are not long."""
 
 NOT_HELD_OUT = "the validation data are the training data"
 """How a note begins that says so."""
@@ -57,6 +61,9 @@ class HeldOut:
     labels: Tensor | None
     team: Team = field(default_factory=Team.alone, repr=False, kw_only=True)
     """Whose data these are: each process holds its own shard, and what is said of the data is said of all of them."""
+    _measured: dict[int, tuple[ClassGeometry, Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         """Number of data."""
@@ -67,6 +74,43 @@ class HeldOut:
         for start in range(0, len(self), rows):
             part = slice(start, start + rows)
             yield part, [some[part].double() for some in self.features], [some[part].double() for some in self.logits]
+
+    def measured(self, geometries: Sequence[ClassGeometry]) -> tuple[Tensor, Tensor]:
+        """Logarithms of distances and lengths of the features (K, n), measured once.
+
+        Args:
+            geometries: the training classes as each network sees them.
+
+        Returns:
+            In float64.
+        """
+        for geometry, features in zip(geometries, self.features, strict=True):
+            if id(geometry) not in self._measured:
+                distance, rows = ClassDistance(geometry), max(1, PROJECTED_AT_ONCE // features.shape[1])
+                parts = [distance.logs(some.double()) for some in torch.split(features, rows)]
+                self._measured[id(geometry)] = (
+                    geometry,
+                    torch.cat([one for one, _ in parts]),
+                    torch.cat([two for _, two in parts]),
+                )
+        found = [self._measured[id(geometry)] for geometry in geometries]
+        return torch.stack([one for _, one, _ in found]), torch.stack([two for _, _, two in found])
+
+    def usual(self, geometries: Sequence[ClassGeometry]) -> Usual:
+        """What is usual of these data: the median of the distances, and a length that 99 % stay below, for each network.
+
+        Args:
+            geometries: the training classes as each network sees them.
+
+        Returns:
+            The same on every process of a team.
+        """
+        distances, lengths = self.measured(geometries)
+        rows = self.team.rows(torch.cat([distances, lengths]).T.contiguous() if len(self) else None)
+        middle = rows[:, : len(geometries)].quantile(0.5, dim=0).exp().tolist()
+        long = rows[:, len(geometries) :].quantile(LONG, dim=0).exp().tolist()
+        scales = [Scale(one, two) for one, two in zip(middle, long, strict=True)]
+        return Usual(tuple(Scale(*scale) for scale in self.team.share([list(scale) for scale in scales])))
 
     def mean_accuracy(self) -> tuple[float, float]:
         """Accuracy of the trained networks by themselves, averaged over them.
@@ -270,11 +314,17 @@ class Tuning:
     """What each candidate scored: "prior_precision", and figures on the held-out data."""
     notes: tuple[str, ...] = ()
     """What the user should know: a grid that grew, a threshold that nothing met."""
+    temperature: float = 1.0
+    """What all logits are divided by."""
+    distance_exponent: float = 0.0
+    """How strongly they are cooled by distance."""
 
     def __str__(self) -> str:
         """What was chosen and by which rule, with the notes; the curve is for programs and figures."""
         chosen = ", ".join(f"{value:.3g}" for value in dict.fromkeys(self.prior_precision))
-        return "\n".join([f"prior precision {chosen}, by {self.rule}", *self.notes])
+        also = f", temperature {self.temperature:.3g}" if self.temperature != 1 else ""
+        also += f", distance exponent {self.distance_exponent:.3g}" if self.distance_exponent else ""
+        return "\n".join([f"prior precision {chosen}{also}, by {self.rule}", *self.notes])
 
     def as_json(self) -> dict[str, Any]:
         """All but the prior precisions, as JSON."""
@@ -282,13 +332,16 @@ class Tuning:
             "rule": self.rule,
             "curve": {name: list(values) for name, values in self.curve.items()},
             "notes": [*self.notes],
+            "temperature": self.temperature,
+            "distance_exponent": self.distance_exponent,
         }
 
     @staticmethod
     def from_json(entry: dict[str, Any], prior_precision: tuple[float, ...]) -> Tuning:
         """What `as_json` made, with the prior precisions."""
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
-        return Tuning(entry["rule"], prior_precision, curve, tuple(entry["notes"]))
+        cooling = float(entry.get("temperature", 1.0)), float(entry.get("distance_exponent", 0.0))
+        return Tuning(entry["rule"], prior_precision, curve, tuple(entry["notes"]), *cooling)
 
 
 class Named(Protocol):
@@ -305,14 +358,23 @@ class Problem(ABC):
     """The curvature of each component in its eigenbasis."""
     link: Named
     """From logits to probabilities."""
-    weights_at: Callable[[float], Tensor]
-    """Mixture weights (K,) at a prior precision."""
+    weights_at: Callable[[float | Sequence[float]], Tensor]
+    """Mixture weights (K,) at a prior precision, or at one for each component."""
     read: Callable[[Iterable[Any], str, bool], HeldOut]
     """Run the networks once over a loader: (loader, what it is for, whether labels are required)."""
     log_evidence: Callable[[int, Tensor], Tensor]
     """Log evidence of a component at a prior precision; differentiable."""
     progress: bool = False
     """Whether to show a progress bar where candidates take long."""
+    usual: Sequence[Usual] = ()
+    """What is usual on the validation data, once they are read; nothing where distances are not known."""
+    lacks_distances: str | None = None
+    """Why distances are not known, for the user; None where they are."""
+
+    @property
+    def can_be_cooled(self) -> bool:
+        """Whether temperatures and distance exponents can be tried."""
+        return False
 
     def curve(self, data: HeldOut, precisions: Sequence[float]) -> dict[str, Tensor]:
         """What each candidate scores on held-out data.
@@ -325,8 +387,11 @@ class Problem(ABC):
             One value for each candidate of "confidence" and, with labels, "nll", "brier" and "ece"; without, "uniform", the
             cross-entropy to the uniform distribution.
         """
-        scores = _Scores(len(precisions))
-        for which, part, probs in self._tried(data, precisions):
+        return self._scored(data, len(precisions), self._tried(data, precisions))
+
+    def _scored(self, data: HeldOut, tries: int, tried: Iterable[tuple[slice, slice, Tensor]]) -> dict[str, Tensor]:
+        scores = _Scores(tries)
+        for which, part, probs in tried:
             scores.add(which, probs, None if data.labels is None else data.labels[part])
         count = torch.tensor(float(len(data)), dtype=torch.float64, device="cpu")
         sums, bins, count = data.team.sum([scores.sums, scores.bins, count])
@@ -347,13 +412,112 @@ class LastLayerProblem(Problem):
 
     spectra: Sequence[Spectrum]
     link: Link
+    geometries: Sequence[ClassGeometry] | None = None
 
-    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
+    @property
+    def can_be_cooled(self) -> bool:
+        """Whether temperatures and distance exponents can be tried."""
+        return True
+
+    def curve(self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0) -> dict[str, Tensor]:
+        """What each candidate scores on held-out data; see `Problem.curve`.
+
+        Args:
+            data: as there.
+            precisions: the candidates.
+            temperature: what all logits are divided by.
+
+        Returns:
+            As there.
+        """
+        if temperature == 1:
+            return super().curve(data, precisions)
+        return self._scored(data, len(precisions), self._tried(data, precisions, temperature))
+
+    def cooled_curve(
+        self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]
+    ) -> dict[str, Tensor]:
+        """What each way to cool scores on held-out data.
+
+        Args:
+            data: as for `curve`.
+            precisions: one for each component.
+            coolings: temperatures with distance exponents.
+
+        Returns:
+            As `curve` does, one value for each of the coolings.
+        """
+        return self._scored(data, len(coolings), self._cooled_tries(data, precisions, coolings))
+
+    def log_losses(self, data: HeldOut, precisions: Sequence[float], cooling: tuple[float, float]) -> Tensor:
+        """Negative log-probability (n,) of each label of this process's data.
+
+        Args:
+            data: with labels.
+            precisions: one for each component.
+            cooling: temperature and distance exponent.
+
+        Returns:
+            (n,)
+        """
+        assert data.labels is not None
+        found = [
+            -_log(probs[0].gather(0, data.labels[None, part]).squeeze(0))
+            for _, part, probs in self._cooled_tries(data, precisions, [cooling])
+        ]
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device="cpu")
+
+    def _cooled_tries(
+        self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Probabilities (L, C, n) of some of the data under some coolings, until all are through."""
+        mixing, outputs = self.weights_at(precisions), self.spectra[0].outputs
+        logs = data.measured(self.geometries) if self.geometries is not None else None
+        posteriors = [spectrum.posterior(one) for spectrum, one in zip(self.spectra, precisions, strict=True)]
+        portion = max(1, LOGITS_AT_ONCE // outputs)
+        contrast = self.link.cooled_by == "contrast_variance"
+        for part, features, means in data.portions(portion):
+            spreads = [one.at(values) for one, values in zip(posteriors, features, strict=True)]
+            divisors = torch.stack(
+                [self._divisors(logs, part, mixing, Cooling(*one), len(means[0])) for one in coolings]
+            )
+            if self.link.cooled_by is None:
+                for index, by in enumerate(divisors):
+                    probs = torch.zeros_like(means[0])
+                    for weight, mean, spread, own in zip(mixing, means, spreads, by, strict=True):
+                        probs += weight * self.link(LogitMoments(mean, spread).divided(own))
+                    yield slice(index, index + 1), part, probs.T[None]
+                continue
+            variances = [(one.contrast_variance() if contrast else one.variance()).T for one in spreads]
+            together = max(1, LOGITS_AT_ONCE // (len(means[0]) * outputs))
+            for start in range(0, len(coolings), together):
+                which, total = slice(start, min(start + together, len(coolings))), None
+                for k, (weight, mean, variance) in enumerate(zip(mixing, means, variances, strict=True)):
+                    squares = divisors[which, k, None].square()
+                    table = variance.expand(which.stop - start, -1, -1).clone()
+                    probs = cooled_softmax(self.link, mean.T, table, squares).mul_(weight)
+                    total = probs if total is None else total.add_(probs)
+                assert total is not None  # a mixture has a component
+                yield which, part, total
+
+    def _divisors(
+        self, logs: tuple[Tensor, Tensor] | None, part: slice, mixing: Tensor, cooling: Cooling, count: int
+    ) -> Tensor:
+        """What the logits of some of the data are divided by (K, n)."""
+        if cooling.exponent == 0 or logs is None:
+            return torch.full((len(mixing), count), cooling.temperature, dtype=torch.float64, device="cpu")
+        return replace(cooling, usual=self.usual[0]).from_logs(logs[0][:, part], logs[1][:, part], mixing)
+
+    def _tried(
+        self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
         if self.link.needs_covariance:
-            return self._by_candidate(data, precisions)
-        return self._by_portion(data, precisions)
+            return self._by_candidate(data, precisions, temperature)
+        return self._by_portion(data, precisions, temperature)
 
-    def _by_portion(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _by_portion(
+        self, data: HeldOut, precisions: Sequence[float], temperature: float
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
         """Probabilities of every candidate, where variances are enough: data are projected once, for all candidates."""
         mixing = torch.stack([self.weights_at(precision) for precision in precisions])
         projected = PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra)
@@ -367,28 +531,37 @@ class LastLayerProblem(Problem):
                         Candidate(spectrum, precision, *values)
                         for spectrum, *values in zip(self.spectra, projections, features, strict=True)
                     ]
-                    yield slice(index, index + 1), part, self._mixed(mixing[index], means, tried)
+                    yield slice(index, index + 1), part, self._mixed(mixing[index], means, tried, temperature)
                 continue
             widest = max(spectrum.features for spectrum in self.spectra)
             together = max(1, min(LOGITS_AT_ONCE // (len(means[0]) * outputs), WEIGHTS_AT_ONCE // (outputs * widest)))
             for start in range(0, len(precisions), together):
                 which = slice(start, start + together)
-                yield which, part, self._cooled(mixing[which], means, projections, precisions[which])
+                yield which, part, self._cooled(mixing[which], means, projections, precisions[which], temperature)
 
     def _cooled(
-        self, mixing: Tensor, means: Sequence[Tensor], projections: Sequence[Tensor], precisions: Sequence[float]
+        self,
+        mixing: Tensor,
+        means: Sequence[Tensor],
+        projections: Sequence[Tensor],
+        precisions: Sequence[float],
+        temperature: float,
     ) -> Tensor:
         """The mixture's probabilities (L, C, n) under several candidates, where the link cools logits by their variances."""
         contrast, total = self.link.cooled_by == "contrast_variance", None
+        squares = None if temperature == 1 else means[0].new_tensor(temperature**2)
         for weights, mean, projected, spectrum in zip(mixing.T, means, projections, self.spectra, strict=True):
-            probs = cooled_softmax(self.link, mean.T, spectrum.variances(projected, precisions, contrast=contrast))
+            variances = spectrum.variances(projected, precisions, contrast=contrast)
+            probs = cooled_softmax(self.link, mean.T, variances, squares)
             if len(means) > 1:
                 probs.mul_(weights[:, None, None])
             total = probs if total is None else total.add_(probs)
         assert total is not None  # a mixture has a component
         return total
 
-    def _by_candidate(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _by_candidate(
+        self, data: HeldOut, precisions: Sequence[float], temperature: float
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
         """The same where a link needs covariances: each candidate's posteriors are built once, for all data."""
         portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.features for spectrum in self.spectra))
         bar = tqdm(precisions, desc="candidates", disable=None if self.progress else True, leave=False)
@@ -399,7 +572,7 @@ class LastLayerProblem(Problem):
             mixing, tried = self.weights_at(precision), [spectrum.posterior(precision) for spectrum in self.spectra]
             for part, features, means in data.portions(portion):
                 spreads = [posterior.at(values) for posterior, values in zip(tried, features, strict=True)]
-                yield slice(index, index + 1), part, self._mixed(mixing, means, spreads)
+                yield slice(index, index + 1), part, self._mixed(mixing, means, spreads, temperature)
 
     def _announce(self, seconds: float, left: int, count: int) -> None:
         """Say what the rest of the candidates will take, where one has shown that it is long."""
@@ -412,10 +585,11 @@ class LastLayerProblem(Problem):
             f"'probit-centered' take less."
         )
 
-    def _mixed(self, mixing: Tensor, means: Sequence[Tensor], spreads: Sequence[Spread]) -> Tensor:
+    def _mixed(self, mixing: Tensor, means: Sequence[Tensor], spreads: Sequence[Spread], temperature: float) -> Tensor:
         probs = torch.zeros_like(means[0])
         for weight, mean, spread in zip(mixing, means, spreads, strict=True):
-            probs += weight * self.link(LogitMoments(mean, spread))
+            moments = LogitMoments(mean, spread)
+            probs += weight * self.link(moments if temperature == 1 else moments.divided(mean.new_tensor(temperature)))
         return probs.T[None]
 
 

@@ -11,30 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mola.distributed import Team
 from mola.errors import OptionError, warn
 from mola.options import is_real, one_of
-from mola.tuning.candidates import HeldOut, Problem, Tuning
+from mola.tuning.candidates import HeldOut, LastLayerProblem, Problem, Tuning
 
 __all__ = [
     "PAPER_GRID",
-    "RULES",
+    "PLAIN_RULES",
     "ConfidenceThreshold",
     "Evidence",
     "OutlierExposure",
     "Rule",
     "Search",
     "ValidationScore",
-    "as_rule",
-    "check_rule",
-    "choose_together",
     "log_grid",
     "maximise",
+    "require_data",
 ]
 
 SMALLEST, LARGEST = 1e-24, 1e12
@@ -50,6 +47,18 @@ def log_grid(low: float, high: float, count: int) -> tuple[float, ...]:
 
 
 PAPER_GRID = log_grid(1e-4, 1e3, 100)
+
+TEMPERATURES = (*log_grid(0.1, 0.95, 32), 1.0)
+"""Tried where networks may be less sure than they are right; the best of them is refined."""
+
+STEP = 9.5 ** (1 / 31)
+"""From one of them to the next."""
+
+ROUNDS = 3
+"""Of temperature and prior precision in turn: neither moves any more after two."""
+
+BEYOND_DOUBT = 2.0
+"""Standard errors by which the log loss must fall."""
 
 
 def check_grid(grid: Sequence[float]) -> tuple[float, ...]:
@@ -168,37 +177,6 @@ class Rule(Protocol):
         """Read the data once, and choose."""
 
 
-def choose_together(
-    rule: Rule | str | None,
-    problem: Problem,
-    val_loader: Iterable[Any] | HeldOut | None,
-    team: Team,
-    check: Callable[[], None],
-) -> Tuning:
-    """What a rule chooses; of several processes, each of which reads its own shard, what rank 0 chooses.
-
-    Args:
-        rule: as for `as_rule`.
-        problem: the mixture; what it reads must belong to the same team.
-        val_loader: this process's shard of the validation data, or what was read of it, or None.
-        team: the processes.
-        check: whether the networks are still those that were fitted; called where no data are read, which would tell.
-
-    Returns:
-        The choice, to the same bits on every rank.
-    """
-    chosen = as_rule(rule, val_loader)
-    with team.work("tune"):
-        team.agree({"rule": type(chosen).__name__, "components": len(problem.spectra), "link": problem.link.name})
-        if val_loader is None:
-            check()
-        data: Any = val_loader  # rules hand it on to `problem.read`, which knows both
-        tuning = chosen.choose(problem, data)
-        # Sums are the same everywhere, eigenvectors need not be: machines differ.
-        document, precisions = team.share([tuning.as_json(), tuning.prior_precision])
-        return tuning if team.size == 1 else Tuning.from_json(document, tuple(precisions))
-
-
 FEW_DATA = "few validation data"
 """How a note begins that says that the target of the threshold rule is known no better than its margin."""
 
@@ -213,7 +191,12 @@ def _percent(share: float) -> str:
     return f"{100 * share:.4g} %"
 
 
-def _require(val_loader: Iterable[Any] | None, rule: object) -> Iterable[Any]:
+def require_data(val_loader: Iterable[Any] | None, rule: object) -> Iterable[Any]:
+    """The validation data.
+
+    Raises:
+        OptionError: if there are none.
+    """
     if val_loader is None:
         message = f"{type(rule).__name__} needs validation data: posterior.tune(val_loader, rule=...)."
         raise OptionError(message)
@@ -277,25 +260,29 @@ class ConfidenceThreshold:
         also = "" if self.brier is None else f"; Brier score at most {self.brier:.4g}"
         return f"ConfidenceThreshold: target confidence {target}{also}"
 
+    def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:
+        """The mean confidence to meet on these data, the rule in words, and notes for the user."""
+        if self.confidence is not None:
+            return self.confidence, self.words(), ()
+        accuracy, error = data.mean_accuracy()
+        # No confidence is below 1 / C: a lower target would be met by every candidate, and say nothing.
+        least = 1 / data.logits[0].shape[1]
+        notes: tuple[str, ...] = ()
+        if error > self.margin:
+            notes = (
+                f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {_points(error, 2)} (its "
+                f"standard error), and the target confidence no better. More data make it surer, or pass your own.",
+            )
+        return max(accuracy - self.margin, least), self.words(accuracy, least), notes
+
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read the validation data once, and choose."""
         needs_labels = self.confidence is None or self.brier is not None
-        data = problem.read(_require(val_loader, self), "validation loader", needs_labels)
-        notes: tuple[str, ...] = ()
+        data = problem.read(require_data(val_loader, self), "validation loader", needs_labels)
+        threshold, words, notes = self.target(data)
         accuracy, meant = 0.0, True
         if self.confidence is None:
-            accuracy, error = data.mean_accuracy()
-            # No confidence is below 1 / C: a lower target would be met by every candidate, and say nothing.
-            least = 1 / data.logits[0].shape[1]
-            threshold, words = max(accuracy - self.margin, least), self.words(accuracy, least)
-            meant = not data.guessed()
-            if error > self.margin:
-                notes = (
-                    f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {_points(error, 2)} (its "
-                    f"standard error), and the target confidence no better. More data make it surer, or pass your own.",
-                )
-        else:
-            threshold, words = self.confidence, self.words()
+            accuracy, meant = data.mean_accuracy()[0], not data.guessed()
 
         def passing(curve: dict[str, Tensor]) -> Tensor:
             meets = curve["confidence"] >= threshold
@@ -332,17 +319,16 @@ class ConfidenceThreshold:
             note = (
                 f"no prior precision gives a {aims} on the validation data: with next to no covariance the mean confidence is "
                 f"{plain:.4f}{why}: took the largest prior precision tried, {chosen:.3g}, all but the plain ensemble. For networks as "
-                f"sure as they are right, use mola.temperature_scaled(networks, val_loader), whose temperature may be below 1. For "
-                f"more caution outside the data, use rule='nll' or rule=mola.OutlierExposure(ood_loader), or lower the threshold. "
-                f"`ood_score` does not depend on any of this."
+                f"sure as they are right, use rule='nll' or rule='distance', which sharpen logits by a temperature below 1 where the "
+                f"validation data show that it is needed. `ood_score` does not depend on any of this."
             )
             warn(note)
             notes = (*notes, note)
         return Tuning(words, (chosen,) * len(problem.spectra), search.table(), notes)
 
 
-def _smallest(problem: Problem, search: Search, score: str, rule: str, *, meant: bool) -> Tuning:
-    """The candidate with the smallest score, the grid growing while an end wins by more than rounding.
+def _smallest(search: Search, score: str, *, meant: bool) -> int:
+    """Which candidate has the smallest score, the grid growing while an end wins by more than rounding.
 
     Labels that are not `meant`, as they fit no better than guesses, give no reason to look below the grid.
     """
@@ -357,19 +343,85 @@ def _smallest(problem: Problem, search: Search, score: str, rule: str, *, meant:
             break
         if value - float(search.curve[score].min()) <= 1e-9 * abs(value):
             break
-    index = best()
+    return best()
+
+
+def _told(search: Search, index: int, score: str, rule: str) -> tuple[str, ...]:
+    """Notes on a smallest score: a grid that grew, an end that won."""
     notes = search.notes(search.grid[index], score)
     if index in (0, len(search.grid) - 1):
         what = "no prior at all" if index == 0 else "no covariance at all: the plain ensemble"
         note = f"{rule}: no interior optimum; the best is {what} (prior precision {search.grid[index]:.3g})."
         warn(note)
         notes = (*notes, note)
-    return Tuning(rule, (search.grid[index],) * len(problem.spectra), search.table(), notes)
+    return notes
+
+
+class Sharper(NamedTuple):
+    """A temperature below 1 that the validation data ask for, with the prior precision that goes with it."""
+
+    precision: float
+    temperature: float
+    note: str
+
+
+def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score: str) -> Sharper | None:
+    """Whether networks are less sure than they are right, and by how much.
+
+    Covariance only lowers confidence. Networks that were trained with label smoothing or mixup need the opposite: a temperature
+    below 1. It is taken only if the log loss falls by more than two standard errors of the fall.
+
+    Args:
+        problem: the mixture.
+        data: validation data, with labels.
+        search: prior precisions that were tried without a temperature.
+        index: the best of them.
+        score: to be as small as can be.
+
+    Returns:
+        None if logits should stay as they are.
+    """
+    if not isinstance(problem, LastLayerProblem):
+        return None  # every candidate would be another pass over whole networks
+    count = len(problem.spectra)
+    plain, temperature = search.grid[index], 1.0
+    precision = plain
+    for _ in range(ROUNDS):
+        tried = TEMPERATURES if temperature == 1 else log_grid(temperature / STEP, min(1.0, temperature * STEP), 17)
+        curve = problem.cooled_curve(data, (precision,) * count, [(one, 0.0) for one in tried])[score]
+        temperature = tried[int(curve.argmin())]
+        if temperature == 1:
+            return None
+        precision = search.grid[int(problem.curve(data, search.grid, temperature)[score].argmin())]
+    before = problem.log_losses(data, (plain,) * count, (1.0, 0.0))
+    after = problem.log_losses(data, (precision,) * count, (temperature, 0.0))
+    gain, error, (first, last) = _paired(data, before, after)
+    if gain <= BEYOND_DOUBT * error:
+        return None
+    note = (
+        f"these networks are less sure than they are right, as after label smoothing or mixup: logits are sharpened by a temperature "
+        f"of {temperature:.3g}. It takes the log loss on the validation data from {first:.4g} to {last:.4g} ({gain / error:.1f} "
+        f"standard errors of the difference)."
+    )
+    return Sharper(precision, temperature, note)
+
+
+def _paired(data: HeldOut, before: Tensor, after: Tensor) -> tuple[float, float, tuple[float, float]]:
+    """How much a loss falls on average over all processes' data, its standard error, and the two means."""
+    fall = before - after
+    sums = torch.stack(
+        [before.new_tensor(float(len(fall))), fall.sum(), fall.square().sum(), before.sum(), after.sum()]
+    )
+    count, total, squares, first, last = data.team.sum([sums])[0].tolist()
+    mean = total / count
+    return mean, math.sqrt(max(0.0, squares / count - mean**2) / count), (first / count, last / count)
 
 
 @dataclass(frozen=True)
 class ValidationScore:
     """The prior precision that does best on validation data.
+
+    Where the data show beyond doubt that the networks are less sure than they are right, logits are sharpened by a temperature, too.
 
     Args:
         score: "nll", "brier" or "ece".
@@ -388,9 +440,16 @@ class ValidationScore:
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read the validation data once, and choose."""
-        data = problem.read(_require(val_loader, self), "validation loader", True)
-        search = Search(lambda grid: problem.curve(data, grid), self.grid)
-        return _smallest(problem, search, self.score, f"ValidationScore({self.score!r})", meant=not data.guessed())
+        data = problem.read(require_data(val_loader, self), "validation loader", True)
+        search, name = Search(lambda grid: problem.curve(data, grid), self.grid), f"ValidationScore({self.score!r})"
+        index, meant = _smallest(search, self.score, meant=not data.guessed()), not data.guessed()
+        sharper = sharpened(problem, data, search, index, self.score) if meant else None
+        if sharper is not None:
+            return Tuning(
+                name, (sharper.precision,) * len(problem.spectra), search.table(), (sharper.note,), sharper.temperature
+            )
+        notes = _told(search, index, self.score, name)
+        return Tuning(name, (search.grid[index],) * len(problem.spectra), search.table(), notes)
 
 
 @dataclass(frozen=True)
@@ -419,7 +478,7 @@ class OutlierExposure:
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read both loaders once, and choose."""
-        data = problem.read(_require(val_loader, self), "validation loader", True)
+        data = problem.read(require_data(val_loader, self), "validation loader", True)
         outliers = problem.read(self.loader, "outlier loader", False)
         unlabelled = replace(outliers, labels=None)
 
@@ -429,13 +488,10 @@ class OutlierExposure:
             curve["objective"] = curve["nll"] + self.weight * outside["uniform"]
             return curve
 
-        return _smallest(
-            problem,
-            Search(evaluate, self.grid),
-            "objective",
-            f"OutlierExposure(weight={self.weight})",
-            meant=not data.guessed(),
-        )
+        search, name = Search(evaluate, self.grid), f"OutlierExposure(weight={self.weight})"
+        index = _smallest(search, "objective", meant=not data.guessed())
+        notes = _told(search, index, "objective", name)
+        return Tuning(name, (search.grid[index],) * len(problem.spectra), search.table(), notes)
 
 
 @dataclass(frozen=True)
@@ -479,52 +535,11 @@ class Evidence:
         return Tuning("Evidence(shared=False)", chosen)
 
 
-RULES: dict[str, Rule] = {
+PLAIN_RULES: dict[str, Rule] = {
     "threshold": ConfidenceThreshold(),
     "nll": ValidationScore("nll"),
     "brier": ValidationScore("brier"),
     "ece": ValidationScore("ece"),
     "evidence": Evidence(),
 }
-"""Rules that have a name: those that need no settings."""
-
-
-def as_rule(rule: Rule | str | None, val_loader: object = None) -> Rule:
-    """The rule of that name, or the rule itself; None is the paper's.
-
-    Raises:
-        OptionError: if it is neither, or stands in the place of the data.
-    """
-    if isinstance(rule, str):
-        return RULES[one_of(rule, RULES, "rule", "an object such as mola.Evidence()")]
-    if hasattr(val_loader, "choose") or not (rule is None or (hasattr(rule, "choose") and not isinstance(rule, type))):
-        message = (
-            f"the rule must be one of {', '.join(RULES)}, or an object such as mola.Evidence(), and is passed as rule=...; got "
-            f"val_loader {type(val_loader).__name__}, rule {rule!r}."
-        )
-        raise OptionError(message)
-    return RULES["threshold"] if rule is None else rule
-
-
-def check_rule(rule: Rule | str | None, val_loader: object) -> None:
-    """Refuse a rule that lacks what it needs before the training data are read.
-
-    Args:
-        rule: as the user gave it.
-        val_loader: the validation data, or None.
-
-    Raises:
-        OptionError: if it is no rule, or needs validation data and there are none, or the other way round.
-    """
-    chosen = as_rule(rule, val_loader)
-    name = repr(rule) if isinstance(rule, str) else type(chosen).__name__
-    if isinstance(chosen, Evidence) and val_loader is not None:
-        message = f"the rule {name} uses the training data alone: leave val_loader out, or choose another rule."
-        raise OptionError(message)
-    if (
-        rule is not None
-        and val_loader is None
-        and isinstance(chosen, (ConfidenceThreshold, ValidationScore, OutlierExposure))
-    ):
-        message = f"the rule {name} needs validation data: pass val_loader, or choose 'evidence', which needs none."
-        raise OptionError(message)
+"""Rules for the prior precision that have a name."""

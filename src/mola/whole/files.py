@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mola.cooling import Cooling
 from mola.errors import StorageError
 from mola.fitting import ensemble
 from mola.links import LINKS, Link
@@ -67,6 +68,7 @@ def write(
     weights: Tensor,
     weighting: str,
     tuning: Tuning | None,
+    cooling: Cooling,
 ) -> Path:
     """Save a mixture."""
     tensors: dict[str, Tensor] = {}
@@ -75,7 +77,7 @@ def write(
         entry, own = _pack(component)
         entries.append(entry)
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-    mixture = archive.pack_mixture(link, weights, weighting, tuning, KNOWN_LINKS)
+    mixture = archive.pack_mixture(link, weights, weighting, tuning, cooling, KNOWN_LINKS)
     document = {"structure": structure, **mixture, "components": entries}
     return storage.write(directory, document, tensors, kind=KIND)
 

@@ -36,7 +36,8 @@ from mola.network import (
 from mola.network.calling import Differentiable
 from mola.network.fingerprint import Watch
 from mola.options import one_of
-from mola.tuning.rules import Rule, check_rule
+from mola.tuning.choosing import check_rule
+from mola.tuning.rules import Rule
 from mola.whole.component import WeightDraws, WholeComponent, WholeCurvature, as_whole_link
 from mola.whole.jacobians import (
     Layer,

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mola.cooling import Cooling
 from mola.distributed import Team
-from mola.errors import DataError, located
+from mola.errors import DataError, OptionError, located
 from mola.laplace import LogitMoments, Spread
 from mola.links import Link
 from mola.network import Inputs, as_batch, check_loader, one_batch, undisturbed
@@ -88,7 +89,11 @@ class WholeProblem(Problem):
 
 
 def at_candidates(
-    component: WholeComponent, inputs: Inputs, precisions: Sequence[float], link: Link | WeightDraws
+    component: WholeComponent,
+    inputs: Inputs,
+    precisions: Sequence[float],
+    link: Link | WeightDraws,
+    temperature: float = 1.0,
 ) -> list[Tensor]:
     """Probabilities (n, C) of one component at every candidate, in float64 on the CPU."""
     if isinstance(link, WeightDraws):
@@ -97,7 +102,8 @@ def at_candidates(
     tried = _Tried(component, inputs, precisions)
     mean = tried.mean(link)
     rows = torch.arange(len(mean), device="cpu")
-    return [link(LogitMoments(mean, _AtCandidate(tried, index, rows))) for index in range(len(precisions))]
+    moments = [LogitMoments(mean, _AtCandidate(tried, index, rows)) for index in range(len(precisions))]
+    return [link(one if temperature == 1 else one.divided(mean.new_tensor(temperature))) for one in moments]
 
 
 class _Tried:
@@ -206,6 +212,7 @@ class WholeMoLA(LaplaceMixture[WholeComponent]):
         link: from logits to probabilities, or "samples".
         weights: "uniform", "evidence", or K numbers that sum to 1.
         tuning: how the prior precision was chosen, if it was.
+        cooling: what logits are divided by before they become probabilities; a temperature alone.
     """
 
     link: Link | WeightDraws
@@ -217,10 +224,20 @@ class WholeMoLA(LaplaceMixture[WholeComponent]):
         link: str | Link | WeightDraws = "probit",
         weights: str | Sequence[float] | Tensor = "uniform",
         tuning: Tuning | None = None,
+        cooling: Cooling | None = None,
     ) -> None:
         """Bind components, a link and weights."""
-        super().__init__(components, link, weights, tuning)
+        super().__init__(components, link, weights, tuning, cooling)
         self.structure = structure
+
+    def _check_cooling(self) -> None:
+        super()._check_cooling()
+        if self.temperature != 1 and isinstance(self.link, WeightDraws):
+            message = (
+                "a temperature divides logits, and link 'samples' averages probabilities: choose a closed-form link first, such as "
+                "with_link('probit')."
+            )
+            raise OptionError(message)
 
     def _parts(self) -> dict[str, Any]:
         return super()._parts() | {"structure": self.structure}
@@ -302,7 +319,10 @@ class WholeMoLA(LaplaceMixture[WholeComponent]):
         batches = _inputs_of(data)
         for component in self.components:
             with undisturbed(component.network):
-                parts = [at_candidates(component, one, [component.precision], self.link)[0] for one in batches]
+                parts = [
+                    at_candidates(component, one, [component.precision], self.link, self.temperature)[0]
+                    for one in batches
+                ]
             yield torch.cat(parts) if parts else torch.zeros(0, component.curvature.classes, dtype=torch.float64)
 
     def subnetwork(self, index: int = 0) -> dict[str, Tensor]:
@@ -340,7 +360,14 @@ class WholeMoLA(LaplaceMixture[WholeComponent]):
         """
         self.check_networks()
         return files.write(
-            directory, self.components, self.structure, self.link, self.weights, self.weighting, self.tuning
+            directory,
+            self.components,
+            self.structure,
+            self.link,
+            self.weights,
+            self.weighting,
+            self.tuning,
+            self._cooling,
         )
 
     @classmethod

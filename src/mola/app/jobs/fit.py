@@ -45,10 +45,10 @@ from mola.links import LINKS
 from mola.network import call, find_heads, undisturbed
 from mola.options import one_of
 from mola.posterior import MoLA
-from mola.saving import archive, storage
+from mola.saving import storage
 from mola.tuning.candidates import HeldOut, read_held_out
+from mola.tuning.choosing import RULES as NAMED_RULES
 from mola.tuning.data_checks import Remembering, guessed, other_order, shared_rows
-from mola.tuning.rules import RULES as NAMED_RULES
 from mola.tuning.rules import ConfidenceThreshold, OutlierExposure, Rule
 
 __all__ = [
@@ -314,10 +314,7 @@ def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
 def _write(posterior: MoLA, document: dict[str, Any], output: Path) -> None:
     """Write the posterior and its job in one step; then the job once more, for people and for `mola fit --config`."""
     text = to_toml(document)
-    posterior.check_networks()
-    packed, tensors = archive.pack(
-        posterior.components, posterior.link, posterior.weights, posterior.weighting, posterior.tuning
-    )
+    packed, tensors = posterior.packed()
     storage.write(output, {**packed, "job": tomllib.loads(text)}, tensors)
     storage.write_atomically(output / NAME, text.encode())
 

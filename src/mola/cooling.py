@@ -1,0 +1,176 @@
+r"""What logits are divided by before they become probabilities: a temperature, and the distance from the training data.
+
+The logits f of network k at input x become :math:`f / s_k(x)`, mean and spread alike, before the link, with
+
+.. math:: s_k(x) = T\, \rho(x)^\gamma\, \nu_k(x)^2, \qquad
+   \rho(x) = \max\Big(1, \prod_k (d_k(x) / r_k)^{\pi_k}\Big), \qquad \nu_k(x) = \max(1, |h_k(x)| / q_k).
+
+:math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), :math:`r_k` its median on
+validation data, :math:`|h_k|` the length of the features, :math:`q_k` a length that 99 % of the validation data stay below, and
+:math:`\pi_k` the mixture's weights. :math:`\gamma`, the exponent, says how much caution distance asks for; at 0 neither
+:math:`\rho` nor :math:`\nu` is there.
+
+Why :math:`\nu_k^2`: logits grow no faster than features, :math:`|f_k| \le a_k |h_k| + b_k`. So :math:`f_k / \nu_k^2` vanishes as
+features grow, and the probabilities of every network whose features grow without bound tend to 1/C. Directions alone, which is what
+distances see, would leave them where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mola.errors import OptionError
+from mola.laplace import LogitMoments, Scale, Spread
+from mola.options import is_real
+
+__all__ = ["Cooling", "Usual", "check_exponent", "check_temperature"]
+
+LARGEST = 40.0
+"""Logarithm of the largest divisor: with it no logit is left, and its square is still in the range of float32."""
+
+STEEPEST = 100.0
+"""Exponent beyond which distances a hundredth above the usual one are as far as any."""
+
+
+def check_temperature(value: float) -> float:
+    """A temperature as a float.
+
+    Raises:
+        OptionError: unless it is between 1e-3 and 1e3.
+    """
+    if not (is_real(value) and 1e-3 <= value <= 1e3):
+        message = f"temperature must be a number between 0.001 and 1000, got {value!r}. 1 leaves logits as they are, below 1 sharpens."
+        raise OptionError(message)
+    return float(value)
+
+
+def check_exponent(value: float) -> float:
+    """A distance exponent as a float.
+
+    Raises:
+        OptionError: unless it is between 0 and 100.
+    """
+    if not (is_real(value) and 0 <= value <= STEEPEST):
+        message = f"distance_exponent must be a number between 0 and {STEEPEST:g}, got {value!r}. 0 is no cooling by distance."
+        raise OptionError(message)
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What is usual of the data that the networks are for, as validation data show it."""
+
+    scales: tuple[Scale, ...]
+    """Of each network's features."""
+    score: tuple[tuple[float, float], ...] | None = None
+    """Mean and standard deviation of each term of the outlier score; None where there were no data to see it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "scales": [list(scale) for scale in self.scales],
+            "score": None if self.score is None else [list(term) for term in self.score],
+        }
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Usual:
+        """What `as_json` made."""
+        score = None if entry["score"] is None else tuple((float(a), float(b)) for a, b in entry["score"])
+        return Usual(tuple(Scale(float(a), float(b)) for a, b in entry["scales"]), score)
+
+
+@dataclass(frozen=True)
+class Cooling:
+    """How logits are cooled."""
+
+    temperature: float = 1.0
+    """T, for all inputs alike: below 1 sharpens."""
+    exponent: float = 0.0
+    """gamma: how much caution distance asks for."""
+    usual: Usual | None = None
+    """Which distances and lengths are usual; None where nothing is known of distances."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        object.__setattr__(self, "temperature", check_temperature(self.temperature))
+        object.__setattr__(self, "exponent", check_exponent(self.exponent))
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether logits stay as they are."""
+        return self.temperature == 1 and self.exponent == 0
+
+    def from_logs(self, log_distance: Tensor, log_length: Tensor, weights: Tensor) -> Tensor:
+        """What the logits of each network are divided by.
+
+        Args:
+            log_distance: (K, n), logarithm of the distance of each network's features.
+            log_length: (K, n), of their length.
+            weights: (K,) of the mixture.
+
+        Returns:
+            (K, n)
+        """
+        steep = math.log(self.temperature) + self.exponent * self.mean_log(log_distance, weights).clamp_min(0)
+        usual = log_length.new_tensor([_log(scale.length) for scale in self._scales])
+        return (steep + 2 * (log_length - usual[:, None]).clamp_min(0)).clamp_max(LARGEST).exp()
+
+    def mean_log(self, log_distance: Tensor, weights: Tensor) -> Tensor:
+        """Logarithm (n,) of the mixture's distance, relative to the usual one, from those of the networks (K, n)."""
+        usual = log_distance.new_tensor([_log(scale.distance) for scale in self._scales])
+        return weights.to(log_distance) @ (log_distance - usual[:, None])
+
+    @property
+    def _scales(self) -> tuple[Scale, ...]:
+        assert self.usual is not None  # where distances are known
+        return self.usual.scales
+
+    def log_distance(self, moments: Sequence[LogitMoments], weights: Tensor) -> Tensor:
+        """Logarithm (n,) of the mixture's distance, relative to the usual one: a geometric mean over networks.
+
+        Args:
+            moments: of each network, whose spreads know distances.
+            weights: (K,) of the mixture.
+
+        Returns:
+            (n,), 0 at the validation data's median.
+        """
+        return self.mean_log(torch.stack([_spread(one).log_distance() for one in moments]), weights)
+
+    def divisors(self, moments: Sequence[LogitMoments], weights: Tensor) -> Tensor:
+        """What the logits (n, C) of each network are divided by (K, n), or all of them (K,)."""
+        if self.exponent == 0:
+            return moments[0].mean.new_full((len(moments), 1), self.temperature)
+        distances = torch.stack([_spread(one).log_distance() for one in moments])
+        return self.from_logs(distances, torch.stack([_spread(one).log_length() for one in moments]), weights)
+
+    def __call__(self, moments: Sequence[LogitMoments], weights: Tensor) -> list[LogitMoments]:
+        """The moments of the cooled logits.
+
+        Args:
+            moments: of each network.
+            weights: (K,) of the mixture.
+
+        Returns:
+            The same, bit for bit, where nothing changes.
+        """
+        if self.changes_nothing:
+            return list(moments)
+        pairs = zip(moments, self.divisors(moments, weights), strict=True)
+        return [one.divided(divisor) for one, divisor in pairs]
+
+
+def _spread(moments: LogitMoments) -> Spread:
+    assert moments.spread is not None  # where distances are known
+    return moments.spread
+
+
+def _log(usual: float) -> float:
+    """Logarithm of what is usual; 0 where that is 0, as distances are if all features are alike."""
+    return math.log(usual) if usual > 0 else 0.0

@@ -1,0 +1,225 @@
+r"""The rule that spends caution where it is needed: logits are cooled by the distance from the training classes.
+
+The paper's rule lowers confidence everywhere until its mean on validation data meets a threshold. This one takes the prior precision
+that fits the validation data best, and then the exponent of the distance (`cooling.py`) at which the mean confidence meets the same
+threshold: the same price inside the data, spent on inputs that are farther than usual. Or the user names the price.
+
+Fitted on the validation data alone the exponent would be close to 0: they know nothing of what lies outside. So the price has to be
+chosen, and is told in words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mola.errors import OptionError, warn
+from mola.options import is_real, one_of
+from mola.tuning.candidates import HeldOut, LastLayerProblem, Problem, Tuning
+from mola.tuning.rules import PLAIN_RULES, ConfidenceThreshold, Evidence, Rule, require_data
+
+__all__ = ["Distance"]
+
+EXPONENTS = tuple(step / 8 for step in range(65))
+"""Tried first, from 0 to 8; then those between two of them, twice."""
+
+BETWEEN = 16
+"""Exponents between two of them."""
+
+FAR = 3.0
+"""How much farther than the training data the validation data may be before it is said that they look like nothing in training."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Cool logits by the distance from the training classes, at a price on validation data.
+
+    Args:
+        price: None is the paper's: the mean confidence on validation data falls to its threshold, one percentage point below the
+            single networks' mean accuracy. 0.02 lets the log loss on validation data rise by at most 2 %.
+        rule: chooses the prior precision first, and with it the temperature: "nll", "brier", "ece", "threshold", "evidence", or an
+            object.
+
+    Raises:
+        OptionError: if the price is not positive, or the rule is none.
+    """
+
+    price: float | None = None
+    rule: Rule | str = "nll"
+
+    def __post_init__(self) -> None:
+        """Check the price and the rule.
+
+        Raises:
+            OptionError: if one cannot be used.
+        """
+        if self.price is not None and not (is_real(self.price) and 0 < self.price <= 1):
+            message = (
+                f"price must lie between 0 and 1, got {self.price!r}. At most 2 % more validation log loss is 0.02; None is the "
+                f"paper's price."
+            )
+            raise OptionError(message)
+        if isinstance(self.rule, str):
+            one_of(self.rule, tuple(PLAIN_RULES), "rule")
+        elif not hasattr(self.rule, "choose") or isinstance(self.rule, (type, Distance)):
+            names = ", ".join(PLAIN_RULES)
+            message = (
+                f"rule must be one of {names}, or an object such as mola.ValidationScore('nll'); got {self.rule!r}."
+            )
+            raise OptionError(message)
+
+    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
+        """Read the validation data once, and choose.
+
+        Args:
+            problem: the mixture.
+            val_loader: the validation data, with labels.
+
+        Returns:
+            Prior precision, temperature and exponent.
+
+        Raises:
+            OptionError: if there are no distances.
+        """
+        given = require_data(val_loader, self)
+        if problem.lacks_distances is not None or not isinstance(problem, LastLayerProblem):
+            message = f"rule 'distance': {problem.lacks_distances}"
+            raise OptionError(message)
+        data = problem.read(given, "validation loader", True)
+        first = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
+        base = first.choose(problem, None if isinstance(first, Evidence) else data)  # type: ignore[arg-type]
+        search = _Exponents(problem, data, base)
+        target, _, notes = ConfidenceThreshold().target(data)
+        if self.price is None:
+            meets = search.confidence_at_least(target)
+            why = f"mean confidence at the paper's threshold, {100 * target:.4g} %"
+        else:
+            meets = search.loss_at_most(search.plain["nll"] * (1 + self.price))
+            why = f"at most {100 * self.price:.4g} % more log loss"
+            notes = ()
+        chosen = search.largest(meets)
+        notes = (*base.notes, *notes, *_far(problem), *_predicted(problem), search.told(chosen, self.price, target))
+        return Tuning(
+            f"Distance: {why}, after {base.rule}",
+            base.prior_precision,
+            search.table(),
+            notes,
+            base.temperature,
+            chosen,
+        )
+
+
+class _Exponents:
+    """Exponents that were tried, and what they score; the prior precision and the temperature are given."""
+
+    def __init__(self, problem: LastLayerProblem, data: HeldOut, base: Tuning) -> None:
+        self.problem, self.data, self.base = problem, data, base
+        self.tried: list[float] = []
+        self.curve: dict[str, Tensor] = {}
+        self._try(EXPONENTS)
+        self.plain = {name: float(values[0]) for name, values in self.curve.items()}
+
+    def _try(self, exponents: Sequence[float]) -> None:
+        coolings = [(self.base.temperature, one) for one in exponents]
+        scored = self.problem.cooled_curve(self.data, self.base.prior_precision, coolings)
+        self.tried += exponents
+        order = sorted(range(len(self.tried)), key=self.tried.__getitem__)
+        joined = {name: torch.cat([self.curve[name], one]) if self.curve else one for name, one in scored.items()}
+        self.curve = {name: one[order] for name, one in joined.items()}
+        self.tried = [self.tried[place] for place in order]
+
+    def confidence_at_least(self, target: float) -> _Limit:
+        return _Limit("confidence", target, above=True)
+
+    def loss_at_most(self, limit: float) -> _Limit:
+        return _Limit("nll", limit, above=False)
+
+    def largest(self, limit: _Limit) -> float:
+        """The largest exponent up to which all that were tried meet the limit; 0 if none does."""
+        place = self._last(limit)
+        for _ in range(2):
+            if place is None or place + 1 == len(self.tried):
+                break
+            low, high = self.tried[place], self.tried[place + 1]
+            self._try([low + (high - low) * step / BETWEEN for step in range(1, BETWEEN)])
+            place = self._last(limit)
+        return 0.0 if place is None else self.tried[place]
+
+    def _last(self, limit: _Limit) -> int | None:
+        missed = (~limit.met(self.curve)).nonzero().flatten()
+        first = int(missed[0]) if len(missed) else len(self.tried)
+        return first - 1 if first else None
+
+    def table(self) -> dict[str, tuple[float, ...]]:
+        """The curve as plain numbers."""
+        return {"distance_exponent": tuple(self.tried)} | {
+            name: tuple(values.tolist()) for name, values in self.curve.items()
+        }
+
+    def told(self, chosen: float, price: float | None, target: float) -> str:
+        """What caution costs inside the data, and what it does outside, in words."""
+        place = self.tried.index(chosen)
+        now, plain = {name: float(values[place]) for name, values in self.curve.items()}, self.plain
+        if chosen == 0:
+            reason = (
+                f"the mean confidence on the validation data is {100 * plain['confidence']:.2f} % without it, below the paper's "
+                f"threshold of {100 * target:.2f} %: nothing is left to spend. Name a price, such as mola.Distance(price=0.02)"
+                if price is None
+                else "the smallest exponent that was tried costs more than the price. Name a higher one"
+            )
+            note = f"no cooling by distance: {reason}."
+            warn(note)
+            return note
+        cost = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
+        return (
+            f"caution costs, on the validation data: log loss {plain['nll']:.4g} -> {now['nll']:.4g} ({100 * cost:+.1f} %), mean "
+            f"confidence {100 * plain['confidence']:.2f} -> {100 * now['confidence']:.2f} %. For it, logits of inputs 2 times as far "
+            f"from the training classes as usual are divided by {2**chosen:.3g}, 4 times as far by {4**chosen:.3g}; features that "
+            f"grow without bound lead to 1/C."
+        )
+
+
+@dataclass(frozen=True)
+class _Limit:
+    score: str
+    value: float
+    above: bool
+
+    def met(self, curve: dict[str, Tensor]) -> Tensor:
+        """Whether each exponent meets it."""
+        values = curve[self.score]
+        return values >= self.value if self.above else values <= self.value
+
+
+def _far(problem: LastLayerProblem) -> tuple[str, ...]:
+    """A note where validation data are much farther from the training classes than the training data are."""
+    geometries, usual = problem.geometries or (), problem.usual[0]
+    pairs = [(scale.distance, one.training_scale.distance) for one, scale in zip(geometries, usual.scales, strict=True)]
+    if not all(here > 0 and there > 0 for here, there in pairs):
+        note = "all training features are alike in some network: its distances say nothing, and count as usual ones."
+        warn(note)
+        return (note,)
+    ratio = math.exp(sum(math.log(here / there) for here, there in pairs) / len(pairs))
+    if ratio <= FAR:
+        return ()
+    note = (
+        f"the validation data are {ratio:.1f} times as far from the training classes as the training data: few training data for so "
+        f"many features, or other data than the networks were trained on. Distances count from the validation "
+        f"data's median all the same."
+    )
+    warn(note)
+    return (note,)
+
+
+def _predicted(problem: LastLayerProblem) -> tuple[str, ...]:
+    """A note where the training data had no labels."""
+    sums = [one.sums for one in problem.geometries or ()]
+    if not any(one.predicted for one in sums):
+        return ()
+    note = "the training data had no labels: distances are from the classes that the networks predict for them."
+    return (note,)
