@@ -449,8 +449,8 @@ class LastLayerProblem(Problem):
         """
         return self._scored(data, len(coolings), self._cooled_tries(data, precisions, coolings))
 
-    def log_losses(self, data: HeldOut, precisions: Sequence[float], cooling: tuple[float, float]) -> Tensor:
-        """Negative log-probability (n,) of each label of this process's data.
+    def judged(self, data: HeldOut, precisions: Sequence[float], cooling: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        """Confidence (n,) in each of this process's data, and whether the answer is right (n,), as 0 or 1.
 
         Args:
             data: with labels.
@@ -458,14 +458,15 @@ class LastLayerProblem(Problem):
             cooling: temperature and distance exponent.
 
         Returns:
-            (n,)
+            Both in float64.
         """
         assert data.labels is not None
-        found = [
-            -_log(probs[0].gather(0, data.labels[None, part]).squeeze(0))
-            for _, part, probs in self._cooled_tries(data, precisions, [cooling])
-        ]
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device="cpu")
+        sure, right = [torch.zeros(0, dtype=torch.float64, device="cpu") for _ in range(2)]
+        for _, part, probs in self._cooled_tries(data, precisions, [cooling]):
+            confidence, answer = probs[0].max(0)
+            sure = torch.cat([sure, confidence])
+            right = torch.cat([right, (answer == data.labels[part]).double()])
+        return sure, right
 
     def _cooled_tries(
         self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]

@@ -58,7 +58,10 @@ ROUNDS = 3
 """Of temperature and prior precision in turn: neither moves any more after two."""
 
 BEYOND_DOUBT = 2.0
-"""Standard errors by which the log loss must fall."""
+"""Standard errors by which networks must be less sure than they are right before they are made surer."""
+
+SCORES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error"}
+"""What scores are called in notes."""
 
 
 def check_grid(grid: Sequence[float]) -> tuple[float, ...]:
@@ -366,10 +369,10 @@ class Sharper(NamedTuple):
 
 
 def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score: str) -> Sharper | None:
-    """Whether networks are less sure than they are right, and by how much.
+    """A temperature below 1, if validation data show beyond doubt that the networks are less sure than they are right.
 
-    Covariance only lowers confidence. Networks that were trained with label smoothing or mixup need the opposite: a temperature
-    below 1. It is taken only if the log loss falls by more than two standard errors of the fall.
+    Covariance only lowers confidence. Networks that were trained with label smoothing or mixup need the opposite. It is done only
+    where the mean confidence is below the accuracy by more than two standard errors of the difference.
 
     Args:
         problem: the mixture.
@@ -383,38 +386,38 @@ def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score
     """
     if not isinstance(problem, LastLayerProblem):
         return None  # every candidate would be another pass over whole networks
-    count = len(problem.spectra)
-    plain, temperature = search.grid[index], 1.0
-    precision = plain
+    count, precision, temperature = len(problem.spectra), search.grid[index], 1.0
+    sure, right = problem.judged(data, (precision,) * count, (1.0, 0.0))
+    gap, error, (accuracy, confidence) = _paired(data, right, sure)
+    if gap <= BEYOND_DOUBT * error:
+        return None
+    before = float(search.curve[score][index])
     for _ in range(ROUNDS):
         tried = TEMPERATURES if temperature == 1 else log_grid(temperature / STEP, min(1.0, temperature * STEP), 17)
         curve = problem.cooled_curve(data, (precision,) * count, [(one, 0.0) for one in tried])[score]
         temperature = tried[int(curve.argmin())]
         if temperature == 1:
             return None
-        precision = search.grid[int(problem.curve(data, search.grid, temperature)[score].argmin())]
-    before = problem.log_losses(data, (plain,) * count, (1.0, 0.0))
-    after = problem.log_losses(data, (precision,) * count, (temperature, 0.0))
-    gain, error, (first, last) = _paired(data, before, after)
-    if gain <= BEYOND_DOUBT * error:
-        return None
+        scores = problem.curve(data, search.grid, temperature)[score]
+        precision = search.grid[int(scores.argmin())]
     note = (
-        f"these networks are less sure than they are right, as after label smoothing or mixup: logits are sharpened by a temperature "
-        f"of {temperature:.3g}. It takes the log loss on the validation data from {first:.4g} to {last:.4g} ({gain / error:.1f} "
-        f"standard errors of the difference)."
+        f"these networks are less sure than they are right, as after label smoothing or mixup: on the validation data the mean confidence "
+        f"is {_percent(confidence)} and the accuracy {_percent(accuracy)}, {gap / error:.1f} standard errors apart. Logits are sharpened "
+        f"by a temperature of {temperature:.3g}, which takes the {SCORES[score]} from {before:.4g} to {float(scores.min()):.4g}."
     )
     return Sharper(precision, temperature, note)
 
 
-def _paired(data: HeldOut, before: Tensor, after: Tensor) -> tuple[float, float, tuple[float, float]]:
-    """How much a loss falls on average over all processes' data, its standard error, and the two means."""
-    fall = before - after
-    sums = torch.stack(
-        [before.new_tensor(float(len(fall))), fall.sum(), fall.square().sum(), before.sum(), after.sum()]
-    )
-    count, total, squares, first, last = data.team.sum([sums])[0].tolist()
+def _paired(data: HeldOut, first: Tensor, second: Tensor) -> tuple[float, float, tuple[float, float]]:
+    """Mean difference of two numbers for each datum over all processes' data, its standard error, and the two means."""
+    fall = first - second
+    size = fall.new_tensor(float(len(fall)))
+    sums = torch.stack([size, fall.sum(), fall.square().sum(), first.sum(), second.sum()])
+    count, total, squares, one, other = data.team.sum([sums])[0].tolist()
     mean = total / count
-    return mean, math.sqrt(max(0.0, squares / count - mean**2) / count), (first / count, last / count)
+    # At least 1 / (count + 2), as for an accuracy: a few data are still a few where all are right.
+    error = max(math.sqrt(max(0.0, squares / count - mean**2) / count), 1 / (count + 2))
+    return mean, error, (one / count, other / count)
 
 
 @dataclass(frozen=True)
