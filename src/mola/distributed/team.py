@@ -125,7 +125,9 @@ class Team:
         if error is not None:
             with suppress(RuntimeError):  # then nobody is left to be told
                 self._store.compare_set("ended", "", f"rank {self.rank} ended: {type(error).__name__}: {error}")
-        elif dist.is_initialized():
+        # A group of some of the processes is left to the end of all: torch would give the next one of the same processes its name, and
+        # one of them could find the address of another that is no longer there, and wait for it.
+        elif dist.is_initialized() and self.size == dist.get_world_size():
             with suppress(ValueError):  # closed before
                 dist.destroy_process_group(self._group)
 
