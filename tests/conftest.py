@@ -33,12 +33,25 @@ SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[
 """Real datasets and networks, where they are."""
 
 
+LONGEST = (
+    "compare/test_report.py",
+    "library/test_distributed.py",
+    "library/test_export.py",
+    "lab/test_demo.py",
+    "house/test_docs.py",
+    "lab/test_runner.py",
+)
+"""Files that take longest, to be begun first: the last file of all is one worker's alone, and should be short."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What reads the real data is slow: unpacking them takes longer than most tests."""
+    """What reads the real data is slow: unpacking them takes longer than most tests. The longest files come first."""
     for item in items:
         if item.get_closest_marker("real_data"):
             item.add_marker("slow")
+    ranks = {path: rank for rank, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.relative_to(Path(__file__).parent).as_posix(), len(ranks)))
 
 
 def require_shared(name: str) -> Path:
