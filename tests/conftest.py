@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ os.environ.setdefault(
 
 import pytest
 import torch
+from filelock import FileLock  # comes with torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
@@ -62,6 +65,17 @@ def require_shared(name: str) -> Path:
             pytest.fail(message)
         pytest.skip(message)
     return SHARED / name
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory) -> Path:
+    """The real data in their standard files, unpacked once for all workers."""
+    script, common = require_shared("unpack.py"), tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        common = common.parent
+    with FileLock(common / "unpacked.lock"):  # files that are there already are left alone
+        subprocess.run([sys.executable, script, common / "unpacked"], check=True)
+    return common / "unpacked"
 
 
 STRUCTURES = ("kron", "kron-exact", "kron-diag", "diag", "full")

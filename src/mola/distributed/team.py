@@ -91,6 +91,9 @@ class Team:
                 backend="gloo",
                 use_local_synchronization=self.size < dist.get_world_size(),
             )
+            # A process returns from new_group when it has met the others, and they may still be meeting: were it to leave now, they
+            # would find its door closed.
+            dist.barrier(self._group)
             store = dist.distributed_c10d._get_default_store()
             name = f"mola/{self._group.group_name}"
             # Names of groups may come again: every rank counts its teams.
