@@ -37,12 +37,17 @@ SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[
 
 
 LONGEST = (
-    "compare/test_report.py",
     "library/test_distributed.py",
+    "compare/test_report.py",
     "library/test_export.py",
-    "lab/test_demo.py",
     "house/test_docs.py",
+    "lab/test_demo.py",
+    "lab/test_real_data.py",
+    "house/test_examples.py",
     "lab/test_runner.py",
+    "lab/test_suites.py",
+    "app/test_export_command.py",
+    "house/test_campaigns.py",
 )
 """Files that take longest, to be begun first: the last file of all is one worker's alone, and should be short."""
 
