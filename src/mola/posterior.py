@@ -380,12 +380,12 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         progress: bool = True,
         team: Team | None = None,
     ) -> Self:
-        """Choose the prior precision.
+        """Choose the prior precision, and with some rules a temperature or an exponent of the distance; others set these to 1 and 0.
 
         Args:
             val_loader: validation data, read once, or what was read of them; not for `mola.Evidence`.
-            rule: "threshold" (the paper's, as None), "nll", "brier", "ece" or "evidence", or an object such as
-                `mola.ConfidenceThreshold(0.9)`. All but `mola.Evidence(shared=False)` choose one number for all components.
+            rule: "threshold" (the paper's, as None), "nll", "brier", "ece", "distance" or "evidence", or an object such as
+                `mola.Distance(price=0.02)`. All but `mola.Evidence(shared=False)` choose one prior precision for all components.
             progress: whether to show a progress bar on stderr, if that is a terminal.
             team: the processes that tune together, each with its own shard; None tunes alone.
 
