@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import mola
 from mola.baselines.temperature import fit_temperature
 from mola.compare.activations_file import Seen, Stored
-from mola.compare.tally import Answer
+from mola.compare.tally import Answer, gen_score
 from mola.errors import MolaWarning
 from mola.options import one_of
 from mola.uncertainty import entropy_score, max_probability_score
@@ -168,7 +168,11 @@ class LastLayer:
                 probs = torch.cat([posterior(features) for features in seen.batches()])
                 return Answer(probs, given={"max probability": max_probability_score(probs)})
             found = posterior.predict(seen.batches(), progress=False)
-            given = {"max probability": max_probability_score(found.probs), "entropy": entropy_score(found.probs)}
+            given = {
+                "max probability": max_probability_score(found.probs),
+                "entropy": entropy_score(found.probs),
+                "GEN": gen_score(found.probs),
+            }
             if self.structure is not None or len(networks) > 1:  # one network alone disagrees with nobody
                 given["mutual information"] = found.mutual_information
             if self.structure is not None:

@@ -245,12 +245,15 @@ def _curves(
 SCORE_ORDER = (
     "max probability",
     "entropy",
+    "GEN",
     "mutual information",
     "ood score",
     "energy",
     "maximum logit",
+    "ViM",
     "Mahalanobis",
     "relative Mahalanobis",
+    "Mahalanobis++",
     "nearest neighbours",
 )
 
