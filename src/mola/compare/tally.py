@@ -122,6 +122,10 @@ class Tally:
         """Of both sets of data, those of the first one first."""
         return Tally(self.columns or other.columns, self.parts + other.parts)
 
+    def dealt(self, place: int, count: int) -> Tally:
+        """Of the inputs place, place + count, place + 2 count, ... alone."""
+        return Tally(self.columns, [torch.cat(self.parts)[place::count]])
+
     def together(self, team: Team) -> Tally:
         """What all processes counted, on every one. Call it inside `team.work(...)`."""
         if team.size == 1:
