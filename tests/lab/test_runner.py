@@ -178,6 +178,18 @@ def test_stored_activations_give_what_the_whole_networks_give(plan, finished, me
             assert record.chosen["prior_precision"][0] == pytest.approx(predictor.prior_precision[0], rel=1e-6)
 
 
+def test_rows_of_the_own_score_have_one_name_whatever_the_score_is(plan, tmp_path, monkeypatch):
+    """A posterior with another score, and distances: the rows can still be compared, and the record says what they are."""
+    monkeypatch.setattr(mola.Prediction, "ood_score_name", property(lambda _: "far-field + distance"))
+    monkeypatch.setattr(mola.Prediction, "distance", property(lambda one: one.entropy), raising=False)
+    records = {record.method: record for record in run(replace(plan, runs=1), tmp_path)}
+    for method, record in records.items():
+        scores, own = record.outliers["strange"].scores, method in ("LLLA", "MoLA", "MoLA (NLL)")
+        assert ("ood score" in scores, "distance" in scores) == (own, own)
+        assert record.chosen.get("ood_score") == ("far-field + distance" if own else None)
+        assert not own or scores["distance"] == scores["entropy"]
+
+
 def test_runs_share_no_network_and_methods_of_a_run_do(finished):
     records = records_of(finished)
     by_run = [{name for record in records if record.run == index for name in record.networks} for index in (0, 1)]

@@ -157,6 +157,9 @@ class LastLayer:
         chosen |= self.tuned(posterior)
         chosen["notes"] = notes
         seconds = time.perf_counter() - start
+        if self.structure is not None and self.detectors:
+            features, _ = next(iter(validation))
+            chosen["ood_score"] = posterior.predict([features[:1]], progress=False).ood_score_name
 
         @cache
         def detectors() -> FeatureScores:
@@ -176,7 +179,10 @@ class LastLayer:
             if self.structure is not None or len(networks) > 1:  # one network alone disagrees with nobody
                 given["mutual information"] = found.mutual_information
             if self.structure is not None:
+                # One name for the row, whatever the posterior's own score is: `chosen` says which.
                 given["ood score"] = found.ood_score
+                if (distance := getattr(found, "distance", None)) is not None:
+                    given["distance"] = distance
             elif not self.temperature:
                 given |= {name: score(seen) for name, score in detectors().items()}
             return Answer(found.probs, given=given)
