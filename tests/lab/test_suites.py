@@ -88,7 +88,8 @@ def test_imagenet_runs_from_folders_to_records_with_a_thousand_classes(imagenet,
     assert outcome.exit_code == 0, outcome.output
     store = Store(tmp_path / "results")
     records = {record.method: record for record in store.records("imagenet")}
-    assert set(records) == {"MAP", "MAP-T", "DE", "DE-T", "LLLA", "MoLA", "MoLA (NLL)"}
+    methods = {"MAP", "MAP-T", "DE", "DE-T", "LLLA", "LLLA (distance)", "MoLA", "MoLA (NLL)", "MoLA (distance)"}
+    assert set(records) == methods
     mola_record = records["MoLA"]
     assert list(mola_record.labelled) == ["test", *(f"severity {severity}" for severity in range(1, 6))]
     # 18 held-out images: 4 to tune on, 14 to test on, each under two corruptions.

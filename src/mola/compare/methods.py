@@ -100,14 +100,15 @@ def noting() -> Iterator[list[str]]:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
-RULES: Mapping[str, Callable[[float | None], mola.Rule]] = {
+RULES: Mapping[str, Callable[[float | None], mola.Rule | str]] = {
     "threshold": lambda threshold: mola.ConfidenceThreshold(threshold),
     "nll": lambda _: mola.ValidationScore("nll"),
     "brier": lambda _: mola.ValidationScore("brier"),
     "ece": lambda _: mola.ValidationScore("ece"),
     "evidence": lambda _: mola.Evidence(),
+    "distance": lambda _: "distance",
 }
-"""Ways to choose the prior precision, by name."""
+"""Ways to choose the prior precision, by name; "distance" chooses an exponent by which distances cool logits as well."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 
@@ -233,6 +234,10 @@ class LastLayer:
         }
         if posterior.tuning is not None:
             chosen["rule"] = posterior.tuning.rule
+        # Only where logits are cooled or sharpened: what other methods chose stays as it was.
+        for name, without in (("temperature", 1.0), ("distance_exponent", 0.0)):
+            if (value := float(getattr(posterior, name, without))) != without:
+                chosen[name] = value
         return chosen
 
 

@@ -144,8 +144,8 @@ class Record:
     data: dict[str, str]
     """Checksum of every set used, by name."""
     chosen: dict[str, Any]
-    """What was tuned: "prior_precision" (a list), "temperature", "weights", "rule" (in words), and "notes"; and which score a
-    posterior's own "ood_score" is."""
+    """What was tuned: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (in words), and "notes";
+    and which score a posterior's own "ood_score" is."""
     seconds: dict[str, float]
     """Time to "fit" (tuning included) and to "predict"; in suites, from stored activations."""
     labelled: dict[str, LabelledResult]

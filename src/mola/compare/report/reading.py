@@ -42,9 +42,11 @@ ORDER = (
     "MultiSWAG",
     "MIMO",
     "LLLA",
+    "LLLA (distance)",
     "MIMO-MoLA",
     "MoLA",
     "MoLA (NLL)",
+    "MoLA (distance)",
     "MoLA (all layers)",
     "MoLA (subnetwork)",
 )

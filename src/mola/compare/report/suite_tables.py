@@ -447,9 +447,9 @@ def _settings(suite: SuiteResults) -> Table:
             cells = [_plain(records[0].settings.get(key)) for key in SETTINGS]
             others = {key: value for key, value in records[0].settings.items() if key not in SETTINGS}
             cells.append(", ".join(f"{key} {_plain(value)}" for key, value in others.items()))
-            cells += [_chosen(records, "prior_precision"), _chosen(records, "temperature")]
+            cells += [_chosen(records, key) for key in ("prior_precision", "temperature", "distance_exponent")]
             rows.append(Row(method, tuple(Cell(cell) for cell in cells)))
-    columns = [*SETTINGS, "other", "prior precision", "temperature"]
+    columns = [*SETTINGS, "other", "prior precision", "temperature", "distance exponent"]
     # A column that says nothing of any method is left out.
     known = [index for index in range(len(columns)) if any(row.cells[index].text for row in rows)]
     return Table(

@@ -45,6 +45,8 @@ METHODS = {
     "LLLA": "the first network with a Laplace approximation on its last layer",
     "MoLA": "all networks, each with a Laplace approximation on its last layer",
     "MoLA (NLL)": "the same, its prior tuned by validation log loss instead of the paper's rule",
+    "MoLA (distance)": "MoLA, its logits cooled by the distance of the features from the training classes, at the paper's price",
+    "LLLA (distance)": "the same for the first network alone",
     "MoLA (all layers)": "all networks, each with a Laplace approximation of all its weights (K-FAC), linearised",
     "MoLA (subnetwork)": "the same of the 1000 weights whose variance is largest, with all their covariances",
     "SWAG": "a Gaussian fitted to the last steps of training",
