@@ -376,7 +376,7 @@ def _by_type(suite: SuiteResults, metric: str) -> Table | None:
     noise = " With few data in each cell, chance alone lifts every calibration error; much of that cancels here."
     caption = (
         f"{title[0].upper()}{title[1:]} of {other} minus that of {PAPERS_RULE}: below 0, {other} is better. {runs_words(counted)} "
-        f"Types were dealt over the test data, so that each cell is of other data.{noise if metric == 'ece' else ''}"
+        f"Types were dealt over the test data, so that each row is of other images.{noise if metric == 'ece' else ''}"
     )
     return make_table(f"{suite.shift_title} by type: {title}, {other} minus {PAPERS_RULE}", caption, columns, values)
 

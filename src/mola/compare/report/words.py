@@ -121,7 +121,7 @@ SUITE_FIGURES = {
     "types": (
         "Type by type, against the paper's rule",
         "Differences from MoLA tuned by the paper's rule, means over runs: blue where the other is better, orange where it is "
-        "worse. Each cell is of other test data.",
+        "worse. Each row is of other test images.",
     ),
     "reliability": (RELIABILITY[0], f"{RELIABILITY[1]} All runs together."),
     "examples": (
