@@ -52,6 +52,9 @@ __all__ = ["LaplaceMixture", "MoLA"]
 
 Kind = TypeVar("Kind", bound=LaplaceComponent)
 
+NO_SPREAD = 1e-6
+"""Relative spread of scores that are all alike."""
+
 ROWS_AT_ONCE = 4096
 """Validation data whose outlier scores are made together."""
 
@@ -584,9 +587,10 @@ class MoLA(LaplaceMixture[Component]):
             distance = cooling.log_distance(moments, self.weights)
             parts.append(outlier_terms(torch.stack(logits), lengths, distance, self.weights).T)
         rows = data.team.rows(torch.cat(parts) if parts else None)
-        # One datum has no spread, and equal scores have none: they are then taken as they are.
-        spread = rows.std(0) if len(rows) > 1 else torch.zeros(3, dtype=rows.dtype)
-        pairs_of = zip(rows.mean(0).tolist(), torch.where(spread > 0, spread, 1).tolist(), strict=True)
+        # One datum has no spread, and equal scores have none but rounding: they are then taken as they are.
+        middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros(3, dtype=rows.dtype)
+        spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
+        pairs_of = zip(middle.tolist(), spread.tolist(), strict=True)
         score = data.team.share([list(pair) for pair in pairs_of])
         return replace(usual, score=tuple((mean, deviation) for mean, deviation in score))
 

@@ -627,8 +627,8 @@ def _stream(
         under_way.classes = None if under_way.classes is None else under_way.classes.to(place)
     if not totals:
         totals = [
-            Totals(None, ClassSums.empty(head.layer.in_features, head.classes, place) if work.distances else None)
-            for head, place in zip(heads, places, strict=True)
+            Totals(None, ClassSums.empty(one.features.shape[1], head.classes, place) if work.distances else None)
+            for head, one, place in zip(heads, first, places, strict=True)
         ]
     rows = structure.rows(max(head.width for head in heads), heads[0].classes)
     buffers = [RowBuffer(head, rows or 1) for head in heads]

@@ -162,6 +162,9 @@ def counted(monkeypatch):
     return calls
 
 
+COSTLY = ("mutual_information", "ood_score", "logit_variance", "distance", "far_field")
+
+
 class TestCostlyFields:
     def test_nothing_is_kept_twice_beyond_the_limit(self, monkeypatch):
         monkeypatch.setattr("mola.mixture.KEPT", 20_000)
@@ -181,7 +184,7 @@ class TestCostlyFields:
         prediction.computed()
         assert alive() - before <= lazy + 20_000
         # Fields that some batches have are kept for the whole, and the fields that all have are kept once.
-        costly = sum(getattr(prediction, name).nbytes for name in ("mutual_information", "ood_score", "logit_variance"))
+        costly = sum(getattr(prediction, name).nbytes for name in COSTLY)
         assert lazy <= least + costly + 2 * 20_000
 
     def test_nobody_pays_for_what_is_not_read(self, counted, tmp_path):

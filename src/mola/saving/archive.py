@@ -125,7 +125,7 @@ def _cooling(document: dict[str, Any], count: int) -> Cooling:
     Raises:
         StorageError: if the numbers are not those of so many.
     """
-    if "cooling" not in document:
+    if "cooling" not in document and document["version"] < storage.COOLED_VERSION:
         return Cooling()
     check(document, {"cooling": COOLING}, "")
     entry = document["cooling"]
