@@ -401,9 +401,10 @@ def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score
         scores = problem.curve(data, search.grid, temperature)[score]
         precision = search.grid[int(scores.argmin())]
     note = (
-        f"these networks are less sure than they are right, as after label smoothing or mixup: on the validation data the mean confidence "
-        f"is {_percent(confidence)} and the accuracy {_percent(accuracy)}, {gap / error:.1f} standard errors apart. Logits are sharpened "
-        f"by a temperature of {temperature:.3g}, which takes the {SCORES[score]} from {before:.4g} to {float(scores.min()):.4g}."
+        f"these networks are less sure than they are right, as after label smoothing or mixup: on the validation data the mean "
+        f"confidence is {_percent(confidence)} and the accuracy {_percent(accuracy)}, {gap / error:.1f} standard errors apart. "
+        f"Logits are sharpened by a temperature of {temperature:.3g}, which takes the {SCORES[score]} from "
+        f"{before:.4g} to {float(scores.min()):.4g}."
     )
     return Sharper(precision, temperature, note)
 
