@@ -299,7 +299,7 @@ def _hearing() -> Iterator[set[str]]:
         heard.add(str(message))
         show(message, *rest)
 
-    warnings.showwarning = hear
+    warnings.showwarning = hear  # type: ignore[assignment]
     try:
         yield heard
     finally:

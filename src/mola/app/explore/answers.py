@@ -249,8 +249,9 @@ def members_card(opinions: Opinions, subject: Subject) -> str:
 def score_card(opinions: Opinions, reference: Reference | None) -> str:
     """The outlier score as a marker on the distribution of the validation data's."""
     score = opinions.score
+    away = distance_words(opinions)
     if reference is None:
-        return _render("score", score)
+        return _render("score", score, away=away)
     # The axis shows the distribution, and the score, which may lie far outside.
     low, high = min(reference.scores[0], score), max(reference.scores[-1], score)
     margin = 0.04 * (high - low) or 0.5
@@ -274,7 +275,20 @@ def score_card(opinions: Opinions, reference: Reference | None) -> str:
         if share > 0
     ]
     alarm = None if reference.alarm is None else {"score": reference.alarm, "x": across(reference.alarm)}
-    return _render("score", score, reference.words(score), reference.count, bars, across(score), alarm)
+    return _render("score", score, reference.words(score), reference.count, bars, across(score), alarm, away)
+
+
+def distance_words(opinions: Opinions) -> str:
+    """How far the picture is from the training classes, and what that does to MoLA's confidence; empty where it is not known."""
+    distance = opinions.distance
+    if distance is None:
+        return ""
+    said = f"{distance:.0f}" if distance >= 100 else f"{distance:.1f}"
+    words = "Distance from the training classes: 1.0 is usual, this picture is "
+    words += f"{said} times as far." if float(said) > 1 else f"no farther ({said})."
+    if opinions.uncooled is None:
+        return words
+    return f"{words} Without caution by distance MoLA would be {percent(opinions.uncooled)} sure."
 
 
 def turned_card(turned: Turned | None, rotation: float) -> str:

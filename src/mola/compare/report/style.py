@@ -49,6 +49,8 @@ KNOWN: dict[str, tuple[str, Any]] = {
     "MAP-T": (COLOURS["MAP"], DASHED),
     "DE-T": (COLOURS["DE"], DASHED),
     "MoLA (NLL)": (COLOURS["MoLA"], DASHED),
+    "MoLA (distance)": ("#d55e00", "-"),
+    "LLLA (distance)": ("#d55e00", DASHED),
     "SWAG": ("#cc79a7", DASHED),
     "MultiSWAG": ("#cc79a7", "-"),
     "MIMO": ("#9467bd", DASHED),
