@@ -29,7 +29,12 @@ NETWORKS, POINTS, EPOCHS = 5, 200, 150
 REACH, SIZE, FAR = 8.0, 241, 6.0
 """Half the side of the map, its points along a side, and from where on a point is far from the data."""
 
-TITLES = {"MAP": "one network", "DE": "ensemble", "MoLA": "MoLA, the paper's rule", "MoLA (distance)": "MoLA, by distance"}
+TITLES = {
+    "MAP": "one network",
+    "DE": "ensemble",
+    "MoLA": "MoLA, the paper's rule",
+    "MoLA (distance)": "MoLA, by distance",
+}
 
 
 def build() -> nn.Sequential:
