@@ -41,11 +41,15 @@ demo: $(DEMO_READY)  ## the main job on embedded data: table, figures and a page
 explore: $(READY)  ## a local page: change a picture, watch the confidence; trains the digits demo first, in seconds
 	$(BIN)/mola explore
 
+# A file's tests stay on one worker, which makes their fixtures once; tests/conftest.py puts the longest files first. What Python
+# compiled is kept, also where a machine is set up not to: the tests start many processes, and each would compile the package anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)  ## the tests, without those in a browser and the slow ones on real data: some minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not browser and not slow'
+	$(PYTEST) -m 'not browser and not slow'
 
 test-slow: $(READY)  ## the others: in a browser (chromium), on real data, long campaigns
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'browser or slow'
+	$(PYTEST) -m 'browser or slow'
 
 test-all: test test-slow  ## all tests
 

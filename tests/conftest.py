@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ os.environ.setdefault(
 
 import pytest
 import torch
+from filelock import FileLock  # comes with torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
@@ -33,12 +36,30 @@ SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[
 """Real datasets and networks, where they are."""
 
 
+LONGEST = (
+    "library/test_distributed.py",
+    "compare/test_report.py",
+    "library/test_export.py",
+    "house/test_docs.py",
+    "lab/test_demo.py",
+    "lab/test_real_data.py",
+    "house/test_examples.py",
+    "lab/test_runner.py",
+    "lab/test_suites.py",
+    "app/test_export_command.py",
+    "house/test_campaigns.py",
+)
+"""Files that take longest, to be begun first: the last file of all is one worker's alone, and should be short."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What reads the real data is slow: unpacking them takes longer than most tests."""
+    """What reads the real data is slow: unpacking them takes longer than most tests. The longest files come first."""
     for item in items:
         if item.get_closest_marker("real_data"):
             item.add_marker("slow")
+    ranks = {path: rank for rank, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.relative_to(Path(__file__).parent).as_posix(), len(ranks)))
 
 
 def require_shared(name: str) -> Path:
@@ -49,6 +70,17 @@ def require_shared(name: str) -> Path:
             pytest.fail(message)
         pytest.skip(message)
     return SHARED / name
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory) -> Path:
+    """The real data in their standard files, unpacked once for all workers."""
+    script, common = require_shared("unpack.py"), tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        common = common.parent
+    with FileLock(common / "unpacked.lock"):  # files that are there already are left alone
+        subprocess.run([sys.executable, script, common / "unpacked"], check=True)
+    return common / "unpacked"
 
 
 STRUCTURES = ("kron", "kron-exact", "kron-diag", "diag", "full")

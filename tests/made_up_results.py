@@ -121,7 +121,7 @@ def make_store(
             for index, link in enumerate(("mc", "probit")):
                 settings = {"structure": structure, "link": link, "components": 1}
                 store.write(record(suite, f"LLLA {structure} {link}", "variants", run, index, levels, **settings))
-        for components in range(1, 11):
+        for components in range(1, 5):
             for family, quality in (("DE", 2), ("MoLA", 6)):
                 better = quality + 3 * (1 - math.exp(1 - components))
                 name = f"{family} K={components}"

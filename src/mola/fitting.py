@@ -86,8 +86,9 @@ def fit(
         head: None finds each network's last linear layer; or its dotted name, one for all or one for each.
         progress: whether to show a progress bar on stderr, if that is a terminal.
         rule: how the prior precision is chosen, as for `tune`: "threshold" (the paper's; None, where there are validation data),
-            "nll", "brier", "ece" or "evidence" (which takes no validation data), or an object such as
-            `mola.ConfidenceThreshold(0.9)`. Without validation data, None keeps `prior_precision`.
+            "nll", "brier", "ece", "distance" (logits are cooled by the distance from the training classes, too), "evidence" (which
+            takes no validation data), or an object such as `mola.Distance(price=0.02)`. Without validation data, None keeps
+            `prior_precision`.
         team: the processes to fit with, from `mola.join()`: each passes the same networks and options and a shard of its own, of
             both loaders, and gets the same posterior, that of all the data. None fits alone.
         checkpoint: folder for the sums so far. A fit that was interrupted goes on from there when it is called again with the same

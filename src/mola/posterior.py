@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,19 +39,58 @@ from mola.saving import archive, storage
 from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, LastLayerProblem, Problem, Tuning, read_held_out
 from mola.tuning.choosing import choose_together
 from mola.tuning.rules import Rule
-from mola.uncertainty import entropy, epistemic_share, far_field_score, max_probability_score
+from mola.uncertainty import (
+    entropy,
+    epistemic_share,
+    far_field_score,
+    max_probability_score,
+    outlier_score,
+    outlier_terms,
+)
 
 __all__ = ["LaplaceMixture", "MoLA"]
 
 Kind = TypeVar("Kind", bound=LaplaceComponent)
 
+ROWS_AT_ONCE = 4096
+"""Validation data whose outlier scores are made together."""
 
-def _ood_score(moments: Sequence[LogitMoments], mean: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
-    """The far-field score where every component knows how long features are, else one minus the largest probability."""
-    lengths = [one.spread.length() for one in moments if one.spread is not None and one.spread.has_length]
-    if len(lengths) < len(moments):
-        return max_probability_score(probs)
-    return far_field_score(mean, torch.stack(lengths), weights)
+
+class OutlierScore(NamedTuple):
+    """How outlying inputs are, by which score."""
+
+    values: Tensor
+    far_field: Tensor | None
+    """The far-field score alone, where every component knows how long features are."""
+
+
+FAR_FIELD, COMBINED, LEAST_SURE = "far-field", "far-field + energy + distance", "max-probability"
+"""Names of outlier scores."""
+
+
+def _score_name(moments: Sequence[LogitMoments], usual: Usual | None) -> str:
+    spreads = [one.spread for one in moments]
+    if not all(one is not None and one.has_length for one in spreads):
+        return LEAST_SURE
+    known = usual is not None and usual.score is not None
+    return COMBINED if known and all(one is not None and one.has_distance for one in spreads) else FAR_FIELD
+
+
+def _outlier_score(
+    moments: Sequence[LogitMoments], mean: Tensor, probs: Tensor, weights: Tensor, cooling: Cooling
+) -> OutlierScore:
+    """The best closed-form score of what is known: of features and validation data, of features, of probabilities alone."""
+    name = _score_name(moments, cooling.usual)
+    if name == LEAST_SURE:
+        return OutlierScore(max_probability_score(probs), None)
+    lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
+    if name == FAR_FIELD:
+        far_field = far_field_score(mean, lengths, weights)
+        return OutlierScore(far_field, far_field)
+    assert cooling.usual is not None
+    assert cooling.usual.score is not None
+    terms = outlier_terms(mean, lengths, cooling.log_distance(moments, weights), weights)
+    return OutlierScore(outlier_score(terms, cooling.usual.score), terms[0])
 
 
 class LaplaceMixture(Mixture, ABC, Generic[Kind]):
@@ -263,16 +302,27 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         def share() -> Tensor:
             return epistemic_share(self._cooled(kept), weights.tolist(), seed or 0)
 
+        name = _score_name(kept, self._cooling.usual)
+
+        def score() -> OutlierScore:
+            return _outlier_score(kept, mean, probs, weights.to(mean), self._cooling)
+
+        def far_field() -> Tensor:
+            found = score().far_field
+            assert found is not None  # by its name
+            return back(found)
+
         return Prediction(
             back(probs),
             later(lambda: back(entropy(probs) * share()), mean.device),
-            later(lambda: back(_ood_score(kept, mean, probs, weights.to(mean))), mean.device),
-            "far-field" if all(one.spread is not None and one.spread.has_length for one in kept) else "max-probability",
+            later(lambda: back(score().values), mean.device),
+            name,
             back(mean),
             later(lambda: back(torch.stack([one.variance for one in kept])), mean.device),
             later(lambda: back(self.cooling.log_distance(kept, weights).exp()), mean.device)
             if self.has_distances
             else None,
+            None if name == LEAST_SURE else later(far_field, mean.device),
             held=probs.nbytes + sum(one.nbytes for one in kept),
         )
 
@@ -330,12 +380,12 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         progress: bool = True,
         team: Team | None = None,
     ) -> Self:
-        """Choose the prior precision.
+        """Choose the prior precision, and with some rules a temperature or an exponent of the distance; others set these to 1 and 0.
 
         Args:
             val_loader: validation data, read once, or what was read of them; not for `mola.Evidence`.
-            rule: "threshold" (the paper's, as None), "nll", "brier", "ece" or "evidence", or an object such as
-                `mola.ConfidenceThreshold(0.9)`. All but `mola.Evidence(shared=False)` choose one number for all components.
+            rule: "threshold" (the paper's, as None), "nll", "brier", "ece", "distance" or "evidence", or an object such as
+                `mola.Distance(price=0.02)`. All but `mola.Evidence(shared=False)` choose one prior precision for all components.
             progress: whether to show a progress bar on stderr, if that is a terminal.
             team: the processes that tune together, each with its own shard; None tunes alone.
 
@@ -519,7 +569,26 @@ class MoLA(LaplaceMixture[Component]):
         return Usual(tuple(one.training_scale for one in self._geometries() or ()))
 
     def _usual_on(self, data: HeldOut) -> Usual:
-        return data.usual(self._geometries() or ())
+        usual, parts = data.usual(self._geometries() or ()), []
+        cooling = Cooling(usual=usual)
+        # At any prior precision: neither lengths nor distances depend on it.
+        posteriors = [
+            curvature.spectrum.posterior(component.precision).measured_by(component.distance)
+            for component in self.components
+            if (curvature := component.curvature) is not None
+        ]
+        for _, features, logits in data.portions(ROWS_AT_ONCE):
+            pairs = zip(logits, posteriors, features, strict=True)
+            moments = [LogitMoments(mean, posterior.at(values)) for mean, posterior, values in pairs]
+            lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
+            distance = cooling.log_distance(moments, self.weights)
+            parts.append(outlier_terms(torch.stack(logits), lengths, distance, self.weights).T)
+        rows = data.team.rows(torch.cat(parts) if parts else None)
+        # One datum has no spread, and equal scores have none: they are then taken as they are.
+        spread = rows.std(0) if len(rows) > 1 else torch.zeros(3, dtype=rows.dtype)
+        pairs_of = zip(rows.mean(0).tolist(), torch.where(spread > 0, spread, 1).tolist(), strict=True)
+        score = data.team.share([list(pair) for pair in pairs_of])
+        return replace(usual, score=tuple((mean, deviation) for mean, deviation in score))
 
     def _why_no_distances(self) -> str:
         if self.components[0].curvature is None:
@@ -561,7 +630,7 @@ class MoLA(LaplaceMixture[Component]):
         with torch.no_grad(), without_autocast(moments[0].mean.device):
             mean = torch.stack([one.mean for one in moments])
             probs = self._probabilities(moments, None)
-            score = _ood_score(moments, mean, probs, self.weights.to(mean))
+            score = _outlier_score(moments, mean, probs, self.weights.to(mean), self._cooling).values
         mean, probs, score = (moments[0].returned(values).cpu() for values in (mean, probs, score))
         return mean, probs, score
 

@@ -38,7 +38,16 @@ def later(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], T
     return computed
 
 
-FIELDS = ("probs", "mutual_information", "ood_score", "ood_score_name", "logit_mean", "logit_variance", "distance")
+FIELDS = (
+    "probs",
+    "mutual_information",
+    "ood_score",
+    "ood_score_name",
+    "logit_mean",
+    "logit_variance",
+    "distance",
+    "far_field",
+)
 
 
 class Prediction:
@@ -55,6 +64,7 @@ class Prediction:
         logit_mean: (K, n, C), where the members have logits.
         logit_variance: (K, n, C), where they have, or what computes it.
         distance: (n,), where it is known, or what computes it.
+        far_field: (n,), the far-field score, where it is known, or what computes it.
         held: bytes that fields keep in memory until they are computed.
     """
 
@@ -70,11 +80,12 @@ class Prediction:
         logit_mean: Tensor | None = None,
         logit_variance: Later | None = None,
         distance: Later | None = None,
+        far_field: Later | None = None,
         *,
         held: int = 0,
     ) -> None:
         """Keep the fields, and what computes the others."""
-        values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance)
+        values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance, far_field)
         vars(self)["_values"] = dict(zip(FIELDS, values, strict=True))
         vars(self)["_held"] = held
 
@@ -133,7 +144,10 @@ class Prediction:
 
     @property
     def ood_score_name(self) -> str:
-        """Which score it is: "far-field" where there is curvature, else "max-probability"."""
+        """Which score it is: "far-field + energy + distance" for posteriors that were tuned on validation data.
+
+        Without these, or without distances, "far-field"; without curvature, "max-probability".
+        """
         return self._read("ood_score_name")
 
     @property
@@ -154,6 +168,11 @@ class Prediction:
         None where it is not known.
         """
         return self._read("distance")
+
+    @property
+    def far_field(self) -> Tensor | None:
+        """The far-field score alone (n,): higher = more outlying. None where features are not known."""
+        return self._read("far_field")
 
     @property
     def label(self) -> Tensor:
@@ -254,15 +273,13 @@ class Prediction:
         """
         own = Prediction.concatenate(parts) if parts else None
         kinds = team.collect(
-            None
-            if own is None
-            else [own.ood_score_name, *(one is not None for one in (own.logit_mean, own.logit_variance, own.distance))]
+            None if own is None else [own.ood_score_name, *(one is not None for one in _optional(own))]
         )
         kind = next((one for one in kinds or () if one is not None), None)
         if team.first and kind is None:
             message = "the prediction loader is empty on every rank: it yielded no batch."
             raise DataError(message)
-        name, has_logits, has_variance, has_distance = team.share(kind)
+        name, has_logits, has_variance, has_distance, has_far_field = team.share(kind)
 
         def joined(values: Tensor | None, axis: int = 0) -> Tensor:
             return team.rows(None if values is None else values.transpose(0, axis)).transpose(0, axis)
@@ -275,4 +292,10 @@ class Prediction:
             joined(None if own is None else own.logit_mean, 1) if has_logits else None,
             joined(None if own is None else own.logit_variance, 1) if has_variance else None,
             joined(None if own is None else own.distance) if has_distance else None,
+            joined(None if own is None else own.far_field) if has_far_field else None,
         )
+
+
+def _optional(prediction: Prediction) -> tuple[Tensor | None, ...]:
+    """Fields that a prediction may lack."""
+    return prediction.logit_mean, prediction.logit_variance, prediction.distance, prediction.far_field

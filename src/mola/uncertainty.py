@@ -31,6 +31,8 @@ __all__ = [
     "max_logit_score",
     "max_probability_score",
     "mutual_information",
+    "outlier_score",
+    "outlier_terms",
     "share_of",
     "softmax_and_entropy",
     "spread_draws",
@@ -189,6 +191,41 @@ def far_field_score(logit_mean: Tensor, length: Tensor, weights: Tensor) -> Tens
     return -torch.einsum("kn,knc->nc", factors, centred).max(-1).values
 
 
+def outlier_terms(logit_mean: Tensor, length: Tensor, log_distance: Tensor, weights: Tensor) -> Tensor:
+    """What the outlier score is made of (3, n), each higher for what is more outlying.
+
+    Args:
+        logit_mean: (K, n, C).
+        length: (K, n), each feature vector's length relative to the training features.
+        log_distance: (n,), of the mixture's distance from the training classes.
+        weights: (K,).
+
+    Returns:
+        The far-field score, the mean energy of the networks, and the logarithm of the distance.
+    """
+    energy = torch.einsum("k,kn->n", weights, energy_score(logit_mean))
+    return torch.stack([far_field_score(logit_mean, length, weights), energy, log_distance])
+
+
+def outlier_score(terms: Tensor, usual: Sequence[tuple[float, float]]) -> Tensor:
+    r"""The far-field score, the energy and the distance in one: each in units of its spread on validation data.
+
+    .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{distance} - 1)
+
+    What only the distance tells counts once it is more than a standard deviation above its mean: below, it is noise to the others. Of
+    all such sums of up to three scores in closed form this has the best mean rank (docs/outliers.md).
+
+    Args:
+        terms: (3, n), as `outlier_terms` gives them.
+        usual: mean and standard deviation of each on validation data.
+
+    Returns:
+        (n,), higher = more outlying.
+    """
+    far_field, energy, distance = ((term - mean) / spread for term, (mean, spread) in zip(terms, usual, strict=True))
+    return far_field + energy + (distance - 1).clamp_min(0)
+
+
 def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     r"""The outlier score above which to raise an alarm, so that false alarms are no more frequent than asked for.
 
@@ -204,8 +241,9 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     This is the mean over draws of the validation data. For those at hand, the rate of a continuous score is a draw of
     Beta(n + 1 - k, k), whose standard deviation is about :math:`\sqrt{\alpha (1 - \alpha) / n}`.
 
-    Validation data must be like the data to come: not used in training, nor for early stopping. Tuning the prior
-    precision on them does no harm to `Prediction.ood_score` of a `mola.MoLA`, which does not depend on it.
+    Validation data must be like the data to come: not used in training, nor for early stopping. Tuning on them does no harm to
+    `Prediction.ood_score` of a `mola.MoLA`: it does not depend on the prior precision, and of the validation data it takes no more
+    than the mean and the spread of three scores.
 
     Args:
         scores: (n,), of validation data; higher = more outlying. A tensor, an array or a list.

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from typer.testing import CliRunner
 
 import mola
 from mola.__main__ import main
 from mola.app.cli import app
-
-
-def _python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+from tests.forked_python import run_python
 
 
 def test_version():
@@ -57,9 +51,10 @@ def test_an_output_that_cannot_be_written_is_one_clear_line_before_any_work(tmp_
     ("missing", "extra"), [("typer", "cli"), ("rich", "cli"), ("matplotlib", "bench"), ("sklearn", "bench")]
 )
 def test_a_missing_extra_is_named_with_its_remedy(missing, extra, tmp_path):
-    outcome = _python(
+    outcome = run_python(
+        "-c",
         f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['mola', 'demo', '--output', {str(tmp_path)!r}]\n"
-        "from mola.__main__ import main; main()"
+        "from mola.__main__ import main; main()",
     )
     assert outcome.returncode == 1
     assert f"pip install 'mola-torch[{extra}]'" in outcome.stderr

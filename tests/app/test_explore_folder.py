@@ -34,6 +34,7 @@ from mola.compare.demo_result import DemoSettings
 from mola.errors import MolaError, OptionError, StorageError
 from mola.saving.weights_files import save_weights
 from tests.conftest import require_shared
+from tests.forked_python import run_python
 from tests.own_work import CLASSES, as_of_old, fit_at, job_for, make_desk
 
 PATIENCE = 120
@@ -271,16 +272,10 @@ def test_an_address_of_another_machine_is_refused():
 
 
 def test_a_missing_extra_is_named_with_its_remedy():
-    outcome = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; sys.modules['gradio'] = None; sys.argv = ['mola', 'explore', '--no-browser']\n"
-            "from mola.__main__ import main; main()",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+    outcome = run_python(
+        "-c",
+        "import sys; sys.modules['gradio'] = None; sys.argv = ['mola', 'explore', '--no-browser']\n"
+        "from mola.__main__ import main; main()",
     )
     assert outcome.returncode == 1
     assert outcome.stderr == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import socket
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("gradio")
+if importlib.util.find_spec("gradio") is None:  # not loaded here: it takes seconds, and only the server needs it
+    pytest.skip("gradio is not installed: pip install 'mola-torch[explore]'", allow_module_level=True)
 
 from mola.app.explore import server as serving
 from mola.app.explore.server import ASKED, MOST_PARTS, Guarded, why_refused

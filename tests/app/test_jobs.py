@@ -39,23 +39,9 @@ from mola.compare import SCORES, Answer, Tally, area_between
 from mola.compare.evaluation import evaluation_document
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
 from mola.saving.weights_files import load_weights, save_weights
-from tests.own_work import CLASSES, as_of_old, build, fit_at, job_for, make_desk
+from tests.own_work import CLASSES, as_of_old, build, job_for
 
-
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory):
-    return make_desk(tmp_path_factory.mktemp("desk"), "own_networks_for_jobs")
-
-
-@pytest.fixture(autouse=True)
-def _at_the_desk(desk, monkeypatch):
-    monkeypatch.chdir(desk.root)
-    monkeypatch.syspath_prepend(str(desk.root))
-
-
-@pytest.fixture(scope="module")
-def fitted(desk, tmp_path_factory):
-    return fit_at(desk, tmp_path_factory.mktemp("fitted") / "posterior")
+pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
 
 # --- the file -----------------------------------------------------------------------------------------------------------
@@ -161,7 +147,7 @@ def test_a_job_is_what_a_program_would_have_done(desk, fitted):
     assert fitted.document["result"]["outputs"] == 3
 
 
-@pytest.mark.parametrize("form", ["train.npz", "train.csv", "own_networks_for_jobs:train"])
+@pytest.mark.parametrize("form", ["train.npz", "train.csv", "own_networks_for_test_jobs:train"])
 def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form, tmp_path):
     val = form.replace("train", "val")
     document = run_fit(job_for(desk, train=form, val=val), tmp_path / "posterior").document

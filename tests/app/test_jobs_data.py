@@ -21,23 +21,9 @@ from mola.app.jobs.preparation import Hints, Intake, settle
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import open_set
 from mola.errors import DataError, OptionError
-from tests.own_work import CLASSES, Desk, fit_at, job_for, make_desk
+from tests.own_work import CLASSES, Desk, job_for
 
-
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory):
-    return make_desk(tmp_path_factory.mktemp("desk"), "own_networks_for_data")
-
-
-@pytest.fixture(autouse=True)
-def _at_the_desk(desk, monkeypatch):
-    monkeypatch.chdir(desk.root)
-    monkeypatch.syspath_prepend(str(desk.root))
-
-
-@pytest.fixture(scope="module")
-def fitted(desk, tmp_path_factory):
-    return fit_at(desk, tmp_path_factory.mktemp("fitted") / "posterior")
+pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
 
 INTAKE = Intake(mode="RGB", shape=(3, 6, 6), batch_size=5, workers=2)

@@ -22,23 +22,9 @@ from mola.app.jobs.preparation import Hints, settle
 from mola.errors import HeadError, MissingExtraError, OptionError, StorageError
 from mola.lab.models import build_network
 from mola.saving.weights_files import save_weights
-from tests.own_work import CLASSES, build, fit_at, job_for, make_desk
+from tests.own_work import CLASSES, build, job_for
 
-
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory):
-    return make_desk(tmp_path_factory.mktemp("desk"), "own_networks_for_networks")
-
-
-@pytest.fixture(autouse=True)
-def _at_the_desk(desk, monkeypatch):
-    monkeypatch.chdir(desk.root)
-    monkeypatch.syspath_prepend(str(desk.root))
-
-
-@pytest.fixture(scope="module")
-def fitted(desk, tmp_path_factory):
-    return fit_at(desk, tmp_path_factory.mktemp("fitted") / "posterior")
+pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
 
 def test_networks_by_name_and_by_import(desk, tmp_path):

@@ -33,19 +33,20 @@ def campaign(fuzz, monkeypatch, capsys):
     return run
 
 
-def test_random_calls_say_what_the_closed_form_says(campaign):
+def test_random_calls_say_what_the_closed_form_says(fuzz, campaign, monkeypatch):
+    monkeypatch.setattr(fuzz, "QUICK", 80)
     code, said = campaign("--quick")
     assert code == 0, said
     counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)", said.splitlines()[-1].split(": ")[1])}
-    assert counts["right"] > 90, "most calls must be compared, and not refused or unsettled"
-    assert counts["refused rightly"] > 15
+    assert counts["right"] > 48, "most calls must be compared, and not refused or unsettled"
+    assert counts["refused rightly"] > 8
 
 
 @pytest.mark.filterwarnings("ignore::mola.MolaWarning")
 def test_every_kind_of_hostile_call_is_refused(fuzz, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for index, name in enumerate(fuzz.ATTACKS):
-        for turn in range(3):
+        for turn in range(2):
             scene = fuzz.draw(100 * index + turn, small=True)
             try:
                 fuzz.hostile(scene, name)

@@ -20,6 +20,7 @@ from torch import nn
 
 import mola
 from mola.__main__ import main
+from mola.compare.report.rendering import Drawn
 from mola.lab.models import lenet
 from mola.saving.weights_files import save_weights
 from tests.own_work import make_desk
@@ -53,6 +54,9 @@ def run_command(line, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_snippets_run(page, tmp_path, monkeypatch):
+    # Figures of reports are drawn in tests/app/test_cli_work.py; here they would take longer than all else.
+    blank = "<svg ></svg>\n"
+    monkeypatch.setattr("mola.compare.report.writing.render", lambda name, _: Drawn(name, blank, blank, b""))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     torch.set_default_dtype(torch.float32)

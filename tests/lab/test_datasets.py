@@ -9,8 +9,6 @@ import io
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -25,7 +23,6 @@ from mola.lab.data.files import Original, verify
 from mola.lab.data.images import NORMALISATIONS, Images, Normalisation, normalisation
 from mola.lab.data.readers import read_plain_pickle
 from mola.lab.data.transforms import flip_and_crop, rotate
-from tests.conftest import require_shared
 
 MNIST_LIKE = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "kmnist": "KMNIST", "notmnist": "notMNIST"}
 RANDOM = np.random.default_rng(0)
@@ -631,14 +628,6 @@ def test_an_unknown_interpolation_is_refused():
 # --- the real sets ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    script = require_shared("unpack.py")
-    folder = tmp_path_factory.mktemp("data")
-    subprocess.run([sys.executable, script, folder], check=True)
-    return folder
-
-
 @pytest.mark.real_data
 @pytest.mark.parametrize(
     ("name", "split", "count", "mean", "std", "first"),
@@ -655,9 +644,9 @@ def real(tmp_path_factory):
         ("svhn", "test", 10_000, None, None, [5, 2, 1, 0, 6]),
     ],
 )
-def test_the_real_sets_are_what_they_are_known_to_be(real, name, split, count, mean, std, first):
+def test_the_real_sets_are_what_they_are_known_to_be(unpacked, name, split, count, mean, std, first):
     original = name not in ("notmnist", "cifar100", "svhn")  # those are parts or conversions, without known checksums
-    images = load_images(name, split, real, verify=original)
+    images = load_images(name, split, unpacked, verify=original)
     assert len(images) == count
     assert not original or count == DATASETS[name].counts[split]
     for channel in range(len(mean or ())):
@@ -673,18 +662,18 @@ def test_the_real_sets_are_what_they_are_known_to_be(real, name, split, count, m
 
 
 @pytest.mark.real_data
-def test_real_letters_stand_upright(real):
+def test_real_letters_stand_upright(unpacked):
     """A V is open above and closed below; lying, it would be open on the left and have as much ink above as below."""
-    letters = load_images("emnist-letters", "test", real)
+    letters = load_images("emnist-letters", "test", unpacked)
     mean = letters.part(letters.labels == ord("v") - ord("a")).pixels[:, 0].float().mean(0)
     assert 3 * mean[4:10, 12:16].sum() < mean[18:24, 12:16].sum()
-    lying = load_images("emnist-letters-untransposed", "test", real)
+    lying = load_images("emnist-letters-untransposed", "test", unpacked)
     assert torch.equal(lying.pixels.transpose(2, 3), letters.pixels)
 
 
 @pytest.mark.real_data
-def test_real_digits_turn_as_pillow_turns_them(real):
-    images = load_images("mnist", "test", real).pixels[:100]
+def test_real_digits_turn_as_pillow_turns_them(unpacked):
+    images = load_images("mnist", "test", unpacked).pixels[:100]
     for angle in range(0, 181, 15):
         turned = rotate(images, angle, "nearest")
         expected = [np.array(Image.fromarray(image[0].numpy()).rotate(angle)) for image in images]

@@ -1,8 +1,6 @@
 """Real networks on real images: five pretrained CIFAR-10 ResNet-20s, as in the README's table but on fewer images."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,15 +10,13 @@ from tests.conftest import require_shared
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    script, networks = require_shared("unpack.py"), require_shared("networks/resnet20")
-    folder = tmp_path_factory.mktemp("data")
-    subprocess.run([sys.executable, script, folder], check=True)
+def rows(unpacked):
+    networks = require_shared("networks/resnet20")
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(os.cpu_count() or 1)
     torch.set_default_dtype(torch.float32)
     try:
-        heads, data = load(folder, networks, count=5, train=5_000, outliers=3_000)
+        heads, data = load(unpacked, networks, count=5, train=5_000, outliers=3_000)
         return evaluate(heads, data, structures=("kron", "kron-exact"))
     finally:
         torch.set_num_threads(threads)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +32,7 @@ from mola.lab.suites.registry import SUITES, find_suite
 from mola.training import Recipe
 from mola.training.labelled import Labelled
 from mola.training.mlps import mlp
+from tests.forked_python import run_python, run_team
 
 CLASSES, SIDE = 3, 4
 
@@ -496,12 +495,14 @@ def test_several_processes_make_the_records_of_one(tmp_path):
     """Networks, activations and records are each the work of one process: nothing depends on how many there are."""
     options = ["bench", "digits", "--train", "--components", "2", "--threads", "1", "--quiet", "--groups", "main"]
     options += ["--train-images", "150", "--test-images", "40", "--outliers", "30"]
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for name, started in (("one", []), ("two", several)):
-        places = [f"--{what}={tmp_path / name / what}" for what in ("networks", "results", "cache")]
-        command = [sys.executable, *started, "-m", "mola", *options, *places]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr
+    one, two = (
+        ["-m", "mola", *options, *(f"--{what}={tmp_path / name / what}" for what in ("networks", "results", "cache"))]
+        for name in ("one", "two")
+    )
+    done = run_python(*one, timeout=600)
+    assert done.returncode == 0, done.stderr
+    codes, errors = run_team(2, two, tmp_path, timeout=600)
+    assert codes == [0, 0], errors
     one, two = (
         {
             (record.method, record.run): replace(record, seconds={}, environment={})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -26,6 +26,7 @@ from mola.lab.data.images import NORMALISATIONS
 from mola.lab.suite import DataOptions
 from mola.lab.suites.cifar10 import CIFAR10, CORRUPTION_SETS
 from mola.lab.suites.mnist import MNIST
+from tests.forked_python import start_python, wait_for
 
 NETWORK = """
 import torch
@@ -290,24 +291,16 @@ def test_missing_data_say_what_to_put_where(tmp_path, monkeypatch, capsys):
 
 
 def test_an_interrupted_command_says_that_it_can_go_on(tmp_path):
-    command = [sys.executable, "-m", "mola", "train", "digits", "--networks", "50", "--output", str(tmp_path)]
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # A shell that started these tests in the background may have them ignore interrupts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("*.safetensors")) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130
+    # A shell that started these tests in the background may have them ignore interrupts.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from mola.__main__ import main; main()"
+    options = ["train", "digits", "--networks", "500", "--epochs", "2", "--output", tmp_path / "networks"]
+    process = start_python(["-c", code, *options], stderr=tmp_path / "stderr")
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("networks/*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    assert wait_for(process, 60) == 130
+    error = (tmp_path / "stderr").read_text()
     assert error.endswith("mola: stopped. The same command goes on where it can.\n")
     assert "Traceback" not in error
 

@@ -5,8 +5,7 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
+import signal
 import tomllib
 import warnings
 from pathlib import Path
@@ -27,6 +26,7 @@ from mola.laplace import base
 from mola.saving import storage
 from mola.saving.training_checkpoint import TrainingCheckpoint
 from mola.schema import sealed
+from tests.forked_python import run_python
 from tests.own_work import as_of_old, fit_at, job_for, make_desk
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -443,7 +443,7 @@ storage.write_atomically(Path(sys.argv[1]), b"new")
 def test_partial_files_of_killed_writers_are_removed_and_those_of_others_are_not(tmp_path):
     path = tmp_path / "file [1].json"
     storage.write_atomically(path, b"old")
-    subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert run_python("-c", KILLED, path).returncode == -signal.SIGKILL
     assert len(list(tmp_path.glob(".*.partial"))) == 1, "the killed writer left one"
     assert path.read_bytes() == b"old"
     with storage.partial_file(tmp_path / "other.json") as other, storage.partial_file(path) as alive:

@@ -3,11 +3,9 @@
 import csv
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +24,7 @@ from mola.errors import StorageError
 from mola.laplace import Kron, base
 from mola.sums import START, batch_checksum
 from tests.conftest import make_problem
+from tests.forked_python import run_team
 from tests.own_work import make_desk
 from tests.team_script import Counted, batches, data, laws, networks
 
@@ -34,31 +33,9 @@ LIMIT = 300
 """Seconds after which processes count as hanging; they take a few on a machine that has nothing else to do."""
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def run(size, what, folder, **environment):
     """Start so many processes, wait for all, give their exit codes and what they wrote to stderr."""
-    environment = os.environ | {
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        **environment,
-    }
-    command = [sys.executable, "-m", "tests.team_script", what, str(folder)]
-    said = [folder / f"{what}-{rank}.stderr" for rank in range(size)]
-    with ExitStack() as stack:
-        started = []
-        for rank, path in enumerate(said):
-            file = stack.enter_context(path.open("w"))
-            started.append(subprocess.Popen(command, cwd=ROOT, env=environment | {"RANK": str(rank)}, stderr=file))
-            stack.callback(started[-1].wait)
-            stack.callback(started[-1].kill)
-        codes = [process.wait(timeout=LIMIT) for process in started]
-    return codes, [path.read_text() for path in said]
+    return run_team(size, ["-m", "tests.team_script", what, folder], folder, cwd=ROOT, timeout=LIMIT, **environment)
 
 
 @pytest.fixture(scope="module")

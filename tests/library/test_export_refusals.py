@@ -48,7 +48,7 @@ def test_other_mixtures_are_refused_and_told_what_to_do(make, write, tmp_path):
 
 def test_the_heads_of_a_mimo_network_are_exported_as_the_message_says(tmp_path):
     posterior = mola.mimo_mola(mimo(), [data()], progress=False)
-    mola.export_torch(posterior, tmp_path / "file.pt2", data(2)[0])
+    mola.export_torch(posterior, tmp_path / "file.pt2", data(2)[0], outputs=["probabilities", "ood_score"])
     run = mola.load_exported(tmp_path / "file.pt2", trust=True)
     for count in (1, 7):
         inputs = data(24)[0][:count]

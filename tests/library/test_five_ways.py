@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mola
+from tests.conftest import STRUCTURES
 from tests.team_script import LINKS, batches, data, inputs, networks
 
 
@@ -37,10 +38,12 @@ def test_all_say_what_the_original_says(structure, tmp_path):
         copied = mola.load(shutil.copytree(folder / "moved", folder / "copied"), members)
         for name, one in {"saved": saved, "moved": moved[-1], "copied": copied}.items():
             assert torch.equal(one(inputs()), expected), (link, name)
-    every = Every(moved).eval()
+    # Every structure and every link, not every pair: a link sees moments, whatever they are made of.
+    traced = [index for index in range(len(LINKS)) if (index + STRUCTURES.index(structure)) % 2 == 0]
+    every = Every([moved[index] for index in traced]).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
         graph = torch.export.export(every, (inputs(),), strict=False).module()
     # Not to the bit: a trace takes all rows at once, and sums in another order.
-    for link, found, expected in zip(LINKS, graph(inputs()), every(inputs()), strict=True):
-        assert float((found - expected).abs().max()) <= 1e-12, link
+    for index, found, expected in zip(traced, graph(inputs()), every(inputs()), strict=True):
+        assert float((found - expected).abs().max()) <= 1e-12, LINKS[index]

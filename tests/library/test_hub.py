@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import mola
 from mola import hub
 from mola.errors import DataError, OptionError, StorageError
 from mola.hub.card import as_yaml
+from tests.forked_python import run_python
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 X, Y = torch.randn(60, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(60) % 3
@@ -279,7 +278,7 @@ def test_the_card_needs_no_matplotlib(tmp_path):
         f"folder = mola.save_to_hub_folder(posterior, {str(tmp_path / 'm')!r}, measured=hub.measure(posterior, [(x, y)], 'x'))\n"
         "print(sorted(path.name for path in folder.iterdir()), 'reliability' in (folder / 'README.md').read_text())"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = run_python("-c", code).stdout
     assert said.strip() == "['README.md', 'config.json', 'networks', 'posterior'] False"
 
 

@@ -94,7 +94,7 @@ def test_marginal_covariance_of_a_class(problem, structure):
 
 
 def test_sample_covariance_converges_to_the_posterior_s(problem, structure):
-    count = 50_000
+    count = 15_000
     generator = torch.Generator().manual_seed(1)
     drawn = fitted(problem, structure).sample(count, generator=generator).weights.flatten(1)
     covariance = dense_covariance(problem, structure, 0.7)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 import types
 
 import pytest
@@ -15,6 +13,7 @@ from torch import nn
 import mola
 from mola.errors import StructureTooLargeError
 from mola.laplace.memory import free_memory
+from tests.forked_python import run_python
 
 GB = 10**9
 UNLIMITED = 9223372036854771712
@@ -168,5 +167,5 @@ posterior.save("saved")
 mola.load("saved", [network]).predict(batch[0]).probs
 print("done")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    done = run_python("-c", script, cwd=tmp_path)
     assert done.stdout.strip() == "done", done.stderr

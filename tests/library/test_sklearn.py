@@ -1,8 +1,6 @@
 """The scikit-learn classifier: scikit-learn's own checks, and what it promises beyond them."""
 
 import pickle
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -22,9 +20,11 @@ from mola.errors import DataError, OptionError
 from mola.training import Recipe, train_ensemble, train_mlps
 from mola.training.labelled import Labelled
 from mola.training.mlps import mlp
+from tests.forked_python import run_python
 
 
-@parametrize_with_checks([mola.MolaClassifier(hidden=(16,), members=2)])  # more of both does not change what is checked
+# More of these does not change what is checked.
+@parametrize_with_checks([mola.MolaClassifier(hidden=(16,), members=2, epochs=25)])
 def test_scikit_learns_own_checks(estimator, check):
     check(estimator)
 
@@ -194,7 +194,7 @@ def test_without_scikit_learn_the_error_names_the_extra():
         "try:\n    mola.MolaClassifier\n"
         "except mola.MissingExtraError as error:\n    print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = run_python("-c", code).stdout
     assert "pip install 'mola-torch[sklearn]'" in said
     with pytest.raises(AttributeError, match="no attribute 'MolaClasifier'"):
         _ = mola.MolaClasifier

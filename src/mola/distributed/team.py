@@ -91,6 +91,9 @@ class Team:
                 backend="gloo",
                 use_local_synchronization=self.size < dist.get_world_size(),
             )
+            # A process returns from new_group when it has met the others, and they may still be meeting: were it to leave now, they
+            # would find its door closed.
+            dist.barrier(self._group)
             store = dist.distributed_c10d._get_default_store()
             name = f"mola/{self._group.group_name}"
             # Names of groups may come again: every rank counts its teams.
@@ -125,7 +128,9 @@ class Team:
         if error is not None:
             with suppress(RuntimeError):  # then nobody is left to be told
                 self._store.compare_set("ended", "", f"rank {self.rank} ended: {type(error).__name__}: {error}")
-        elif dist.is_initialized():
+        # A group of some of the processes is left to the end of all: torch would give the next one of the same processes its name, and
+        # one of them could find the address of another that is no longer there, and wait for it.
+        elif dist.is_initialized() and self.size == dist.get_world_size():
             with suppress(ValueError):  # closed before
                 dist.destroy_process_group(self._group)
 

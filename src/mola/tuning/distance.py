@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,8 +40,9 @@ class Distance:
     """Cool logits by the distance from the training classes, at a price on validation data.
 
     Args:
-        price: None is the paper's: the mean confidence on validation data falls to its threshold, one percentage point below the
-            single networks' mean accuracy. 0.02 lets the log loss on validation data rise by at most 2 %.
+        price: what caution may cost on validation data. None is the paper's price: the mean confidence falls to its threshold, one
+            percentage point below the single networks' mean accuracy. "loss" stops before that where the log loss reaches that of
+            the paper's rule, so that neither is worse. 0.02 lets the log loss rise by at most 2 %.
         rule: chooses the prior precision first, and with it the temperature: "nll", "brier", "ece", "threshold", "evidence", or an
             object.
 
@@ -49,7 +50,7 @@ class Distance:
         OptionError: if the price is not positive, or the rule is none.
     """
 
-    price: float | None = None
+    price: float | Literal["loss"] | None = None
     rule: Rule | str = "nll"
 
     def __post_init__(self) -> None:
@@ -58,10 +59,11 @@ class Distance:
         Raises:
             OptionError: if one cannot be used.
         """
-        if self.price is not None and not (is_real(self.price) and 0 < self.price <= 1):
+        named = self.price is None or self.price == "loss"
+        if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
             message = (
-                f"price must lie between 0 and 1, got {self.price!r}. At most 2 % more validation log loss is 0.02; None is the "
-                f"paper's price."
+                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. At most 2 % more validation log loss is "
+                f"0.02; None is the paper's price in confidence, 'loss' its price in log loss."
             )
             raise OptionError(message)
         if isinstance(self.rule, str):
@@ -96,14 +98,16 @@ class Distance:
         search = _Exponents(problem, data, base)
         target, _, notes = ConfidenceThreshold().target(data)
         if self.price is None:
-            meets = search.confidence_at_least(target)
+            limits = [_Limit("confidence", target, above=True)]
             why = f"mean confidence at the paper's threshold, {100 * target:.4g} %"
+        elif isinstance(self.price, str):
+            limits = [_Limit("confidence", target, above=True), _paper_loss(problem, data, target)]
+            why = f"no more log loss than by the paper's rule, and mean confidence at least at its threshold, {100 * target:.4g} %"
         else:
-            meets = search.loss_at_most(search.plain["nll"] * (1 + self.price))
-            why = f"at most {100 * self.price:.4g} % more log loss"
-            notes = ()
-        chosen = search.largest(meets)
-        notes = (*base.notes, *notes, *_far(problem), *_predicted(problem), search.told(chosen, self.price, target))
+            limits = [_Limit("nll", search.plain["nll"] * (1 + float(self.price)), above=False)]
+            why, notes = f"at most {100 * self.price:.4g} % more log loss", ()
+        chosen = search.largest(limits)
+        notes = (*base.notes, *notes, *_far(problem), *_predicted(problem), search.told(chosen, self.price, limits))
         return Tuning(
             f"Distance: {why}, after {base.rule}",
             base.prior_precision,
@@ -133,25 +137,20 @@ class _Exponents:
         self.curve = {name: one[order] for name, one in joined.items()}
         self.tried = [self.tried[place] for place in order]
 
-    def confidence_at_least(self, target: float) -> _Limit:
-        return _Limit("confidence", target, above=True)
-
-    def loss_at_most(self, limit: float) -> _Limit:
-        return _Limit("nll", limit, above=False)
-
-    def largest(self, limit: _Limit) -> float:
-        """The largest exponent up to which all that were tried meet the limit; 0 if none does."""
-        place = self._last(limit)
+    def largest(self, limits: Sequence[_Limit]) -> float:
+        """The largest exponent up to which all that were tried meet the limits; 0 if none does."""
+        place = self._last(limits)
         for _ in range(2):
             if place is None or place + 1 == len(self.tried):
                 break
             low, high = self.tried[place], self.tried[place + 1]
             self._try([low + (high - low) * step / BETWEEN for step in range(1, BETWEEN)])
-            place = self._last(limit)
+            place = self._last(limits)
         return 0.0 if place is None else self.tried[place]
 
-    def _last(self, limit: _Limit) -> int | None:
-        missed = (~limit.met(self.curve)).nonzero().flatten()
+    def _last(self, limits: Sequence[_Limit]) -> int | None:
+        met = torch.stack([limit.met(self.curve) for limit in limits]).all(0)
+        missed = (~met).nonzero().flatten()
         first = int(missed[0]) if len(missed) else len(self.tried)
         return first - 1 if first else None
 
@@ -161,17 +160,22 @@ class _Exponents:
             name: tuple(values.tolist()) for name, values in self.curve.items()
         }
 
-    def told(self, chosen: float, price: float | None, target: float) -> str:
+    def told(self, chosen: float, price: object, limits: Sequence[_Limit]) -> str:
         """What caution costs inside the data, and what it does outside, in words."""
         place = self.tried.index(chosen)
         now, plain = {name: float(values[place]) for name, values in self.curve.items()}, self.plain
         if chosen == 0:
-            reason = (
-                f"the mean confidence on the validation data is {100 * plain['confidence']:.2f} % without it, below the paper's "
-                f"threshold of {100 * target:.2f} %: nothing is left to spend. Name a price, such as mola.Distance(price=0.02)"
-                if price is None
-                else "the smallest exponent that was tried costs more than the price. Name a higher one"
-            )
+            missed = next((limit for limit in limits if not bool(limit.met(self.curve)[0])), None)
+            if missed is None:
+                reason = "the smallest exponent that was tried costs more. Name a higher price"
+            elif missed.score == "confidence":
+                reason = (
+                    f"the mean confidence on the validation data is {100 * plain['confidence']:.2f} % without it, below the paper's "
+                    f"threshold of {100 * missed.value:.2f} %, so nothing is left to spend"
+                )
+            else:
+                reason = f"the log loss on the validation data is {plain['nll']:.4g} already, with the paper's rule {missed.value:.4g}"
+            reason += ". Name a price, such as mola.Distance(price=0.02)" if not is_real(price) else ""
             note = f"no cooling by distance: {reason}."
             warn(note)
             return note
@@ -194,6 +198,13 @@ class _Limit:
         """Whether each exponent meets it."""
         values = curve[self.score]
         return values >= self.value if self.above else values <= self.value
+
+
+def _paper_loss(problem: LastLayerProblem, data: HeldOut, target: float) -> _Limit:
+    """The log loss that the paper's rule would have on the validation data."""
+    search, meets = ConfidenceThreshold().search(problem, data, target, meant=not data.guessed())
+    place = int(meets.nonzero()[0]) if bool(meets.any()) else len(search.grid) - 1
+    return _Limit("nll", float(search.curve["nll"][place]), above=False)
 
 
 def _far(problem: LastLayerProblem) -> tuple[str, ...]:

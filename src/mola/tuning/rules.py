@@ -278,21 +278,24 @@ class ConfidenceThreshold:
             )
         return max(accuracy - self.margin, least), self.words(accuracy, least), notes
 
-    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
-        """Read the validation data once, and choose."""
-        needs_labels = self.confidence is None or self.brier is not None
-        data = problem.read(require_data(val_loader, self), "validation loader", needs_labels)
-        threshold, words, notes = self.target(data)
-        accuracy, meant = 0.0, True
-        if self.confidence is None:
-            accuracy, meant = data.mean_accuracy()[0], not data.guessed()
+    def search(self, problem: Problem, data: HeldOut, threshold: float, *, meant: bool) -> tuple[Search, Tensor]:
+        """Candidates around the smallest one that meets the threshold, and which of them do.
+
+        Args:
+            problem: the mixture.
+            data: validation data.
+            threshold: on the mean confidence.
+            meant: False for labels that fit no better than guesses: they give no reason to look below the grid.
+
+        Returns:
+            The search, and a truth value for each candidate.
+        """
 
         def passing(curve: dict[str, Tensor]) -> Tensor:
             meets = curve["confidence"] >= threshold
             return meets if self.brier is None else meets & (curve["brier"] <= self.brier)
 
         search = Search(lambda grid: problem.curve(data, grid), self.grid)
-        # Labels that fit no better than guesses give no reason to look below the grid.
         while (
             meant
             and bool(passing(search.curve)[0])
@@ -303,7 +306,18 @@ class ConfidenceThreshold:
         while not bool(passing(search.curve).any()) and not search.flat("confidence", down=False):
             if not search.grow(down=False):
                 break
-        meets = passing(search.curve)
+        return search, passing(search.curve)
+
+    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
+        """Read the validation data once, and choose."""
+        needs_labels = self.confidence is None or self.brier is not None
+        data = problem.read(require_data(val_loader, self), "validation loader", needs_labels)
+        threshold, words, notes = self.target(data)
+        accuracy, meant = 0.0, True
+        if self.confidence is None:
+            accuracy, meant = data.mean_accuracy()[0], not data.guessed()
+
+        search, meets = self.search(problem, data, threshold, meant=meant)
         if bool(meets.any()):
             chosen = search.grid[int(meets.nonzero()[0])]
             notes = (*notes, *search.notes(chosen, "threshold"))

@@ -1,0 +1,155 @@
+"""Start Python with torch already loaded: loading it takes most of the time of a test that starts a process.
+
+A server (`multiprocessing`'s, one for each worker of the tests) has loaded torch and nothing else. A process is a fork of it with a
+folder, an environment, arguments and streams of its own; `mola` and all extras it loads itself, and it ends with a code or a signal
+like any other. What depends on how Python itself starts (options of the interpreter, variables that torch reads while it is loaded)
+needs a real process: `subprocess`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch"])
+
+
+def start_python(
+    arguments: Sequence[str | Path],
+    *,
+    stdout: str | Path = os.devnull,
+    stderr: str | Path = os.devnull,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> BaseProcess:
+    """Start `python` with arguments.
+
+    Args:
+        arguments: `-m module ...` or `-c code ...`.
+        stdout: the file to write to.
+        stderr: the file to write to.
+        cwd: its folder; by default that of this process.
+        env: its environment; by default that of this process.
+
+    Returns:
+        The process: `join(seconds)`, `exitcode`, `pid`, `kill()`.
+    """
+    given = [str(one) for one in arguments]
+    process = CONTEXT.Process(
+        target=_be_python,
+        args=(given, str(stdout), str(stderr), str(cwd or Path.cwd()), dict(os.environ if env is None else env)),
+    )
+    process.start()
+    return process
+
+
+def run_python(
+    *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run `python` with arguments to its end, as `subprocess.run(..., capture_output=True, text=True)` does.
+
+    Args:
+        arguments: see `start_python`.
+        cwd: see `start_python`.
+        env: see `start_python`.
+        timeout: seconds after which it is killed.
+
+    Returns:
+        Its code, and what it wrote.
+
+    Raises:
+        TimeoutExpired: if it was killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "stdout", Path(folder) / "stderr"
+        process = start_python(arguments, stdout=out, stderr=err, cwd=cwd, env=env)
+        code = wait_for(process, timeout)
+        said = [path.read_text(encoding="utf-8") for path in (out, err)]
+    if code is None:
+        raise subprocess.TimeoutExpired(list(map(str, arguments)), timeout, *said)
+    return subprocess.CompletedProcess(list(map(str, arguments)), code, *said)
+
+
+def wait_for(process: BaseProcess, timeout: float) -> int | None:
+    """Wait for its end; kill it, and give None, if that does not come in time."""
+    process.join(timeout)
+    code = process.exitcode
+    if code is None:
+        process.kill()
+        process.join()
+    return code
+
+
+def run_team(
+    size: int,
+    arguments: Sequence[str | Path],
+    folder: Path,
+    *,
+    timeout: float,
+    cwd: Path | None = None,
+    **environment: str,
+) -> tuple[list[int | None], list[str]]:
+    """Run so many processes that know of each other as those of torchrun do.
+
+    Args:
+        size: how many.
+        arguments: of each, see `start_python`.
+        folder: for what they write to stderr.
+        timeout: seconds after which those that have not ended are killed, all of them after one.
+        cwd: see `start_python`.
+        environment: added to that of this process.
+
+    Returns:
+        Their codes, None for those that were killed here; and what they wrote to stderr.
+    """
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), **environment}
+    said = [folder / f"{rank}-of-{size}.stderr" for rank in range(size)]
+    started = [
+        start_python(arguments, stderr=path, cwd=cwd, env=os.environ | common | {"RANK": str(rank)})
+        for rank, path in enumerate(said)
+    ]
+    end = time.monotonic() + timeout
+    codes = [wait_for(process, max(0.0, end - time.monotonic())) for process in started]
+    return codes, [path.read_text(encoding="utf-8") for path in said]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _be_python(arguments: list[str], stdout: str, stderr: str, folder: str, environment: dict[str, str]) -> None:
+    """What the fork does."""
+    for number, path in ((1, stdout), (2, stderr)):
+        written = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(written, number)
+        os.close(written)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - until the process ends
+    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    kind, what, *rest = arguments
+    added = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
+    sys.path[:0] = [folder, *added]
+    sys.argv = [kind, *rest]
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        main = types.ModuleType("__main__")
+        main.__builtins__ = builtins
+        sys.modules["__main__"] = main
+        exec(compile(what, "<string>", "exec"), vars(main))

@@ -1,0 +1,77 @@
+"""Distances and cooling by their formulas: numpy, one datum and one class at a time.
+
+It knows nothing of the library: it is given features without the constant 1, logits with their covariances, and labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Array = np.ndarray
+RIDGE = 1e-4
+"""Of the covariance within classes, in its Frobenius norms."""
+
+
+def direction(features: Array) -> Array:
+    length = np.sqrt(sum(float(value) ** 2 for value in features))
+    return features / length if length > 0 else np.zeros_like(features)
+
+
+def class_means(features: Array, labels: Array) -> dict[int, Array]:
+    """Mean direction of each class that has data."""
+    return {
+        int(label): np.mean([direction(row) for row in features[labels == label]], axis=0)
+        for label in np.unique(labels)
+    }
+
+
+def covariance(features: Array, labels: Array) -> Array:
+    """Of directions within classes, with its ridge."""
+    means = class_means(features, labels)
+    total = np.zeros((features.shape[1],) * 2)
+    for row, label in zip(features, labels, strict=True):
+        away = direction(row) - means[int(label)]
+        total += np.outer(away, away)
+    total /= len(features)
+    return total + RIDGE * np.sqrt((total**2).sum()) * np.eye(len(total))
+
+
+def distances(features: Array, labels: Array, asked: Array) -> Array:
+    """Distance of each row asked for to the nearest class of the training features."""
+    means, inverse = class_means(features, labels), np.linalg.inv(covariance(features, labels))
+    found = []
+    for row in asked:
+        away = [direction(row) - mean for mean in means.values()]
+        found.append(min(np.sqrt(one @ inverse @ one) for one in away))
+    return np.array(found)
+
+
+def divisors(
+    distance: Sequence[Array],
+    length: Sequence[Array],
+    usual: Sequence[tuple[float, float]],
+    weights: Sequence[float],
+    temperature: float,
+    exponent: float,
+) -> list[Array]:
+    """What the logits of each network are divided by, datum by datum."""
+    networks = range(len(distance))
+    found = [np.zeros(len(distance[0])) for _ in networks]
+    for n in range(len(distance[0])):
+        rho = max(1.0, np.prod([(distance[k][n] / usual[k][0]) ** weights[k] for k in networks]))
+        for k in networks:
+            nu = max(1.0, length[k][n] / usual[k][1])
+            found[k][n] = temperature * (rho**exponent * nu**2 if exponent > 0 else 1.0)
+    return found
+
+
+def probit(mean: Array, variance: Array, divisor: Array) -> Array:
+    """Probabilities of logits that are Gaussian, divided, and averaged by MacKay's formula."""
+    probs = []
+    for m, v, s in zip(mean, variance, divisor, strict=True):
+        cooled = (m / s) / np.sqrt(1 + np.pi / 8 * v / s**2)
+        raised = np.exp(cooled - cooled.max())
+        probs.append(raised / raised.sum())
+    return np.array(probs)
