@@ -78,8 +78,11 @@ def test_the_table_of_readme_is_that_of_the_record():
     scores = [f"{100 * rows['MoLA kron, threshold'][f'{name} auroc, ood_score']:.1f}" for name in ("SVHN", "CIFAR-100")]
     assert found["`ood_score` of either MoLA"] == ["", "", *scores]
     moons = {name: 100 * value for name, value in _record("two_moons")["mean_far_confidence"].items()}
-    said = f"one network is {moons['MAP']:.0f} % sure, the ensemble {moons['DE']:.0f} %, MoLA by the paper's rule {moons['MoLA']:.0f} %, "
-    assert said + f"by distance {moons['MoLA (distance)']:.0f} %" in " ".join(text.split())
+    said = (
+        f"one network is {moons['MAP']:.0f} % sure, the ensemble {moons['DE']:.0f} %, MoLA by the paper's rule "
+        f"{moons['MoLA']:.0f} %, by distance {moons['MoLA (distance)']:.0f} %"
+    )
+    assert said in " ".join(text.split())
     far = {name: 100 * values[-1] for name, values in _record("leaving")["mean_confidence"].items()}
     assert (
         "one network stays at {MAP:.0f} %, the ensemble at {DE:.0f} %, MoLA falls to {MoLA:.0f} %".format(**far) in text
