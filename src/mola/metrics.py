@@ -7,6 +7,8 @@ Ties never depend on the order of the data.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,9 +25,12 @@ __all__ = [
     "bin_confidences",
     "brier",
     "classwise_calibration_error",
+    "excess_area_under_risk_coverage",
     "expected_calibration_error",
     "expected_calibration_error_legacy",
     "fpr_at_tpr",
+    "fpr_at_tpr_out",
+    "least_area_under_risk_coverage",
     "log_likelihood",
     "maximum_calibration_error",
     "maximum_calibration_error_legacy",
@@ -231,6 +236,21 @@ def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
     return float(risk_coverage_curve(uncertainty, correct)[1].mean())
 
 
+def excess_area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
+    """AURC less what it would be if all wrong predictions were refused first (E-AURC; Geifman et al., 2019).
+
+    The AURC of a better classifier is lower however it orders its predictions; what remains here is the order alone: 0 is best.
+    """
+    wrong = len(correct) - int((correct != 0).sum())
+    return area_under_risk_coverage(uncertainty, correct) - least_area_under_risk_coverage(len(correct), wrong)
+
+
+def least_area_under_risk_coverage(count: int, wrong: int) -> float:
+    """The lowest AURC that `count` predictions can have of which so many are wrong: these are refused first."""
+    accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64)
+    return float((1 - (count - wrong) / accepted).sum() / count)
+
+
 def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
     """The scores in float64.
 
@@ -284,7 +304,7 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
 
     The positives are the inliers, as in the paper: an input passes if its score is at most the `tpr` quantile of the
     inliers' scores (linear between two of them), which is the 5th percentile of their confidence. Some packages take
-    the outliers as positives instead: that is another number.
+    the outliers as positives instead: that is another number, `fpr_at_tpr_out`.
 
     Args:
         inlier_scores: (n,), higher = more outlying.
@@ -296,6 +316,33 @@ def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95)
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     return float((outliers <= passing_threshold(inliers, tpr)).double().mean())
+
+
+def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
+    """Share of inliers taken for outliers when at least `tpr` of the outliers are found, the outliers being the positives.
+
+    OpenOOD's FPR@95: the threshold is the highest outlier's score at or above which that share of them lies, without
+    interpolation.
+
+    Args:
+        inlier_scores: (n,), higher = more outlying.
+        outlier_scores: (m,).
+        tpr: share of outliers that must be found, above 0 and at most 1.
+
+    Returns:
+        Between 0 and 1; 0 is best.
+
+    Raises:
+        OptionError: if tpr is not above 0 and at most 1.
+    """
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
+    if not 0 < tpr <= 1:
+        message = f"tpr must be above 0 and at most 1 (the share of outliers to find), got {tpr!r}."
+        raise OptionError(message)
+    # The tolerance keeps 0.07 of 100, which is 7.000000000000001, at 7.
+    found = math.ceil(tpr * len(outliers) - 1e-12 * len(outliers))
+    threshold = outliers.sort(descending=True).values[max(found, 1) - 1]
+    return float((inliers >= threshold).double().mean())
 
 
 def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:

@@ -44,6 +44,7 @@ from mola.compare.report.tables import (
 )
 from mola.compare.report.words import suite_findings
 from mola.compare.report.writing import suite_figures, write_report
+from mola.compare.store import Store
 from mola.errors import OptionError, StorageError
 from tests.made_up_results import OUTLIERS, QUALITY, SPREAD, make_store, record
 
@@ -172,6 +173,144 @@ def test_every_score_of_every_set(suite):
     assert digest["entropy"][column].text.startswith(f"{100 * (0.91 + 0.01 + 0.003 + np.mean(SPREAD)):.1f}")
     assert digest["ood score"][column].best
     assert not digest["entropy"][column].best
+
+
+def test_risk_and_coverage_are_told_with_the_excess_over_what_errors_force(suite):
+    table = suite_tables(suite)["risk"]
+    row = {
+        f"{column.group} {column.name}": cell.text
+        for column, cell in zip(table.columns, table.rows[0].cells, strict=True)
+    }
+    assert row["AURC %, level 15"].startswith("0.10")
+    # 80 errors of 8000: refused first, they are all among the last 80 predictions.
+    least = sum((count - 7920) / count for count in range(7921, 8001)) / 8000
+    assert row["excess % test"].startswith(f"{100 * (0.001 - least):.3f}")
+    assert list(row)[-1] == "excess % shifted"
+
+
+BENCHMARK = {"cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "mnist": "MNIST", "svhn": "SVHN"}
+TYPES = ("gaussian_noise", "fog")
+
+
+def openood_store(directory, old=()):
+    """CIFAR-10 with four sets of outliers and two types of shift; `old` methods were run before there were so many."""
+    store = make_store(directory, "cifar10", 3, ablations=True)
+    for one in store.records("cifar10"):
+        before = one.method in old or one.group != "main"
+        names = ["cifar100", "svhn"] if before else list(BENCHMARK)
+        outliers = {}
+        for place, name in enumerate(names):
+            given = one.outliers["kmnist"]
+            scores = {
+                score: {**numbers, "auroc": numbers["auroc"] + 0.01 * place}
+                | ({} if before else {"fpr95_out": 0.1 * place})
+                for score, numbers in given.scores.items()
+            }
+            outliers[name] = replace(given, scores=scores)
+        labelled = {
+            name: replace(
+                result,
+                types={}
+                if before or name == "test"
+                else {
+                    kind: {"nll": result.metrics["nll"] + place, "ece": 0.1, "accuracy": 0.5}
+                    for place, kind in enumerate(TYPES)
+                },
+            )
+            for name, result in one.labelled.items()
+        }
+        data = {name: f"data-{name}" for name in (*labelled, *names)}
+        store.write(replace(one, data=data, outliers=outliers, labelled=labelled))
+    (document,) = [store.read_document("cifar10", "suite.json")]
+    sets = {name: about for name, about in document["sets"].items() if name not in OUTLIERS}
+    sets |= {name: {"title": title, "role": "outlier", "count": 1} for name, title in BENCHMARK.items()}
+    entries = {name: value for name, value in document.items() if name not in ("format", "version", "sha256")}
+    store.write_document("cifar10", "suite.json", {**entries, "sets": sets, "examples": {}})
+    return store
+
+
+def test_near_and_far_outliers_as_openood_has_them(tmp_path):
+    openood_store(tmp_path)
+    table = suite_tables(read_suites(tmp_path)[0])["openood"]
+    groups = [name for name, _ in table.groups]
+    assert groups == ["near: CIFAR-100, TinyImageNet", "far: MNIST, SVHN"]
+    assert [column.name for column in table.columns] == ["AUROC", "FPR95", "AUPR in", "AUPR out"] * 2
+    rows = {row.name: [cell.text for cell in row.cells] for row in table.rows}
+    assert len(rows) == 4 * len(QUALITY)
+    # The mean over the two sets of a group, of the mean over runs.
+    near = 100 * (0.92 + 0.005 * 6 + np.mean(SPREAD) + 0.005)
+    assert rows["MoLA, max probability"][0].startswith(f"{near:.1f}")
+    assert rows["MoLA, max probability"][4].startswith(f"{near + 2:.1f}")
+    assert rows["DE, entropy"][1] == "5.0 ± 0.0"
+    assert rows["DE, entropy"][5] == "25.0 ± 0.0"
+    for words in (
+        "lenet, not ResNet-18",
+        "10,000 of TinyImageNet",
+        "a list of our own",
+        "Textures, Places365 are not here",
+    ):
+        assert words in table.caption
+    assert "outliers where 95 % of the outliers are found" in table.caption
+
+
+def test_records_made_before_have_empty_cells_and_their_means_are_over_what_all_have(tmp_path):
+    openood_store(tmp_path, old=("MIMO", "DE"))
+    suite = read_suites(tmp_path)[0]
+    tables = suite_tables(suite)
+    rows = {row.name: [cell.text for cell in row.cells] for row in tables["openood"].rows}
+    assert "DE, entropy" not in rows, "no cell of it is known"
+    assert MISSING not in rows["MoLA, entropy"]
+    rows = {row.name: [cell.text for cell in row.cells] for row in tables["scores svhn"].rows}
+    assert tables["scores svhn"].columns[-1].name == "FPR95 out"
+    assert rows["DE, entropy"][-1] == MISSING
+    assert MISSING not in rows["DE, entropy"][:-1]
+    # The digest compares methods on the same sets, and says which.
+    assert "mean over CIFAR-100, SVHN." in tables["scores"].caption
+    assert all(cell.text != MISSING for row in tables["scores"].rows for cell in row.cells)
+    table = tables["ablation components"]
+    assert "Outliers: mean over CIFAR-100, SVHN, told apart" in table.caption
+    assert all(cell.text != MISSING for row in table.rows for cell in row.cells)
+    assert "not evaluated on mnist, tinyimagenet" in " ".join(suite.warnings)
+
+
+def test_types_of_shift_are_compared_with_the_papers_rule(tmp_path):
+    openood_store(tmp_path)
+    suite = read_suites(tmp_path)[0]
+    table = suite_tables(suite)["types nll"]
+    assert [row.name for row in table.rows] == ["gaussian noise", "fog"]
+    assert [column.name for column in table.columns] == ["1", "2", "3", "4", "5"]
+    # Qualities 5 and 6 differ by the same in every run.
+    assert {cell.text for row in table.rows for cell in row.cells} == {"0.010 ± 0.000"}
+    assert "of MoLA (NLL) minus that of MoLA" in table.caption
+    assert {cell.text for row in suite_tables(suite)["types ece"].rows for cell in row.cells} == {"0.0 ± 0.0"}
+    with drawing():
+        for shape in (WIDE, NARROW):
+            figure = suite_figures(suite)["types"](shape)
+            drawn = [text.get_text() for text in figure.axes[0].texts]
+            assert drawn == ["+0.010"] * 10
+    store = Store(tmp_path)
+    distance = [
+        replace(one, method="MoLA (distance)") for one in store.records("cifar10") if one.method == "MoLA (NLL)"
+    ]
+    for one in distance:
+        store.write(one)
+    assert "MoLA (distance) minus MoLA" in suite_tables(read_suites(tmp_path)[0])["types nll"].title
+
+
+def test_the_own_score_of_posteriors_is_named_where_records_name_it(tmp_path, suite):
+    assert "The ood score is" not in suite_tables(suite)["scores"].caption
+    store = make_store(tmp_path, runs=2, ablations=False)
+    for one in store.records("mnist"):
+        if one.method in ("LLLA", "MoLA"):
+            name = "far-field" if one.method == "LLLA" else "far-field + distance"
+            store.write(replace(one, chosen={**one.chosen, "ood_score": name}))
+    caption = suite_tables(read_suites(tmp_path)[0])["scores"].caption
+    assert caption.endswith("The ood score is: far-field of LLLA; far-field + distance of MoLA.")
+
+
+def test_without_types_or_a_benchmark_there_is_no_table_of_them(suite):
+    assert not {"openood", "types nll", "types ece"} & set(suite_tables(suite))
+    assert "types" not in suite_figures(suite)
 
 
 def test_cost_is_told_relative_to_map_beside_the_paper(suite):
@@ -649,7 +788,7 @@ def test_one_run_two_methods_and_nothing_else(tmp_path):
         one = store.read("mine", method, 0)
         store.write(replace(one, outliers={}, examples={}, labelled={"test": one.labelled["test"]}))
     suite = read_suites(tmp_path, ["mine"])[0]
-    assert list(suite_tables(suite)) == ["in-distribution", "settings"]
+    assert list(suite_tables(suite)) == ["in-distribution", "risk", "settings"]
     assert list(suite_figures(suite)) == ["reliability"]
     write_report([suite], tmp_path / "report")
     text = (tmp_path / "report" / "index.html").read_text()

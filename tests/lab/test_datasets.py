@@ -22,7 +22,7 @@ from mola.lab.data.cifar10_c import load_cifar10_c
 from mola.lab.data.files import Original, verify
 from mola.lab.data.images import NORMALISATIONS, Images, Normalisation, normalisation
 from mola.lab.data.readers import read_plain_pickle
-from mola.lab.data.transforms import flip_and_crop, rotate
+from mola.lab.data.transforms import flip_and_crop, in_colour, rotate
 
 MNIST_LIKE = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "kmnist": "KMNIST", "notmnist": "notMNIST"}
 RANDOM = np.random.default_rng(0)
@@ -404,6 +404,27 @@ def test_svhn_files_of_something_else_are_refused(tmp_path):
 # --- CIFAR-10-C ------------------------------------------------------------------------------------------------------------
 
 
+def test_tinyimagenet_is_read_from_an_array(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
+    (tmp_path / "tinyimagenet").mkdir()
+    path = tmp_path / "tinyimagenet" / "val_32x32.npz"
+    np.savez(path, images=pixels)
+    images = load_images("tinyimagenet", "test", tmp_path)
+    assert torch.equal(images.pixels, torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    assert images.labels.tolist() == [0] * 5
+    for arrays, message in (
+        ({"images": pixels[:, :16]}, r"expected `images` of shape \(n, 32, 32, 3\) in bytes, got \(5, 16, 32, 3\)"),
+        ({"images": pixels.astype(np.float32)}, "got .* of float32"),
+        ({"labels": np.zeros(5)}, "not a whole .npz file with an array `images`: KeyError"),
+    ):
+        np.savez(path, **arrays)
+        with pytest.raises(mola.DataError, match=message):
+            load_images("tinyimagenet", "test", tmp_path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(mola.DataError, match=r"not a whole \.npz file"):
+        load_images("tinyimagenet", "test", tmp_path)
+
+
 def test_cifar10_c_severities_lie_one_after_the_other(tmp_path):
     pixels, labels = colour(20), np.tile(RANDOM.integers(0, 10, 4), 5)
     (tmp_path / "CIFAR-10-C").mkdir()
@@ -620,6 +641,24 @@ def test_nearest_rotation_is_pillows(angle, shape):
     torch.testing.assert_close(rotate(images.double(), angle, "nearest"), turned.double(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 28, 28), (1, 32, 32), (1, 28, 31)])
+def test_grey_images_become_what_openood_makes_of_them(shape):
+    """Their preparation of MNIST for CIFAR-10: Pillow's `convert("RGB")`, then its bilinear resize to 32 x 32."""
+    pixels = torch.randint(0, 256, (20, *shape), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    made = in_colour(pixels, 32)
+    assert made.shape == (20, 3, 32, 32)
+    for image, found in zip(pixels, made, strict=True):
+        mode = Image.fromarray(image[0].numpy() if len(image) == 1 else image.permute(1, 2, 0).numpy())
+        expected = np.array(mode.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR))
+        gap = np.abs(found.permute(1, 2, 0).numpy().astype(int) - expected)
+        # Where weights are no fractions of a power of 2, Pillow's fixed-point numbers round a few pixels otherwise.
+        assert gap.max() <= (shape[2] == 31)
+    colour = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
+    assert in_colour(colour, 32) is colour
+    with pytest.raises(mola.DataError, match="1 or 3, height, width"):
+        in_colour(colour[:, :2], 32)
+
+
 def test_an_unknown_interpolation_is_refused():
     with pytest.raises(mola.OptionError, match="must be one of bilinear, nearest; got 'cubic'"):
         rotate(torch.zeros(1, 1, 4, 4), 15, "cubic")
@@ -642,10 +681,12 @@ def test_an_unknown_interpolation_is_refused():
         ("cifar10", "test", 10_000, None, None, [3, 8, 8, 0, 6]),
         ("cifar100", "test", 5_000, None, None, [0, 0, 0, 0, 0]),
         ("svhn", "test", 10_000, None, None, [5, 2, 1, 0, 6]),
+        ("tinyimagenet", "test", 5_000, None, None, [0, 0, 0, 0, 0]),
     ],
 )
 def test_the_real_sets_are_what_they_are_known_to_be(unpacked, name, split, count, mean, std, first):
-    original = name not in ("notmnist", "cifar100", "svhn")  # those are parts or conversions, without known checksums
+    parts = ("notmnist", "cifar100", "svhn", "tinyimagenet")  # parts or conversions, without known checksums
+    original = name not in parts
     images = load_images(name, split, unpacked, verify=original)
     assert len(images) == count
     assert not original or count == DATASETS[name].counts[split]

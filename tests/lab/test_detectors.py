@@ -9,8 +9,9 @@ from sklearn.covariance import EmpiricalCovariance
 from sklearn.neighbors import NearestNeighbors
 
 import mola.lab.detectors
+from mola.compare.tally import gen_score
 from mola.errors import DataError, OptionError
-from mola.lab.detectors import DetectorEnsemble, Mahalanobis, NearestNeighbours
+from mola.lab.detectors import DetectorEnsemble, Mahalanobis, NearestNeighbours, VirtualLogit
 from mola.metrics import auroc
 from mola.uncertainty import energy_score, max_logit_score
 
@@ -92,6 +93,94 @@ def test_dead_features_change_nothing(relative):
     detector = Mahalanobis.fit(padded(features, torch.zeros(300, 5)), labels, relative=relative)
     for off in (torch.zeros(70, 5), torch.randn(70, 5, generator=generator)):
         torch.testing.assert_close(detector(padded(queries, off)), ours, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.usefixtures("turns")
+def test_mahalanobis_plus_plus_is_that_of_directions():
+    """Mueller and Hein (2025): features of length 1, then the distance to the nearest class mean."""
+    features, labels, queries = make_features(6)
+    unit, far = (values / values.norm(dim=1, keepdim=True) for values in (features, queries))
+    detector = Mahalanobis.fit(features, labels, normalised=True)
+    np.testing.assert_allclose(
+        detector(queries).numpy(), loop_mahalanobis(unit, labels, far, relative=False), rtol=1e-9, atol=1e-9
+    )
+    # Lengths do not matter, those of the training data included.
+    lengths = torch.rand(300, 1, generator=torch.Generator().manual_seed(1)) + 0.1
+    torch.testing.assert_close(
+        Mahalanobis.fit(lengths * features, labels, normalised=True)(7 * queries), detector(queries)
+    )
+
+
+def make_head(seed=0, width=6, classes=4):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(classes, width, generator=generator), torch.randn(classes, generator=generator)
+
+
+def loop_vim(features, weight, bias, queries, dimension):
+    """As the authors' script: NumPy and scikit-learn, all data at once."""
+    features, weight, bias, queries = (one.numpy() for one in (features, weight, bias, queries))
+    origin = -np.linalg.pinv(weight) @ bias
+    covariance = EmpiricalCovariance(assume_centered=True).fit(features - origin).covariance_
+    values, vectors = np.linalg.eig(covariance)
+    residual = vectors.real.T[np.argsort(-values.real)[dimension:]].T
+    virtual = np.linalg.norm((features - origin) @ residual, axis=1)
+    alpha = (features @ weight.T + bias).max(axis=1).mean() / virtual.mean()
+    logits = queries @ weight.T + bias
+    energy = np.array([math.log(sum(math.exp(value) for value in row)) for row in logits])
+    return np.linalg.norm((queries - origin) @ residual, axis=1) * alpha - energy
+
+
+@pytest.mark.usefixtures("turns")
+@pytest.mark.parametrize("dimension", [None, 1, 5])
+def test_virtual_logits_against_the_authors_script(dimension):
+    features, _, queries = make_features(7)
+    weight, bias = make_head()
+    detector = VirtualLogit.fit(features, weight, bias, dimension=dimension)
+    expected = loop_vim(features, weight, bias, queries, 3 if dimension is None else dimension)
+    np.testing.assert_allclose(detector(queries).numpy(), expected, rtol=1e-9, atol=1e-9)
+    # A function of the features as the head sees them: turning both changes nothing.
+    turn = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(2)))[0]
+    turned = VirtualLogit.fit(features @ turn, weight @ turn, bias, dimension=dimension)
+    torch.testing.assert_close(turned(queries @ turn), detector(queries), rtol=1e-8, atol=1e-8)
+    assert detector(queries.float()).dtype == torch.float32
+
+
+def test_virtual_logits_without_a_bias_and_where_there_are_none():
+    features, _, queries = make_features(8)
+    weight, bias = make_head()
+    plain = VirtualLogit.fit(features, weight)
+    torch.testing.assert_close(plain(queries), VirtualLogit.fit(features, weight, 0 * bias)(queries))
+    assert plain.origin.abs().max() == 0
+    for dimension in (0, 6):
+        with pytest.raises(OptionError, match="dimension must be at least 1 and below the 6 of the features"):
+            VirtualLogit.fit(features, weight, bias, dimension=dimension)
+    flat = torch.cat([features[:, :2], torch.zeros(300, 4)], dim=1)
+    with pytest.raises(DataError, match="lie in a subspace of 3 of their 6 dimensions"):
+        VirtualLogit.fit(flat, weight)
+
+
+@pytest.mark.parametrize(("width", "expected"), [(64, 32), (512, 256), (768, 512), (2048, 1000)])
+def test_the_subspace_is_as_large_as_the_authors_have_it(width, expected):
+    features = torch.randn(20, width, generator=torch.Generator().manual_seed(0))
+    # Few data in many dimensions lie in a small subspace, which is refused with its size.
+    with pytest.raises(DataError, match=f"subspace of {expected} of their {width}"):
+        VirtualLogit.fit(features, features[:3])
+
+
+def test_generalised_entropy_by_its_definition():
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.softmax(3 * torch.randn(40, 7, generator=generator), 1)
+    for exponent, largest in ((0.1, 100), (0.1, 3), (0.5, 7), (1.0, 1)):
+        expected = [
+            sum((p * (1 - p)) ** exponent for p in sorted(row, reverse=True)[:largest]) for row in probs.tolist()
+        ]
+        torch.testing.assert_close(gen_score(probs, exponent, largest), torch.tensor(expected, dtype=torch.float64))
+    # With exponent 1 over all classes it is 1 - sum p^2.
+    torch.testing.assert_close(gen_score(probs, 1.0), 1 - probs.square().sum(1))
+    # Single-precision probabilities that round to 1 are still ordered by what the other classes have.
+    sure = torch.softmax(torch.tensor([[22.0, 0.0, 0.0], [19.0, 0.0, 0.0]]), 1).float()
+    assert (sure[:, 0] == 1).all()
+    assert gen_score(sure)[0] < gen_score(sure)[1]
 
 
 def test_sums_are_exact_for_float32_features_far_from_zero():

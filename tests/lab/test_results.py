@@ -16,9 +16,11 @@ from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.job import Job
+from mola.compare.results import METRICS
 from mola.compare.store import Store
 from mola.errors import MolaWarning
 from mola.lab.activations import open_networks
+from mola.lab.comparisons import COMPARISONS
 from mola.lab.networks import find_networks
 from mola.lab.suites.registry import find_suite
 from tests.conftest import require_shared
@@ -72,6 +74,21 @@ def test_every_run_of_the_main_methods_is_there_and_comparable(suite, runs, othe
     }
     assert len({tuple(sorted(record.data.items())) for record in records}) == 1
     assert len({name for record in records if record.method == "DE" for name in record.networks}) == 5 * runs
+
+
+@pytest.mark.parametrize("suite", ["mnist", "cifar10"])
+def test_declared_methods_have_the_settings_of_their_records(suite):
+    """So that records count: a new rule or option must leave the settings of all other methods as they were."""
+    declared = {one.name: one for make in COMPARISONS.values() for one in make(find_suite(suite).budget)}
+    budgets = ("SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA")  # the records name the budget that was asked for
+    common = {"components", "threshold", "network", "protocol", "metrics"}
+    records = [one for one in Store(RESULTS).records(suite) if one.method not in budgets]
+    assert len(records) > 100
+    for record in records:
+        own = {name: value for name, value in record.settings.items() if name not in common}
+        assert own == json.loads(json.dumps(declared[record.method].settings())), record.method
+        assert record.settings["metrics"] == list(METRICS)
+    assert declared["MoLA (distance)"].settings() == {**declared["MoLA"].settings(), "rule": "distance"}
 
 
 def test_the_networks_of_the_mnist_records_are_those_of_the_repository():

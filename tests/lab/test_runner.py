@@ -177,12 +177,107 @@ def test_stored_activations_give_what_the_whole_networks_give(plan, finished, me
             assert record.chosen["prior_precision"][0] == pytest.approx(predictor.prior_precision[0], rel=1e-6)
 
 
+def test_rows_of_the_own_score_have_one_name_whatever_the_score_is(plan, tmp_path, monkeypatch):
+    """A posterior with another score, and distances: the rows can still be compared, and the record says what they are."""
+    monkeypatch.setattr(mola.Prediction, "ood_score_name", property(lambda _: "far-field + distance"))
+    monkeypatch.setattr(mola.Prediction, "distance", property(lambda one: one.entropy), raising=False)
+    records = {record.method: record for record in run(replace(plan, runs=1), tmp_path)}
+    for method, record in records.items():
+        scores, own = record.outliers["strange"].scores, method.startswith(("LLLA", "MoLA"))
+        assert ("ood score" in scores, "distance" in scores) == (own, own)
+        assert record.chosen.get("ood_score") == ("far-field + distance" if own else None)
+        assert not own or scores["distance"] == scores["entropy"]
+
+
 def test_runs_share_no_network_and_methods_of_a_run_do(finished):
     records = records_of(finished)
     by_run = [{name for record in records if record.run == index for name in record.networks} for index in (0, 1)]
     assert by_run[0].isdisjoint(by_run[1])
     assert {len(record.networks) for record in records if record.method in ("MAP", "MAP-T", "LLLA")} == {1}
     assert {len(record.networks) for record in records if record.method in ("DE", "DE-T", "MoLA")} == {2}
+
+
+def more_sources(options=None):
+    """One more set of outliers, and two types of noise dealt over the test images."""
+    found = sources(options or DataOptions())
+    shifted = replace(found["noise 1"], types=("faint", "loud"))
+    data = Images(images(50, 4).pixels.flip(3), torch.zeros(50, dtype=torch.int64))
+    further = from_memory("further", "Further", "outlier", data, prepare, made_by=("further",))
+    return {**found, "noise 1": shifted, "further": further}
+
+
+def as_made_before(folder):
+    """Records as they were before types of shift and FPR95 of outliers were measured."""
+    store = Store(folder / "results")
+    for record in store.records("blobs"):
+        old = {
+            name: replace(result, scores={score: _without(one) for score, one in result.scores.items()})
+            for name, result in record.outliers.items()
+        }
+        store.write(replace(record, outliers=old))
+
+
+def _without(numbers):
+    return {name: value for name, value in numbers.items() if name != "fpr95_out"}
+
+
+def test_records_made_before_count_without_new_sets_and_numbers(plan, copied, monkeypatch):
+    as_made_before(copied)
+    before = {path: path.read_bytes() for path in copied.rglob("run-*.json")}
+    more = replace(plan, sources=more_sources())
+    with monkeypatch.context() as patched:
+        patched.setattr(LastLayer, "fit", lambda *_: pytest.fail("fitted again"))
+        with pytest.warns(
+            mola.MolaWarning, match="18 of 18 records .* were made without Further, FPR95 .*, results by type"
+        ):
+            run(more, copied)
+    assert {path: path.read_bytes() for path in before} == before
+    document = Store(copied / "results").read_document("blobs", "suite.json")
+    assert document["sets"]["further"]["title"] == "Further"
+    # Made anew they have all of it; a run without the set then leaves them and what the folder says of it alone.
+    made = run(more, copied, fresh=True)
+    assert all(set(record.outliers) == {"strange", "further"} for record in made)
+    assert all("fpr95_out" in record.outliers["further"].scores["max probability"] for record in made)
+    with monkeypatch.context() as patched:
+        patched.setattr(LastLayer, "fit", lambda *_: pytest.fail("fitted again"))
+        assert run(plan, copied) == made
+    document = Store(copied / "results").read_document("blobs", "suite.json")
+    assert {"further", "strange"} < set(document["sets"])
+    assert document["experiment"]["data"]["further"] == more.sources["further"].checksum
+
+
+def test_a_record_of_other_outliers_under_the_same_name_is_another_experiment(plan, copied):
+    found = more_sources()
+    other = {**plan.sources, "strange": replace(found["further"], name="strange")}
+    with pytest.raises(mola.StorageError, match=r"another experiment \(other data in strange\)"):
+        run(replace(plan, sources=other), copied)
+    lacking = {name: source for name, source in plan.sources.items() if name != "noise 1"}
+    with pytest.raises(mola.StorageError, match="another experiment"):
+        run(replace(plan, sources=lacking), copied)
+
+
+def test_types_of_shift_are_tallied_from_every_second_row(plan, tmp_path):
+    made = run(replace(plan, runs=1, sources=more_sources()), tmp_path)
+    record = next(record for record in made if record.method == "DE")
+    test = loader(plan, "noise 1")
+    probs = mola.ensemble(whole_networks(plan, 0, 2)).predict([inputs for inputs, _ in test], progress=False).probs
+    labels = torch.cat([labels for _, labels in test])
+    found = record.labelled["noise 1"].types
+    assert list(found) == ["faint", "loud"]
+    for place, numbers in enumerate(found.values()):
+        own = probs[place::2], labels[place::2]
+        assert numbers["accuracy"] == pytest.approx(metrics.accuracy(*own), rel=1e-5)
+        assert numbers["nll"] == pytest.approx(metrics.negative_log_likelihood(*own), rel=1e-4)
+        assert numbers["ece"] == pytest.approx(metrics.expected_calibration_error(*own), abs=1e-3)
+    assert sum(numbers["accuracy"] for numbers in found.values()) / 2 == pytest.approx(
+        record.labelled["noise 1"].metrics["accuracy"], rel=1e-5
+    )
+    assert record.labelled["test"].types == {}
+    assert Record.from_json(json.loads(json.dumps(record.to_json()))) == record
+    broken = record.to_json()
+    broken["labelled"]["noise 1"]["types"]["loud"]["nll"] = "much"
+    with pytest.raises(mola.StorageError, match=r"noise 1\.types"):
+        Record.from_json(broken)
 
 
 def test_a_second_run_computes_nothing(plan, copied, monkeypatch):
@@ -233,7 +328,9 @@ def test_a_method_that_refuses_does_not_stop_the_others(plan, tmp_path, monkeypa
     monkeypatch.setattr(LastLayer, "fit", refuse)
     with pytest.raises(mola.OptionError, match="LLLA, run 1: too large"):
         run(replace(plan, runs=1), tmp_path)
-    assert {record.method for record in records_of(tmp_path)} == {"MAP", "MAP-T", "DE", "DE-T", "MoLA", "MoLA (NLL)"}
+    assert {record.method for record in records_of(tmp_path)} == {
+        method.name for method in plan.methods("main") if method.name != "LLLA"
+    }
 
 
 def test_the_same_network_twice_is_refused(plan, trained, tmp_path):
@@ -510,7 +607,7 @@ def test_several_processes_make_the_records_of_one(tmp_path):
         }
         for name in ("one", "two")
     )
-    assert len(one) == 7
+    assert len(one) == 9
     assert two == one
     for path in find_networks(tmp_path / "one" / "networks"):
         assert same_weights(path, tmp_path / "two" / "networks" / path.name)

@@ -214,6 +214,27 @@ def test_fpr_at_tpr_lies_on_the_roc_curve(scores):
     assert metrics.fpr_at_tpr(*scores) == pytest.approx(false[true >= 381 / 401 - 1e-12].min())
 
 
+@pytest.mark.parametrize("tpr", [0.01, 0.5, 0.95, 0.951, 1.0])
+def test_fpr_with_outliers_as_positives_is_openoods(scores, tpr):
+    """Their two lines: the first point of scikit-learn's curve, outliers positive, at which enough of them are found."""
+    inside, outside = scores
+    false, true, _ = roc_curve([0] * 401 + [1] * 230, torch.cat([inside, outside]).numpy())
+    assert metrics.fpr_at_tpr_out(*scores, tpr) == pytest.approx(false[np.argmax(true >= tpr)])
+
+
+def test_fpr_with_outliers_as_positives_by_hand():
+    # 0.07 * 100 is 7.000000000000001, and seven of the hundred are enough.
+    assert metrics.fpr_at_tpr_out(torch.tensor([92.0, 93.0, 94.0]), torch.arange(100.0), 0.07) == pytest.approx(2 / 3)
+    low, high = torch.arange(10.0), torch.arange(10.0) + 20
+    assert (metrics.fpr_at_tpr_out(low, high), metrics.fpr_at_tpr_out(high, low)) == (0, 1)
+    assert metrics.fpr_at_tpr_out(torch.zeros(5), torch.zeros(3)) == 1, "ties are taken for outliers"
+    # One outlier in ten that nobody sees costs nothing at 90 % and everything at 95 %.
+    hidden = torch.cat([high[:9], torch.tensor([-1.0])])
+    assert (metrics.fpr_at_tpr_out(low, hidden, 0.9), metrics.fpr_at_tpr_out(low, hidden, 0.95)) == (0, 1)
+    with pytest.raises(OptionError, match="tpr must be above 0 and at most 1"):
+        metrics.fpr_at_tpr_out(low, high, 0.0)
+
+
 def test_metrics_of_scores_know_which_side_is_which():
     low, high = torch.arange(10.0), torch.arange(10.0) + 20
     for score in (metrics.auroc, metrics.aupr_in, metrics.aupr_out):
@@ -226,7 +247,7 @@ def test_metrics_of_scores_know_which_side_is_which():
 
 def test_scores_that_cannot_be_compared_are_refused():
     good = torch.arange(3.0)
-    for function in (metrics.auroc, metrics.aupr_in, metrics.aupr_out, metrics.fpr_at_tpr):
+    for function in (metrics.auroc, metrics.aupr_in, metrics.aupr_out, metrics.fpr_at_tpr, metrics.fpr_at_tpr_out):
         with pytest.raises(DataError, match=r"outlier_scores must hold.*1 nan"):
             function(good, torch.tensor([1.0, math.nan]))
         with pytest.raises(DataError, match=r"inlier_scores must hold.*shape \(0,\)"):
@@ -267,6 +288,23 @@ def test_selective_risk_by_hand():
     area = (1 / 6 + 1 / 7 + 2 / 8 + 3 / 9 + 4 / 10) / 10
     assert metrics.area_under_risk_coverage(uncertainty, correct) == pytest.approx(area)
     assert metrics.area_under_risk_coverage(torch.zeros(10), correct) == pytest.approx(0.4)
+
+
+def test_excess_risk_is_that_of_the_order_alone(graded):
+    probs, labels = graded
+    uncertainty, correct = 1 - probs.amax(1), probs.argmax(1) == labels
+    area = metrics.area_under_risk_coverage(uncertainty, correct)
+    # Knowing the answers, the wrong ones are refused first.
+    least = metrics.area_under_risk_coverage((~correct).double(), correct)
+    assert metrics.least_area_under_risk_coverage(len(correct), int((~correct).sum())) == pytest.approx(least)
+    assert metrics.excess_area_under_risk_coverage(uncertainty, correct) == pytest.approx(area - least)
+    assert metrics.excess_area_under_risk_coverage((~correct).double(), correct) == pytest.approx(0, abs=1e-12)
+    # For many data it is r + (1 - r) log(1 - r) (Geifman et al., 2019).
+    rate = 0.3
+    expected = rate + (1 - rate) * math.log(1 - rate)
+    assert metrics.least_area_under_risk_coverage(100_000, 30_000) == pytest.approx(expected, abs=1e-5)
+    assert metrics.least_area_under_risk_coverage(10, 0) == 0
+    assert metrics.least_area_under_risk_coverage(10, 10) == 1
 
 
 @pytest.mark.real_data

@@ -27,9 +27,27 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mola.metrics import bin_index, bin_sums, calibration_gap, check_scores, fpr_at_tpr, passing_threshold
+from mola.metrics import (
+    bin_index,
+    bin_sums,
+    calibration_gap,
+    check_scores,
+    fpr_at_tpr,
+    least_area_under_risk_coverage,
+    passing_threshold,
+)
 
-__all__ = ["CLEAR", "Lead", "Measurement", "area_between", "calibration_error", "lead", "mean_of", "pass_rate"]
+__all__ = [
+    "CLEAR",
+    "Lead",
+    "Measurement",
+    "area_between",
+    "calibration_error",
+    "excess_risk",
+    "lead",
+    "mean_of",
+    "pass_rate",
+]
 
 CLEAR = 2.0
 """Standard errors by which a number must lead every other before it is called the best: about 95 % of chance lie within."""
@@ -100,6 +118,11 @@ def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) 
     slope = rise / run if run else 0.0
     passed = ((inliers <= threshold).double(), (outliers <= threshold).double())
     return Measurement(fpr_at_tpr(inliers, outliers, tpr), (-slope * passed[0], passed[1]))
+
+
+def excess_risk(area: float, accuracy: float, count: int) -> float:
+    """Excess AURC from an AURC, the accuracy and the number of data; see `mola.metrics.excess_area_under_risk_coverage`."""
+    return area - least_area_under_risk_coverage(count, round((1 - accuracy) * count))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import mola
 from mola.baselines.temperature import fit_temperature
 from mola.compare.activations_file import Seen, Stored
-from mola.compare.tally import Answer
+from mola.compare.tally import Answer, gen_score
 from mola.errors import MolaWarning
 from mola.options import one_of
 from mola.uncertainty import entropy_score, max_probability_score
@@ -100,14 +100,15 @@ def noting() -> Iterator[list[str]]:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
-RULES: Mapping[str, Callable[[float | None], mola.Rule]] = {
+RULES: Mapping[str, Callable[[float | None], mola.Rule | str]] = {
     "threshold": lambda threshold: mola.ConfidenceThreshold(threshold),
     "nll": lambda _: mola.ValidationScore("nll"),
     "brier": lambda _: mola.ValidationScore("brier"),
     "ece": lambda _: mola.ValidationScore("ece"),
     "evidence": lambda _: mola.Evidence(),
+    "distance": lambda _: "distance",
 }
-"""Ways to choose the prior precision, by name."""
+"""Ways to choose the prior precision, by name; "distance" chooses an exponent by which distances cool logits as well."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 
@@ -157,6 +158,9 @@ class LastLayer:
         chosen |= self.tuned(posterior)
         chosen["notes"] = notes
         seconds = time.perf_counter() - start
+        if self.structure is not None and self.detectors:
+            features, _ = next(iter(validation))
+            chosen["ood_score"] = posterior.predict([features[:1]], progress=False).ood_score_name
 
         @cache
         def detectors() -> FeatureScores:
@@ -168,11 +172,18 @@ class LastLayer:
                 probs = torch.cat([posterior(features) for features in seen.batches()])
                 return Answer(probs, given={"max probability": max_probability_score(probs)})
             found = posterior.predict(seen.batches(), progress=False)
-            given = {"max probability": max_probability_score(found.probs), "entropy": entropy_score(found.probs)}
+            given = {
+                "max probability": max_probability_score(found.probs),
+                "entropy": entropy_score(found.probs),
+                "GEN": gen_score(found.probs),
+            }
             if self.structure is not None or len(networks) > 1:  # one network alone disagrees with nobody
                 given["mutual information"] = found.mutual_information
             if self.structure is not None:
+                # One name for the row, whatever the posterior's own score is: `chosen` says which.
                 given["ood score"] = found.ood_score
+                if (distance := getattr(found, "distance", None)) is not None:
+                    given["distance"] = distance
             elif not self.temperature:
                 given |= {name: score(seen) for name, score in detectors().items()}
             return Answer(found.probs, given=given)
@@ -223,6 +234,10 @@ class LastLayer:
         }
         if posterior.tuning is not None:
             chosen["rule"] = posterior.tuning.rule
+        # Only where logits are cooled or sharpened: what other methods chose stays as it was.
+        for name, without in (("temperature", 1.0), ("distance_exponent", 0.0)):
+            if (value := float(getattr(posterior, name, without))) != without:
+                chosen[name] = value
         return chosen
 
 

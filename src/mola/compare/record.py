@@ -82,6 +82,9 @@ class LabelledResult:
     """Standard errors over data of accuracy, nll, brier, ece and confidence; None for a single datum."""
     classes: dict[str, ClassResult] = field(default_factory=dict)
     """By name of the class, those that the data have."""
+    types: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By type of shift, where several were dealt over the data: "accuracy", "nll" and "ece", to six digits. Empty in ablations,
+    and in records made before it was measured."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class OutlierResult:
     confidence: float
     """Mean of the largest probability (MMC)."""
     scores: dict[str, dict[str, float]]
-    """By outlier score, distinguished from the test set: "auroc", "aupr_in", "aupr_out", "fpr95"."""
+    """By outlier score, distinguished from the test set: "auroc", "aupr_in", "aupr_out", "fpr95" (inliers positive) and
+    "fpr95_out" (outliers positive), which records made before it lack."""
     histogram: list[int]
     confidence_error: float | None = None
     """Standard error over data; None for a single datum, and in suites."""
@@ -140,7 +144,8 @@ class Record:
     data: dict[str, str]
     """Checksum of every set used, by name."""
     chosen: dict[str, Any]
-    """What was tuned: "prior_precision" (a list), "temperature", "weights", "rule" (in words), and "notes"."""
+    """What was tuned: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (in words), and "notes";
+    and which score a posterior's own "ood_score" is."""
     seconds: dict[str, float]
     """Time to "fit" (tuning included) and to "predict"; in suites, from stored activations."""
     labelled: dict[str, LabelledResult]
@@ -154,7 +159,7 @@ class Record:
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name, optional in (("labelled", _optional(LabelledResult)), ("outliers", _optional(OutlierResult))):
             document[name] = {
-                one: {key: value for key, value in result.items() if key not in optional}
+                one: {key: value for key, value in result.items() if key not in optional or (key in KEPT and value)}
                 for one, result in document[name].items()
             }
         return document
@@ -168,11 +173,13 @@ class Record:
         """
         check(document, SCHEMA, "")
         for name, kind in (("labelled", LabelledResult), ("outliers", OutlierResult), ("examples", Examples)):
-            known = {one.name for one in fields(kind)} - _optional(kind)
+            known = {one.name for one in fields(kind)} - (_optional(kind) - KEPT)
             unknown = sorted({entry for one in document[name].values() for entry in one} - known)
             if unknown:
                 message = f"the record is garbled: unknown entries {unknown[:3]} under {name!r}."
                 raise StorageError(message)
+        for name, one in document["labelled"].items():
+            check(one.get("types", {}), TYPES, f"labelled.{name}.types")
         return cls(
             **{name: document[name] for name in PLAIN},
             labelled={name: LabelledResult(**one) for name, one in document["labelled"].items()},
@@ -185,6 +192,11 @@ def _optional(kind: type[Any]) -> set[str]:
     """Entries that comparisons of one run have and suites do not."""
     return {one.name for one in fields(kind) if one.default is not MISSING or one.default_factory is not MISSING}
 
+
+KEPT = {"types"}
+"""Those of them that suites have as well, where there is something to say."""
+
+TYPES: dict[Any, Any] = {str: {str: float}}
 
 PLAIN = ("suite", "method", "group", "run", "settings", "networks", "data", "chosen", "seconds", "environment")
 

@@ -52,7 +52,13 @@ BETTER: dict[str, Literal["low", "high"]] = {"accuracy": "high", "nll": "low", "
 
 
 def labelled_result(
-    tally: Tally, level: float = 0.0, *, detail: bool = True, errors: bool = False, classes: Sequence[str] = ()
+    tally: Tally,
+    level: float = 0.0,
+    *,
+    detail: bool = True,
+    errors: bool = False,
+    classes: Sequence[str] = (),
+    types: Sequence[str] = (),
 ) -> LabelledResult:
     """Every metric of a method on labelled data; one that is not defined there is left out.
 
@@ -62,6 +68,7 @@ def labelled_result(
         detail: whether to keep what reliability diagrams and histograms are drawn from.
         errors: whether to estimate standard errors over data.
         classes: names of the classes, for results by class.
+        types: of shift, dealt over the data in turn, for results by type: datum i is of type i modulo their number.
 
     Returns:
         The numbers.
@@ -76,6 +83,7 @@ def labelled_result(
         histogram=_histogram(tally) if detail else [],
         errors={name: one.error for name, one in tally.measured().items()} if errors else {},
         classes=_by_class(tally, classes) if classes else {},
+        types=_by_type(tally, types),
     )
 
 
@@ -120,6 +128,7 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
             "aupr_in": metrics.aupr_in(near, far),
             "aupr_out": metrics.aupr_out(near, far),
             "fpr95": metrics.fpr_at_tpr(near, far),
+            "fpr95_out": metrics.fpr_at_tpr_out(near, far),
         }
         if errors:
             area, rate = area_between(near, far), pass_rate(near, far)
@@ -174,6 +183,18 @@ def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> 
 def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, ClassResult]:
     rows = zip(classes, *tally.by_class(len(classes)), strict=True)
     return {name: ClassResult(count, right / count, sure / count) for name, count, right, sure in rows if count}
+
+
+BY_TYPE = ("accuracy", "nll", "ece")
+
+
+def _by_type(tally: Tally, types: Sequence[str]) -> dict[str, dict[str, float]]:
+    found = {}
+    for place, name in enumerate(types[: tally.count]):
+        numbers = tally.dealt(place, len(types)).labelled()
+        # A type has a few hundred data: six digits are more than they can tell, and keep files small.
+        found[name] = {metric: float(f"{numbers[metric]:.6g}") for metric in BY_TYPE}
+    return found
 
 
 def _histogram(tally: Tally) -> list[int]:

@@ -19,7 +19,7 @@ from mola.errors import DataError
 from mola.metrics import bin_sums
 from mola.uncertainty import energy_score, entropy_score, max_logit_score, max_probability_score
 
-__all__ = ["BINS", "SCORES", "Answer", "Tally", "tally_set"]
+__all__ = ["BINS", "SCORES", "Answer", "Tally", "gen_score", "tally_set"]
 
 BINS = 15
 
@@ -28,6 +28,29 @@ SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
 
 FIXED = ("confidence", "predicted", "label", "correct", "nll", "brier")
 """Columns of a tally that are not outlier scores; the last four are there where there are labels."""
+
+
+def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tensor:
+    r"""GEN, the generalised entropy (Liu et al., 2023): higher for what is more outlying.
+
+    .. math:: \sum_{m=1}^{M} p_{(m)}^\gamma (1 - p_{(m)})^\gamma
+
+    over the M largest probabilities. The small exponent makes it sensitive to what little probability other classes have where
+    a network is all but certain.
+
+    Args:
+        probs: (n, C).
+        exponent: gamma; 0.1 is the authors' choice.
+        largest: M, the authors' choice for 1000 classes; fewer classes are all taken.
+
+    Returns:
+        (n,) in float64.
+    """
+    # All classes, since what the largest leaves is the sum of the others: 1 - p would be 0 for single-precision numbers near 1.
+    ordered = probs.double().sort(dim=1, descending=True).values.clamp(0, 1)
+    rest = 1 - ordered
+    rest[:, 0] = ordered[:, 1:].sum(1)
+    return (ordered * rest)[:, :largest].pow(exponent).sum(1)
 
 
 @dataclass(frozen=True)
@@ -98,6 +121,10 @@ class Tally:
     def __add__(self, other: Tally) -> Tally:
         """Of both sets of data, those of the first one first."""
         return Tally(self.columns or other.columns, self.parts + other.parts)
+
+    def dealt(self, place: int, count: int) -> Tally:
+        """Of the inputs place, place + count, place + 2 count, ... alone."""
+        return Tally(self.columns, [torch.cat(self.parts)[place::count]])
 
     def together(self, team: Team) -> Tally:
         """What all processes counted, on every one. Call it inside `team.work(...)`."""

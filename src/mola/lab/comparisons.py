@@ -30,6 +30,8 @@ def _main(_: Budget) -> list[SuiteMethod]:
         LastLayer("LLLA", components=1, structure="kron", detectors=True),
         LastLayer("MoLA", structure="kron", detectors=True),
         LastLayer("MoLA (NLL)", structure="kron", rule="nll", detectors=True),
+        LastLayer("LLLA (distance)", components=1, structure="kron", rule="distance", detectors=True),
+        LastLayer("MoLA (distance)", structure="kron", rule="distance", detectors=True),
     ]
 
 
@@ -73,6 +75,7 @@ def _components(_: Budget) -> list[SuiteMethod]:
             LastLayer(f"DE K={count}", "components", count),
             LastLayer(f"DE-T K={count}", "components", count, temperature=True),
             LastLayer(f"MoLA K={count}", "components", count, "kron"),
+            LastLayer(f"MoLA (distance) K={count}", "components", count, "kron", rule="distance"),
         )
     ]
 

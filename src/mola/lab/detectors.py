@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from mola.compare.activations_file import Seen, Stored
-from mola.errors import DataError, OptionError
+from mola.errors import DataError, OptionError, warn
 from mola.numerics import exact
 from mola.uncertainty import energy_score, max_logit_score
 
-__all__ = ["Detector", "DetectorEnsemble", "Mahalanobis", "NearestNeighbours", "feature_scores"]
+__all__ = ["Detector", "DetectorEnsemble", "Mahalanobis", "NearestNeighbours", "VirtualLogit", "feature_scores"]
 
 Detector = Callable[[Tensor], Tensor]
 """Features (n, d) in, scores (n,) out, higher for what is more outlying."""
@@ -89,49 +89,67 @@ class Mahalanobis:
     .. math:: \min_c\, (\phi - \mu_c)^\top \Sigma^{-1} (\phi - \mu_c)
 
     with :math:`\Sigma` the covariance within classes. The relative form (Ren et al., 2021) subtracts the distance to the
-    mean of all data under the covariance of all data: what is far from everything is no sign of a foreign class.
+    mean of all data under the covariance of all data: what is far from everything is no sign of a foreign class. Mahalanobis++
+    (Mueller and Hein, 2025) measures the same distance between features that were scaled to length 1: lengths vary between
+    classes and with contrast, and one Gaussian covariance for all describes directions better.
 
     Args:
         centre: (d,), mean of all training features.
         whitening: (d, r), a square root of the (pseudo-)inverse covariance within classes.
         means: (C, r), class means from the centre, whitened; only of classes that have data.
         background: (d, s), the same square root for all data; only in the relative form.
+        normalised: whether features are scaled to length 1 first (Mahalanobis++).
     """
 
     centre: Tensor
     whitening: Tensor
     means: Tensor
     background: Tensor | None = None
+    normalised: bool = False
 
     @classmethod
-    def fit(cls, features: Tensor, labels: Tensor, *, relative: bool = False) -> Mahalanobis:
+    def fit(cls, features: Tensor, labels: Tensor, *, relative: bool = False, normalised: bool = False) -> Mahalanobis:
         """Estimate means and covariance.
 
         Args:
             features: (n, d) of the training data.
             labels: (n,), class numbers.
             relative: subtract the distance under the covariance of all data.
+            normalised: scale features to length 1 first.
 
         Returns:
             The detector, in float64.
         """
         width = _checked(features, labels).shape[1]
-        return cls.fit_parts(lambda: _rows(features.detach(), width), labels, relative=relative)
+        return cls.fit_parts(lambda: _rows(features.detach(), width), labels, relative=relative, normalised=normalised)
 
     @classmethod
-    def fit_parts(cls, parts: Callable[[], Iterable[Tensor]], labels: Tensor, *, relative: bool = False) -> Mahalanobis:
+    def fit_parts(
+        cls,
+        parts: Callable[[], Iterable[Tensor]],
+        labels: Tensor,
+        *,
+        relative: bool = False,
+        normalised: bool = False,
+    ) -> Mahalanobis:
         """The same in bounded memory, reading the features three times.
 
         Args:
             parts: gives the features of the training data, some rows at a time.
             labels: (n,), class numbers of all of them.
             relative: as for `fit`.
+            normalised: as for `fit`.
 
         Returns:
             The detector, in float64.
         """
         count = len(labels)
-        centre = sum(exact(_checked(part)).sum(0) / count for part in parts())
+
+        def prepared(part: Tensor) -> Tensor:
+            values = exact(part.detach())
+            return _directions(values) if normalised else values
+
+        centre = sum(prepared(_checked(part)).sum(0) / count for part in parts())
         assert isinstance(centre, Tensor)  # there are data
         _, index = torch.unique(labels.to(centre.device), return_inverse=True)
         counts = torch.bincount(index)
@@ -140,7 +158,7 @@ class Mahalanobis:
             """Rows from the centre, and the index of the class that each belongs to."""
             start = 0
             for part in parts():
-                yield exact(part.detach()) - centre, index[start : start + len(part)]
+                yield prepared(part) - centre, index[start : start + len(part)]
                 start += len(part)
 
         width = len(centre)
@@ -155,7 +173,7 @@ class Mahalanobis:
             residuals = values - means[owner]
             within += residuals.T @ residuals / count
         whitening = _whitening(within)
-        return cls(centre, whitening, means @ whitening, _whitening(total) if relative else None)
+        return cls(centre, whitening, means @ whitening, _whitening(total) if relative else None, normalised)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Scores (n,) of features (n, d), higher for what is more outlying."""
@@ -163,7 +181,7 @@ class Mahalanobis:
         return _scores(torch.cat([self._distances(exact(part)) for part in parts]), features)
 
     def _distances(self, features: Tensor) -> Tensor:
-        centred = features.to(self.centre.device) - self.centre
+        centred = (_directions(features) if self.normalised else features).to(self.centre.device) - self.centre
         whitened = centred @ self.whitening
         squares = whitened.square().sum(1, keepdim=True) - 2 * whitened @ self.means.T + self.means.square().sum(1)
         nearest = squares.min(1).values.clamp_min(0)
@@ -225,6 +243,122 @@ class NearestNeighbours:
 
 def _directions(features: Tensor) -> Tensor:
     return functional.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class VirtualLogit:
+    r"""ViM, virtual-logit matching (Wang et al., 2022): how far features leave the training data's subspace, against the logits.
+
+    .. math:: \alpha\, \lVert R^\top (\phi - o) \rVert - \log \sum_c \exp f_c(\phi), \qquad
+        \alpha = \frac{\sum_i \max_c f_c(\phi_i)}{\sum_i \lVert R^\top (\phi_i - o) \rVert}
+
+    with :math:`f(\phi) = W \phi + b`, the origin :math:`o = -W^+ b`, and R the directions in which training features from o have
+    the least second moment. The sums are over the training data. The paper's score is the probability of the virtual logit
+    among the others; it is a monotone function of this one.
+
+    Args:
+        origin: (d,), where all logits are 0, or as nearly so as the head allows.
+        residual: (d, r), the directions R, orthonormal.
+        scale: alpha.
+        weight: (C, d), of the head.
+        bias: (C,), of the head.
+    """
+
+    origin: Tensor
+    residual: Tensor
+    scale: float
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def fit(
+        cls, features: Tensor, weight: Tensor, bias: Tensor | None = None, *, dimension: int | None = None
+    ) -> VirtualLogit:
+        """Find the subspace and the scale.
+
+        Args:
+            features: (n, d) of the training data.
+            weight: (C, d), of the last linear layer.
+            bias: (C,), of the last linear layer; None is none.
+            dimension: of the training data's subspace, below d; None is the authors' choice: 1000 from d = 2048 on, 512 from
+                d = 768 on, d / 2 below.
+
+        Returns:
+            The detector, in float64.
+        """
+        width = _checked(features).shape[1]
+        return cls.fit_parts(lambda: _rows(features.detach(), width), weight, bias, dimension=dimension)
+
+    @classmethod
+    def fit_parts(
+        cls,
+        parts: Callable[[], Iterable[Tensor]],
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dimension: int | None = None,
+    ) -> VirtualLogit:
+        """The same in bounded memory, reading the features twice.
+
+        Args:
+            parts: gives the features of the training data, some rows at a time.
+            weight: as for `fit`.
+            bias: as for `fit`.
+            dimension: as for `fit`.
+
+        Returns:
+            The detector, in float64.
+
+        Raises:
+            OptionError: if the dimension is not between 1 and d - 1.
+            DataError: if the training data do not leave a subspace of that dimension, so that there is no scale.
+        """
+        linear = exact(weight.detach())
+        width = linear.shape[1]
+        kept = _principal(width) if dimension is None else dimension
+        if not 1 <= kept < width:
+            message = f"dimension must be at least 1 and below the {width} of the features, got {kept}."
+            raise OptionError(message)
+        offset = linear.new_zeros(len(linear)) if bias is None else exact(bias.detach())
+        origin = -torch.linalg.pinv(linear) @ offset
+        moment, count = linear.new_zeros(width, width), 0
+        for part in parts():
+            values = exact(_checked(part, width=width)).to(origin) - origin
+            moment += values.T @ values
+            count += len(values)
+        spread, directions = torch.linalg.eigh(moment)
+        if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
+            message = (
+                f"the {count} training features lie in a subspace of {kept} of their {width} dimensions: no distance from it "
+                f"was seen to compare logits with. Choose a lower dimension."
+            )
+            raise DataError(message)
+        unscaled = cls(origin, directions[:, : width - kept].contiguous(), 1.0, linear, offset)
+        largest = norms = 0.0
+        for part in parts():
+            residual, logits = unscaled._parts(exact(part.detach()))
+            norms += float(residual.sum())
+            largest += float(logits.amax(1).sum())
+        return replace(unscaled, scale=largest / norms)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Scores (n,) of features (n, d), higher for what is more outlying."""
+        parts = _rows(_checked(features, width=len(self.origin)), max(len(self.weight), len(self.origin)))
+        return _scores(torch.cat([self._distances(exact(part)) for part in parts]), features)
+
+    def _distances(self, features: Tensor) -> Tensor:
+        residual, logits = self._parts(features)
+        return self.scale * residual - logits.logsumexp(1)
+
+    def _parts(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Lengths (n,) outside the subspace, and logits (n, C)."""
+        values = features.to(self.origin)
+        residual = torch.linalg.vector_norm((values - self.origin) @ self.residual, dim=1)
+        return residual, values @ self.weight.T + self.bias
+
+
+def _principal(width: int) -> int:
+    return 1000 if width >= 2048 else 512 if width >= 768 else width // 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,7 +428,11 @@ BANK = 10_000
 
 
 def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[Seen], Tensor]]:
-    """Outlier scores of bare logits and features, averaged over networks; those of features in units of their spread.
+    """Outlier scores of bare logits and features, averaged over networks.
+
+    Energy and largest logit are in nats for every network and are averaged as they are. The others have units of their own: of
+    each network's scores the mean on the validation data is subtracted, the rest is divided by the standard deviation there, and
+    the mean over networks is taken (`DetectorEnsemble`).
 
     Args:
         train: what the networks see of the training set, read in slices.
@@ -319,10 +457,18 @@ def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[See
     kinds: dict[str, list[Detector]] = {
         "Mahalanobis": [replace(one, background=None) for one in relative],
         "relative Mahalanobis": list(relative),
+        "Mahalanobis++": [Mahalanobis.fit_parts(partial(parts, one), train.labels, normalised=True) for one in numbers],
         "nearest neighbours": [
             NearestNeighbours.fit(torch.cat(list(bank(one))), k=min(50, train.count)) for one in numbers
         ],
     }
+    try:
+        kinds["ViM"] = [
+            VirtualLogit.fit_parts(partial(parts, one), head.head.weight, head.head.bias)
+            for one, head in enumerate(train.heads)
+        ]
+    except (DataError, OptionError) as error:
+        warn(f"ViM is left out of the scores: {error}")
 
     def ensemble(members: list[Detector]) -> Callable[[Seen], Tensor]:
         found = [_member_scores(members, seen.features.unbind(1)) for seen in validation.slices()]

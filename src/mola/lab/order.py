@@ -98,8 +98,8 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
     store = Store(order.results)
     with together.work("the folder of results"):
         if together.first and not comparisons:  # else `run_suite` does it
-            claim(plan, store, fresh=order.fresh)
-            store.write_document(order.suite.name, SUITE, describe(plan))
+            before = claim(plan, store, fresh=order.fresh)
+            store.write_document(order.suite.name, SUITE, describe(plan, before))
     refused = None
     if comparisons:
         try:

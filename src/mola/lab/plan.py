@@ -89,31 +89,50 @@ def _refuse_repeats(what: str, checksums: Mapping[str, str]) -> None:
         first[value] = name
 
 
-def claim(plan: Plan, store: Store, *, fresh: bool) -> None:
+def claim(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any] | None:
     """Refuse a folder that holds another experiment, or forget that one.
+
+    Sets of outliers may come and go: a record says which it was evaluated on, and those that it has are not affected.
 
     Args:
         plan: what is to be run.
         store: where its records are to be kept.
         fresh: whether to forget another experiment.
 
+    Returns:
+        What the folder says of the suite so far, if there is anything.
+
     Raises:
         StorageError: if it holds another.
     """
     before = store.read_document(plan.suite.name, SUITE)
-    kept = None if before is None else before.get("experiment")
+    if before is None:
+        return None
+    kept = before.get("experiment")
+    kept = kept if isinstance(kept, dict) else {}
     now = plan.experiment()
-    if before is None or kept == now:
-        return
+    if _without_outliers(plan, before, kept, now) == _without_outliers(plan, before, now, kept):
+        return before
     if fresh:
         store.forget(plan.suite.name)
-        return
-    changed = _differences(kept if isinstance(kept, dict) else {}, now)
+        return None
+    changed = _differences(kept, now)
     message = (
         f"{store.directory / plan.suite.name} holds another experiment ({changed}). Write to another folder (--results), or "
         f"replace it (--fresh)."
     )
     raise StorageError(message)
+
+
+def _without_outliers(
+    plan: Plan, before: Mapping[str, Any], one: dict[str, Any], other: dict[str, Any]
+) -> dict[str, Any]:
+    """An experiment without the sets of outliers that the other one lacks."""
+    roles = {name: found.get("role") for name, found in before.get("sets", {}).items()}
+    roles |= {name: source.role for name, source in plan.sources.items()}
+    there = other.get("data", {})
+    data = {name: value for name, value in one.get("data", {}).items() if name in there or roles.get(name) != "outlier"}
+    return {**one, "data": data}
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -131,8 +150,16 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(named or [f"other data in {', '.join(sets)}"])
 
 
-def describe(plan: Plan) -> dict[str, Any]:
-    """What the suite is, for the report: sets, shift, example images."""
+def describe(plan: Plan, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the suite is, for the report: sets, shift, example images.
+
+    Args:
+        plan: what is to be run.
+        before: what the folder says so far, see `claim`; its sets of outliers are kept, since records may have them.
+
+    Returns:
+        The document.
+    """
     suite = plan.suite
     sets = {
         name: {"title": source.title, "role": source.role, "count": source.count, "level": source.level}
@@ -144,6 +171,8 @@ def describe(plan: Plan) -> dict[str, Any]:
             pixels = source.show(EXAMPLES).contiguous()
             packed = base64.b64encode(pixels.numpy().tobytes()).decode()
             examples[name] = {"shape": list(pixels.shape), "pixels": packed, "label": list(source.labels)}
+    experiment, kept = plan.experiment(), {} if before is None else before
+    experiment["data"] = {**experiment["data"], **_others(plan, kept.get("experiment", {}).get("data", {}))}
     return {
         "suite": suite.name,
         "title": suite.title,
@@ -152,9 +181,13 @@ def describe(plan: Plan) -> dict[str, Any]:
         "runs": plan.runs,
         "threshold": suite.threshold,
         "shift": {**asdict(suite.shift), "levels": list(suite.shift.levels)},
-        "sets": sets,
+        "sets": {**sets, **_others(plan, kept.get("sets", {}))},
         "classes": list(suite.classes),
-        "examples": examples,
+        "examples": {**examples, **_others(plan, kept.get("examples", {}))},
         "notes": list(suite.notes),
-        "experiment": plan.experiment(),
+        "experiment": experiment,
     }
+
+
+def _others(plan: Plan, known: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in known.items() if name not in plan.sources}

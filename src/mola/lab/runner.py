@@ -69,8 +69,8 @@ def run_suite(
     together = Team.alone() if team is None else team
     with together.work("the folder of results"):
         if together.first:
-            claim(plan, store, fresh=fresh)
-            store.write_document(plan.suite.name, SUITE, describe(plan))
+            before = claim(plan, store, fresh=fresh)
+            store.write_document(plan.suite.name, SUITE, describe(plan, before))
     needed = plan.networks[: max(plan.runs_of(group) * len(plan.members(group, 0)) for group in plan.groups)]
     sources = list(plan.sources.values())
     activations.compute(needed, sources, lambda doing, done: progress(doing, FIRST_PART * done), together)
@@ -87,6 +87,7 @@ def run_suite(
 
     workshop = plan.workshop(activations)
     refused: list[str] = []
+    older: list[list[str]] = []
     with together.work("the methods"):
         for index, (group, run, method) in enumerate(work):
             # Methods that train share what they trained for the same run.
@@ -96,8 +97,10 @@ def run_suite(
             progress(doing, done)
             networks = tuple(plan.members(group, run))
             identity = _identity(plan, method, networks)
-            if not fresh and _is_known(store, plan.suite.name, method.name, run, identity):
+            known = None if fresh else _known(store, plan.suite.name, method.name, run)
+            if known is not None and _counts(known, identity, plan):
                 progress(f"{doing} (there already)", done)
+                older.append(_lacking(known, plan))
                 continue
             threshold = plan.suite.threshold
             context = Context(partial(read, networks), threshold, feature_scores, networks, run, workshop)
@@ -108,8 +111,9 @@ def run_suite(
             except MolaError as error:
                 refused.append(f"{method.name}, run {run + 1}: {error}")
         progress("records are ready", 1.0)
-        everyone = together.share(together.collect(refused))
-    refusals = [one for some in everyone for one in some]
+        everyone = together.share(together.collect((refused, older)))
+    refusals = [one for some, _ in everyone for one in some]
+    _tell_older([one for _, some in everyone for one in some])
     if refusals:
         message = "some methods could not be run; the others' records are kept.\n  " + "\n  ".join(refusals)
         raise OptionError(message)
@@ -129,14 +133,46 @@ def _identity(plan: Plan, method: SuiteMethod, networks: tuple[Network, ...]) ->
     return settings, [network.checksum for network in used], data
 
 
-def _is_known(store: Store, suite: str, method: str, run: int, identity: Identity) -> bool:
-    """Whether the record is there; one that cannot be read is made again, and said so."""
+def _known(store: Store, suite: str, method: str, run: int) -> Record | None:
+    """The record, if it is there; one that cannot be read is made again, and said so."""
     try:
-        known = store.read(suite, method, run)
+        return store.read(suite, method, run)
     except StorageError as error:
         warn(f"{error} It is made again.")
-        return False
-    return known is not None and (known.settings, known.networks, known.data) == identity
+        return None
+
+
+def _counts(known: Record, identity: Identity, plan: Plan) -> bool:
+    """Whether a record is of the same method, networks and data; it may lack sets of outliers, or have more of them."""
+    settings, networks, data = identity
+    optional = {*known.outliers, *(name for name, source in plan.sources.items() if source.role == "outlier")}
+    return (known.settings, known.networks) == (settings, networks) and all(
+        known.data.get(name) == data.get(name) or (name in optional and (name not in known.data or name not in data))
+        for name in {*known.data, *data}
+    )
+
+
+def _lacking(known: Record, plan: Plan) -> list[str]:
+    """What the record of today would have more."""
+    outliers = [source for source in plan.sources.values() if source.role == "outlier"]
+    found = [source.title for source in outliers if source.name not in known.outliers]
+    scores = [numbers for result in known.outliers.values() for numbers in result.scores.values()]
+    if any("fpr95_out" not in numbers for numbers in scores):
+        found.append("FPR95 with outliers as positives and the scores that came with it")
+    typed = [name for name, source in plan.sources.items() if source.types and name in known.labelled]
+    if known.group == "main" and any(not known.labelled[name].types for name in typed):
+        found.append("results by type of shift")
+    return found
+
+
+def _tell_older(lacking: list[list[str]]) -> None:
+    some = [one for one in lacking if one]
+    if some:
+        what = ", ".join(dict.fromkeys(name for one in some for name in one))
+        warn(
+            f"{len(some)} of {len(lacking)} records that were there already were made without {what}. They count, and reports leave "
+            f"these cells empty; --fresh makes them anew."
+        )
 
 
 def _run(plan: Plan, method: SuiteMethod, context: Context, identity: Identity) -> Record:
@@ -153,7 +189,8 @@ def _run(plan: Plan, method: SuiteMethod, context: Context, identity: Identity) 
         if source.role == "outlier":
             outliers[source.name] = outlier_result(inside, tally, detail=detail)
         else:
-            labelled[source.name] = labelled_result(tally, source.level, detail=detail)
+            types = source.types if detail else ()
+            labelled[source.name] = labelled_result(tally, source.level, detail=detail, types=types)
         if detail:
             examples[source.name] = examples_of(tally)
     settings, networks, data = identity

@@ -169,6 +169,8 @@ class Source:
     """How far the data are shifted."""
     labels: tuple[int, ...] = ()
     """Of the first few images; none for outliers, which belong to no class."""
+    types: tuple[str, ...] = ()
+    """Kinds of shift that were dealt over the data in turn: datum i has type i modulo their number."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +294,7 @@ def from_memory(
     change: Callable[[Images], Images] = lambda images: images,
     level: float = 0.0,
     batch_size: int = 64,
+    types: tuple[str, ...] = (),
 ) -> Source:
     """A source of images that are in memory, changed (rotated, corrupted) when they are asked for.
 
@@ -306,6 +309,7 @@ def from_memory(
         change: what is done to the images, with their labels kept.
         level: how far the data are shifted.
         batch_size: images a batch.
+        types: kinds of shift that `change` deals over the images in turn.
 
     Returns:
         The source.
@@ -324,7 +328,8 @@ def from_memory(
     sample = change(images.part(slice(0, SAMPLE)))
     seen = hashlib.sha256(prepare(sample.pixels).contiguous().numpy().tobytes()).hexdigest()
     key = checksum(image_checksum(images), *made_by, seen)
-    return Source(name, title, role, len(images), key, batches, show, level, first_labels(role, images.labels))
+    labels = first_labels(role, images.labels)
+    return Source(name, title, role, len(images), key, batches, show, level, labels, types)
 
 
 def first_labels(role: Role, labels: Tensor) -> tuple[int, ...]:

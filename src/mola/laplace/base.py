@@ -326,9 +326,8 @@ class Posterior(nn.Module, ABC):
         device = exact_device(self._place[0])
         if self._twin is None or self._twin[0] != device:
             twin = self.spectrum.posterior(self.precision)
-            twin.distance = self.distance
             twin.follow(device, torch.float64)
-            self._twin = (device, twin)
+            self._twin = (device, twin.measured_by(self.distance))
         return self._twin[1]
 
     @property

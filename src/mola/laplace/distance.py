@@ -253,8 +253,8 @@ class ClassDistance:
         return self._here(self.geometry.root)
 
     @cached_property
-    def _centre(self) -> Tensor:
-        return self._here(self.geometry.centre)
+    def _shift(self) -> Tensor:
+        return self._here(-self.geometry.centre @ self.geometry.root)
 
     @cached_property
     def _squares(self) -> Tensor:
@@ -272,24 +272,21 @@ class ClassDistance:
         """Logarithms of distance and length of features (n, P), the constant 1 included or not.
 
         Args:
-            features: any, also 0: these have length 0, and a direction of which nothing is known.
+            features: whose squares the precision holds; also 0: these have no length, and a direction of which nothing is known.
 
         Returns:
             (n,) and (n,). Distances are 1 where all training features are alike: nothing is known of them.
         """
         given, least = features[:, : self.geometry.width], torch.finfo(self.dtype).tiny
-        # Divided by the largest first: squares of large features would overflow.
-        largest = given.abs().amax(1, keepdim=True)
-        unit = given / largest.clamp_min(least)
-        length = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
-        log_length = (length * largest).clamp_min(least).log().squeeze(1)
+        length = torch.linalg.vector_norm(given, dim=1, keepdim=True).clamp_min(least)
+        log_length = length.squeeze(1).log()
         if not self.geometry.known:
             return torch.zeros_like(log_length), log_length
-        return self._distances(unit / length.clamp_min(least)).clamp_min(least).log(), log_length
+        return self._distances(given / length).clamp_min(least).log(), log_length
 
     def _distances(self, directions: Tensor) -> Tensor:
         """Distance (n,) of normalised features to the nearest class."""
-        whitened = (directions - self._centre) @ self._root
+        whitened = torch.addmm(self._shift, directions, self._root)
         means, nearest = self._means, None
         if means is not None:
             nearest = torch.addmm(self._squares, whitened, means, alpha=-2).amin(1)

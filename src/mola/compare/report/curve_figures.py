@@ -9,7 +9,17 @@ from typing import Any
 
 from mola.compare.demo_result import METHODS, DemoResult
 from mola.compare.record import Record
-from mola.compare.report.estimate import Estimate, On, Quantity, at_level, estimate, levels_of, mean_over, shifted
+from mola.compare.report.estimate import (
+    Estimate,
+    On,
+    Quantity,
+    at_level,
+    estimate,
+    levels_of,
+    mean_over,
+    shared_outliers,
+    shifted,
+)
 from mola.compare.report.reading import SuiteResults
 from mola.compare.report.style import (
     COLOURS,
@@ -182,7 +192,7 @@ def suite_components(suite: SuiteResults, shape: Shape) -> Figure:
         if kind == "test" or len(levels_of(suite)) > 1:
             for metric in ("log_likelihood", "ece", "confidence", "accuracy"):
                 quantities[f"{'ECE' if metric == 'ece' else METRIC_NAMES[metric]}, {kind}"] = of_metric(metric)
-    if outliers := [one.name for one in suite.of_role("outlier")]:
+    if outliers := [one.name for one in shared_outliers(suite, suite.groups.get("components", {}))]:
         quantities["mean confidence, outliers"] = mean_over(outliers, "confidence")
         quantities["AUROC, outliers"] = mean_over(outliers, "auroc")
     sweep = component_sweep(suite)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mola.compare.measured import CLEAR
-from mola.compare.record import Comparison, Record
+from mola.compare.measured import CLEAR, excess_risk
+from mola.compare.record import Comparison, LabelledResult, Record, SetInfo
 
 __all__ = [
     "BY_CONFIDENCE",
+    "EXCESS",
     "Estimate",
     "On",
     "Quantity",
@@ -21,7 +22,11 @@ __all__ = [
     "leaders",
     "levels_of",
     "mean_over",
+    "of_type",
     "ranking",
+    "runs_counted",
+    "runs_words",
+    "shared_outliers",
     "shifted",
     "within",
 ]
@@ -227,7 +232,7 @@ class On:
         value: float | None = None
         error: float | None = None
         if (labelled := record.labelled.get(self.name)) is not None:
-            value, error = labelled.metrics.get(self.metric), labelled.errors.get(self.metric)
+            value, error = _metric(labelled, self.metric), labelled.errors.get(self.metric)
         elif (outliers := record.outliers.get(self.name)) is not None:
             value, error = outliers.confidence, outliers.confidence_error
             if self.metric != "confidence":
@@ -235,6 +240,29 @@ class On:
                     by_score.get(self.score, {}).get(self.metric) for by_score in (outliers.scores, outliers.errors)
                 )
         return None if value is None else Estimate(value, error, 1)
+
+
+EXCESS = "excess_aurc"
+"""A metric that follows from others: what the order of predictions adds to the least AURC that so many errors allow."""
+
+
+def _metric(result: LabelledResult, name: str) -> float | None:
+    if name != EXCESS:
+        return result.metrics.get(name)
+    area, accuracy = result.metrics.get("aurc"), result.metrics.get("accuracy")
+    return None if area is None or accuracy is None else excess_risk(area, accuracy, result.count)
+
+
+def of_type(kind: str, level: float, metric: str) -> Quantity:
+    """A metric on the data of one type of shift at one level."""
+
+    def read(record: Record) -> Estimate | None:
+        found = [
+            one.types.get(kind, {}).get(metric) for one in record.labelled.values() if one.level == level and one.types
+        ]
+        return _mean([None if value is None else Estimate(value, None, 1) for value in found])
+
+    return read
 
 
 def at_level(level: float, metric: str) -> Quantity:
@@ -269,3 +297,29 @@ def _mean(values: Sequence[Estimate | None]) -> Estimate | None:
 def levels_of(comparison: Comparison) -> list[float]:
     """Levels of shift, 0 (the test set) among them."""
     return sorted({one.level for one in comparison.sets.values() if one.role in ("test", "shift")})
+
+
+def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Record]]) -> list[SetInfo]:
+    """The sets of outliers that all these records were evaluated on: means over other sets could not be compared."""
+    records = [record for found in methods.values() for record in found]
+    return [one for one in comparison.of_role("outlier") if all(one.name in record.outliers for record in records)]
+
+
+def runs_counted(methods: Mapping[str, Sequence[Record]]) -> str:
+    """How many runs these methods have: "4 runs", or "2 to 4 runs"."""
+    counts = [len(records) for records in methods.values()]
+    low, high = min(counts, default=0), max(counts, default=0)
+    if high == 1:
+        return "one run"
+    return f"{high} runs" if low == high else f"{low} to {high} runs"
+
+
+def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
+    """Over what the means of these methods are taken."""
+    counted = runs_counted(methods)
+    if counted == "one run":
+        return "One run, so no spread is known and nothing is bold."
+    return (
+        f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}. Bold: leads every other, run by run, by more than chance "
+        f"(Student's t, 95 %)."
+    )

@@ -25,6 +25,7 @@ __all__ = [
     "CostRow",
     "SuiteResults",
     "disagreements",
+    "known_scores",
     "listed",
     "read_suite",
     "read_suites",
@@ -41,9 +42,11 @@ ORDER = (
     "MultiSWAG",
     "MIMO",
     "LLLA",
+    "LLLA (distance)",
     "MIMO-MoLA",
     "MoLA",
     "MoLA (NLL)",
+    "MoLA (distance)",
     "MoLA (all layers)",
     "MoLA (subnetwork)",
 )
@@ -169,6 +172,35 @@ def read_suite(store: Store, name: str) -> SuiteResults:
         warnings=(*unread, *disagreements(name, records)),
         fingerprint=_fingerprint(place),
     )
+
+
+SCORE_ORDER = (
+    "max probability",
+    "entropy",
+    "GEN",
+    "mutual information",
+    "ood score",
+    "distance",
+    "energy",
+    "maximum logit",
+    "ViM",
+    "Mahalanobis",
+    "relative Mahalanobis",
+    "Mahalanobis++",
+    "nearest neighbours",
+)
+
+
+def known_scores(suite: SuiteResults) -> list[str]:
+    """The scores that records hold: the known ones in their order, others after them."""
+    found = {
+        score
+        for records in suite.runs.values()
+        for record in records
+        for result in record.outliers.values()
+        for score in result.scores
+    }
+    return [score for score in SCORE_ORDER if score in found] + sorted(found - set(SCORE_ORDER))
 
 
 def _fingerprint(folder: Path) -> str:

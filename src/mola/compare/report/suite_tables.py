@@ -8,19 +8,35 @@ from typing import Any, Literal
 
 from mola.compare.record import Record, SetInfo
 from mola.compare.report import paper_numbers
-from mola.compare.report.estimate import Estimate, On, at_level, estimate, levels_of, mean_over, shifted
-from mola.compare.report.reading import MAIN, SuiteResults
+from mola.compare.report.estimate import (
+    EXCESS,
+    Estimate,
+    On,
+    Quantity,
+    at_level,
+    estimate,
+    levels_of,
+    mean_over,
+    of_type,
+    runs_words,
+    shared_outliers,
+    shifted,
+)
+from mola.compare.report.openood import openood_table
+from mola.compare.report.reading import MAIN, SuiteResults, known_scores
 from mola.compare.report.tables import Cell, Column, Number, Row, Shown, Table, make_table, records_table
 
 __all__ = [
+    "BY_TYPE",
     "GROUP_TITLES",
     "METRIC_NAMES",
+    "PAPERS_RULE",
     "TERMINAL",
     "ablation_groups",
-    "known_scores",
+    "compared_by_type",
     "paper_network",
-    "runs_counted",
     "suite_tables",
+    "type_differences",
 ]
 
 TERMINAL = ("outliers", "in-distribution", "cost")
@@ -34,8 +50,11 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
         "difference": _differences(suite),
         "scores": _score_digest(suite),
         **{f"scores {one.name}": _scores(suite, one.name) for one in suite.of_role("outlier")},
+        "openood": openood_table(suite),
         "in-distribution": _in_distribution(suite),
+        "risk": _risk(suite),
         **{f"shift {metric}": _along_shift(suite, metric) for metric in METRIC_NAMES},
+        **{f"types {metric}": _by_type(suite, metric) for metric in BY_TYPE},
         "variants": _variants(suite),
         **{f"ablation {group}": _ablation(suite, group) for group in ablation_groups(suite)},
         "cost": _cost(suite),
@@ -69,26 +88,6 @@ def _paper_name(method: str) -> str:
     return f"paper: {method}"
 
 
-def runs_counted(methods: Mapping[str, Sequence[Record]]) -> str:
-    """How many runs these methods have: "4 runs", or "2 to 4 runs"."""
-    counts = [len(records) for records in methods.values()]
-    low, high = min(counts, default=0), max(counts, default=0)
-    if high == 1:
-        return "one run"
-    return f"{high} runs" if low == high else f"{low} to {high} runs"
-
-
-def _runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
-    """Over what the means of these methods are taken."""
-    counted = runs_counted(methods)
-    if counted == "one run":
-        return "One run, so no spread is known and nothing is bold."
-    return (
-        f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}. Bold: leads every other, run by run, by more than chance "
-        f"(Student's t, 95 %)."
-    )
-
-
 def _outliers(suite: SuiteResults) -> Table | None:
     """Mean confidence in every set, and how well outliers are told apart by confidence; the paper's rows below."""
     sets = suite.of_role("outlier")
@@ -98,7 +97,7 @@ def _outliers(suite: SuiteResults) -> Table | None:
     titles = ["test MMC", *(f"{one.title} {kind}" for one in sets for kind in ("MMC", "AUROC"))]
     aside = {_paper_name(method): [row.get(title) for title in titles] for method, row in paper.items()}
     caption = (
-        f"In %. {_runs_words(suite.runs)} MMC: mean confidence. AUROC: how well outliers are told from test data by low "
+        f"In %. {runs_words(suite.runs)} MMC: mean confidence. AUROC: how well outliers are told from test data by low "
         f"confidence; 50 is guessing."
     )
     caption += _paper_words(suite, bool(aside))
@@ -179,12 +178,32 @@ def _in_distribution(suite: SuiteResults) -> Table | None:
     if "test" not in suite.sets or not suite.runs:
         return None
     caption = (
-        f"{suite.sets['test'].count} test data. {_runs_words(suite.runs)} NLL: log loss. ECE, MCE: expected and largest "
+        f"{suite.sets['test'].count} test data. {runs_words(suite.runs)} NLL: log loss. ECE, MCE: expected and largest "
         f"calibration error. Legacy: the error as published scripts compute it, without all predictions of confidence 0.99 "
         f"and more; only to compare with published figures. AURC: area under the risk-coverage curve."
     )
     shown = [Shown(column, On("test", metric), factor) for metric, column, factor in IN_DISTRIBUTION]
     return records_table(f"{suite.title}: in distribution", caption, suite.runs, shown)
+
+
+def _risk(suite: SuiteResults) -> Table | None:
+    """What is wrong among the predictions that remain where the least sure ones are refused."""
+    levels = levels_of(suite)
+    if not levels or not suite.runs:
+        return None
+    shown = [
+        Shown(Column(f"{level:g}", f"AURC %, {suite.axis}", "low", 2), at_level(level, "aurc"), 100) for level in levels
+    ]
+    shown.append(Shown(Column("test", "excess %", "low", 3), On("test", EXCESS), 100))
+    if len(levels) > 1:
+        shown.append(Shown(Column("shifted", "excess %", "low", 2), shifted(EXCESS), 100))
+    caption = (
+        f"{runs_words(suite.runs)} AURC: error rate among the predictions that a method is surest of, mean over all shares of "
+        f"them (Geifman et al., 2019); lower is better, refusing at random gives the error rate. Excess: less the AURC of refusing "
+        f"all errors first, so that of two methods with other accuracies only the order of predictions counts"
+        f"{'; shifted: mean over levels' if len(levels) > 1 else ''}."
+    )
+    return records_table(f"{suite.title}: risk and coverage", caption, suite.runs, shown)
 
 
 def _along_shift(suite: SuiteResults, metric: str) -> Table | None:
@@ -238,38 +257,13 @@ def _curves(
     name = METRIC_NAMES[metric]
     unit = ", in %" if factor == 100 else ""
     what = f"{name[0].upper()}{name[1:]}{unit}"
-    caption = f"{what}. {_runs_words(methods)} 0 is the test set as it is.{more}"
+    caption = f"{what}. {runs_words(methods)} 0 is the test set as it is.{more}"
     return records_table(title, caption, methods, shown, aside)
 
 
-SCORE_ORDER = (
-    "max probability",
-    "entropy",
-    "mutual information",
-    "ood score",
-    "energy",
-    "maximum logit",
-    "Mahalanobis",
-    "relative Mahalanobis",
-    "nearest neighbours",
-)
-
-
-def known_scores(suite: SuiteResults) -> list[str]:
-    """The scores that records hold: the known ones in their order, others after them."""
-    found = {
-        score
-        for records in suite.runs.values()
-        for record in records
-        for result in record.outliers.values()
-        for score in result.scores
-    }
-    return [score for score in SCORE_ORDER if score in found] + sorted(found - set(SCORE_ORDER))
-
-
 def _score_digest(suite: SuiteResults) -> Table | None:
-    """AUROC by score and method, the mean over all sets of outliers."""
-    sets, scores = suite.of_role("outlier"), known_scores(suite)
+    """AUROC by score and method, the mean over all sets of outliers that every record has."""
+    sets, scores = shared_outliers(suite, suite.runs), known_scores(suite)
     if not sets or not scores:
         return None
     names = [one.name for one in sets]
@@ -278,36 +272,113 @@ def _score_digest(suite: SuiteResults) -> Table | None:
         for score in scores
     }
     caption = (
-        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {_runs_words(suite.runs)} The scores of "
+        f"AUROC in %, mean over {', '.join(one.title for one in sets)}. {runs_words(suite.runs)} The scores of "
         f"a method compete with each other. Higher scores mean more outlying; the sign of confidence and of logits is turned."
     )
     columns = [Column(method, better="high") for method in suite.runs]
-    return make_table(f"{suite.title}: outliers by every score", caption, columns, values)
+    return make_table(f"{suite.title}: outliers by every score", caption + _own_scores(suite), columns, values)
+
+
+def _own_scores(suite: SuiteResults) -> str:
+    """Which score a posterior's own is, where records say so."""
+    found: dict[str, list[str]] = {}
+    for method, records in suite.runs.items():
+        for name in dict.fromkeys(
+            str(record.chosen["ood_score"]) for record in records if "ood_score" in record.chosen
+        ):
+            found.setdefault(name, []).append(method)
+    told = "; ".join(f"{name} of {', '.join(methods)}" for name, methods in found.items())
+    return f" The ood score is: {told}." if told else ""
 
 
 def _scores(suite: SuiteResults, name: str) -> Table | None:
     """One set of outliers: every method by every score that it has."""
-    columns = [
-        Column("AUROC", better="high"),
-        Column("AUPR in", better="high"),
-        Column("AUPR out", better="high"),
-        Column("FPR95", better="low"),
-    ]
-    values: dict[str, list[Number]] = {}
-    for method, records in suite.runs.items():
-        for score in known_scores(suite):
-            row: list[Number] = [
-                estimate(records, On(name, metric, score), 100) for metric in ("auroc", "aupr_in", "aupr_out", "fpr95")
-            ]
-            if any(number is not None for number in row):
-                values[f"{method}, {score}"] = row
-    if not values:
+    columns = {
+        "auroc": Column("AUROC", better="high"),
+        "aupr_in": Column("AUPR in", better="high"),
+        "aupr_out": Column("AUPR out", better="high"),
+        "fpr95": Column("FPR95", better="low"),
+        "fpr95_out": Column("FPR95 out", better="low"),
+    }
+    found: dict[str, dict[str, Estimate | None]] = {
+        f"{method}, {score}": {metric: estimate(records, On(name, metric, score), 100) for metric in columns}
+        for method, records in suite.runs.items()
+        for score in known_scores(suite)
+    }
+    known = [metric for metric in columns if any(row[metric] is not None for row in found.values())]
+    if not known:
         return None
+    values: dict[str, list[Number]] = {
+        named: [row[metric] for metric in known]
+        for named, row in found.items()
+        if any(number is not None for number in row.values())
+    }
     caption = (
-        f"In %. {_runs_words(suite.runs)} AUPR in, out: area under precision and recall with test data, or outliers, as the "
+        f"In %. {runs_words(suite.runs)} AUPR in, out: area under precision and recall with test data, or outliers, as the "
         f"positive class. FPR95: share of outliers taken for test data where 95% of the test data are."
     )
-    return make_table(f"{suite.sets[name].title}: every method by every score", caption, columns, values)
+    if "fpr95_out" in known:
+        caption += " FPR95 out: share of test data taken for outliers where 95% of the outliers are."
+    return make_table(
+        f"{suite.sets[name].title}: every method by every score", caption, [columns[one] for one in known], values
+    )
+
+
+BY_TYPE = {"nll": ("log loss (NLL)", 3, 1), "ece": ("calibration error (ECE) in %", 1, 100)}
+"""Metrics that are shown by type of shift: what they are, digits, and the factor to their unit."""
+
+PAPERS_RULE = "MoLA"
+NOT_THE_PAPERS = ("MoLA (distance)", "MoLA (NLL)", "DE-T", "DE")
+"""What is compared with the paper's rule, type by type: the first of these that records know."""
+
+
+def compared_by_type(suite: SuiteResults) -> str | None:
+    """The method that is compared with the paper's rule type by type, if both have results by type."""
+
+    def typed(method: str) -> bool:
+        return any(one.types for record in suite.runs.get(method, ()) for one in record.labelled.values())
+
+    return next((method for method in NOT_THE_PAPERS if typed(method)), None) if typed(PAPERS_RULE) else None
+
+
+def _types(suite: SuiteResults) -> tuple[list[str], list[float]]:
+    """Types of shift and levels that records of the paper's rule know, in their order."""
+    found = [one for record in suite.runs.get(PAPERS_RULE, ()) for one in record.labelled.values() if one.types]
+    return list(dict.fromkeys(kind for one in found for kind in one.types)), sorted({one.level for one in found})
+
+
+def type_differences(suite: SuiteResults, metric: str) -> dict[str, dict[float, Estimate | None]]:
+    """By type of shift and level: a metric of the method compared minus that of the paper's rule, in its unit."""
+    other, (kinds, levels) = compared_by_type(suite), _types(suite)
+    if other is None:
+        return {}
+    factor = BY_TYPE[metric][2]
+
+    def gap(quantity: Quantity) -> Estimate | None:
+        mine, theirs = (estimate(suite.runs[method], quantity, factor) for method in (other, PAPERS_RULE))
+        return None if mine is None or theirs is None else mine.minus(theirs)
+
+    return {kind: {level: gap(of_type(kind, level, metric)) for level in levels} for kind in kinds}
+
+
+def _by_type(suite: SuiteResults, metric: str) -> Table | None:
+    """Differences from the paper's rule for every type of shift."""
+    found, other = type_differences(suite, metric), compared_by_type(suite)
+    if not found or other is None:
+        return None
+    title, digits, _ = BY_TYPE[metric]
+    levels = list(next(iter(found.values())))
+    columns = [Column(f"{level:g}", suite.axis, digits=digits) for level in levels]
+    values: dict[str, list[Number]] = {
+        kind.replace("_", " "): [row[level] for level in levels] for kind, row in found.items()
+    }
+    counted = {method: suite.runs[method] for method in (other, PAPERS_RULE)}
+    noise = " With few data in each cell, chance alone lifts every calibration error; much of that cancels here."
+    caption = (
+        f"{title[0].upper()}{title[1:]} of {other} minus that of {PAPERS_RULE}: below 0, {other} is better. {runs_words(counted)} "
+        f"Types were dealt over the test data, so that each row is of other images.{noise if metric == 'ece' else ''}"
+    )
+    return make_table(f"{suite.shift_title} by type: {title}, {other} minus {PAPERS_RULE}", caption, columns, values)
 
 
 GROUP_TITLES = {
@@ -327,7 +398,8 @@ def ablation_groups(suite: SuiteResults) -> list[str]:
 
 def _ablation(suite: SuiteResults, group: str) -> Table:
     """In distribution, under shift and against outliers, for every variant."""
-    outliers = [one.name for one in suite.of_role("outlier")]
+    sets = shared_outliers(suite, suite.groups[group])
+    outliers, every = [one.name for one in sets], len(sets) == len(suite.of_role("outlier"))
     shown = [
         Shown(Column("NLL", "test", "low", 4), On("test", "nll")),
         Shown(Column("ECE %", "test", "low", 2), On("test", "ece"), 100),
@@ -340,8 +412,8 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
         Shown(Column("AUROC", "outliers", "high", 2), mean_over(outliers, "auroc"), 100),
     ]
     caption = (
-        f"{_runs_words(suite.groups[group])} Shifted: mean over all levels of {suite.shift_title}. Outliers: mean over all "
-        f"sets, told apart by confidence."
+        f"{runs_words(suite.groups[group])} Shifted: mean over all levels of {suite.shift_title}. Outliers: mean over "
+        f"{'all sets' if every else ', '.join(one.title for one in sets)}, told apart by confidence."
     )
     return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, suite.groups[group], shown)
 
@@ -375,9 +447,9 @@ def _settings(suite: SuiteResults) -> Table:
             cells = [_plain(records[0].settings.get(key)) for key in SETTINGS]
             others = {key: value for key, value in records[0].settings.items() if key not in SETTINGS}
             cells.append(", ".join(f"{key} {_plain(value)}" for key, value in others.items()))
-            cells += [_chosen(records, "prior_precision"), _chosen(records, "temperature")]
+            cells += [_chosen(records, key) for key in ("prior_precision", "temperature", "distance_exponent")]
             rows.append(Row(method, tuple(Cell(cell) for cell in cells)))
-    columns = [*SETTINGS, "other", "prior precision", "temperature"]
+    columns = [*SETTINGS, "other", "prior precision", "temperature", "distance exponent"]
     # A column that says nothing of any method is left out.
     known = [index for index in range(len(columns)) if any(row.cells[index].text for row in rows)]
     return Table(

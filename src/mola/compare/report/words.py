@@ -14,10 +14,10 @@ from mola.compare.demo_result import COOLED, DemoResult
 from mola.compare.measured import CLEAR, Lead
 from mola.compare.record import Comparison, OutlierResult, Record, SetInfo
 from mola.compare.report import paper_numbers
-from mola.compare.report.estimate import On, Quantity, Ranking, estimate, levels_of, ranking, shifted
-from mola.compare.report.reading import SuiteResults, listed
+from mola.compare.report.estimate import On, Quantity, Ranking, estimate, levels_of, ranking, runs_counted, shifted
+from mola.compare.report.reading import SuiteResults, known_scores, listed
 from mola.compare.report.single_run_tables import SCORE_NAMES, worst_classes
-from mola.compare.report.suite_tables import GROUP_TITLES, METRIC_NAMES, known_scores, paper_network, runs_counted
+from mola.compare.report.suite_tables import GROUP_TITLES, METRIC_NAMES, paper_network
 
 __all__ = [
     "DEMO_FIGURES",
@@ -121,6 +121,11 @@ SUITE_FIGURES = {
         "histogram stays left of the outline.",
     ),
     "shift": ("As the data shift", BANDS),
+    "types": (
+        "Type by type, against the paper's rule",
+        "Differences from MoLA tuned by the paper's rule, means over runs: blue where the other is better, orange where it is "
+        "worse. Each row is of other test images.",
+    ),
     "reliability": (RELIABILITY[0], f"{RELIABILITY[1]} All runs together."),
     "examples": (
         "Example images, with the confidence of each method",

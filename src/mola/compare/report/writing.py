@@ -27,13 +27,14 @@ from mola.compare.report.curve_figures import (
     suite_shift,
 )
 from mola.compare.report.estimate import levels_of
+from mola.compare.report.heat_maps import suite_types
 from mola.compare.report.page import SuiteReport, demo_page, evaluation_page, suites_page
 from mola.compare.report.picture_figures import demo_moons, draw_examples, example_sets
 from mola.compare.report.reading import SuiteResults
 from mola.compare.report.rendering import Drawn, Maker, drawing_key, kept_or_drawn, render, write_figure
 from mola.compare.report.single_run_tables import FEW, class_table, evaluation_tables
 from mola.compare.report.style import Figure, Shape
-from mola.compare.report.suite_tables import ablation_groups, suite_tables
+from mola.compare.report.suite_tables import ablation_groups, compared_by_type, suite_tables
 from mola.compare.report.tables import as_markdown, latex_document
 from mola.errors import OptionError
 
@@ -209,6 +210,8 @@ def suite_figures(suite: SuiteResults) -> dict[str, Maker]:
         figures["histograms"] = histograms
     if suite.runs and len(levels) > 1:
         figures["shift"] = partial(suite_shift, suite)
+    if compared_by_type(suite) is not None:
+        figures["types"] = partial(suite_types, suite)
     if suite.runs and levels:
         # The test set, the middle of the shift and its end.
         shown = sorted({levels[0], levels[len(levels) // 2], levels[-1]})

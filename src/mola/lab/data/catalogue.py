@@ -23,7 +23,13 @@ from mola.lab.data.files import Original, checksum, find
 from mola.lab.data.files import verify as verify_file
 from mola.lab.data.folder import Preparation, image_files, open_folder
 from mola.lab.data.images import Images, split_validation
-from mola.lab.data.readers import read_cifar_binary, read_cifar_python, read_idx_pair, read_svhn
+from mola.lab.data.readers import (
+    read_cifar_binary,
+    read_cifar_python,
+    read_colour_arrays,
+    read_idx_pair,
+    read_svhn,
+)
 from mola.options import one_of
 
 __all__ = [
@@ -47,6 +53,7 @@ __all__ = [
     "notmnist",
     "split_validation",
     "svhn",
+    "tinyimagenet",
 ]
 
 
@@ -429,6 +436,28 @@ def svhn() -> Dataset:
     )
 
 
+def tinyimagenet() -> Dataset:
+    """TinyImageNet's validation images, shrunk to 32 x 32 pixels, without classes that CIFAR-10 knows: near outliers of it."""
+
+    def read(paths: Sequence[Path]) -> Images:
+        return read_colour_arrays(paths[0])
+
+    return Dataset(
+        name="tinyimagenet",
+        title="TinyImageNet, shrunk to 32 x 32",
+        classes=1,
+        shape=(3, 32, 32),
+        counts={},  # which classes are left out is for who makes the file to say
+        layouts={"test": (FileLayout(("tinyimagenet", "TinyImageNet"), ("val_32x32.npz",), read),)},
+        originals={},
+        archives={},
+        hint=(
+            "an array `images` (n, 32, 32, 3) of bytes, made from tiny-imagenet-200/val without what CIFAR-10 shows too,\n"
+            "  from http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+        ),
+    )
+
+
 def fetch(dataset: Dataset, split: str, directory: Path, *, progress: bool = True) -> None:
     """Download what a split needs into the folder where torchvision would have put it.
 
@@ -599,6 +628,7 @@ DATASETS: Mapping[str, Dataset] = MappingProxyType(
             cifar100(),
             svhn(),
             lsun(),
+            tinyimagenet(),
         )
     }
 )

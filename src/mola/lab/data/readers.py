@@ -308,6 +308,36 @@ def read_svhn(path: Path) -> Images:
     return Images(torch.from_numpy(np.ascontiguousarray(pixels)), torch.from_numpy(labels))
 
 
+def read_colour_arrays(path: Path) -> Images:
+    """The images of a .npz file that has them in `images`, all labelled 0: outliers belong to no class.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Images (n, 3, 32, 32).
+
+    Raises:
+        DataError: if the file is not whole, or holds something else.
+    """
+    try:
+        with np.load(BytesIO(read_bytes(path)), allow_pickle=False) as arrays:
+            pixels = arrays["images"]
+    except (OSError, EOFError, LookupError, ValueError, TypeError, NotImplementedError, *BROKEN) as error:
+        message = (
+            f"{path} ({path.stat().st_size:,} bytes) is not a whole .npz file with an array `images`: "
+            f"{type(error).__name__}: {error}. {FETCH_AGAIN}"
+        )
+        raise DataError(message) from error
+    if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1:] != (SIDE, SIDE, 3):
+        message = (
+            f"{path}: expected `images` of shape (n, {SIDE}, {SIDE}, 3) in bytes, got {pixels.shape} of {pixels.dtype}."
+        )
+        raise DataError(message)
+    planes = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
+    return Images(planes, torch.zeros(len(planes), dtype=torch.int64))
+
+
 def _mat() -> Callable[[BytesIO], tuple[np.ndarray, np.ndarray]]:
     """A reader of .mat files.
 

@@ -1,4 +1,4 @@
-"""Transformations of images: random flips and shifts for training, and rotations as a gradual shift."""
+"""Transformations of images: random flips and shifts for training, rotations as a gradual shift, grey images as colour ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 from mola.errors import DataError, OptionError
 from mola.options import one_of
 
-__all__ = ["flip_and_crop", "rotate"]
+__all__ = ["flip_and_crop", "in_colour", "rotate"]
 
 
 def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
@@ -105,3 +105,30 @@ def _nearest(images: Tensor, degrees: float) -> Tensor:
     inside = ((x >= 0) & (x < width) & (y >= 0) & (y < height)).to(images.device)
     source = (y.clamp(0, height - 1) * width + x.clamp(0, width - 1)).to(images.device)
     return images.flatten(-2)[..., source] * inside
+
+
+def in_colour(pixels: Tensor, side: int) -> Tensor:
+    """Images as a network for square colour images takes them: grey ones repeated in three channels, others resized.
+
+    Resized as by Pillow's bilinear filter, first along rows and then along columns, rounded to bytes after each.
+
+    Args:
+        pixels: (n, 1 or 3, height, width) in uint8.
+        side: of the result, in pixels.
+
+    Returns:
+        (n, 3, side, side) in uint8; images that have this shape are returned as they are.
+
+    Raises:
+        DataError: if the images are not bytes, or have another number of channels.
+    """
+    if pixels.ndim != 4 or pixels.shape[1] not in (1, 3) or pixels.dtype != torch.uint8:
+        message = f"expected images (n, 1 or 3, height, width) in uint8, got {tuple(pixels.shape)} in {pixels.dtype}."
+        raise DataError(message)
+    height = pixels.shape[2]
+    for size in ((height, side), (side, side)):
+        if tuple(pixels.shape[2:]) != size:
+            values = functional.interpolate(pixels.float(), size, mode="bilinear", align_corners=False, antialias=True)
+            # Halves are rounded up, as Pillow does: `round` would round them to even numbers.
+            pixels = (values + 0.5).floor().clamp(0, 255).to(torch.uint8)
+    return pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels

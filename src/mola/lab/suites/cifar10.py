@@ -11,6 +11,7 @@ from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, corru
 from mola.lab.data.catalogue import split_validation
 from mola.lab.data.cifar10_c import has_cifar10_c, load_cifar10_c
 from mola.lab.data.images import Images
+from mola.lab.data.transforms import in_colour
 from mola.lab.models import build_network
 from mola.lab.suite import Budget, DataOptions, Shift, Source, Suite, SwagBudget
 from mola.lab.suites.image_sources import (
@@ -30,8 +31,17 @@ __all__ = ["CIFAR10", "CORRUPTION_SETS", "corrupted"]
 CORRUPTION_SETS = {"paper": PAPER_CORRUPTIONS, "all": CORRUPTIONS}
 CORRUPTION_SEED = 0
 SEVERITIES = (1, 2, 3, 4, 5)
+SIDE = 32
+"""Pixels of an image's side."""
 
-OUTLIERS = {"svhn": "SVHN", "lsun": "LSUN", "cifar100": "CIFAR-100"}
+OUTLIERS = {
+    "svhn": "SVHN",
+    "lsun": "LSUN",
+    "cifar100": "CIFAR-100",
+    "tinyimagenet": "TinyImageNet",
+    "mnist": "MNIST",
+}
+"""The paper's three, and two more of OpenOOD's."""
 
 AUTHORS = {"svhn": "svhn-own", "lsun": "lsun-own", "cifar100": "cifar100-own"}
 """Normalisations that the paper's scripts give the outliers."""
@@ -84,6 +94,11 @@ def _is_published(types: tuple[str, ...], options: DataOptions) -> bool:
     return False
 
 
+def _fitted(images: Images) -> Images:
+    """Outliers of other sizes as the networks take them; of the right size, as they are."""
+    return Images(in_colour(images.pixels, SIDE), images.labels)
+
+
 def _sources(options: DataOptions) -> dict[str, Source]:
     types = CORRUPTION_SETS[one_of(options.corruptions, tuple(CORRUPTION_SETS), "corruptions")]
     test = test_images("cifar10", options)
@@ -108,13 +123,14 @@ def _sources(options: DataOptions) -> dict[str, Source]:
             change=change(severity),
             changed_by=("corruption", severity, list(types), *made_by),
             level=severity,
+            types=types,
         )
         for severity in SEVERITIES
     }
     return {
         **in_distribution("cifar10", "CIFAR-10", "cifar10", options),
         **severities,
-        **outlier_sources(options, "cifar10", OUTLIERS, AUTHORS),
+        **outlier_sources(options, "cifar10", OUTLIERS, AUTHORS, _fitted),
     }
 
 
@@ -134,6 +150,7 @@ CIFAR10 = Suite(
     notes=(
         "At each severity every test image is corrupted once, the types dealt in turn. Without the published files in the data "
         "directory the images are generated from the published parameters, frost with a synthetic texture.",
+        "MNIST as outliers: enlarged to 32 x 32 pixels (bilinear) and repeated in three colours, as OpenOOD does.",
     ),
 )
 """The paper's CIFAR-10-C and CIFAR-10 against outliers. Its threshold of 0.94 is for networks of 94.8 %."""

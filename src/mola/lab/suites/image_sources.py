@@ -54,6 +54,7 @@ def image_source(
     change: Change = lambda images: images,
     changed_by: tuple[Any, ...] = (),
     level: float = 0.0,
+    types: tuple[str, ...] = (),
 ) -> Source:
     """A source of images in memory.
 
@@ -67,6 +68,7 @@ def image_source(
         change: what is done to them.
         changed_by: plain values that name it.
         level: how far they are shifted.
+        types: kinds of shift that are dealt over them in turn.
 
     Returns:
         The source.
@@ -84,6 +86,7 @@ def image_source(
         change=change,
         level=level,
         batch_size=size,
+        types=types,
     )
 
 
@@ -117,7 +120,11 @@ def in_distribution(name: str, title: str, normalised: str, options: DataOptions
 
 
 def outlier_sources(
-    options: DataOptions, normalised: str, titles: Mapping[str, str], authors: Mapping[str, str]
+    options: DataOptions,
+    normalised: str,
+    titles: Mapping[str, str],
+    authors: Mapping[str, str],
+    change: Change = lambda images: images,
 ) -> dict[str, Source]:
     """Sets of outliers; one that is not in the data directory is left out, and said so.
 
@@ -126,6 +133,7 @@ def outlier_sources(
         normalised: the normalisation of the data in distribution.
         titles: of the sets, by name.
         authors: the normalisations that the paper's scripts give some of them.
+        change: makes images of other sizes what the networks take.
 
     Returns:
         The sources, by name.
@@ -135,7 +143,7 @@ def outlier_sources(
         images = _outliers(name, options)
         if images is not None:
             own = authors.get(name, normalised) if options.conventions == "authors" else normalised
-            sources[name] = image_source(options, own, name, title, "outlier", images)
+            sources[name] = image_source(options, own, name, title, "outlier", change(images))
     return sources
 
 
