@@ -597,6 +597,19 @@ def test_the_verdict_says_who_says_what_and_why():
     assert len(verdict(opinions_of([sure, sure, sure]), replace(subject, reference=None))) == 1
 
 
+def test_the_verdict_says_what_caution_by_distance_takes():
+    subject = make_subject((1, 8, 8), reference=None)
+    rows = [(0.98, 0.01, 0.01, 0.0)] * 2 + [(0.6, 0.2, 0.1, 0.1)]
+    far, long, near = (
+        " ".join(verdict(opinions_of(rows, distance=distance, uncooled=uncooled), subject))
+        for distance, uncooled in ((2.31, 0.95), (1.0, 0.95), (2.31, 0.601))
+    )
+    lowers = "Caution by distance lowers MoLA's confidence from 95.0 % to 60.0 %: "
+    assert lowers + "the picture is 2.3 times as far from the training classes as usual." in far
+    assert lowers + "its features are stronger than usual." in long
+    assert "Caution" not in near
+
+
 @pytest.mark.parametrize(
     ("epistemic", "alone", "much", "ambiguous"),
     [

@@ -105,12 +105,18 @@ def test_mola_is_less_sure_of_outliers_than_map_and_tells_them_apart_better(resu
     assert found["LLLA"].confidence < found["MAP"].confidence
 
 
-def test_the_ood_score_sees_direction_and_not_length(result):
+def test_the_ood_score_tells_noise_apart_better_than_confidence(result):
     for method in ("LLLA", "MoLA"):
+        found = outliers(result, "noise")[method]
+        assert auroc(found, "ood score") > auroc(found)
+
+
+@pytest.mark.xfail(strict=True, reason="the energy of inputs that are scaled away is that of very typical ones")
+def test_scaled_away_nothing_becomes_less_outlying(result):
+    for method in ("LLLA", "MoLA", COOLED):
         scores = {kind: auroc(outliers(result, kind)[method], "ood score") for kind in ("noise", FAR, FAR_DIGITS)}
-        assert scores[FAR] == pytest.approx(scores["noise"], abs=1e-3)
-        assert scores[FAR_DIGITS] == pytest.approx(0.5, abs=1e-3)
-        assert scores["noise"] > auroc(outliers(result, "noise")[method])
+        assert scores[FAR] > scores["noise"] - 1e-3
+        assert scores[FAR_DIGITS] > 0.5 - 1e-3
 
 
 def test_rotation_hurts_mola_less(result):
