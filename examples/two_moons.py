@@ -1,8 +1,8 @@
-"""Two moons: how confident are MAP, a deep ensemble, LLLA and MoLA, near the data and far from them?
+"""Two moons: how confident are MAP, a deep ensemble, LLLA and MoLA, near the data and far from them? MoLA also by distance.
 
     python examples/two_moons.py
 
-Trains five small networks on two interleaved half circles, and compares the confidence of four methods over the plane.
+Trains five small networks on two interleaved half circles, and compares the confidence of the methods over the plane.
 Prints a table and draws a map for each method. About five seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
@@ -51,7 +51,10 @@ def main() -> None:
         "MAP": mola.ensemble(networks[0]),
         "deep ensemble": mola.ensemble(networks),
         "LLLA": mola.fit(networks[0], [train_set], [val_set]),
-        "MoLA": mola.fit(networks, [train_set], [val_set]),
+        "MoLA": (posterior := mola.fit(networks, [train_set], [val_set], rule="threshold")),
+        "MoLA, distance": posterior.tune(
+            [val_set], rule="distance"
+        ),  # as sure of the validation data, and not far away
     }
 
     # How sure each method is on new data, and on circles ever farther away.
@@ -74,7 +77,7 @@ def draw(methods, data, path: Path) -> None:
     axis = torch.linspace(-REACH, REACH, 161)
     plane = torch.cartesian_prod(axis, axis).flip(1)
     points, labels = data
-    figure, panels = plt.subplots(1, 4, figsize=(13, 3.7), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, len(methods), figsize=(16, 3.7), sharey=True, layout="constrained")
     for panel, (name, method) in zip(panels, methods.items(), strict=True):
         confidence = method(plane).amax(1).reshape(len(axis), len(axis))
         shown = panel.imshow(

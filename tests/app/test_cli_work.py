@@ -23,7 +23,7 @@ from mola.app.jobs.folder import open_posterior
 from mola.errors import OptionError
 from tests.own_work import CLASSES, make_desk
 
-NUMBERS = ("confidence", "entropy", "epistemic", "ood_score")
+NUMBERS = ("confidence", "entropy", "epistemic", "ood_score", "distance")
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +146,46 @@ def test_info_for_people_and_for_programs(posterior, mola_command):
         "parameters and buffers",
         "intact",
         "false alarms",
+        "distances from the training classes are known",
     ):
         assert words in " ".join(out.split()), words
     code, out, err = mola_command("info", posterior, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["components"] == 3
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_caution_by_distance_from_fit_to_evaluate(desk, tmp_path, mola_command):
+    place = tmp_path / "posterior"
+    code, out, _ = mola_command(*arguments(desk, place, "--rule", "distance", "--price", "0.3"))
+    told = " ".join(out.split())
+    exponent = open_posterior(place).posterior.distance_exponent
+    assert code == 0
+    assert exponent > 0
+    assert f"distance exponent {exponent:.4g}, by Distance: at most 30 % more log loss" in told
+    assert "Note: caution costs, on the validation data: log loss" in told
+    again = tmp_path / "again"
+    assert mola_command("fit", "--config", place / "job.toml", "--output", again, "--quiet")[0] == 0
+    first, second = (json.loads((folder / "posterior.json").read_text()) for folder in (place, again))
+    assert first == second
+    told = " ".join(mola_command("info", place)[1].split())
+    assert f"cooling distance exponent {exponent:.4g}" in told
+    assert "caution costs" in told
+    code, out, _ = mola_command(
+        "evaluate", place, "--test", "test", "--output", tmp_path / "report", "--quiet", "--json"
+    )
+    found = json.loads(out)
+    assert code == 0
+    assert f"MoLA: logits are cooled by distance, with exponent {exponent:.4g}." in found["notes"]
+
+
+def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola_command):
+    place, output = tmp_path / "posterior", tmp_path / "out.csv"
+    assert mola_command(*arguments(desk, place, "--no-distances", "--quiet"))[0] == 0
+    assert "no distances" in " ".join(mola_command("info", place)[1].split())
+    assert json.loads(mola_command("info", place, "--json")[1])["has_distances"] is False
+    assert mola_command("predict", place, "test", "--output", output, "--quiet")[0] == 0
+    assert set(read(output)["distance"]) == {""}
 
 
 def read(path: Path) -> dict[str, list]:

@@ -380,11 +380,23 @@ def test_all_three_methods_say_what_their_public_forms_say(subject):
     assert opinions.epistemic == float(prediction.epistemic[0])
     assert opinions.aleatoric == pytest.approx(float(prediction.aleatoric[0]), abs=1e-7)
     assert opinions.score == float(prediction.ood_score[0])
+    assert opinions.distance == float(prediction.distance[0])
     assert opinions.confidence("MoLA") == float(prediction.confidence[0])
     assert opinions.label("MoLA") == int(prediction.label[0])
 
 
-def test_the_components_make_up_the_mixture(subject):
+@pytest.mark.parametrize("exponent", [0.0, 3.0])
+def test_the_components_make_up_the_mixture(subject, exponent):
+    plain = subject.posterior
+    subject = replace(subject, posterior=plain.with_distance_exponent(exponent))
+    assert Explorer(subject).look(noise(subject.sight.shape, 6), NEUTRAL).uncooled == (
+        None
+        if exponent == 0
+        else pytest.approx(
+            Explorer(replace(subject, posterior=plain)).look(noise(subject.sight.shape, 6), NEUTRAL).confidence("MoLA"),
+            abs=1e-6,
+        )
+    )
     opinions = Explorer(subject).look(noise(subject.sight.shape, 6), NEUTRAL)
     weights = [member.weight for member in opinions.members]
     assert weights == pytest.approx([0.5, 0.3, 0.2])
@@ -526,9 +538,28 @@ def test_words_compare_without_claiming_more_than_is_known():
 # --- words and figures --------------------------------------------------------------------------------------------------
 
 
-def opinions_of(probs, aleatoric=0.1, epistemic=0.2, score=0.0):
+def opinions_of(probs, aleatoric=0.1, epistemic=0.2, score=0.0, distance=None, uncooled=None):
     rows = {method: tuple(row) for method, row in zip(METHODS, probs, strict=True)}
-    return Opinions(rows, aleatoric, epistemic, score, (Member(1.0, rows["MAP"], rows["MoLA"]),))
+    return Opinions(rows, aleatoric, epistemic, score, (Member(1.0, rows["MAP"], rows["MoLA"]),), distance, uncooled)
+
+
+@pytest.mark.parametrize(
+    ("distance", "uncooled", "words"),
+    [
+        (
+            2.31,
+            0.87,
+            "1.0 is usual, this picture is 2.3 times as far. Without caution by distance MoLA would be 87.0 % sure.",
+        ),
+        (1.04, None, "1.0 is usual, this picture is no farther (1.0)."),
+        (250.4, None, "1.0 is usual, this picture is 250 times as far."),
+    ],
+)
+def test_the_distance_stands_beside_the_outlier_score(distance, uncooled, words):
+    opinions = opinions_of([(0.7, 0.1, 0.1, 0.1)] * 3, distance=distance, uncooled=uncooled)
+    for reference in (None, Reference((0.0, 1.0), (0.0, 1.0), 20, "val")):
+        assert words in "".join(parsed(score_card(opinions, reference)).text)
+    assert "data-distance" not in score_card(opinions_of([(0.7, 0.1, 0.1, 0.1)] * 3), None)
 
 
 def test_percentages_never_claim_certainty():
@@ -564,6 +595,19 @@ def test_the_verdict_says_who_says_what_and_why():
     centred = replace(subject, posterior=subject.posterior.with_link("probit-centered"))
     assert len(verdict(opinions_of([sure, sure, torn[::-1]], 0.9, 0.1, score=1.5), centred)) == 3
     assert len(verdict(opinions_of([sure, sure, sure]), replace(subject, reference=None))) == 1
+
+
+def test_the_verdict_says_what_caution_by_distance_takes():
+    subject = make_subject((1, 8, 8), reference=None)
+    rows = [(0.98, 0.01, 0.01, 0.0)] * 2 + [(0.6, 0.2, 0.1, 0.1)]
+    far, long, near = (
+        " ".join(verdict(opinions_of(rows, distance=distance, uncooled=uncooled), subject))
+        for distance, uncooled in ((2.31, 0.95), (1.0, 0.95), (2.31, 0.601))
+    )
+    lowers = "Caution by distance lowers MoLA's confidence from 95.0 % to 60.0 %: "
+    assert lowers + "the picture is 2.3 times as far from the training classes as usual." in far
+    assert lowers + "its features are stronger than usual." in long
+    assert "Caution" not in near
 
 
 @pytest.mark.parametrize(

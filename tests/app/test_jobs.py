@@ -74,6 +74,8 @@ def test_a_job_comes_back_from_its_file(desk, tmp_path):
         mean=(0.5, 0.4, 0.3),
         std=(1.0, 2.0, 3.0),
         threshold=0.8,
+        price=0.02,
+        distances=False,
         seed=3,
         strict=True,
     )
@@ -164,15 +166,21 @@ def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form
         ({"rule": "ece"}, mola.ValidationScore("ece")),
         ({"rule": "evidence"}, mola.Evidence()),
         ({"rule": "threshold", "threshold": 0.6}, mola.ConfidenceThreshold(confidence=0.6)),
+        ({"rule": "distance"}, mola.Distance()),
+        ({"rule": "distance", "price": 0.3}, mola.Distance(price=0.3)),
     ],
     ids=lambda one: one.get("rule") if isinstance(one, dict) else "",
 )
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_rules_are_those_of_the_library(desk, tmp_path, changes, rule):
-    chosen = run_fit(job_for(desk, **changes), tmp_path / "posterior").document["result"]["prior_precision"]
+    chosen = run_fit(job_for(desk, **changes), tmp_path / "posterior").document["result"]
     data = None if changes["rule"] == "evidence" else [desk.inputs("val")]
     expected = mola.fit(desk.networks(), [desk.inputs("train")], progress=False).tune(data, rule=rule, progress=False)
-    assert chosen == pytest.approx(expected.prior_precision, rel=1e-6)
+    assert chosen["prior_precision"] == pytest.approx(expected.prior_precision, rel=1e-6)
+    assert chosen["temperature"] == pytest.approx(expected.temperature, rel=1e-6)
+    assert chosen["distance_exponent"] == pytest.approx(expected.distance_exponent, rel=1e-3)
+    if "price" in changes:
+        assert expected.distance_exponent > 0, "something is paid"
 
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -206,6 +214,10 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
         ({"val": None}, "the rule 'threshold' needs validation data"),
         ({"val": None, "rule": "none", "mixing": "stacking"}, "the mixing 'stacking' needs validation data"),
         ({"rule": "nll", "threshold": 0.9}, "--threshold is for the rule 'threshold'"),
+        ({"rule": "nll", "price": 0.02}, "--price is for the rule 'distance', got the rule 'nll'"),
+        ({"rule": "distance", "price": 2.0}, "price must lie between 0 and 1, got 2.0"),
+        ({"rule": "distance", "val": None}, "the rule 'distance' needs validation data"),
+        ({"rule": "distance", "distances": False}, "needs the distances that --no-distances leaves out"),
         ({"rule": "outliers"}, "go together"),
         ({"outliers": "strange"}, "go together"),
         ({"mode": "CMYK"}, "mode must be one of RGB, L"),

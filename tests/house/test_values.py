@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 FILLED = [page for page in sorted(DOCS.rglob("*.md")) if re.search("<!-- (= |cut:)", page.read_text(encoding="utf-8"))]
-MEASURED = [DOCS / f"{name}.md" for name in ("choosing", "index", "laplace-torch", "method", "outliers")]
+MEASURED = [DOCS / f"{name}.md" for name in ("choosing", "distance", "index", "laplace-torch", "method", "outliers")]
 """Pages on which every decimal and every percentage must be a record's."""
 
 
@@ -77,6 +77,12 @@ def test_the_table_of_readme_is_that_of_the_record():
         assert found[name] == [f"{one['nll']:.3f}", *percent]
     scores = [f"{100 * rows['MoLA kron, threshold'][f'{name} auroc, ood_score']:.1f}" for name in ("SVHN", "CIFAR-100")]
     assert found["`ood_score` of either MoLA"] == ["", "", *scores]
+    moons = {name: 100 * value for name, value in _record("two_moons")["mean_far_confidence"].items()}
+    said = (
+        f"one network is {moons['MAP']:.0f} % sure, the ensemble {moons['DE']:.0f} %, MoLA by the paper's rule "
+        f"{moons['MoLA']:.0f} %, by distance {moons['MoLA (distance)']:.0f} %"
+    )
+    assert said in " ".join(text.split())
     far = {name: 100 * values[-1] for name, values in _record("leaving")["mean_confidence"].items()}
     assert (
         "one network stays at {MAP:.0f} %, the ensemble at {DE:.0f} %, MoLA falls to {MoLA:.0f} %".format(**far) in text

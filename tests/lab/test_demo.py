@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from mola.app.cli import app
-from mola.compare.demo_result import METHODS, DemoResult, DemoSettings
+from mola.compare.demo_result import COOLED, METHODS, DemoResult, DemoSettings
 from mola.compare.report.rendering import Drawn
 from mola.compare.report.single_run_tables import demo_tables
 from mola.compare.report.tables import Column, make_table
@@ -105,12 +105,18 @@ def test_mola_is_less_sure_of_outliers_than_map_and_tells_them_apart_better(resu
     assert found["LLLA"].confidence < found["MAP"].confidence
 
 
-def test_the_ood_score_sees_direction_and_not_length(result):
+def test_the_ood_score_tells_noise_apart_better_than_confidence(result):
     for method in ("LLLA", "MoLA"):
+        found = outliers(result, "noise")[method]
+        assert auroc(found, "ood score") > auroc(found)
+
+
+@pytest.mark.xfail(strict=True, reason="the energy of inputs that are scaled away is that of very typical ones")
+def test_scaled_away_nothing_becomes_less_outlying(result):
+    for method in ("LLLA", "MoLA", COOLED):
         scores = {kind: auroc(outliers(result, kind)[method], "ood score") for kind in ("noise", FAR, FAR_DIGITS)}
-        assert scores[FAR] == pytest.approx(scores["noise"], abs=1e-3)
-        assert scores[FAR_DIGITS] == pytest.approx(0.5, abs=1e-3)
-        assert scores["noise"] > auroc(outliers(result, "noise")[method])
+        assert scores[FAR] > scores["noise"] - 1e-3
+        assert scores[FAR_DIGITS] > 0.5 - 1e-3
 
 
 def test_rotation_hurts_mola_less(result):
@@ -150,6 +156,25 @@ def test_far_away_confidence_meets_its_limit_and_stays_below_the_bound(result, k
         assert (curve <= bound + 1e-6).all()
         assert limit < 0.999
     assert distance.curves[kind]["MAP"][-1] > 0.9999
+
+
+@pytest.mark.parametrize("kind", ["noise", "test digits"])
+def test_cooled_by_distance_far_away_is_a_guess(result, kind):
+    distance = result.distance
+    assert distance.limits[kind][COOLED] == pytest.approx(0.1, abs=1e-6)  # ten classes
+    assert distance.curves[kind][COOLED][-1] == pytest.approx(0.1, abs=1e-3)
+    assert outliers(result, FAR_DIGITS)[COOLED].confidence < 0.15 < outliers(result, FAR_DIGITS)["MoLA"].confidence
+    assert COOLED not in distance.bounds[kind], "the Theorem's bound is for logits that are not cooled"
+
+
+def test_caution_by_distance_is_spent_where_it_is_needed(result):
+    clean = labelled(result)
+    assert clean[COOLED]["nll"] < clean["MoLA"]["nll"] + 0.02
+    for angle in range(60, 121, 15):
+        assert labelled(result, angle)[COOLED]["confidence"] < labelled(result, angle)["MoLA"]["confidence"]
+    for kind in NEAR:
+        assert outliers(result, kind)[COOLED].confidence < outliers(result, kind)["MoLA"].confidence
+    assert result.moons.maps[COOLED].mean() < result.moons.maps["MoLA"].mean()
 
 
 def test_the_bound_bites_at_small_prior_precisions_and_is_never_crossed(result):
@@ -281,7 +306,7 @@ def test_a_table_marks_what_was_found_to_lead():
 def test_every_method_is_shown_by_every_score_that_it_has(result):
     for kind in (*NEAR, FAR, FAR_DIGITS):
         for method, found in outliers(result, kind).items():
-            own = {"ood score"} if method in ("LLLA", "MoLA") else set()
+            own = {"ood score"} if method not in ("MAP", "DE") else set()
             assert set(found.scores) == {"max probability", "entropy", "energy", "maximum logit"} | own, (kind, method)
     table = demo_tables(result.comparison)[-1]
     assert [row.name for row in table.rows].count("DE, energy") == 1

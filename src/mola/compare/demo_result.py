@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from mola.compare.record import Comparison, LabelledResult, OutlierResult, Role
 
-__all__ = ["METHODS", "TEST", "Array", "DemoResult", "DemoSettings", "DistanceResult", "MoonsResult"]
+__all__ = ["COOLED", "METHODS", "TEST", "Array", "DemoResult", "DemoSettings", "DistanceResult", "MoonsResult"]
 
-METHODS = ("MAP", "DE", "LLLA", "MoLA")
-"""One network, all of them, and both again with a Laplace approximation on the last layer."""
+COOLED = "MoLA (distance)"
+"""MoLA whose logits are cooled by the distance from the training classes."""
+
+METHODS = ("MAP", "DE", "LLLA", "MoLA", COOLED)
+"""One network, all of them, both again with a Laplace approximation on the last layer, and the last one cautious by distance."""
 
 Array = NDArray[np.float64]
 
@@ -47,9 +50,9 @@ class DistanceResult:
     curves: dict[str, dict[str, Array]]
     """By kind of input and method: mean confidence at each scale."""
     limits: dict[str, dict[str, float]]
-    """By kind of input and method (LLLA and MoLA): mean of the exact limit."""
+    """By kind of input and method with a Laplace approximation: mean of the exact limit."""
     bounds: dict[str, dict[str, float]]
-    """Likewise: mean of the Theorem's bound."""
+    """Likewise, of the methods that are not cooled by distance: mean of the Theorem's bound."""
     precisions: Array
     """Prior precisions tried for MoLA; what they give:"""
     test_confidence: Array

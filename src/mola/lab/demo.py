@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mola
-from mola.compare.demo_result import TEST, Array, DemoResult, DemoSettings, DistanceResult, MoonsResult
-from mola.compare.methods import LastLayer, four_methods
+from mola.compare.demo_result import COOLED, TEST, Array, DemoResult, DemoSettings, DistanceResult, MoonsResult
+from mola.compare.methods import LastLayer, four_methods, noting
 from mola.compare.record import Comparison, Pictures, Record, SetInfo
 from mola.compare.results import EXAMPLES, examples_of, labelled_leads, labelled_result, outlier_leads, outlier_result
 from mola.compare.tally import Answer, tally_set
@@ -39,6 +40,7 @@ __all__ = [
     "Progress",
     "build_network",
     "compare_on_digits",
+    "demo_methods",
     "map_moons",
     "one_thread",
     "outlier_sets",
@@ -62,6 +64,13 @@ SHOWN = (0, 45, 90)
 def build_network() -> nn.Sequential:
     """The network of the demo."""
     return digits_mlp(CLASSES)
+
+
+def demo_methods(networks: Sequence[nn.Module], train: Iterable[Any], validation: Iterable[Any]) -> dict[str, MoLA]:
+    """The four methods of the paper, and its mixture with logits that are cooled by distance, at the same price on validation data."""
+    methods = four_methods(networks, train, validation)
+    with noting():
+        return methods | {COOLED: methods["MoLA"].tune(validation, rule="distance", progress=False)}
 
 
 @dataclass(frozen=True)
@@ -188,7 +197,7 @@ def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor], test: Te
     """Scale inputs by up to a million, and compare with the exact limit and the Theorem's bound.
 
     Args:
-        methods: the four methods, of networks without biases.
+        methods: as of `demo_methods`, of networks without biases.
         kinds: inputs to scale, by name.
         test: in-distribution inputs.
         probe: which of `kinds` to follow over the prior precisions.
@@ -201,7 +210,9 @@ def walk_away(methods: Mapping[str, MoLA], kinds: Mapping[str, Tensor], test: Te
         kind: {name: _curve(method, inputs) for name, method in methods.items()} for kind, inputs in kinds.items()
     }
     limits = {kind: {name: _limit(method, inputs) for name, method in tuned.items()} for kind, inputs in kinds.items()}
-    bounds = {kind: {name: _bound(method, inputs) for name, method in tuned.items()} for kind, inputs in kinds.items()}
+    # Where logits are cooled by distance, the bound is another one for each input, and falls to 1/C with the limit.
+    even = {name: method for name, method in tuned.items() if method.distance_exponent == 0}
+    bounds = {kind: {name: _bound(method, inputs) for name, method in even.items()} for kind, inputs in kinds.items()}
     at = [methods["MoLA"].with_prior_precision(float(precision)) for precision in PRECISIONS]
     return DistanceResult(
         scales=SCALES,
@@ -257,7 +268,7 @@ def map_moons(settings: DemoSettings, on_epoch: Callable[[int, int], None], team
     data, val = two_moons(POINTS, seed=2 * settings.seed), two_moons(POINTS, seed=2 * settings.seed + 1)
     recipe = Recipe(epochs=settings.moons_epochs, batch_size=POINTS // 2, learning_rate=1e-2)
     networks = _ensemble(_build, data, recipe, settings, on_epoch, team)
-    methods = four_methods(networks, data.batches(), val.batches())
+    methods = demo_methods(networks, data.batches(), val.batches())
     size = settings.map_size
     plane = plane_points(REACH, size)
     maps = {
@@ -309,7 +320,7 @@ def run_demo(
             networks = _ensemble(build_network, digits.train, recipe, settings, trained, team)
         with _timed(seconds, "fit, tune and score"):
             progress("fitting, tuning and scoring", TRAINED)
-            methods = four_methods(networks, digits.train.batches(), digits.val.batches())
+            methods = demo_methods(networks, digits.train.batches(), digits.val.batches())
             on_digits = compare_on_digits(methods, networks, digits, outliers)
         with _timed(seconds, "walk away from the data"):
             progress("walking away from the data", FITTED)

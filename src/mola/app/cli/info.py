@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mola.app.cli.shared_options import Json
+from mola.app.cli.shared_options import Json, cooling_words
 from mola.options import counted
 
 __all__ = ["info"]
@@ -54,6 +54,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("last layer", f"{found['heads'][0]}: {found['features'][0]} features, {found['outputs']} classes"),
         ("structure", f"{found['structure']}, link {found['link']}, weights {found['weighting']}"),
         ("lambda", f"{precisions}, {'by ' + found['rule'] if found['rule'] else 'as given'}"),
+        ("cooling", _cooling(found)),
         *[("note", note) for note in found["notes"]],
         ("fitted on", counted(found["train_count"], "input")),
         ("files", f"{found['bytes']:,} bytes, intact; checksum {found['sha256'][:16]}"),
@@ -81,6 +82,15 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ]
     made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [*lines, ("made with", made), ("again", f"mola fit --config {found['job']}")]
+
+
+def _cooling(found: dict[str, Any]) -> str:
+    """What logits are divided by, and whether distances from the training classes are known."""
+    words = cooling_words(found["temperature"], found["distance_exponent"])
+    if found["has_distances"]:
+        return " and ".join(words) or "none; distances from the training classes are known"
+    why = "fitted with --no-distances, or by an older version of mola"
+    return f"{' and '.join(words) or 'none'}; no distances: {why}"
 
 
 def _alarm(validation: dict[str, Any]) -> str:

@@ -61,10 +61,11 @@ def predict(
 ) -> None:
     """Predict with honest confidence: one row for each input.
 
-    Each row has the name, label, class, confidence, entropy and its epistemic part, the outlier score, and whether the input is
-    outlying: its score is one that at most 5 % (--false-alarm-rate) of inputs like the validation data exceed. Inputs that
-    cannot be read have a row with the error. Memory does not grow with the data. The options are saved beside the output, in
-    a file that ends in `.toml`; to repeat the run: `mola predict --config FILE`.
+    Each row has the name, label, class, confidence, entropy and its epistemic part, the outlier score, the distance from the
+    training classes (1 is usual), and whether the input is outlying: its score is one that at most 5 % (--false-alarm-rate) of
+    inputs like the validation data exceed. Inputs that cannot be read have a row with the error. Memory does not grow with the
+    data. The options are saved beside the output, in a file that ends in `.toml`; to repeat the run: `mola predict --config
+    FILE`.
 
         mola predict posterior images/ --output predictions.csv
     """

@@ -24,6 +24,7 @@ __all__ = [
     "Strict",
     "Threads",
     "Trust",
+    "cooling_words",
     "finish",
     "numbers",
     "set_threads",
@@ -103,6 +104,12 @@ def finish(account: Account, summary: dict[str, Any], *, as_json: bool, quiet: b
             console.print(escape(line), style="yellow" if not line.startswith(" ") else "dim", soft_wrap=True)
     if len(account):
         raise typer.Exit(LEFT_OUT)
+
+
+def cooling_words(temperature: float, exponent: float) -> list[str]:
+    """What logits are divided by, in words; nothing where they stay as they are."""
+    words = [] if temperature == 1 else [f"temperature {temperature:.4g}"]
+    return words if exponent == 0 else [*words, f"distance exponent {exponent:.4g}"]
 
 
 def numbers(text: str | None, option: str) -> tuple[float, ...] | None:

@@ -37,6 +37,12 @@ SURE = 0.9
 MOST, LITTLE = 0.6, 0.15
 """Shares of the doubt that are called most of it, or little."""
 
+TAKEN = 0.02
+"""Confidence that caution by distance must take before it is told of."""
+
+FARTHER = 1.05
+"""Distance from which a picture is called farther than usual."""
+
 ALL_SHOWN = 12
 """Up to this number of classes, all are shown, in their order; of more, the most probable."""
 
@@ -249,8 +255,9 @@ def members_card(opinions: Opinions, subject: Subject) -> str:
 def score_card(opinions: Opinions, reference: Reference | None) -> str:
     """The outlier score as a marker on the distribution of the validation data's."""
     score = opinions.score
+    away = distance_words(opinions)
     if reference is None:
-        return _render("score", score)
+        return _render("score", score, away=away)
     # The axis shows the distribution, and the score, which may lie far outside.
     low, high = min(reference.scores[0], score), max(reference.scores[-1], score)
     margin = 0.04 * (high - low) or 0.5
@@ -274,7 +281,20 @@ def score_card(opinions: Opinions, reference: Reference | None) -> str:
         if share > 0
     ]
     alarm = None if reference.alarm is None else {"score": reference.alarm, "x": across(reference.alarm)}
-    return _render("score", score, reference.words(score), reference.count, bars, across(score), alarm)
+    return _render("score", score, reference.words(score), reference.count, bars, across(score), alarm, away)
+
+
+def distance_words(opinions: Opinions) -> str:
+    """How far the picture is from the training classes, and what that does to MoLA's confidence; empty where it is not known."""
+    distance = opinions.distance
+    if distance is None:
+        return ""
+    said = _times(distance)
+    words = "Distance from the training classes: 1.0 is usual, this picture is "
+    words += f"{said} times as far." if float(said) > 1 else f"no farther ({said})."
+    if opinions.uncooled is None:
+        return words
+    return f"{words} Without caution by distance MoLA would be {percent(opinions.uncooled)} sure."
 
 
 def turned_card(turned: Turned | None, rotation: float) -> str:
@@ -320,6 +340,7 @@ def verdict(opinions: Opinions, subject: Subject) -> list[str]:
     return [
         _chosen(opinions, subject.classes),
         *_strange(opinions, subject),
+        *_cooled(opinions),
         *_why(opinions, subject.posterior.link.name),
     ]
 
@@ -349,6 +370,24 @@ def _strange(opinions: Opinions, subject: Subject) -> list[str]:
     if share >= ODD:
         return [f"It is unusual: {compared}."]
     return [f"As pictures go, it is not unusual: {compared}."]
+
+
+def _cooled(opinions: Opinions) -> list[str]:
+    """What caution by distance takes from MoLA's confidence, where that is worth a sentence."""
+    sure = opinions.confidence("MoLA")
+    if opinions.distance is None or opinions.uncooled is None or opinions.uncooled - sure < TAKEN:
+        return []
+    # Features that are longer than usual cool as well, however near their direction is.
+    what = "its features are stronger than usual"
+    if opinions.distance > FARTHER:
+        what = f"the picture is {_times(opinions.distance)} times as far from the training classes as usual"
+    return [
+        f"Caution by distance lowers MoLA's confidence from {percent(opinions.uncooled)} to {percent(sure)}: {what}."
+    ]
+
+
+def _times(distance: float) -> str:
+    return f"{distance:.0f}" if distance >= 100 else f"{distance:.1f}"
 
 
 def _why(opinions: Opinions, link: str) -> list[str]:

@@ -4,8 +4,9 @@ One pass of the networks gives all three: with :math:`f_k` the logits of network
 
 .. math:: p_{MAP} = \sigma(f_1), \qquad p_{DE} = \sum_k \pi_k\, \sigma(f_k), \qquad p_{MoLA} = \sum_k \pi_k\, \ell(f_k, v_k),
 
-the link :math:`\ell` being that of the posterior. They are `mola.ensemble([network])`, `mola.ensemble(networks, weights)`
-with the posterior's weights, so that only the Laplace approximations differ, and the posterior.
+the link :math:`\ell` being that of the posterior, of logits that it may have cooled by distance. They are
+`mola.ensemble([network])`, `mola.ensemble(networks, weights)` with the posterior's weights, so that only the Laplace
+approximations differ, and the posterior.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from mola.app.explore.changes import Changes, apply
 from mola.app.explore.subject import Subject
+from mola.cooling import Cooling
+from mola.laplace import LogitMoments, in_range
 from mola.likelihood import CATEGORICAL
-from mola.posterior import MoLA
+from mola.network import undisturbed
 from mola.prediction import Prediction
 
 __all__ = ["METHODS", "Explorer", "Member", "Opinions", "Turned"]
@@ -55,6 +58,8 @@ class Opinions:
         epistemic: the other part.
         score: the outlier score.
         members: the components of the mixture.
+        distance: from the training classes, 1 being usual; None where it is not known.
+        uncooled: MoLA's confidence if logits were not cooled by distance; None where they are not.
     """
 
     probs: Mapping[str, Probabilities]
@@ -62,6 +67,8 @@ class Opinions:
     epistemic: float
     score: float
     members: tuple[Member, ...]
+    distance: float | None = None
+    uncooled: float | None = None
 
     def confidence(self, method: str) -> float:
         """The largest probability."""
@@ -89,10 +96,8 @@ class Explorer:
     """
 
     def __init__(self, subject: Subject) -> None:
-        """Take the mixture apart, and see how long an answer takes."""
+        """See how long an answer takes."""
         self.subject = subject
-        posterior = subject.posterior
-        self._alone = [MoLA([component], posterior.link) for component in posterior.components]
         self.step = self._affordable_step()
 
     def values(self, pixels: Tensor, changes: Changes) -> Tensor:
@@ -111,7 +116,8 @@ class Explorer:
         """
         inputs = self.subject.sight.inputs(self.values(pixels, changes))
         prediction = self._predict(inputs)
-        laplace = [alone(self._placed(inputs)).cpu() for alone in self._alone]
+        moments = self._moments(inputs)
+        laplace = self._each(moments, self.subject.posterior.cooling)
         plain = _plain(prediction)
         members = [
             Member(weight, _row(network), _row(whole))
@@ -128,6 +134,8 @@ class Explorer:
             epistemic=float(prediction.epistemic[0]),
             score=float(prediction.ood_score[0]),
             members=tuple(members),
+            distance=None if prediction.distance is None else float(prediction.distance[0]),
+            uncooled=self._uncooled(moments),
         )
 
     def turn(self, pixels: Tensor, changes: Changes) -> Turned | None:
@@ -151,6 +159,26 @@ class Explorer:
             confidence={name: _row(probs.max(-1).values) for name, probs in methods.items()},
             labels=tuple(prediction.label.tolist()),
         )
+
+    def _moments(self, inputs: Tensor) -> list[LogitMoments]:
+        """Of the logits of every component, before they are cooled."""
+        posterior = self.subject.posterior
+        with torch.no_grad(), undisturbed(*posterior.networks, passes_only=True):
+            return in_range([component.moments(self._placed(inputs)) for component in posterior.components])
+
+    def _each(self, moments: Sequence[LogitMoments], cooling: Cooling) -> list[Tensor]:
+        """Probabilities (n, C) of every component: with their weights they make up the mixture."""
+        posterior = self.subject.posterior
+        with torch.no_grad():
+            return [posterior.link(one, None).cpu() for one in cooling(moments, posterior.weights)]
+
+    def _uncooled(self, moments: Sequence[LogitMoments]) -> float | None:
+        """Confidence of the mixture without cooling by distance."""
+        posterior = self.subject.posterior
+        if posterior.distance_exponent == 0:
+            return None
+        each = torch.stack(self._each(moments, replace(posterior.cooling, exponent=0.0)))
+        return float(torch.einsum("k,knc->nc", posterior.weights.to(each), each).max())
 
     def _predict(self, inputs: Tensor) -> Prediction:
         return self.subject.posterior.predict(self._placed(inputs)).cpu()

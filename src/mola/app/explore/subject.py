@@ -24,12 +24,11 @@ from mola.app.jobs.job import Progress
 from mola.app.jobs.pictures import Pictures
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import UserSet, some_of
-from mola.compare.demo_result import DemoSettings
-from mola.compare.methods import four_methods
+from mola.compare.demo_result import COOLED, DemoSettings
 from mola.errors import DataError, MolaError, OptionError, StorageError
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
 from mola.lab.data.images import even_places
-from mola.lab.demo import build_network, one_thread
+from mola.lab.demo import build_network, demo_methods, one_thread
 from mola.posterior import MoLA
 from mola.training import Recipe, train_ensemble
 
@@ -224,7 +223,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
             build_network, digits.train, recipe, members=settings.members, seed=settings.seed, on_epoch=trained
         )
         progress("fitting and tuning", TRAINED)
-        posterior = four_methods(networks, digits.train.batches(), digits.val.batches())["MoLA"]
+        posterior = demo_methods(networks, digits.train.batches(), digits.val.batches())[COOLED]
         reference = Reference.of(posterior.predict(digits.val.inputs).ood_score, "digits:val")
     sight = Sight.of((1, SIDE, SIDE), Intake(mode="L", shape=(1, SIDE, SIDE)))
     examples = []

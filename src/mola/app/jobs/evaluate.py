@@ -55,7 +55,11 @@ class _Contest:
         if method in self.temperatures:
             return {"temperature": self.temperatures[method]}
         own = {LAPLACE: self.single, MIXTURE: self.posterior}.get(method)
-        return {} if own is None else {"prior_precision": list(own.prior_precision)}
+        if own is None:
+            return {}
+        cooled = {} if own.temperature == 1 else {"temperature": own.temperature}
+        cooled |= {} if own.distance_exponent == 0 else {"distance_exponent": own.distance_exponent}
+        return {"prior_precision": list(own.prior_precision), **cooled}
 
     def ask(self, batch: Any) -> dict[str, Answer]:
         """What every method says of a batch; the plain ensemble has the posterior's weights."""
@@ -234,7 +238,11 @@ def _contest(
                     None if fitted.job.rule == "evidence" else first, rule=rule, progress=False, team=team
                 )
     for name, one in ((LAPLACE, single), (MIXTURE, posterior)):
-        if one.tuning is not None and (name == LAPLACE or one is not single):
+        if one is single and name != LAPLACE:
+            continue
+        if one.distance_exponent > 0:
+            notes.append(f"{name}: logits are cooled by distance, with exponent {one.distance_exponent:.4g}.")
+        if one.tuning is not None:
             notes += [f"{name}: {note}" for note in one.tuning.notes]
     return _Contest(posterior, single, temperatures, fitted.outputs), notes
 

@@ -49,6 +49,7 @@ from mola.saving import storage
 from mola.tuning.candidates import HeldOut, read_held_out
 from mola.tuning.choosing import RULES as NAMED_RULES
 from mola.tuning.data_checks import Remembering, guessed, other_order, shared_rows
+from mola.tuning.distance import Distance
 from mola.tuning.rules import ConfidenceThreshold, OutlierExposure, Rule
 
 __all__ = [
@@ -96,7 +97,7 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
     """The rule that a job names; None keeps the prior precision.
 
     Args:
-        job: its rule and threshold.
+        job: its rule, with threshold or price.
         outliers: data for the rule that needs some.
 
     Returns:
@@ -109,6 +110,12 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
     if job.threshold is not None and job.rule != "threshold":
         message = f"--threshold is for the rule 'threshold', got the rule {job.rule!r}."
         raise OptionError(message)
+    if job.price is not None and job.rule != "distance":
+        message = f"--price is for the rule 'distance', got the rule {job.rule!r}."
+        raise OptionError(message)
+    if job.rule == "distance" and not job.distances:
+        message = "the rule 'distance' needs the distances that --no-distances leaves out: drop one of the two."
+        raise OptionError(message)
     if (job.rule == "outliers") != (job.outliers is not None):
         message = "the rule 'outliers' and the data named by --outliers go together: give both or neither."
         raise OptionError(message)
@@ -116,6 +123,8 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
         return None
     if job.rule == "threshold":
         return ConfidenceThreshold(confidence=job.threshold)
+    if job.rule == "distance":
+        return Distance(price=job.price)
     if job.rule == "outliers":
         return OutlierExposure([] if outliers is None else outliers)
     return NAMED_RULES[job.rule]
@@ -211,6 +220,7 @@ def run_fit(
         progress=False,
         team=together,
         checkpoint=checkpoint,
+        distances=job.distances,
     )
     posterior = _tune(posterior, job, data, held_out)
     if held is not None and together.size == 1:
@@ -350,6 +360,8 @@ def _result(
         "files": [relative(str(path), output) for path in built.files],
         "sha256": [checksum(path) for path in built.files],
         "prior_precision": list(posterior.prior_precision),
+        "temperature": posterior.temperature,
+        "distance_exponent": posterior.distance_exponent,
         "rule": None if posterior.tuning is None else posterior.tuning.rule,
         "train_count": posterior.components[0].require_curvature("a result")[1].factors.count,
         "left_out": len(data.account),

@@ -37,6 +37,7 @@ from mola.fitting import load
 from mola.lab.models import MODELS
 from mola.posterior import MoLA
 from mola.saving import storage
+from mola.saving.archive import CLASSES, COOLING
 from mola.schema import SEAL, Optional, check
 from mola.uncertainty import alarm_rank, alarm_threshold
 
@@ -446,6 +447,10 @@ def read_information(folder: Path) -> dict[str, Any]:
         message = f"{folder} holds a saved {kind}, not a posterior. {storage.how_to_load(kind)}"
         raise StorageError(message)
     tuning = document.get("tuning")
+    cooling = {"temperature": 1.0, "exponent": 0.0}  # older versions have written none
+    if "cooling" in document:
+        check(document, {"cooling": COOLING}, "")
+        cooling = document["cooling"]
     found: dict[str, Any] = {
         "folder": str(folder),
         "components": len(document["components"]),
@@ -454,6 +459,9 @@ def read_information(folder: Path) -> dict[str, Any]:
         "weights": document["weights"],
         "weighting": document["weighting"],
         "prior_precision": [part["prior_precision"] for part in document["components"]],
+        "temperature": cooling["temperature"],
+        "distance_exponent": cooling["exponent"],
+        "has_distances": any(CLASSES in name for name in tensors),
         "rule": None if tuning is None else tuning["rule"],
         "notes": [] if tuning is None else tuning["notes"],
         "outputs": document["classes"],

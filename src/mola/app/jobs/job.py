@@ -73,6 +73,8 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "prior_precision": "number",
         "rule": "text",
         "threshold": "number",
+        "price": "number",
+        "distances": "flag",
     },
     "run": {"seed": "whole", "device": "text", "threads": "whole"},
 }
@@ -111,6 +113,8 @@ class Job:
     prior_precision: float = 1.0
     rule: str = "threshold"
     threshold: float | None = None
+    price: float | None = None
+    distances: bool = True
     seed: int = 0
     device: str = "cpu"
     threads: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import math
 import tempfile
 import time
 import zipfile
@@ -51,9 +52,9 @@ __all__ = [
 ]
 
 
-COLUMNS = ("label", "confidence", "entropy", "epistemic", "ood_score")
-"""Numbers of each input, before its probabilities."""
-NUMBERS = ("confidence", "entropy", "epistemic", "ood_score")
+COLUMNS = ("label", "confidence", "entropy", "epistemic", "ood_score", "distance")
+"""Numbers of each input, before its probabilities; nan where one is not known, as distances of older posteriors."""
+NUMBERS = COLUMNS[1:]
 FIELDS = ("name", "label", "class", *NUMBERS, "outlying", "error")
 FORMATS = (".csv", ".jsonl", ".npz")
 COPIED = 2**16
@@ -211,7 +212,8 @@ def records(portion: Portion, names: tuple[str, ...], threshold: float | None) -
     """
     numbers = iter(portion.numbers.tolist())
     for name, error in zip(portion.names, portion.errors, strict=True):
-        label, confidence, entropy, epistemic, score, *probs = [None] * len(COLUMNS) if error else next(numbers)
+        values = [None] * len(COLUMNS) if error else next(numbers)
+        label, confidence, entropy, epistemic, score, distance, *probs = values
         yield {
             "name": name,
             "label": None if label is None else int(label),
@@ -220,6 +222,7 @@ def records(portion: Portion, names: tuple[str, ...], threshold: float | None) -
             "entropy": entropy,
             "epistemic": epistemic,
             "ood_score": score,
+            "distance": None if distance is None or math.isnan(distance) else distance,
             "outlying": None if threshold is None or score is None else score > threshold,
             "error": error,
             "probabilities": probs or None,
@@ -234,7 +237,7 @@ class Portion:
         names: of all inputs.
         errors: for each, why it was left out, or None.
         notes: on inputs that were used.
-        numbers: for each that was used (m, 5), or (m, 5 + C) with probabilities.
+        numbers: for each that was used (m, 6), or (m, 6 + C) with probabilities.
     """
 
     names: list[str]
@@ -269,7 +272,9 @@ def _portion(rows: Rows, prediction: Prediction | None, outputs: int) -> Portion
     """A batch with its prediction, if any input of it could be used; `outputs`: how many probabilities to keep."""
     numbers = np.zeros((0, len(COLUMNS) + outputs))
     if prediction is not None:
-        parts = [getattr(prediction, name).double()[:, None] for name in COLUMNS]
+        unknown = torch.full_like(prediction.confidence, math.nan)
+        values = [getattr(prediction, name) for name in COLUMNS]
+        parts = [(unknown if one is None else one).double()[:, None] for one in values]
         numbers = torch.cat([*parts, *([prediction.probs.double()] if outputs else [])], dim=1).numpy()
     return Portion(rows.names, rows.errors, rows.notes, numbers)
 

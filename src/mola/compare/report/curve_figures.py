@@ -21,7 +21,18 @@ from mola.compare.report.estimate import (
     shifted,
 )
 from mola.compare.report.reading import SuiteResults
-from mola.compare.report.style import COLOURS, INK, Axes, Figure, Shape, canvas, crossed_strokes, quiet_axes, strokes
+from mola.compare.report.style import (
+    COLOURS,
+    INK,
+    Axes,
+    Figure,
+    Shape,
+    canvas,
+    colours,
+    crossed_strokes,
+    quiet_axes,
+    strokes,
+)
 from mola.compare.report.suite_tables import METRIC_NAMES
 
 __all__ = ["component_sweep", "demo_distance", "demo_rotation", "suite_ablation", "suite_components", "suite_shift"]
@@ -213,7 +224,7 @@ def demo_distance(result: DemoResult, shape: Shape) -> Figure:
         handles,
         labels,
         loc="outside lower center",
-        ncols=8 if shape.wide else 2,
+        ncols=5 if shape.wide else 2,
         fontsize=8,
         columnspacing=1.4,
         handlelength=2.4,
@@ -224,20 +235,19 @@ def demo_distance(result: DemoResult, shape: Shape) -> Figure:
 def _by_distance(panel: Axes, result: DemoResult, kind: str) -> None:
     distance = result.distance
     quiet_axes(panel)
+    drawn = colours(METHODS)
     for method in METHODS:
-        panel.plot(distance.scales, distance.curves[kind][method], color=COLOURS[method], label=method)
+        panel.plot(distance.scales, distance.curves[kind][method], color=drawn[method], label=method)
     for method, limit in distance.limits[kind].items():
-        panel.axhline(limit, color=COLOURS[method], linestyle=DOTTED, linewidth=1.4, label=f"limit, {method}")
+        panel.axhline(limit, color=drawn[method], linestyle=DOTTED, linewidth=1.4, label=f"limit, {method}")
     for offset, (method, bound) in enumerate(distance.bounds[kind].items()):
         # Two bounds that both round to 1 would hide each other: their dashes take turns.
         dashes = (5 * offset, (4, 6))
-        panel.axhline(bound, color=COLOURS[method], linestyle=dashes, linewidth=1.6, label=f"bound, {method}")
+        panel.axhline(bound, color=drawn[method], linestyle=dashes, linewidth=1.6, label=f"bound, {method}")
     panel.set_xscale("log")
     panel.minorticks_off()
     panel.set_xlim(distance.scales[0], distance.scales[-1])
-    # From 1 down to a little below the least confident: what matters is how far below 1 a curve stays.
-    lowest = min(float(curve.min()) for curve in distance.curves[kind].values())
-    panel.set_ylim(1 - 1.25 * (1 - lowest), 1 + 0.08 * (1 - lowest))
+    panel.set_ylim(0, 1.04)
     panel.set_title(f"{kind}, scaled away")
     panel.set_xlabel("scale δ of the input")
     panel.set_ylabel("mean confidence")

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 from mola.compare.demo_result import METHODS, DemoResult
 from mola.compare.record import Comparison, Examples, Pictures, SetInfo
-from mola.compare.report.style import COLOURS, INK, Axes, Figure, Shape, canvas, strokes
+from mola.compare.report.style import INK, Axes, Figure, Shape, canvas, colours, strokes
 
 __all__ = ["demo_moons", "draw_examples", "example_sets"]
 
@@ -103,13 +103,16 @@ def _strength(stroke: Mapping[str, Any]) -> float:
 
 
 def demo_moons(result: DemoResult, shape: Shape) -> Figure:
-    """Confidence maps of the four methods around two moons, on one colour scale."""
+    """Confidence maps of the methods around two moons, on one colour scale."""
     moons = result.moons
-    rows, columns = (1, 4) if shape.wide else (2, 2)
-    figure, panels = canvas(shape, rows, columns, 2.75 if shape.wide else 2.4)
+    rows, columns = (1, len(METHODS)) if shape.wide else (-(-len(METHODS) // 2), 2)
+    figure, panels = canvas(shape, rows, columns, 2.3 if shape.wide else 2.4)
     figure.set_layout_engine("compressed")  # keeps the colour bar as tall as square panels
     extent = (-moons.reach, moons.reach, -moons.reach, moons.reach)
-    for panel, method in zip(panels, METHODS, strict=True):
+    drawn = colours(METHODS)
+    for panel in panels[len(METHODS) :]:
+        panel.set_visible(False)
+    for panel, method in zip(panels, METHODS, strict=False):
         image = panel.imshow(
             moons.maps[method],
             extent=extent,
@@ -125,7 +128,7 @@ def demo_moons(result: DemoResult, shape: Shape) -> Figure:
         panel.set(xticks=[], yticks=[])
         for spine in panel.spines.values():
             spine.set(visible=True, edgecolor=INK, alpha=0.4, linewidth=0.6)
-        panel.set_title(f"{method}: {moons.maps[method].mean():.2f} on average", color=COLOURS[method], fontsize=9)
+        panel.set_title(f"{method}\n{moons.maps[method].mean():.2f} on average", color=drawn[method], fontsize=8.5)
     bar = figure.colorbar(
         image,
         ax=panels,

@@ -200,7 +200,7 @@ def _every_score(comparison: Comparison) -> Table:
     best = {(", ".join(name), place) for place, one in enumerate(sets) for name in leads[one.name]["auroc"].clear}
     caption = (
         f"AUROC in %, every method by every score that it has. Energy and maximum logit come from the logits alone, so LLLA has "
-        f"MAP's and MoLA has DE's; the ood score reads the direction of the features and not their length. "
+        f"MAP's and MoLA has DE's; the ood score is made of far field, energy and distance from the training classes. "
         f"{BOLD.format(', by whichever score,')}"
     )
     columns = [Column(one.title, better="high") for one in sets]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mola.compare.demo_result import DemoResult
+from mola.compare.demo_result import COOLED, DemoResult
 from mola.compare.measured import CLEAR, Lead
 from mola.compare.record import Comparison, OutlierResult, Record, SetInfo
 from mola.compare.report import paper_numbers
@@ -73,28 +73,31 @@ DEMO_FIGURES = {
         "How sure they are of what is not a digit",
         "Share of inputs (square-root scale) by confidence. Confidence is useful where the filled histogram, of inputs "
         "that are not digits, stays left of the outline, the test digits. A thousandfold farther out, each network alone "
-        "is certain, and the ensemble's confidence only counts its votes.",
+        "is certain, and the ensemble's confidence only counts its votes; cooled by distance, nobody is sure of anything there.",
     ),
     "reliability": RELIABILITY,
     "rotation": (
         "As the digits turn",
-        "Accuracy is nearly the same for all four methods, so only MoLA's is drawn. The last layer is the only one that "
-        "is uncertain here: beyond 45° every method is far surer than it is right, and what differs is by how much they "
+        "Accuracy is nearly the same for all methods, so only MoLA's is drawn. The last layer is the only one that "
+        "is uncertain here: beyond 45° every method is surer than it is right, and what differs is by how much they "
         "pay for it in log loss.",
     ),
     "distance": (
         "Far away from the data",
-        "First two panels: inputs multiplied by δ (vertical axes are cut). The networks have no biases, so theory is "
-        "exact: a single network becomes certain, while LLLA and MoLA stop at the dotted limits. No curve crosses the "
-        "Theorem's bound. Last panel: where that bound bites. It must hold for every input at once, and drops below 1 "
+        "First two panels: inputs multiplied by δ. The networks have no biases, so theory is "
+        "exact: a single network becomes certain, while LLLA and MoLA by the paper's rule stop at the dotted limits. No curve "
+        "crosses the Theorem's bound. Last panel: where that bound bites. It must hold for every input at once, and drops below 1 "
         "only at prior precisions at which the test digits, too, are no longer recognised with confidence. Scaling a "
-        "digit leaves its direction as it was: no method here grows less sure of it.",
+        "digit leaves its direction as it was, so the covariance of the last layer cannot make these methods less sure of it. "
+        "MoLA (distance) also divides logits by the square of how much longer than usual the features are: its limit is 1/C, "
+        "guessing, for every network whose features grow.",
     ),
     "moons": (
         "Where a classifier should not be sure",
         "Confidence in a window six times wider than the data, on one scale. MAP is sure everywhere but on a thin line; "
         "the ensemble is unsure where its members disagree; LLLA is unsure in wide sectors around the boundary; MoLA is "
-        "both. These networks have biases.",
+        "both; MoLA (distance) is sure near the data alone, at the same mean confidence on validation data as MoLA. These networks "
+        "have biases.",
     ),
 }
 """Title and caption of each figure."""
@@ -157,23 +160,35 @@ class Finding:
 
 @dataclass(frozen=True)
 class Headline:
-    """One finding: MAP's number, MoLA's number, and a sentence with its circumstances."""
+    """One finding: the numbers of two methods, and a sentence with its circumstances."""
 
     title: str
     before: str
     after: str
     sentence: str
+    methods: tuple[str, str] = ("MAP", "MoLA")
 
 
 def demo_headlines(result: DemoResult) -> list[Headline]:
     """The findings that the page and the terminal open with: the cost first, then the gains."""
     comparison, angle, patches = result.comparison, 30, "natural patches"
     turned = next(one.name for one in comparison.of_role("shift") if one.level == angle)
-    far = next(one.name for one in comparison.of_role("outlier") if one.name.startswith("noise "))
+    far, digits_far = (
+        next(one.name for one in comparison.of_role("outlier") if one.name.startswith(kind))
+        for kind in ("noise ", "digits ")
+    )
+    paper, cooled = "MoLA", COOLED
 
-    def pair(name: str, metric: str, digits: int, factor: float = 1.0, unit: str = "") -> tuple[str, str]:
-        """A number of MAP and of MoLA."""
-        found = (estimate(comparison.runs[method], On(name, metric), factor) for method in ("MAP", "MoLA"))
+    def pair(
+        name: str,
+        metric: str,
+        digits: int,
+        factor: float = 1.0,
+        unit: str = "",
+        methods: tuple[str, str] = ("MAP", paper),
+    ) -> tuple[str, str]:
+        """A number of two methods."""
+        found = (estimate(comparison.runs[method], On(name, metric), factor) for method in methods)
         first, second = ("" if one is None else f"{one.mean:.{digits}f}{unit}" for one in found)
         return first, second
 
@@ -194,6 +209,13 @@ def demo_headlines(result: DemoResult) -> list[Headline]:
             f"AUROC by confidence {by_confidence}%; by the best score of each {best}.",
         ),
         Headline("confidence in noise, far away", *pair(far, "confidence", 0, 100, "%"), told),
+        Headline(
+            f"confidence in {digits_far}",
+            *pair(digits_far, "confidence", 1, 100, "%", (paper, cooled)),
+            f"By the paper's rule, and with logits cooled by distance: guessing is {100 / len(comparison.classes):.0f}%. Log loss of "
+            f"the test digits {' and '.join(pair(comparison.test.name, 'nll', 3, methods=(paper, cooled)))}.",
+            (paper, cooled),
+        ),
     ]
 
 

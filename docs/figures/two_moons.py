@@ -1,0 +1,119 @@
+"""The first picture of README and of the front page: `python docs/figures/two_moons.py`, in seconds.
+
+Five small networks learn two moons. Drawn is how sure one network (MAP), the ensemble (DE), MoLA by the paper's rule and MoLA with
+caution by distance are, everywhere in the plane. The last two have the same mean confidence on validation data. What the pages say in
+numbers goes to `benchmarks/results/two_moons.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import mola
+from mola.compare.report.style import INK, NARROW, WIDE, Figure, Shape, as_png, canvas, colours, drawing
+from mola.errors import MolaWarning
+from mola.lab.data.embedded import two_moons
+from mola.metrics import mean_confidence, negative_log_likelihood
+from mola.training import Recipe, train_ensemble
+from mola.training.labelled import Labelled
+from mola.training.mlps import mlp
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NETWORKS, POINTS, EPOCHS = 5, 200, 150
+REACH, SIZE, FAR = 8.0, 241, 6.0
+"""Half the side of the map, its points along a side, and from where on a point is far from the data."""
+
+TITLES = {
+    "MAP": "one network",
+    "DE": "ensemble",
+    "MoLA": "MoLA, the paper's rule",
+    "MoLA (distance)": "MoLA, by distance",
+}
+
+
+def build() -> nn.Sequential:
+    """One of the networks."""
+    return mlp(2, (64, 64), 2)
+
+
+def draw(shape: Shape, maps: dict[str, np.ndarray], data: Labelled) -> Figure:
+    """How sure each predictor is, everywhere in the plane, on one scale."""
+    figure, panels = canvas(shape, *((1, 4) if shape.wide else (2, 2)), 2.75 if shape.wide else 2.35)
+    figure.set_layout_engine("compressed")  # keeps the colour bar as tall as square panels
+    for panel, (name, values) in zip(panels, maps.items(), strict=True):
+        image = panel.imshow(
+            values,
+            origin="lower",
+            extent=(-REACH, REACH, -REACH, REACH),
+            vmin=0.5,
+            vmax=1,
+            cmap="cividis",
+            interpolation="bilinear",
+        )
+        for label, colour in enumerate(("#ffffff", "#d55e00")):
+            where = data.inputs[data.labels == label]
+            panel.scatter(where[:, 0], where[:, 1], s=2.5, color=colour, linewidths=0)
+        panel.set(xticks=[], yticks=[])
+        for spine in panel.spines.values():
+            spine.set(visible=True, edgecolor=INK, alpha=0.4, linewidth=0.6)
+        panel.set_title(TITLES[name], color=colours([name])[name], fontsize=9.5 if shape.wide else 8.5)
+    bar = figure.colorbar(
+        image,
+        ax=panels,
+        orientation="vertical" if shape.wide else "horizontal",
+        fraction=0.04 if shape.wide else 0.03,
+        pad=0.015,
+        aspect=22,
+        label="confidence",
+    )
+    bar.outline.set_visible(False)
+    return figure
+
+
+def main() -> None:
+    """Train, draw, and keep the numbers."""
+    torch.set_num_threads(1)
+    data, held_out = two_moons(POINTS, seed=0), two_moons(POINTS, seed=1)
+    recipe = Recipe(epochs=EPOCHS, batch_size=POINTS // 2, learning_rate=1e-2)
+    networks = train_ensemble(build, data, recipe, members=NETWORKS, seed=0)
+    train, validation = data.batches(), held_out.batches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MolaWarning)  # few validation data, which a toy may have
+        posterior = mola.fit(networks, train, progress=False)
+        predictors = {
+            "MAP": mola.ensemble(networks[0]),
+            "DE": mola.ensemble(networks),
+            "MoLA": posterior.tune(validation, rule="threshold", progress=False),
+            "MoLA (distance)": posterior.tune(validation, rule="distance", progress=False),
+        }
+    axis = torch.linspace(-REACH, REACH, SIZE, dtype=torch.float32)
+    plane = torch.cartesian_prod(axis, axis).flip(1)
+    maps = {name: one(plane).double().max(1).values.reshape(SIZE, SIZE).numpy() for name, one in predictors.items()}
+    far = (plane.norm(dim=1) > FAR).reshape(SIZE, SIZE).numpy()
+    with drawing():
+        for shape, ending in ((WIDE, ""), (NARROW, "-narrow")):
+            (ROOT / "docs" / "images" / f"two-moons{ending}.png").write_bytes(as_png(draw(shape, maps, data)))
+    said = {name: one(held_out.inputs) for name, one in predictors.items()}
+    cooled = predictors["MoLA (distance)"]
+    numbers = {
+        "points": POINTS,
+        "far": FAR,
+        "mean_far_confidence": {name: float(values[far].mean()) for name, values in maps.items()},
+        "mean_validation_confidence": {name: mean_confidence(probs) for name, probs in said.items()},
+        "validation_nll": {name: negative_log_likelihood(probs, held_out.labels) for name, probs in said.items()},
+        "tuned_prior_precision": {name: predictors[name].prior_precision[0] for name in ("MoLA", "MoLA (distance)")},
+        "temperature": cooled.temperature,
+        "distance_exponent": cooled.distance_exponent,
+    }
+    path = ROOT / "benchmarks" / "results" / "two_moons.json"
+    path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
