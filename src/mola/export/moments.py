@@ -10,14 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from mola.laplace import SPARE, FeatureSpread, Posterior, Spread, or_nan
+from mola.laplace import SPARE, ClassDistance, FeatureSpread, Posterior, Spread, or_nan
 from mola.numerics import even_normals
 
 __all__ = ["GraphPosterior", "Joint"]
+
+
+class GraphDistance(ClassDistance):
+    """Distances in a graph, which holds one table of class means however many there are: it has no portions, and makes nothing anew."""
+
+    @cached_property
+    def _means(self) -> Tensor:
+        """The whitened class means (P, C)."""
+        root, portions = self.geometry.root, self.geometry.portions()
+        parts = [self._here(self.geometry.means(part) @ root) for part in portions]
+        return torch.cat(parts).T.contiguous()
 
 
 class GraphPosterior(nn.Module):
@@ -34,6 +46,8 @@ class GraphPosterior(nn.Module):
         """Bind a posterior, whose buffers become constants of the graph."""
         super().__init__()
         self.posterior, self.bias = posterior.as_it_is(), bias
+        known = posterior.distance
+        self.posterior.distance = None if known is None else GraphDistance(known.geometry, known.device, known.dtype)
 
     def constant(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """The constant of that name, made when it is first asked for."""
