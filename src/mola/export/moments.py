@@ -22,14 +22,13 @@ __all__ = ["GraphPosterior", "Joint"]
 
 
 class GraphDistance(ClassDistance):
-    """Distances in a graph, which holds one table of class means however many there are: it has no portions, and makes nothing anew."""
+    """Distances in a graph, which holds one table of class means however many there are: it has no portions, and makes none anew."""
 
     @cached_property
     def _means(self) -> Tensor:
-        """The whitened class means (P, C)."""
-        root, portions = self.geometry.root, self.geometry.portions()
-        parts = [self._here(self.geometry.means(part) @ root) for part in portions]
-        return torch.cat(parts).T.contiguous()
+        """The whitened class means (C, P)."""
+        geometry = self.geometry
+        return torch.cat([self._here(geometry.means(part) @ geometry.root) for part in geometry.portions()])
 
 
 class GraphPosterior(nn.Module):
