@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mola
+from mola.laplace import ClassDistance, ClassGeometry, ClassSums
 from mola.likelihood import CATEGORICAL
 from tests.conftest import STRUCTURES
 
@@ -64,3 +65,18 @@ def test_scores_and_curvature_at_once_are_those_apart(classes, scale):
     )
     torch.testing.assert_close(curvature.coupling, torch.softmax(outputs, 1), rtol=1e-12, atol=1e-300)
     torch.testing.assert_close(curvature.degrees(), curvature.diagonal().sum(0), rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.01])
+@pytest.mark.parametrize("kept", [2**23, 0], ids=["one table", "in portions"])
+def test_distances_of_tight_classes(spread, kept, monkeypatch):
+    """Trained networks have them: class means lie thousands of standard deviations apart, with squares of 1e7, and distances of 5."""
+    monkeypatch.setattr("mola.laplace.distance.KEPT", kept)
+    means, labels = torch.randn(10, 24).relu(), torch.randint(10, (800,))
+    features = means[labels] + spread * torch.logspace(0, -2, 24) * torch.randn(800, 24)
+    sums = ClassSums.empty(24, 10, torch.device("cpu"))
+    sums.absorb(features.clone(), labels, predicted=False)
+    exact = ClassDistance(ClassGeometry(sums))
+    rounded = features.float()
+    expected, found = (one.logs(rounded.to(one.dtype))[0] for one in (exact, exact.to(exact.device, torch.float32)))
+    assert float((found - expected).abs().max()) < 2e-3 * (1e-2 if spread > 0.1 else 1)

@@ -177,21 +177,34 @@ class Pixels(nn.Module):
         return f"mean={mean}, std={std}"
 
 
-OUTPUTS = ("probabilities", "label", "confidence", "entropy", "mutual_information", "ood_score")
-"""What a graph can give, and gives unless told otherwise."""
+DISTANCE = "distance"
+OUTPUTS = ("probabilities", "label", "confidence", "entropy", "mutual_information", "ood_score", DISTANCE)
+"""What a graph can give; "distance" where the posterior knows how far inputs are from the training classes."""
 
 
-def check_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
+def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, ...]:
     """Names of outputs, in the order of `OUTPUTS`.
 
+    Args:
+        outputs: some of `OUTPUTS`; None: all that the posterior has.
+        posterior: what is exported.
+
+    Returns:
+        The names.
+
     Raises:
-        OptionError: if there is none, or one is unknown.
+        OptionError: if there is none, one is unknown, or the posterior does not have it.
     """
+    if outputs is None:
+        return tuple(name for name in OUTPUTS if name != DISTANCE or posterior.has_distances)
     wanted = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     unknown = [name for name in wanted if name not in OUTPUTS]
     if unknown or not wanted:
         message = f"outputs: expected some of {', '.join(OUTPUTS)}; got {', '.join(map(str, unknown)) or 'none'}."
         message += did_you_mean(unknown[0], OUTPUTS) if unknown else ""
+        raise OptionError(message)
+    if DISTANCE in wanted and not posterior.has_distances:
+        message = f"outputs: {DISTANCE!r} cannot be given: {posterior._why_no_distances()}"
         raise OptionError(message)
     return tuple(name for name in OUTPUTS if name in wanted)
 
@@ -205,7 +218,7 @@ class Exported(nn.Module):
     Args:
         posterior: made by `mola.fit`, `mola.ensemble` or `mola.load`.
         signature: the inputs.
-        outputs: which of `OUTPUTS`.
+        outputs: which of `OUTPUTS`; None: all that the posterior has.
         float16: the networks are in half precision, and floating-point inputs are converted to it.
         preparation: a module that the one input goes through first, such as bytes to normalised pixels.
 
@@ -217,7 +230,7 @@ class Exported(nn.Module):
         self,
         posterior: MoLA,
         signature: Signature,
-        outputs: Sequence[str] = OUTPUTS,
+        outputs: Sequence[str] | None = None,
         *,
         float16: bool = False,
         preparation: nn.Module | None = None,
@@ -236,8 +249,8 @@ class Exported(nn.Module):
             )
             raise OptionError(message)
         components = posterior.components
-        self.signature, self.outputs, self.float16 = signature, check_outputs(outputs), float16
-        self.link, self.preparation = posterior.link, preparation
+        self.signature, self.outputs, self.float16 = signature, check_outputs(outputs, posterior), float16
+        self.link, self.cooling, self.preparation = posterior.link, posterior.cooling, preparation
         self.networks = nn.ModuleList(posterior.networks)
         self.heads = [component.head for component in components]
         ready = [component.prepare() for component in components]
@@ -283,16 +296,31 @@ class Exported(nn.Module):
             features = [one.features.to(values.dtype) for one, values in zip(seen, logits, strict=True)]
             lifted = [head.lift(values) for head, values in zip(self.heads, features, strict=True) if head is not None]
             joint = Joint(self.posteriors, lifted)
-        probs = self._mixed(self.link(LogitMoments(mean, joint)))
+        spreads = [None] * len(logits) if joint is None else joint.spreads
+        each = [LogitMoments(values, spread) for values, spread in zip(logits, spreads, strict=True)]
+        divisors = self._divisors(each)
+        moments = LogitMoments(mean, joint)
+        probs = self._mixed(self.link(moments if divisors is None else moments.divided(divisors)))
         make: dict[str, Callable[[], Tensor]] = {
             "probabilities": lambda: probs,
             "label": lambda: probs.argmax(-1),
             "confidence": lambda: probs.amax(-1),
             "entropy": lambda: _entropy(probs),
-            "mutual_information": lambda: _entropy(probs) * self._epistemic_share(mean, joint),
+            "mutual_information": lambda: _entropy(probs) * self._epistemic_share(mean, joint, divisors),
             "ood_score": lambda: self._ood_score(mean, joint, probs),
+            DISTANCE: lambda: self.cooling.log_distance(each, self._weights).exp(),
         }
         return {name: make[name]() for name in self.outputs}
+
+    @property
+    def _weights(self) -> Tensor:
+        return self.get_buffer("weights")
+
+    def _divisors(self, each: Sequence[LogitMoments]) -> Tensor | None:
+        """What the logits (K n, C) of all networks are divided by (K n,); None where they stay as they are."""
+        if self.cooling.changes_nothing:
+            return None
+        return self.cooling.divisors(each, self._weights).expand(-1, each[0].mean.shape[0]).flatten()
 
     def _by_component(self, values: Tensor) -> Tensor:
         """(K n, ...) as (K, n, ...)."""
@@ -301,17 +329,21 @@ class Exported(nn.Module):
     def _mixed(self, values: Tensor) -> Tensor:
         """Weighted sum over components of (K n, ...)."""
         parts = self._by_component(values)
-        weights: Tensor = self.weights  # type: ignore[assignment]
-        return (weights.to(values.dtype).view(-1, *[1] * (parts.dim() - 1)) * parts).sum(0)
+        return (self._weights.to(values.dtype).view(-1, *[1] * (parts.dim() - 1)) * parts).sum(0)
 
-    def _epistemic_share(self, mean: Tensor, joint: Joint | None) -> Tensor:
+    def _epistemic_share(self, mean: Tensor, joint: Joint | None, divisors: Tensor | None) -> Tensor:
         """`mola.uncertainty.epistemic_share`, on the same draws."""
+        if divisors is not None:
+            mean = mean / divisors[:, None]
         if joint is None:
             probs, entropies = softmax_and_entropy(mean, 1)
             by_quarter = self._mixed(probs)[:, None].expand(-1, 4, -1)
             return share_of(entropy_of_all(by_quarter), self._mixed(entropies))
         counts = [spread_draws(mean.shape[1], one.width) for one in joint.spreads]
         deviations = joint.drawn(counts, 0, "evenly")
+        if divisors is not None:
+            pairs = zip(deviations, self._by_component(divisors), strict=True)
+            deviations = [drawn / divisor[:, None, None] for drawn, divisor in pairs]
         if len(set(counts)) == 1:
             by_quarter, within = _by_quarter(mean[:, :, None] + torch.cat(deviations))
         else:  # networks of very different widths: one after the other

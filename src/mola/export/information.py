@@ -74,6 +74,8 @@ def describe(
         "networks": [type(network).__name__ for network in posterior.networks],
         "structure": posterior.structure,
         "link": {"name": posterior.link.name, **posterior.link.settings()},
+        "temperature": posterior.temperature,
+        "distance_exponent": posterior.distance_exponent,
         "prior_precision": None if posterior.structure is None else list(posterior.prior_precision),
         "weights": posterior.weights.tolist(),
         "weighting": posterior.weighting,

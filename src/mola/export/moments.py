@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from mola.laplace import SPARE, FeatureSpread, Posterior, Spread, or_nan
+from mola.laplace import SPARE, ClassDistance, FeatureSpread, Posterior, Spread, or_nan
 from mola.numerics import even_normals
 
 __all__ = ["GraphPosterior", "Joint"]
+
+
+class GraphDistance(ClassDistance):
+    """Distances in a graph, which holds one table of class means however many there are: it has no portions, and makes none anew."""
+
+    @cached_property
+    def _means(self) -> Tensor:
+        """The whitened class means (C, P)."""
+        geometry = self.geometry
+        return torch.cat([self._here(geometry.means(part) @ geometry.root) for part in geometry.portions()])
 
 
 class GraphPosterior(nn.Module):
@@ -34,6 +45,8 @@ class GraphPosterior(nn.Module):
         """Bind a posterior, whose buffers become constants of the graph."""
         super().__init__()
         self.posterior, self.bias = posterior.as_it_is(), bias
+        known = posterior.distance
+        self.posterior.distance = None if known is None else GraphDistance(known.geometry, known.device, known.dtype)
 
     def constant(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """The constant of that name, made when it is first asked for."""

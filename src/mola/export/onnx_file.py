@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import ExportError, MissingExtraError, OptionError
-from mola.export.graph import OUTPUTS
 from mola.export.information import as_properties
 from mola.export.tracing import (
     Settings,
@@ -43,7 +42,7 @@ def export_onnx(
     example: Inputs,
     *,
     classes: Sequence[str] | None = None,
-    outputs: Sequence[str] = OUTPUTS,
+    outputs: Sequence[str] | None = None,
     float16: bool = False,
     opset: int = OPSET,
     preparation: nn.Module | None = None,
@@ -63,7 +62,8 @@ def export_onnx(
         example: one batch of inputs: a tensor (its input is called "input"), a tuple (inputs are called as in the
             network's `forward`), or a mapping (as its keys).
         classes: names, in the order of the networks' outputs.
-        outputs: which of `mola.export.OUTPUTS`; "mutual_information" is the one that costs something.
+        outputs: which of `mola.export.OUTPUTS`; None: all that the posterior has. "mutual_information" is the one that costs
+            something, and "distance" is there where distances from the training classes are known.
         float16: networks in half precision. Inputs and outputs stay in float32, and so does the Bayesian head.
         opset: version of ONNX's operators.
         preparation: a module that the input goes through first, such as `mola.export.Pixels`.

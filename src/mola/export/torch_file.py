@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import StorageError
-from mola.export.graph import OUTPUTS
 from mola.export.information import as_properties
 from mola.export.tracing import Settings, Written, check_agreement, check_path, quietly, reason, trace, write_file
 from mola.network import Inputs
@@ -34,7 +33,7 @@ def export_torch(
     example: Inputs,
     *,
     classes: Sequence[str] | None = None,
-    outputs: Sequence[str] = OUTPUTS,
+    outputs: Sequence[str] | None = None,
     float16: bool = False,
     preparation: nn.Module | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -48,7 +47,7 @@ def export_torch(
         path: of the file; what was there before stays until all is written.
         example: one batch of inputs: a tensor, a tuple or a mapping.
         classes: names, in the order of the networks' outputs.
-        outputs: which of `mola.export.OUTPUTS`.
+        outputs: which of `mola.export.OUTPUTS`; None: all that the posterior has.
         float16: networks in half precision. Inputs and outputs stay in float32, and so does the Bayesian head.
         preparation: a module that the input goes through first, such as `mola.export.Pixels`.
         metadata: of your own: strings, or JSON.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mola.component import Component
 from mola.errors import ExportError, OptionError, StorageError
-from mola.export.graph import OUTPUTS, Exported, Signature
+from mola.export.graph import Exported, Signature
 from mola.export.information import describe
 from mola.network import Inputs, head_by_name, undisturbed
 from mola.posterior import MoLA
@@ -46,7 +46,7 @@ class Settings:
     """What an export can be told, whatever the kind of file."""
 
     classes: Sequence[str] | None = None
-    outputs: Sequence[str] = OUTPUTS
+    outputs: Sequence[str] | None = None
     float16: bool = False
     preparation: nn.Module | None = None
     metadata: Mapping[str, Any] | None = None

@@ -201,8 +201,8 @@ class ClassGeometry:
         step = max(1, AT_ONCE // features)
         return [slice(start, min(start + step, outputs)) for start in range(0, outputs, step)]
 
-    def means(self, part: slice) -> Tensor:
-        """Means (c, P) of some classes, less the centre; 0 for classes without data."""
+    def means(self, part: slice | Tensor) -> Tensor:
+        """Means (c, P) of some classes, a slice or by number, less the centre; 0 for classes without data."""
         counts = self.sums.counts[part, None]
         return torch.where(counts > 0, self.sums.directions[part] / counts.clamp_min(1) - self.centre, 0)
 
@@ -262,11 +262,12 @@ class ClassDistance:
 
     @cached_property
     def _means(self) -> Tensor | None:
-        """The whitened class means (P, C), where they are small enough to be kept."""
+        """The whitened class means (C, P), where they are small enough to be kept."""
         if self.geometry.sums.directions.numel() > KEPT:
             return None
-        parts = [self.geometry.means(part) @ self.geometry.root for part in self.geometry.portions()]
-        return self._here(torch.cat(parts)).T.contiguous()
+        return torch.cat(
+            [self._here(self.geometry.means(part) @ self.geometry.root) for part in self.geometry.portions()]
+        )
 
     def logs(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithms of distance and length of features (n, P), the constant 1 included or not.
@@ -285,17 +286,22 @@ class ClassDistance:
         return self._distances(given / length).clamp_min(least).log(), log_length
 
     def _distances(self, directions: Tensor) -> Tensor:
-        """Distance (n,) of normalised features to the nearest class."""
+        """Distance (n,) of normalised features to the nearest class.
+
+        Squares and products find the class, and differences from its mean give the distance: where classes are tight, the squares
+        are so much larger than the distance that float32 would lose it between them.
+        """
         whitened = torch.addmm(self._shift, directions, self._root)
-        means, nearest = self._means, None
+        means = self._means
         if means is not None:
-            nearest = torch.addmm(self._squares, whitened, means, alpha=-2).amin(1)
-        else:
-            turned = whitened @ self._root.T
-            for part in self.geometry.portions():
-                found = torch.addmm(
-                    self._squares[part], turned, self._here(self.geometry.means(part)).T, alpha=-2
-                ).amin(1)
-                nearest = found if nearest is None else torch.minimum(nearest, found)
-        assert nearest is not None  # there is a class
-        return (whitened.square().sum(1) + nearest).clamp_min(0).sqrt()
+            nearest = torch.addmm(self._squares, whitened, means.T, alpha=-2).argmin(1)
+            return torch.linalg.vector_norm(whitened - means[nearest], dim=1)
+        turned = whitened @ self._root.T
+        least = torch.full_like(whitened[:, 0], math.inf)
+        which = torch.zeros_like(least, dtype=torch.int64)
+        for part in self.geometry.portions():
+            found = torch.addmm(self._squares[part], turned, self._here(self.geometry.means(part)).T, alpha=-2).min(1)
+            which = torch.where(found.values < least, found.indices + part.start, which)
+            least = torch.minimum(found.values, least)
+        own = self.geometry.means(which.to(self.geometry.centre.device))
+        return torch.linalg.vector_norm((directions - self._here(self.geometry.centre + own)) @ self._root, dim=1)

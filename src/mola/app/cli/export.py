@@ -27,8 +27,8 @@ def export(
     outputs: Annotated[
         str | None,
         typer.Option(
-            help="Outputs, separated by commas: probabilities, label, confidence, entropy, mutual_information, ood_score.  "
-            "[default: all]"
+            help="Outputs, separated by commas: probabilities, label, confidence, entropy, mutual_information, ood_score, distance.  "
+            "[default: all that the posterior has]"
         ),
     ] = None,
     float16: Annotated[bool, typer.Option("--float16", help="Store the networks in half precision.")] = False,

@@ -12,7 +12,7 @@ from torch import Tensor
 from mola.app.jobs.folder import PosteriorFolder, alarm
 from mola.app.jobs.preparation import Intake
 from mola.errors import OptionError
-from mola.export import OUTPUTS, Pixels, Written, export_onnx, export_torch
+from mola.export import Pixels, Written, export_onnx, export_torch
 
 __all__ = ["run_export"]
 
@@ -34,7 +34,7 @@ def run_export(
         fitted: a folder that was opened.
         onnx: ONNX file to write.
         torch_program: file of torch.export to write.
-        outputs: which; None is all.
+        outputs: which; None is all that the posterior has.
         float16: networks in half precision.
         pixels: the file takes bytes, and normalises them as the training data were.
         check: compare each file with PyTorch before it is kept.
@@ -52,7 +52,7 @@ def run_export(
     example = fitted.example
     told: dict[str, Any] = {
         "classes": fitted.classes,
-        "outputs": outputs or OUTPUTS,
+        "outputs": outputs,
         "float16": float16,
         "check": check,
         "ood_threshold": alarm(fitted, false_alarm_rate),
