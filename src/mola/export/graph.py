@@ -21,7 +21,14 @@ from mola.laplace import SPARE, LogitMoments
 from mola.network import Inputs, capture, undisturbed
 from mola.options import did_you_mean
 from mola.posterior import MoLA
-from mola.uncertainty import entropy_of_all, share_of, softmax_and_entropy, spread_draws
+from mola.uncertainty import (
+    energy_score,
+    entropy_of_all,
+    outlier_score,
+    share_of,
+    softmax_and_entropy,
+    spread_draws,
+)
 
 __all__ = ["OUTPUTS", "Exported", "Pixels", "Signature", "check_outputs"]
 
@@ -307,7 +314,7 @@ class Exported(nn.Module):
             "confidence": lambda: probs.amax(-1),
             "entropy": lambda: _entropy(probs),
             "mutual_information": lambda: _entropy(probs) * self._epistemic_share(mean, joint, divisors),
-            "ood_score": lambda: self._ood_score(mean, joint, probs),
+            "ood_score": lambda: self._ood_score(mean, joint, probs, each),
             DISTANCE: lambda: self.cooling.log_distance(each, self._weights).exp(),
         }
         return {name: make[name]() for name in self.outputs}
@@ -353,9 +360,19 @@ class Exported(nn.Module):
         mixed = self._mixed(by_quarter.flatten(1)).view(-1, 4, mean.shape[1])
         return share_of(entropy_of_all(mixed), self._mixed(within))
 
-    def _ood_score(self, mean: Tensor, joint: Joint | None, probs: Tensor) -> Tensor:
+    def _ood_score(self, mean: Tensor, joint: Joint | None, probs: Tensor, each: Sequence[LogitMoments]) -> Tensor:
         if joint is None:
             return 1 - probs.amax(-1)
+        far_field, usual = self._far_field(mean, joint), self.cooling.usual
+        if usual is None or usual.score is None:
+            return far_field
+        energy = self._mixed(energy_score(mean))
+        return outlier_score(
+            torch.stack([far_field, energy, self.cooling.log_distance(each, self._weights)]), usual.score
+        )
+
+    def _far_field(self, mean: Tensor, joint: Joint) -> Tensor:
+        """`mola.uncertainty.far_field_score`, in a graph."""
         # Where a length is 0, all features are, and so are the logits: nothing is known there, and 0 over little is 0. A length
         # whose square is next to nothing has lost its digits.
         length, centred = joint.length()[:, None], mean - mean.mean(-1, keepdim=True)
