@@ -20,6 +20,7 @@ from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES, make_problem
 
 LINKS = (*CLOSED_FORM_LINKS, "mc")
 RULE = mola.ValidationScore("nll", grid=[0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0])
+CAREFUL = mola.Distance(price=0.1, rule=RULE)
 
 
 def inputs():
@@ -81,6 +82,16 @@ def laws(team):
         exposure = mola.OutlierExposure(list(batches(strange[division])), grid=RULE.grid)
         chosen = posterior.tune(batches(held[division]), exposure, progress=False, team=team)
         found[f"{division}/outliers"] = torch.tensor(chosen.tuning.curve["objective"])
+        for index, component in enumerate(posterior.components):
+            classes = component.curvature.classes.tensors()
+            found |= {f"{division}/classes/{index}/{name}": one for name, one in classes.items()}
+        careful = posterior.tune(batches(held[division]), CAREFUL, progress=False, team=team)
+        found[f"{division}/distance/exponent"] = torch.tensor(careful.distance_exponent)
+        found[f"{division}/distance/usual"] = torch.tensor([list(scale) for scale in careful.cooling.usual.scales])
+        careful = careful.with_distance_exponent(1.5).with_temperature(0.8)
+        prediction = careful.predict(batches(held[division]), team=team)
+        for name in ("probs", "mutual_information", "ood_score", "far_field", "distance"):
+            found[f"{division}/distance/{name}"] = getattr(prediction, name)
         threshold = posterior.tune(batches(held[division]), progress=False, team=team)
         found[f"{division}/threshold"] = torch.tensor(threshold.prior_precision)
         found[f"{division}/evidence"] = torch.tensor(

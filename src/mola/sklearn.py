@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, Self
 
@@ -14,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mola.cooling import Usual
 from mola.errors import DataError, MissingExtraError, MolaWarning, OptionError
 from mola.fitting import fit
+from mola.laplace import Scale
 from mola.options import one_of, whole_number
 from mola.posterior import MoLA
 from mola.prediction import Prediction
@@ -52,7 +55,8 @@ class MolaClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     `fit` standardises the features, trains `members` networks (AdamW with a learning rate that falls to 0 along a half
     cosine), fits their posterior, and chooses its prior precision by the evidence: no data are lost to validation. Other
     rules need data that the networks have not seen: a stratified share is set aside, networks trained on the rest choose the
-    prior precision on it, and networks trained on all data take it over. Everything is computed in float64; the same
+    prior precision on it, and with it a temperature and how logits are cooled by distance, if the rule does; networks trained on
+    all data take these over. Everything is computed in float64; the same
     `random_state` gives the same bits. Sample weights are not accepted: the curvature has no place for them.
 
     Args:
@@ -64,8 +68,9 @@ class MolaClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         weight_decay: decoupled, as in AdamW.
         structure: of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or a `mola.Structure`.
         link: from logits to probabilities: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `mola.Link`.
-        rule: how the prior precision is chosen: "evidence"; "nll", "brier", "ece" or "threshold" (the paper's) on data set
-            aside; a rule object such as `mola.ConfidenceThreshold(0.9)`; or None to keep `prior_precision`. What it found is
+        rule: how the prior precision is chosen: "evidence"; "nll", "brier", "ece", "threshold" (the paper's) or "distance" (its
+            caution spent far from the training data) on data set aside; a rule object such as `mola.ConfidenceThreshold(0.9)` or
+            `mola.Distance(price=0.02)`; or None to keep `prior_precision`. What it found is
             in `tuning_`, its remarks in `tuning_.notes`.
         prior_precision: lambda, where `rule` is None.
         validation_fraction: share of each class set aside for the rule, at least one row of each class that has two. With
@@ -151,7 +156,7 @@ class MolaClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             # words would come for every fold.
             warnings.simplefilter("ignore", MolaWarning)
             tuned = self._posterior(train, hidden, seed).tune(held_out.batches(ROWS), rule=rule, progress=False)
-        final = self._posterior(every, hidden, seed).with_prior_precision(tuned.prior_precision)
+        final = _taken_over(tuned, self._posterior(every, hidden, seed))
         self.posterior_, self.tuning_ = final.eval(), tuned.tuning
         return self
 
@@ -237,6 +242,31 @@ class MolaClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def ood_score(self, X: Any) -> Array:  # noqa: N803
         """How outlying each row is (n,): higher = more outlying. It does not depend on the prior precision."""
         return self.prediction(X).ood_score.numpy()
+
+
+def _taken_over(tuned: MoLA, final: MoLA) -> MoLA:
+    """The posterior of other networks with what was chosen for these: prior precision, temperature, cooling by distance.
+
+    What is usual was measured on data that no network for all data has left unseen. So it is taken over as a ratio to the training
+    data: held-out data are that much farther than those, and the networks for all data have training data of their own.
+    """
+    final = final.with_prior_precision(tuned.prior_precision)
+    cooling = tuned.cooling
+    if cooling.usual is None or not final.has_distances:
+        return final.with_temperature(cooling.temperature)
+    triples = zip(cooling.usual.scales, _training_scales(tuned), _training_scales(final), strict=True)
+    scales = tuple(Scale(*map(_by_ratio, *triple)) for triple in triples)
+    return final._with(cooling=replace(cooling, usual=Usual(scales, cooling.usual.score)))
+
+
+def _training_scales(posterior: MoLA) -> list[Scale]:
+    geometries = [one.curvature.geometry for one in posterior.components if one.curvature is not None]
+    return [one.training_scale for one in geometries if one is not None]
+
+
+def _by_ratio(held_out: float, before: float, now: float) -> float:
+    """Held-out data relative to training data, for other training data; as it was where features are all alike in training."""
+    return held_out * now / before if before > 0 and now > 0 else held_out
 
 
 def _rows(data: Labelled, chosen: Tensor) -> Labelled:

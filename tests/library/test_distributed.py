@@ -16,17 +16,19 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from typer.testing import CliRunner
 
 import mola
+from mola import sums
 from mola.app.cli import app
 from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.folder import open_posterior
 from mola.compare.evaluation import evaluation_document
 from mola.errors import StorageError
 from mola.laplace import Kron, base
+from mola.saving import storage
 from mola.sums import START, batch_checksum
 from tests.conftest import make_problem
 from tests.forked_python import run_team
 from tests.own_work import make_desk
-from tests.team_script import Counted, batches, data, laws, networks
+from tests.team_script import Counted, batches, data, inputs, laws, networks
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300
@@ -377,6 +379,9 @@ def exactly(first, second):
         assert (one.count, one.log_likelihood) == (other.count, other.log_likelihood)
         for name, tensor in one.saved().items():
             assert torch.equal(tensor, other.saved()[name]), name
+    for one, other in zip(first.components, second.components, strict=True):
+        one, other = one.curvature.classes.tensors(), other.curvature.classes.tensors()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 class TestResuming:
@@ -406,6 +411,24 @@ class TestResuming:
         resumed = mola.fit(networks(2), iter(loader), structure=structure, progress=False, checkpoint=tmp_path / "kept")
         exactly(resumed, whole)
         assert not (tmp_path / "kept").exists()
+
+    def test_a_checkpoint_of_an_older_version_goes_on_without_distances(self, loader, tmp_path):
+        """It has no sums for distances of the data that it has seen."""
+        with pytest.raises(PowerFailureError):
+            mola.fit(networks(2), interrupted(loader, 5), progress=False, checkpoint=tmp_path, checkpoint_every=1)
+        place = tmp_path / "rank-0-of-1"
+        document, tensors = storage.read(place, sums.KIND, sums.SCHEMA)
+        older = {name: one for name, one in tensors.items() if sums.CLASSES not in name}
+        assert len(older) < len(tensors)
+        storage.write(place, document, older, kind=sums.KIND)
+        resumed, whole = (
+            mola.fit(networks(2), loader, progress=False, checkpoint=tmp_path),
+            mola.fit(networks(2), loader),
+        )
+        assert not resumed.has_distances
+        assert torch.equal(resumed(inputs()), whole(inputs()))
+        with pytest.raises(mola.OptionError, match=r"no distances from the training classes.*Fit again"):
+            resumed.with_distance_exponent(1.0)
 
     def test_running_averages_go_on_too(self, loader, tmp_path):
         options = {"structure": Kron(running_average=0.9), "progress": False}

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,16 +75,24 @@ def fitted(make, count: int = 1, *, dtype: torch.dtype = torch.float32, **option
     return mola.fit(networks, [data(dtype=dtype)], progress=False, **options)
 
 
+def cooled(posterior: mola.MoLA) -> mola.MoLA:
+    """The same with a temperature and with cooling by distance; how it was tuned, and what is usual, stay."""
+    return posterior._with(cooling=replace(posterior.cooling, temperature=0.8, exponent=1.5))
+
+
 def expected(posterior: mola.MoLA, inputs) -> dict[str, torch.Tensor]:
     prediction = posterior.predict(inputs)
-    return {name: getattr(prediction, "probs" if name == "probabilities" else name) for name in OUTPUTS}
+    found = {name: getattr(prediction, "probs" if name == "probabilities" else name) for name in OUTPUTS}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def compare(found, posterior, inputs, tolerance: float = 1e-5) -> None:
     wanted = expected(posterior, inputs)
     for name, value in found.items():
         assert value.shape == wanted[name].shape, name
-        assert float((value.double() - wanted[name].double()).abs().max()) <= tolerance, name
+        # Outlier scores and distances have no upper end.
+        difference = (value.double() - wanted[name].double()).abs() / wanted[name].double().abs().clamp_min(1)
+        assert float(difference.max()) <= tolerance, name
 
 
 def compare_file(path, posterior, tolerance: float = 1e-5, sizes=(1, 3, 17)) -> None:
@@ -104,13 +114,15 @@ def test_the_graph_is_the_prediction_for_every_link(structure, count, bias):
     base = base.with_prior_precision([0.1 + k for k in range(count)]).with_weights(
         [(k + 1) / (count * (count + 1) / 2) for k in range(count)]
     )
-    inputs = data(11, seed=3, dtype=torch.float64)[0]
+    inputs = 2 * data(11, seed=3, dtype=torch.float64)[0]
     for link in (*CLOSED_FORM_LINKS, mola.Bridge(normalised=True), "mc", mola.MonteCarlo(30, "weights", seed=4)):
-        posterior = base.with_link(link)
-        with torch.no_grad():
-            found = Exported(posterior, Signature.of(inputs, posterior.networks[0]))(inputs)
-        assert tuple(found) == OUTPUTS
-        compare(found, posterior, inputs, 1e-9)
+        plain = base.with_link(link)
+        for posterior in (plain, plain.with_temperature(0.8), cooled(plain)):
+            with torch.no_grad():
+                found = Exported(posterior, Signature.of(inputs, posterior.networks[0]))(inputs)
+            assert tuple(found) == OUTPUTS
+            compare(found, posterior, inputs, 1e-9)
+            assert posterior is plain or not torch.allclose(posterior(inputs), plain(inputs), atol=1e-3)
 
 
 def test_the_graph_holds_only_constants_that_it_needs():
@@ -120,6 +132,45 @@ def test_the_graph_holds_only_constants_that_it_needs():
         name for name in (*traced.program.graph_signature.buffers, *traced.program.constants) if "constants" in name
     ]
     assert {name.split(".")[-1] for name in held} == {"feature_vectors", "class_table"}
+
+
+def test_without_cooling_files_are_those_of_a_posterior_without_distances(tmp_path):
+    """Byte for byte, with the outputs that both have."""
+    told = {"outputs": [name for name in OUTPUTS if name != "distance"], "check": False}
+    for kind, write in (("onnx", mola.export_onnx), ("pt2", mola.export_torch)):
+        files = []
+        for distances in (True, False):
+            posterior = fitted(small_net, prior_precision=0.3, distances=distances)
+            files.append(write(posterior, tmp_path / f"{distances}.{kind}", data(2)[0], **told).path.read_bytes())
+        assert files[0] == files[1]
+
+
+def test_only_posteriors_with_distances_have_that_output(tmp_path):
+    without, plain = fitted(small_net, distances=False), mola.ensemble(small_net(0).float())
+    for posterior, words in (
+        (without, "has no distances from the training classes"),
+        (plain, "a plain ensemble has no"),
+    ):
+        assert check_outputs(None, posterior) == OUTPUTS[:-1]
+        with pytest.raises(OptionError, match=f"'distance' cannot be given: .*{words}"):
+            mola.export_torch(posterior, tmp_path / "file.pt2", data(2)[0], outputs=["label", "distance"])
+    assert check_outputs(None, fitted(small_net)) == OUTPUTS
+    assert no_files(tmp_path)
+
+
+def test_very_many_classes_make_one_table(monkeypatch):
+    """Where the library makes class means in portions, so as not to hold a second table, a graph has one in its own precision."""
+    inputs = data(9, seed=3)[0]
+    posterior = cooled(fitted(small_net))
+    wanted = posterior(inputs)
+    monkeypatch.setattr("mola.laplace.distance.KEPT", 0)
+    monkeypatch.setattr("mola.laplace.distance.AT_ONCE", 14)
+    posterior = cooled(fitted(small_net))
+    traced = trace(posterior, inputs, Settings(outputs=["probabilities", "distance"]))
+    compare(traced.program.module()(inputs), posterior, inputs)
+    assert torch.allclose(posterior(inputs), wanted, atol=1e-6)
+    tables = [one for one in traced.program.constants.values() if one.shape == (CLASSES, 7)]
+    assert [one.dtype for one in tables] == [torch.float32]
 
 
 def test_networks_are_left_as_they_were(tmp_path):
@@ -155,7 +206,7 @@ class EveryLink(mola.Link):
 )
 def test_onnxruntime_gives_pytorch_s_outputs(structure, tmp_path):
     """Far below 1e-5: so is then each link's share of the average. Networks with convolutions: `several`."""
-    posterior = fitted(small_net, structure=structure, prior_precision=0.3, link=EveryLink())
+    posterior = cooled(fitted(small_net, structure=structure, prior_precision=0.3, link=EveryLink()))
     written = mola.export_onnx(posterior, tmp_path / "file.onnx", data(4)[0])
     assert max(written.differences.values()) < 2.5e-6
     compare_file(tmp_path / "file.onnx", posterior, 2.5e-6)
@@ -163,11 +214,14 @@ def test_onnxruntime_gives_pytorch_s_outputs(structure, tmp_path):
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
-    """Three networks of two architectures, tuned, with everything that can be told."""
+    """Three networks of two architectures and widths, tuned and cooled, with everything that can be told."""
     networks = [(lenet_like if k % 2 else conv_net)(k).float() for k in range(3)]
     inputs, labels = data()
     posterior = mola.fit(networks, [(inputs, labels)], weights=[0.2, 0.5, 0.3], progress=False)
-    posterior = posterior.tune(rule=mola.Evidence())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mola.MolaWarning)  # labels at random: the best prior is at an end of the grid
+        rule = mola.ValidationScore("nll", grid=[0.1, 0.3, 1.0])
+        posterior = cooled(posterior.tune([data(40, seed=1)], rule, progress=False))
     path = tmp_path_factory.mktemp("several") / "several.onnx"
     names = ["owl", "cat", "dog", "élan", "fox"]
     told = {"metadata": {"author": "us", "run": {"seed": 3}}, "ood_threshold": -0.25}
@@ -195,7 +249,12 @@ def test_a_file_tells_all_about_itself(several):
     assert mine["weights"] == pytest.approx([0.2, 0.5, 0.3])
     assert (mine["structure"], mine["link"]) == ("kron", {"name": "probit"})
     assert mine["rule"] == several.posterior.tuning.rule
-    assert (mine["ood_score"], mine["ood_threshold"]) == ("far-field", -0.25)
+    assert (mine["temperature"], mine["distance_exponent"]) == (0.8, 1.5)
+    assert (mine["ood_score"], mine["ood_threshold"]) == (
+        several.posterior.predict(several.inputs).ood_score_name,
+        -0.25,
+    )
+    assert "distance" in mine["ood_score"]
     assert (mine["version"], mine["format_version"]) == (mola.__version__, 1)
     loaded = mola.load_exported(several.path)
     assert (loaded.classes, loaded.outputs, loaded.metadata["author"]) == (several.names, list(OUTPUTS), "us")
@@ -243,7 +302,8 @@ def test_the_same_posterior_gives_the_same_file(tmp_path):
 
 
 def test_a_plain_ensemble_is_exported_too(tmp_path):
-    posterior = mola.ensemble([small_net(seed).float() for seed in range(2)], weights=[0.75, 0.25])
+    members = [small_net(seed).float() for seed in range(2)]
+    posterior = mola.ensemble(members, weights=[0.75, 0.25]).with_temperature(0.8)
     told = {"outputs": ["probabilities", "mutual_information", "ood_score"]}
     written = mola.export_onnx(posterior, tmp_path / "file.onnx", data(2)[0], **told)
     assert (written.document["structure"], written.document["ood_score"]) == (None, "max-probability")
@@ -252,8 +312,8 @@ def test_a_plain_ensemble_is_exported_too(tmp_path):
 
 def test_half_precision_networks(tmp_path):
     """Equal to PyTorch's own half precision as far as that has digits: runtimes round between layers at other places."""
-    posterior, inputs = fitted(conv_net), data(40, seed=2)[0]
-    outputs = ["probabilities", "ood_score"]
+    posterior, inputs = cooled(fitted(conv_net)), data(40, seed=2)[0]
+    outputs = ["probabilities", "ood_score", "distance"]
     written = mola.export_onnx(posterior, tmp_path / "half.onnx", inputs[:2], float16=True, outputs=outputs)
     assert [one.dtype for one in written.inputs] == ["float32"]
     found = mola.load_exported(tmp_path / "half.onnx")(inputs)
@@ -450,9 +510,9 @@ def test_options_that_cannot_be_used_are_refused(tmp_path):
     with pytest.raises(OptionError, match="from 18 to 23"):
         mola.export_onnx(posterior, path, inputs, opset=7, outputs=["label"])
     with pytest.raises(OptionError, match=r"got risk"):
-        check_outputs(["label", "risk"])
+        check_outputs(["label", "risk"], posterior)
     with pytest.raises(OptionError, match="got none"):
-        check_outputs([])
+        check_outputs([], posterior)
     with pytest.raises(OptionError, match="positive standard deviations"):
         Pixels((0.5,), (0.0,))
     mixed = mola.MoLA([*posterior.components, *mola.ensemble(small_net(1).float()).components])
@@ -489,7 +549,7 @@ def test_nan_in_is_nan_out(several):
     inputs = several.inputs[:3].clone()
     inputs[1] = torch.nan
     found = mola.load_exported(several.path)(inputs)
-    for name in ("probabilities", "confidence", "entropy", "mutual_information", "ood_score"):
+    for name in ("probabilities", "confidence", "entropy", "mutual_information", "ood_score", "distance"):
         assert found[name].isnan().flatten(1 if found[name].dim() > 1 else 0).reshape(3, -1).any(1).tolist() == [
             False,
             True,

@@ -63,6 +63,35 @@ def test_ensembles_and_folders_without_networks(tmp_path, posterior):
         mola.load_from_hub_folder(tmp_path / "bare", build)
 
 
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")  # the grid of two ends where it ends
+def test_cooling_is_kept_and_told(tmp_path, posterior):
+    cooled = posterior.tune(TEST, rule=mola.ValidationScore("nll", grid=[0.1, 1.0]), progress=False)
+    cooled = cooled.with_temperature(0.8).with_distance_exponent(1.5)
+    folder = mola.save_to_hub_folder(cooled, tmp_path / "cooled")
+    again, card = mola.load_from_hub_folder(folder, build), (folder / "README.md").read_text()
+    for name in ("probs", "distance", "ood_score", "mutual_information"):
+        assert torch.equal(getattr(again.predict(X), name), getattr(cooled.predict(X), name))
+    assert (again.temperature, again.distance_exponent) == (0.8, 1.5)
+    assert "| temperature | 0.8: logits are divided by it, and so sharpened |" in card
+    assert (
+        "exponent 1.5: logits of inputs 2 times as far from the training classes as usual are divided by 2.83" in card
+    )
+    plain = mola.save_to_hub_folder(posterior, tmp_path / "plain")
+    assert not any(word in (plain / "README.md").read_text() for word in ("temperature", "distance"))
+
+
+def test_the_temperature_of_an_ensemble_is_kept_and_no_older_reader_loses_it(tmp_path, posterior):
+    warm, config = mola.ensemble(posterior.networks).with_temperature(1.7), tmp_path / "warm" / "config.json"
+    mola.save_to_hub_folder(warm, tmp_path / "warm", classes=NAMES)
+    again = mola.load_from_hub_folder(tmp_path / "warm", build)
+    assert again.temperature == 1.7
+    assert torch.equal(again(X), warm(X))
+    assert "1.7: logits are divided by it, and so softened" in (tmp_path / "warm" / "README.md").read_text()
+    assert json.loads(config.read_bytes())["version"] == 2
+    mola.save_to_hub_folder(warm.with_temperature(1.0), tmp_path / "warm", classes=NAMES)
+    assert json.loads(config.read_bytes())["version"] == 1
+
+
 def test_measured_numbers_are_those_of_the_metrics(posterior):
     probs = posterior(X)
     measured = hub.measure(posterior, TEST, "Held-out rows", bins=5)
@@ -190,7 +219,7 @@ def damage(folder, name, how):
     [
         ("config.json", "remove", "config.json cannot be read.*save_to_hub_folder"),
         ("config.json", lambda document: document.update(format="other"), "not written by mola"),
-        ("config.json", lambda document: document.update(version=2), "version 2; this mola reads version 1"),
+        ("config.json", lambda document: document.update(version=3), "version 3; this mola reads versions 1 and 2"),
         ("config.json", lambda document: document.pop("networks"), "garbled.*'networks'"),
         ("config.json", lambda document: document["networks"][0].update(dtype="load"), "unknown precision 'load'"),
         ("config.json", lambda document: document["networks"].pop(), r"2 components, got 1 model"),

@@ -110,6 +110,24 @@ def test_rules_are_those_of_tune(rule):
     assert quick(rule=None, prior_precision=0.5).fit(rows, labels).posterior_.prior_precision == (0.5, 0.5)
 
 
+@pytest.mark.parametrize("rule", ["distance", mola.Distance(price=0.05)])
+def test_caution_by_distance_is_taken_over(rule):
+    """Exponent and temperature as chosen; held-out rows are as many times as far as training rows, for whichever networks."""
+    rows, labels = blobs()
+    model = quick(rule=rule).fit(rows, labels)
+    posterior, tuning = model.posterior_, model.tuning_
+    assert tuning.rule.startswith("Distance")
+    assert (posterior.temperature, posterior.distance_exponent) == (tuning.temperature, tuning.distance_exponent)
+    assert posterior.distance_exponent > 0
+    near, far = model.prediction(rows), model.prediction(30 * rows)
+    assert 0.5 < float(near.distance.median()) < 1.5
+    assert float(far.distance.median()) > float(near.distance.median())
+    without = posterior.with_distance_exponent(0.0)(torch.from_numpy((30 * rows - model.mean_) / model.scale_))
+    assert float(far.confidence.mean()) < float(without.amax(1).mean()) - 0.1
+    again = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(again.predict_proba(rows), model.predict_proba(rows))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -20,7 +20,7 @@ from mola.export.moments import GraphPosterior, Joint
 from mola.laplace import SPARE, LogitMoments
 from mola.network import Inputs, capture, undisturbed
 from mola.options import did_you_mean
-from mola.posterior import MoLA
+from mola.posterior import COMBINED, FAR_FIELD, LEAST_SURE, MoLA
 from mola.uncertainty import (
     energy_score,
     entropy_of_all,
@@ -265,6 +265,8 @@ class Exported(nn.Module):
             message = "export: some components have curvature and others have none. Export a posterior of one kind."
             raise OptionError(message)
         self.has_curvature = ready[0] is not None
+        usual = self.cooling.usual
+        self.usual_score = None if usual is None or not posterior.has_distances else usual.score
         self.posteriors = [
             GraphPosterior(one, bias=head.has_bias)
             for one, head in zip(ready, self.heads, strict=True)
@@ -314,7 +316,7 @@ class Exported(nn.Module):
             "confidence": lambda: probs.amax(-1),
             "entropy": lambda: _entropy(probs),
             "mutual_information": lambda: _entropy(probs) * self._epistemic_share(mean, joint, divisors),
-            "ood_score": lambda: self._ood_score(mean, joint, probs, each),
+            "ood_score": lambda: self._ood_score(each, mean, joint, probs),
             DISTANCE: lambda: self.cooling.log_distance(each, self._weights).exp(),
         }
         return {name: make[name]() for name in self.outputs}
@@ -360,19 +362,23 @@ class Exported(nn.Module):
         mixed = self._mixed(by_quarter.flatten(1)).view(-1, 4, mean.shape[1])
         return share_of(entropy_of_all(mixed), self._mixed(within))
 
-    def _ood_score(self, mean: Tensor, joint: Joint | None, probs: Tensor, each: Sequence[LogitMoments]) -> Tensor:
+    @property
+    def ood_score_name(self) -> str:
+        """Which outlier score it gives: the posterior's."""
+        if not self.has_curvature:
+            return LEAST_SURE
+        return FAR_FIELD if self.usual_score is None else COMBINED
+
+    def _ood_score(self, each: Sequence[LogitMoments], mean: Tensor, joint: Joint | None, probs: Tensor) -> Tensor:
         if joint is None:
             return 1 - probs.amax(-1)
-        far_field, usual = self._far_field(mean, joint), self.cooling.usual
-        if usual is None or usual.score is None:
+        far_field = self._far_field(mean, joint)
+        if self.usual_score is None:
             return far_field
-        energy = self._mixed(energy_score(mean))
-        return outlier_score(
-            torch.stack([far_field, energy, self.cooling.log_distance(each, self._weights)]), usual.score
-        )
+        terms = [far_field, self._mixed(energy_score(mean)), self.cooling.log_distance(each, self._weights)]
+        return outlier_score(torch.stack(terms), self.usual_score)
 
     def _far_field(self, mean: Tensor, joint: Joint) -> Tensor:
-        """`mola.uncertainty.far_field_score`, in a graph."""
         # Where a length is 0, all features are, and so are the logits: nothing is known there, and 0 over little is 0. A length
         # whose square is next to nothing has lost its digits.
         length, centred = joint.length()[:, None], mean - mean.mean(-1, keepdim=True)

@@ -81,7 +81,7 @@ def describe(
         "weighting": posterior.weighting,
         "rule": None if tuning is None else tuning.rule,
         "tuning_notes": [] if tuning is None else list(tuning.notes),
-        "ood_score": "far-field" if graph.has_curvature else "max-probability",
+        "ood_score": graph.ood_score_name,
         "ood_threshold": ood_threshold,
         "float16": graph.float16,
         "preparation": None if graph.preparation is None else repr(graph.preparation),

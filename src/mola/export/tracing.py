@@ -205,7 +205,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 TOLERANCE = 1e-4
-"""Largest difference of any output at which a file is kept. Measured ones are below 1e-5, see tests/library/test_export.py."""
+"""Largest difference of any output at which a file is kept; relative to values above 1, as outlier scores and distances have no upper
+end. Measured ones are below 1e-5, see tests/library/test_export.py."""
 
 FLOAT16_TOLERANCE = 5e-2
 """The same for networks in half precision, whose numbers have three digits: runtimes round at other places than PyTorch."""
@@ -249,7 +250,8 @@ def check_agreement(
         runtime: what runs the file, for the message.
 
     Returns:
-        Largest difference of each output. A label counts as different (1) only where the two best classes are not tied.
+        Largest difference of each output, relative where its value is above 1. A label counts as different (1) only where the two
+        best classes are not tied.
 
     Raises:
         ExportError: if a difference is too large, or an output is not a number.
@@ -260,7 +262,7 @@ def check_agreement(
         expected = expected_outputs(traced, inputs)
         found = run(traced.graph.signature.tensors(inputs))
         for name, value in expected.items():
-            difference = (found[name].double() - value.double()).abs()
+            difference = (found[name].double() - value.double()).abs() / value.double().abs().clamp_min(1)
             if name == "label":
                 difference = (difference > 0).double() * (~_tied(traced, inputs)).double()
             worst[name] = max(worst[name], float(difference.nan_to_num(nan=torch.inf).max()))
@@ -308,7 +310,7 @@ class Written:
     inputs: tuple[NamedTensor, ...]
     outputs: tuple[NamedTensor, ...]
     differences: dict[str, float] | None
-    """Largest difference of each output from PyTorch's; None where it was not checked."""
+    """Largest difference of each output from PyTorch's, relative where its value is above 1; None where it was not checked."""
     document: dict[str, Any]
     """What the file says of itself."""
 

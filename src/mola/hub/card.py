@@ -282,7 +282,25 @@ def _how_it_was_made(posterior: MoLA) -> str:
             ("chosen by", "hand" if posterior.tuning is None else posterior.tuning.rule),
             ("training data", ", ".join(str(count) for count in sorted(counts))),
         ]
+    rows += _cooled(posterior)
     return "## How it was made\n\n| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in rows)
+
+
+def _cooled(posterior: MoLA) -> list[tuple[str, str]]:
+    """What logits are divided by, in words; nothing where they stay as they are."""
+    rows, exponent = [], posterior.distance_exponent
+    if posterior.temperature != 1:
+        how = "sharpened" if posterior.temperature < 1 else "softened"
+        rows.append(("temperature", f"{posterior.temperature:.4g}: logits are divided by it, and so {how}"))
+    if exponent > 0:
+        rows.append(
+            (
+                "caution by distance",
+                f"exponent {exponent:.4g}: logits of inputs 2 times as far from the training classes as usual are divided by "
+                f"{2**exponent:.3g}, 4 times as far by {4**exponent:.3g}",
+            )
+        )
+    return rows
 
 
 def as_yaml(value: Any, indent: int = 0) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mola.cooling import check_temperature
 from mola.errors import MissingExtraError, OptionError, StorageError
 from mola.fitting import ensemble, load
 from mola.hub.card import Measured, model_card, write_reliability
@@ -30,6 +31,8 @@ from mola.schema import Optional, check, check_seal, parse, sealed
 __all__ = ["is_hub_folder", "load_from_hub_folder", "save_to_hub_folder"]
 
 FORMAT, VERSION = "mola-hub-folder", 1
+COOLED_VERSION = 2
+"""Of ensembles with a temperature, which a reader that does not know of it must not read; all other folders stay at `VERSION`."""
 CONFIG, CARD, PICTURE, WEIGHTS = "config.json", "README.md", "reliability.png", "model.safetensors"
 HELPERS = ("tokenizer", "processor")
 """Folders of what makes inputs of texts and images."""
@@ -124,14 +127,17 @@ def save_to_hub_folder(
         preparing={role: helper for role, helper in helpers.items() if helper is not None},
     )
     write_atomically(folder / CARD, text.encode())
+    # A posterior says itself how its logits are cooled; a plain ensemble has no file but this one.
+    cooled = posterior.structure is None and posterior.temperature != 1
     config = sealed(
         {
             "format": FORMAT,
-            "version": VERSION,
+            "version": COOLED_VERSION if cooled else VERSION,
             "library_name": "mola",
             "kind": "ensemble" if posterior.structure is None else "posterior",
             "classes": names,
             "weights": posterior.weights.tolist(),
+            **({"temperature": posterior.temperature} if cooled else {}),
             "build": build,
             "networks": described,
         }
@@ -231,7 +237,8 @@ def load_from_hub_folder(
     else:
         models = [_load_network(folder, index, entry, build) for index, entry in enumerate(config["networks"])]
     if config["kind"] == "ensemble":
-        return ensemble(models, config["weights"])
+        plain = ensemble(models, config["weights"])
+        return plain.with_temperature(config["temperature"]) if "temperature" in config else plain
     return load(folder / "posterior", models)
 
 
@@ -254,11 +261,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         message = f"{path} was not written by mola: expected format {FORMAT!r}. Choose a folder of its own for mola."
         raise StorageError(message)
-    if config.get("version") != VERSION:
-        message = f"{path} has version {config.get('version')!r}; this mola reads version {VERSION}. Update mola."
+    if config.get("version") not in (VERSION, COOLED_VERSION):
+        message = f"{path} has version {config.get('version')!r}; this mola reads versions {VERSION} and {COOLED_VERSION}. Update it."
         raise StorageError(message)
     check_seal(config, path)
     check(config, SCHEMA, "")
+    if config["version"] == COOLED_VERSION:
+        check(config, {"temperature": float}, "")
+        try:
+            check_temperature(config["temperature"])
+        except OptionError as error:
+            message = f"{path} holds a value that cannot be used: {error}"
+            raise StorageError(message) from error
     return config
 
 
