@@ -408,6 +408,8 @@ def _why(opinions: Opinions, link: str) -> list[str]:
             f"more than one class"
         )
     why = f"{much} of MoLA's doubt is epistemic ({100 * share:.0f} %), the other {100 * (1 - share):.0f} % aleatoric"
+    if _cooled(opinions):
+        why += ", which here includes doubt by distance"
     said = [f"{why}: {'; '.join(reasons)}." if reasons else f"{why}."]
     if alone >= SURE and link == "probit":
         said.append(
