@@ -274,11 +274,11 @@ class TestLaws:
         # A temperature alone changes nothing far away.
         assert torch.allclose(posterior.with_temperature(3.0).far_field_limit(asked), posterior.far_field_limit(asked))
 
-    def test_features_beyond_the_range_of_float32(self, networks):
+    def test_features_beyond_the_range_of_float32(self, structure):
         """Their squares leave it: distances are then computed in float64, and are those of the direction."""
         network = copy.deepcopy(trained(0, bias=False)).float()
         inputs, labels = blobs()
-        posterior = mola.fit(network, [(inputs.float(), labels)], progress=False)
+        posterior = mola.fit(network, [(inputs.float(), labels)], progress=False, structure=structure)
         asked = torch.randn(10, 3).float()
         near, far = posterior.predict(asked), posterior.predict(1e25 * asked)
         assert torch.allclose(near.distance, far.distance, rtol=1e-3)

@@ -356,8 +356,6 @@ class Posterior(nn.Module, ABC):
         # Kept apart: asking a module for its buffers takes as long as a small matrix product, for every batch.
         self._place = (next(self.buffers()).device, dtype)
         self._reach = None
-        if self.distance is not None:
-            self.distance = self.distance.to(*self._place)
 
     def measured_by(self, distance: ClassDistance | None) -> Self:
         """This posterior, which measures distances from now on."""
@@ -374,6 +372,7 @@ class Posterior(nn.Module, ABC):
         """Be on a device, in a precision of at least float32."""
         if not self.is_at(device, dtype):
             self._set(device, torch.promote_types(dtype, torch.float32))
+            self.measured_by(self.distance)
 
     def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether it is on a device, in a precision, or in float32 where that is lower."""
