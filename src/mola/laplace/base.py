@@ -481,7 +481,8 @@ class FeatureSpread(Spread):
     @cached_property
     def _logs(self) -> tuple[Tensor, Tensor]:
         assert self.posterior.distance is not None  # has_distance
-        return self.posterior.distance.logs(self.features)
+        # Where the posterior computes in float64 whatever it is given, features may come in more than its own precision.
+        return self.posterior.distance.to(self.features.device, self.features.dtype).logs(self.features)
 
     def log_distance(self) -> Tensor:
         """Logarithm (n,) of each datum's distance from the training classes."""
