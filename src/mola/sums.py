@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.distributed import Team
-from mola.errors import DataError, OptionError, StorageError, StructureTooLargeError
+from mola.errors import DataError, OptionError, StorageError, StructureTooLargeError, warn
 from mola.laplace import ClassSums, Factors, Structure
 from mola.laplace.memory import free_memory
 from mola.likelihood import Likelihood
@@ -395,6 +395,11 @@ class SumsCheckpoint:
             self.folder.rmdir()
 
 
+LOST = (
+    "the checkpoint has no class sums, as those of older versions of mola: the posterior will know no distances from the training "
+    "classes. Delete the checkpoint and fit again to have them."
+)
+
 NO_DATA = "the training loader is empty: it yielded no batch. An iterator read before has nothing left; pass the loader itself."
 
 
@@ -722,15 +727,17 @@ def _classes_over_all(
     if work.team.size > 1:
         lacking = work.team.collect(any(one is None for one in own))
         if work.team.share(None if lacking is None else any(lacking)):
+            if work.team.first:
+                warn(LOST)
             return [None] * len(heads)
         parts = [tensor for one in own if one is not None for tensor in one.tensors().values()]
         summed, names = iter(work.team.sum(parts)), ClassSums.shapes(0, 0)
         own = [ClassSums(**{name: next(summed) for name in names}) for _ in own]
-    # A checkpoint of an older version has sums of some data without these.
-    return [
-        None if one is None or one.count != total.count else one.to("cpu")
-        for one, total in zip(own, factors, strict=True)
-    ]
+    pairs = zip(own, factors, strict=True)
+    found = [None if one is None or one.count != total.count else one.to("cpu") for one, total in pairs]
+    if any(one is None for one in found) and work.team.first:
+        warn(LOST)
+    return found
 
 
 def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, labelled: bool | None) -> list[Factors]:
