@@ -118,8 +118,17 @@ class Cooling:
             (K, n)
         """
         steep = math.log(self.temperature) + self.exponent * self.mean_log(log_distance, weights).clamp_min(0)
+        return (steep + 2 * self._log_excess(log_length)).clamp_max(LARGEST).exp()
+
+    def _log_excess(self, log_length: Tensor) -> Tensor:
+        """Logarithm (K, n) of how many times longer than usual features are; 0 for all that are not."""
         usual = log_length.new_tensor([_log(scale.length) for scale in self._scales])
-        return (steep + 2 * (log_length - usual[:, None]).clamp_min(0)).clamp_max(LARGEST).exp()
+        return (log_length - usual[:, None]).clamp_min(0)
+
+    def excess(self, moments: Sequence[LogitMoments]) -> Tensor:
+        """How many times longer than usual each network's features are (K, n), at least 1."""
+        lengths = torch.stack([_spread(one).log_length() for one in moments])
+        return self._log_excess(lengths).clamp_max(LARGEST / 2).exp()
 
     def mean_log(self, log_distance: Tensor, weights: Tensor) -> Tensor:
         """Logarithm (n,) of the mixture's distance, relative to the usual one, from those of the networks (K, n)."""

@@ -92,7 +92,8 @@ def _outlier_score(
         return OutlierScore(far_field, far_field)
     assert cooling.usual is not None
     assert cooling.usual.score is not None
-    terms = outlier_terms(mean, lengths, cooling.log_distance(moments, weights), weights)
+    distance, excess = cooling.log_distance(moments, weights), cooling.excess(moments)
+    terms = outlier_terms(mean, lengths, distance, excess, weights)
     return OutlierScore(outlier_score(terms, cooling.usual.score), terms[0])
 
 
@@ -584,8 +585,8 @@ class MoLA(LaplaceMixture[Component]):
             pairs = zip(logits, posteriors, features, strict=True)
             moments = [LogitMoments(mean, posterior.at(values)) for mean, posterior, values in pairs]
             lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
-            distance = cooling.log_distance(moments, self.weights)
-            parts.append(outlier_terms(torch.stack(logits), lengths, distance, self.weights).T)
+            distance, excess = cooling.log_distance(moments, self.weights), cooling.excess(moments)
+            parts.append(outlier_terms(torch.stack(logits), lengths, distance, excess, self.weights).T)
         rows = data.team.rows(torch.cat(parts) if parts else None)
         # One datum has no spread, and equal scores have none but rounding: they are then taken as they are.
         middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros(3, dtype=rows.dtype)

@@ -191,19 +191,23 @@ def far_field_score(logit_mean: Tensor, length: Tensor, weights: Tensor) -> Tens
     return -torch.einsum("kn,knc->nc", factors, centred).max(-1).values
 
 
-def outlier_terms(logit_mean: Tensor, length: Tensor, log_distance: Tensor, weights: Tensor) -> Tensor:
+def outlier_terms(logit_mean: Tensor, length: Tensor, log_distance: Tensor, excess: Tensor, weights: Tensor) -> Tensor:
     """What the outlier score is made of (3, n), each higher for what is more outlying.
+
+    The energy is that of logits divided by the square of what features are longer than usual, as cooling by distance divides them:
+    logits that are large because an input was scaled up say nothing for it.
 
     Args:
         logit_mean: (K, n, C).
         length: (K, n), each feature vector's length relative to the training features.
         log_distance: (n,), of the mixture's distance from the training classes.
+        excess: (K, n), how many times longer than usual features are, at least 1.
         weights: (K,).
 
     Returns:
         The far-field score, the mean energy of the networks, and the logarithm of the distance.
     """
-    energy = torch.einsum("k,kn->n", weights, energy_score(logit_mean))
+    energy = torch.einsum("k,kn->n", weights, energy_score(logit_mean / excess.square()[..., None]))
     return torch.stack([far_field_score(logit_mean, length, weights), energy, log_distance])
 
 

@@ -533,7 +533,21 @@ def test_the_score_tells_outliers_that_only_the_distance_tells(networks):
     assert prediction.ood_score_name == "far-field + energy + distance"
     terms = posterior.cooling.usual.score
     assert len(terms) == 3
-    energy = torch.stack([-torch.logsumexp(one(inside), 1) for one in networks]).mean(0).detach()
+    longer = [
+        (features_of(one, inside).norm(dim=1) / scale.length).clamp_min(1)
+        for one, scale in zip(networks, posterior.cooling.usual.scales, strict=True)
+    ]
+    energies = [-torch.logsumexp(one(inside) / nu[:, None] ** 2, 1) for one, nu in zip(networks, longer, strict=True)]
+    energy = torch.stack(energies).mean(0).detach()
     parts = [prediction.far_field, energy, prediction.distance.log()]
     z = [(part - mean) / spread for part, (mean, spread) in zip(parts, terms, strict=True)]
     assert torch.allclose(prediction.ood_score, z[0] + z[1] + (z[2] - 1).clamp_min(0), atol=1e-9)
+
+
+def test_scaled_up_nothing_becomes_less_outlying(networks):
+    """Logits that are large because an input was scaled up say nothing for it."""
+    posterior = fitted(networks).tune(loader(1), progress=False)
+    inside, _ = blobs(2)
+    usual = posterior.predict(inside).ood_score
+    for scale in (1e2, 1e4, 1e8):
+        assert float((posterior.predict(scale * inside).ood_score > usual.median()).double().mean()) > 0.9

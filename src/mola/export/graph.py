@@ -375,7 +375,9 @@ class Exported(nn.Module):
         far_field = self._far_field(mean, joint)
         if self.usual_score is None:
             return far_field
-        terms = [far_field, self._mixed(energy_score(mean)), self.cooling.log_distance(each, self._weights)]
+        excess = self.cooling.excess(each).flatten()[:, None]
+        energy = self._mixed(energy_score(mean / excess.square()))
+        terms = [far_field, energy, self.cooling.log_distance(each, self._weights)]
         return outlier_score(torch.stack(terms), self.usual_score)
 
     def _far_field(self, mean: Tensor, joint: Joint) -> Tensor:
