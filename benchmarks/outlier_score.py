@@ -71,10 +71,11 @@ def terms(posterior: MoLA, data: HeldOut) -> dict[str, Tensor]:
     logits, probs, _ = posterior.of_held_out(data, slice(0, len(data)))
     plain = posterior._with(cooling=None)  # without validation data: the far field alone
     _, _, far_field = plain.of_held_out(data, slice(0, len(data)))
-    distance, _ = data.measured(posterior._geometries() or ())
+    distance, length = data.measured(posterior._geometries() or ())
+    excess = posterior.cooling._log_excess(length).exp()
     return {
         "F": far_field.double(),
-        "E": energy_score(logits.double()).mean(0),
+        "E": energy_score(logits.double() / excess.square()[..., None]).mean(0),
         "D": distance.mean(0),
         "H": entropy(probs.double()),
     }
@@ -162,7 +163,15 @@ def main() -> None:
     print(f"\n{'':20} {'chosen on':>10} {'confirmed on':>12}   mean rank of {len(halves['chosen on'])}")
     for name in sorted(halves["chosen on"], key=halves["chosen on"].get):  # type: ignore[arg-type]
         print(f"{name:20} {halves['chosen on'][name]:10.2f} {halves['confirmed on'].get(name, float('nan')):12.2f}")
-    record.write("outlier_score", {"environment": record.environment("mola-torch"), "mean_rank": halves, "rows": rows})
+    record.write(
+        "outlier_score",
+        {
+            "environment": record.environment("mola-torch"),
+            "candidates": len(halves["chosen on"]),
+            "mean_rank": halves,
+            "rows": rows,
+        },
+    )
 
 
 if __name__ == "__main__":
