@@ -72,7 +72,11 @@ def test_every_run_of_the_main_methods_is_there_and_comparable(suite, runs, othe
     assert {(record.method, record.run) for record in records} == {
         (name, run) for name in methods for run in range(others.get(name, runs))
     }
-    assert len({tuple(sorted(record.data.items())) for record in records}) == 1
+    # Sets of outliers may come later: what several have is the same, and all have what any did at first.
+    shared = set.intersection(*(set(record.data) for record in records))
+    assert shared >= {"train", "validation", "test"}
+    for name in {name for record in records for name in record.data}:
+        assert len({record.data[name] for record in records if name in record.data}) == 1, name
     assert len({name for record in records if record.method == "DE" for name in record.networks}) == 5 * runs
 
 
