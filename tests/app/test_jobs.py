@@ -215,7 +215,7 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
         ({"val": None, "rule": "none", "mixing": "stacking"}, "the mixing 'stacking' needs validation data"),
         ({"rule": "nll", "threshold": 0.9}, "--threshold is for the rule 'threshold'"),
         ({"rule": "nll", "price": 0.02}, "--price is for the rule 'distance', got the rule 'nll'"),
-        ({"rule": "distance", "price": 2.0}, "price must lie between 0 and 1, got 2.0"),
+        ({"rule": "distance", "price": 2.0}, "price must be a number between 0 and 1, 'loss' or None, got 2.0"),
         ({"rule": "distance", "val": None}, "the rule 'distance' needs validation data"),
         ({"rule": "distance", "distances": False}, "needs the distances that --no-distances leaves out"),
         ({"rule": "outliers"}, "go together"),

@@ -37,7 +37,10 @@ TAKERS = {
     "draws": (("logits", "weights"), lambda name: mola.MonteCarlo(over=name)),
     "normalisation": (NORMALISATIONS, normalisation),
     "network": (MODELS, lambda name: build_networks([name])),
-    "outputs": (("probabilities", "confidence"), lambda name: mola.export.graph.check_outputs([name])),
+    "outputs": (
+        ("probabilities", "confidence"),
+        lambda name: mola.export.graph.check_outputs([name], mola.ensemble(nn.Linear(2, 2))),
+    ),
 }
 
 
@@ -127,6 +130,10 @@ def test_a_rule_of_fit_is_the_rule_of_tune(parts, rule):
     held = None if rule == "evidence" or isinstance(rule, mola.Evidence) else val
     apart = mola.fit(networks, train).tune(held, rule)
     assert mola.fit(networks, train, held, rule=rule).tuning == apart.tuning
+    if rule == "distance":
+        with pytest.raises(OptionError, match="there are no distances from the training data here"):
+            mola.fit_whole(networks[0], train, structure="diag").tune(held, rule)
+        return
     whole = mola.fit_whole(networks[0], train, structure="diag").tune(held, rule)
     assert mola.fit_whole(networks[0], train, held, structure="diag", rule=rule).tuning == whole.tuning
 
@@ -174,8 +181,8 @@ def test_networks_less_sure_than_right_are_told_what_to_do(parts):
     for part in (
         "less sure than they are right",
         "label smoothing",
-        "mola.temperature_scaled(networks, val_loader)",
         "rule='nll'",
+        "rule='distance'",
     ):
         assert part in words
     assert "nothing to add" not in words

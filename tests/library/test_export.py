@@ -92,7 +92,7 @@ def compare(found, posterior, inputs, tolerance: float = 1e-5) -> None:
         assert value.shape == wanted[name].shape, name
         # Outlier scores and distances have no upper end.
         difference = (value.double() - wanted[name].double()).abs() / wanted[name].double().abs().clamp_min(1)
-        assert float(difference.max()) <= tolerance, name
+        assert float(difference.detach().max()) <= tolerance, name
 
 
 def compare_file(path, posterior, tolerance: float = 1e-5, sizes=(1, 3, 17)) -> None:
@@ -318,7 +318,7 @@ def test_half_precision_networks(tmp_path):
     assert [one.dtype for one in written.inputs] == ["float32"]
     found = mola.load_exported(tmp_path / "half.onnx")(inputs)
     assert found["probabilities"].dtype == torch.float32
-    compare(found, in_half_precision(posterior), inputs.half(), 2e-3)
+    compare(found, in_half_precision(posterior), inputs.half(), 4e-3)
     compare(found, posterior, inputs, 1e-2)
     assert not torch.equal(found["probabilities"], posterior(inputs))
     kinds = {one.data_type for one in onnx.load(tmp_path / "half.onnx").graph.initializer if len(one.dims) == 4}

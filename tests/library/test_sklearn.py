@@ -99,6 +99,7 @@ def test_the_prior_precision_is_chosen_by_networks_that_did_not_see_the_data_set
     assert model.tuning_.rule == tuned.tuning.rule
     final = train_ensemble(lambda: mlp(4, (16,), 3), data, recipe, members=2, seed=seed)
     expected = mola.fit(final, [(data.inputs, data.labels)]).with_prior_precision(tuned.prior_precision)
+    expected = expected.with_temperature(tuned.temperature)
     np.testing.assert_allclose(model.predict_proba(rows), expected(data.inputs).numpy(), rtol=1e-6)
 
 

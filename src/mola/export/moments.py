@@ -30,6 +30,13 @@ class GraphDistance(ClassDistance):
         geometry = self.geometry
         return torch.cat([self._here(geometry.means(part) @ geometry.root) for part in geometry.portions()])
 
+    def logs(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Logarithms of distance and length; features whose squares leave the precision's range are scaled first."""
+        largest = features[:, : self.geometry.width].abs().amax(1, keepdim=True)
+        scale = torch.where(largest > 0, largest, 1)
+        distance, length = super().logs(features / scale)
+        return distance, length + scale.squeeze(1).log()
+
 
 class GraphPosterior(nn.Module):
     """A posterior in a graph, with the constants that go with it.
