@@ -154,6 +154,7 @@ def test_torchrun_ends_all_when_one_is_killed(tmp_path):
     assert "-9" in done.stderr
 
 
+@pytest.mark.slow  # torchrun starts Python and torch three times; what processes do together is tested above, forked
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_the_command_under_torchrun(tmp_path, monkeypatch):
     """`torchrun -m mola fit`: pictures and arrays divided, one folder written, one process that speaks.
