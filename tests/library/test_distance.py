@@ -11,7 +11,6 @@ import mola
 from mola.laplace import ClassDistance, ClassGeometry, ClassSums
 from mola.laplace import distance as distances
 from mola.links import LINKS
-from mola.tuning.candidates import HeldOut
 from tests.conftest import STRUCTURES, make_problem
 from tests.reference import distance as reference
 
@@ -428,17 +427,20 @@ class TestTheRule:
         assert torch.isfinite(tuned(inputs)).all()
         assert caught or tuned.tuning.notes
 
-    def test_validation_data_unlike_the_training_data(self, networks):
+    def test_validation_data_unlike_the_training_data(self, networks, monkeypatch):
         strange = 6 * torch.randn(60, 3, generator=torch.Generator().manual_seed(5))
         with torch.no_grad():
             labels = networks[0](strange).argmax(1)
-        posterior = fitted(networks)
-        geometry = posterior.components[0].curvature.geometry
-        wide = HeldOut([], [], None)
-        assert len(wide.features) == 0
-        assert geometry.training_scale.distance > 0
-        tuned = posterior.tune([(strange, labels)], rule=mola.Distance(price=0.05), progress=False)
+        posterior, rule = fitted(networks), mola.Distance(price=0.05)
+        tuned = posterior.tune([(strange, labels)], rule=rule, progress=False)
         assert torch.isfinite(tuned(strange)).all()
+        assert not any("times as far" in note for note in tuned.tuning.notes[:-1])
+        monkeypatch.setattr("mola.tuning.distance.FAR", 0.1)
+        warned = posterior.tune([(strange, labels)], rule=rule, progress=False)
+        assert any(
+            "times as far from the training classes as the training data" in note for note in warned.tuning.notes
+        )
+        assert warned.distance_exponent == tuned.distance_exponent
 
 
 class TestTemperature:
