@@ -40,6 +40,7 @@ from mola.network import (
 )
 from mola.network.fingerprint import NETWORK, fingerprint, same_signature, signature
 from mola.saving import storage
+from mola.saving.archive import CLASSES
 from mola.saving.storage import DOCUMENT
 from mola.schema import Optional
 
@@ -193,8 +194,6 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 KIND = "fit-checkpoint"
-CLASSES = "classes."
-"""How the names of tensors for distances begin, after the number of the network."""
 SCHEMA = {
     "rank": int,
     "size": int,

@@ -23,7 +23,7 @@ from mola.saving import storage
 from mola.schema import Optional, check
 from mola.tuning.candidates import Tuning
 
-__all__ = ["MIXTURE", "Parts", "pack", "pack_mixture", "unpack", "unpack_mixture"]
+__all__ = ["CLASSES", "MIXTURE", "Parts", "pack", "pack_mixture", "unpack", "unpack_mixture"]
 
 WEIGHTS = "weights"
 """Name of the tensor with a head's trained weights; the others are the structure's own."""
@@ -34,6 +34,8 @@ MIXTURE = {
     "weights": [float],
     "tuning": Optional({"rule": str, "curve": {str: [float]}, "notes": [str]}),
 }
+"""Schema of what every mixture of Laplace approximations has beside its components."""
+
 COOLING = {
     "temperature": float,
     "exponent": float,
@@ -43,8 +45,6 @@ COOLING = {
 
 CLASSES = "classes."
 """How the names of tensors for distances begin, after the number of the component; older versions have written none."""
-
-"""Schema of what every mixture of Laplace approximations has beside its components."""
 
 SCHEMA = {
     "classes": int,
