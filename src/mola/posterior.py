@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from mola.mixture import (
 )
 from mola.network import Inputs, check_finite, one_batch, undisturbed, without_autocast
 from mola.numerics import exact, seed_from
+from mola.outliers import LEAST_SURE, OutlierScore, ood_score, score_name
 from mola.prediction import Prediction, later
 from mola.saving import archive, storage
 from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, LastLayerProblem, Problem, Tuning, read_held_out
@@ -42,9 +43,6 @@ from mola.tuning.rules import Rule
 from mola.uncertainty import (
     entropy,
     epistemic_share,
-    far_field_score,
-    max_probability_score,
-    outlier_score,
     outlier_terms,
 )
 
@@ -57,44 +55,6 @@ NO_SPREAD = 1e-6
 
 ROWS_AT_ONCE = 4096
 """Validation data whose outlier scores are made together."""
-
-
-class OutlierScore(NamedTuple):
-    """How outlying inputs are, by which score."""
-
-    values: Tensor
-    far_field: Tensor | None
-    """The far-field score alone, where every component knows how long features are."""
-
-
-FAR_FIELD, COMBINED, LEAST_SURE = "far-field", "far-field + energy + distance", "max-probability"
-"""Names of outlier scores."""
-
-
-def _score_name(moments: Sequence[LogitMoments], usual: Usual | None) -> str:
-    spreads = [one.spread for one in moments]
-    if not all(one is not None and one.has_length for one in spreads):
-        return LEAST_SURE
-    known = usual is not None and usual.score is not None
-    return COMBINED if known and all(one is not None and one.has_distance for one in spreads) else FAR_FIELD
-
-
-def _outlier_score(
-    moments: Sequence[LogitMoments], mean: Tensor, probs: Tensor, weights: Tensor, cooling: Cooling
-) -> OutlierScore:
-    """The best closed-form score of what is known: of features and validation data, of features, of probabilities alone."""
-    name = _score_name(moments, cooling.usual)
-    if name == LEAST_SURE:
-        return OutlierScore(max_probability_score(probs), None)
-    lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
-    if name == FAR_FIELD:
-        far_field = far_field_score(mean, lengths, weights)
-        return OutlierScore(far_field, far_field)
-    assert cooling.usual is not None
-    assert cooling.usual.score is not None
-    distance, excess = cooling.log_distance(moments, weights), cooling.excess(moments)
-    terms = outlier_terms(mean, lengths, distance, excess, weights)
-    return OutlierScore(outlier_score(terms, cooling.usual.score), terms[0])
 
 
 class LaplaceMixture(Mixture, ABC, Generic[Kind]):
@@ -306,10 +266,10 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         def share() -> Tensor:
             return epistemic_share(self._cooled(kept), weights.tolist(), seed or 0)
 
-        name = _score_name(kept, self._cooling.usual)
+        name = score_name(kept, self._cooling.usual)
 
         def score() -> OutlierScore:
-            return _outlier_score(kept, mean, probs, weights.to(mean), self._cooling)
+            return ood_score(kept, mean, probs, weights.to(mean), self._cooling)
 
         def far_field() -> Tensor:
             found = score().far_field
@@ -635,7 +595,7 @@ class MoLA(LaplaceMixture[Component]):
         with torch.no_grad(), without_autocast(moments[0].mean.device):
             mean = torch.stack([one.mean for one in moments])
             probs = self._probabilities(moments, None)
-            score = _outlier_score(moments, mean, probs, self.weights.to(mean), self._cooling).values
+            score = ood_score(moments, mean, probs, self.weights.to(mean), self._cooling).values
         mean, probs, score = (moments[0].returned(values).cpu() for values in (mean, probs, score))
         return mean, probs, score
 

@@ -20,7 +20,8 @@ from mola.export.moments import GraphPosterior, Joint
 from mola.laplace import SPARE, LogitMoments
 from mola.network import Inputs, capture, undisturbed
 from mola.options import did_you_mean
-from mola.posterior import COMBINED, FAR_FIELD, LEAST_SURE, MoLA
+from mola.outliers import COMBINED, FAR_FIELD, LEAST_SURE
+from mola.posterior import MoLA
 from mola.uncertainty import (
     energy_score,
     entropy_of_all,
