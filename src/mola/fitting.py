@@ -110,6 +110,9 @@ def fit(
         if together.size > 1:
             check_sampler(train_loader)
         networks = _as_networks(models)
+        if not isinstance(distances, bool):
+            message = f"distances must be True or False, got {distances!r}."
+            raise OptionError(message)
         if val_loader is not None:
             check_loader(val_loader, "the validation loader")  # now, and not after the pass over the training data
         check_rule(rule, val_loader)
