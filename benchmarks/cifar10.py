@@ -55,19 +55,20 @@ def read_binary(paths: Sequence[Path], label_bytes: int) -> Examples:
     return Examples(images, torch.from_numpy(rows[:, label_bytes - 1].astype(np.int64)))
 
 
-def read_data(folder: Path, *, train: int = 50_000, outliers: int = 10_000) -> dict[str, Examples]:
-    """Training images, the test set split into validation (2000) and test (8000), and two sets of outliers."""
+def read_data(folder: Path, *, train: int = 50_000, test: int = 8_000, outliers: int = 10_000) -> dict[str, Examples]:
+    """Training images, the test set split into validation (2000) and test (at most 8000), and two sets of outliers."""
     cifar = folder / "cifar-10-batches-bin"
     training = read_binary([cifar / f"data_batch_{index}.bin" for index in range(1, 6)], 1).part(slice(train))
-    test = read_binary([cifar / "test_batch.bin"], 1)
-    sizes = [VALIDATION, len(test.inputs) - VALIDATION]
-    split = torch.utils.data.random_split(range(len(test.inputs)), sizes, generator=torch.Generator().manual_seed(42))
+    held_out = read_binary([cifar / "test_batch.bin"], 1)
+    sizes = [VALIDATION, len(held_out.inputs) - VALIDATION]
+    generator = torch.Generator().manual_seed(42)
+    split = torch.utils.data.random_split(range(len(held_out.inputs)), sizes, generator=generator)
     svhn = torch.from_numpy(np.load(folder / "svhn" / "test_32x32.npz")["images"]).permute(0, 3, 1, 2)
     cifar100 = read_binary([folder / "cifar-100-binary" / "test.bin"], 2).inputs
     return {
         "train": training,
-        "validation": test.part(split[0].indices),
-        "test": test.part(split[1].indices),
+        "validation": held_out.part(split[0].indices),
+        "test": held_out.part(split[1].indices[:test]),
         "SVHN": Examples(evenly(svhn, outliers)),
         "CIFAR-100": Examples(evenly(cifar100, outliers)),
     }
@@ -111,11 +112,18 @@ def features_of(networks: Sequence[nn.Module], images: Examples, name: str) -> E
 
 
 def load(
-    data: Path, networks: Path, *, count: int, train: int = 50_000, outliers: int = 10_000, cache: Path | None = None
+    data: Path,
+    networks: Path,
+    *,
+    count: int,
+    train: int = 50_000,
+    test: int = 8_000,
+    outliers: int = 10_000,
+    cache: Path | None = None,
 ) -> tuple[list[HeadOnly], dict[str, Examples]]:
     """The networks' heads, and what they see of each set; features are kept in `cache`, if given, and taken from there."""
     trained = read_networks(networks, count)
-    examples = read_data(data, train=train, outliers=outliers)
+    examples = read_data(data, train=train, test=test, outliers=outliers)
     for name, images in examples.items():
         stored = None if cache is None else cache / f"{name}-{count}-{len(images.inputs)}.npy"
         if stored is not None and stored.exists():
