@@ -16,7 +16,7 @@ def rows(unpacked):
     torch.set_num_threads(os.cpu_count() or 1)
     torch.set_default_dtype(torch.float32)
     try:
-        heads, data = load(unpacked, networks, count=5, train=2_000, test=3_000, outliers=1_500)
+        heads, data = load(unpacked, networks, count=5, train=5_000, test=3_000, outliers=1_500)
         return evaluate(heads, data, structures=("kron", "kron-exact"))
     finally:
         torch.set_num_threads(threads)
