@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -95,6 +95,9 @@ class Cooling:
     """gamma: how much caution distance asks for."""
     usual: Usual | None = None
     """Which distances and lengths are usual; None where nothing is known of distances."""
+    _logs: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -117,13 +120,25 @@ class Cooling:
         Returns:
             (K, n)
         """
-        steep = math.log(self.temperature) + self.exponent * self.mean_log(log_distance, weights).clamp_min(0)
-        return (steep + 2 * self._log_excess(log_length)).clamp_max(LARGEST).exp()
+        # In place from the first step on: there are few numbers, and each operation costs more than they do.
+        steep = self.mean_log(log_distance, weights).clamp_min_(0).mul_(self.exponent)
+        if self.temperature != 1:
+            steep.add_(math.log(self.temperature))
+        return self._log_excess(log_length).mul_(2).add_(steep).clamp_max_(LARGEST).exp_()
+
+    def _usual_logs(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Logarithms of the usual distances (K, 1) and lengths (K, 1), made once for a device and a precision."""
+        key = (like.device, like.dtype)
+        if key not in self._logs:
+            self._logs[key] = (
+                like.new_tensor([[_log(scale.distance)] for scale in self._scales]),
+                like.new_tensor([[_log(scale.length)] for scale in self._scales]),
+            )
+        return self._logs[key]
 
     def _log_excess(self, log_length: Tensor) -> Tensor:
         """Logarithm (K, n) of how many times longer than usual features are; 0 for all that are not."""
-        usual = log_length.new_tensor([_log(scale.length) for scale in self._scales])
-        return (log_length - usual[:, None]).clamp_min(0)
+        return (log_length - self._usual_logs(log_length)[1]).clamp_min_(0)
 
     def excess(self, moments: Sequence[LogitMoments]) -> Tensor:
         """How many times longer than usual each network's features are (K, n), at least 1."""
@@ -132,8 +147,8 @@ class Cooling:
 
     def mean_log(self, log_distance: Tensor, weights: Tensor) -> Tensor:
         """Logarithm (n,) of the mixture's distance, relative to the usual one, from those of the networks (K, n)."""
-        usual = log_distance.new_tensor([_log(scale.distance) for scale in self._scales])
-        return weights.to(log_distance) @ (log_distance - usual[:, None])
+        relative = log_distance - self._usual_logs(log_distance)[0]
+        return relative[0] if len(relative) == 1 else weights.to(log_distance) @ relative
 
     @property
     def _scales(self) -> tuple[Scale, ...]:

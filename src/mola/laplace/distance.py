@@ -279,11 +279,11 @@ class ClassDistance:
             (n,) and (n,). Distances are 1 where all training features are alike: nothing is known of them.
         """
         given, least = features[:, : self.geometry.width], torch.finfo(self.dtype).tiny
-        length = torch.linalg.vector_norm(given, dim=1, keepdim=True).clamp_min(least)
+        length = torch.linalg.vector_norm(given, dim=1, keepdim=True).clamp_min_(least)
         log_length = length.squeeze(1).log()
         if not self.geometry.known:
             return torch.zeros_like(log_length), log_length
-        return self._distances(given / length).clamp_min(least).log(), log_length
+        return self._distances(given / length).clamp_min_(least).log_(), log_length
 
     def _distances(self, directions: Tensor) -> Tensor:
         """Distance (n,) of normalised features to the nearest class.
@@ -295,7 +295,7 @@ class ClassDistance:
         means = self._means
         if means is not None:
             nearest = torch.addmm(self._squares, whitened, means.T, alpha=-2).argmin(1)
-            return torch.linalg.vector_norm(whitened - means[nearest], dim=1)
+            return torch.linalg.vector_norm(whitened.sub_(means[nearest]), dim=1)
         turned = whitened @ self._root.T
         least = torch.full_like(whitened[:, 0], math.inf)
         which = torch.zeros_like(least, dtype=torch.int64)
