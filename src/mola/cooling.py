@@ -129,12 +129,16 @@ class Cooling:
     def _usual_logs(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithms of the usual distances (K, 1) and lengths (K, 1), made once for a device and a precision."""
         key = (like.device, like.dtype)
-        if key not in self._logs:
-            self._logs[key] = (
-                like.new_tensor([[_log(scale.distance)] for scale in self._scales]),
-                like.new_tensor([[_log(scale.length)] for scale in self._scales]),
-            )
-        return self._logs[key]
+        found = self._logs.get(key)
+        if found is None:
+            rows = [
+                [[_log(scale.distance)] for scale in self._scales],
+                [[_log(scale.length)] for scale in self._scales],
+            ]
+            found = like.new_tensor(rows[0]), like.new_tensor(rows[1])
+            if not torch.compiler.is_compiling():  # a trace's tensors are of no use outside of it
+                self._logs[key] = found
+        return found
 
     def _log_excess(self, log_length: Tensor) -> Tensor:
         """Logarithm (K, n) of how many times longer than usual features are; 0 for all that are not."""
