@@ -261,6 +261,11 @@ class ClassDistance:
         return self._here(self.geometry.squares)
 
     @cached_property
+    def _steps(self) -> Tensor:
+        """-2 over the number of data of each class (C,): what makes a product with a mean of one with a sum, as squares ask for it."""
+        return self._here(-2 / self.geometry.sums.counts.clamp_min(1))
+
+    @cached_property
     def _means(self) -> Tensor | None:
         """The whitened class means (C, P), where they are small enough to be kept."""
         if self.geometry.sums.directions.numel() > KEPT:
@@ -300,7 +305,9 @@ class ClassDistance:
         least = torch.full_like(whitened[:, 0], math.inf)
         which = torch.zeros_like(least, dtype=torch.int64)
         for part in self.geometry.portions():
-            found = torch.addmm(self._squares[part], turned, self._here(self.geometry.means(part)).T, alpha=-2).min(1)
+            # Sums and not means, and the centre left out, which all classes share: a table is cast, and nothing else is made of it.
+            products = turned @ self._here(self.geometry.sums.directions[part]).T
+            found = products.mul_(self._steps[part]).add_(self._squares[part]).min(1)
             which = torch.where(found.values < least, found.indices + part.start, which)
             least = torch.minimum(found.values, least)
         own = self.geometry.means(which.to(self.geometry.centre.device))
