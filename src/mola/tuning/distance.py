@@ -180,8 +180,9 @@ class _Exponents:
             warn(note)
             return note
         cost = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
+        costs = "caution costs," if cost > 0 else "caution costs no log loss"
         return (
-            f"caution costs, on the validation data: log loss {plain['nll']:.4g} -> {now['nll']:.4g} ({100 * cost:+.1f} %), mean "
+            f"{costs} on the validation data: log loss {plain['nll']:.4g} -> {now['nll']:.4g} ({100 * cost:+.1f} %), mean "
             f"confidence {100 * plain['confidence']:.2f} -> {100 * now['confidence']:.2f} %. For it, logits of inputs 2 times as far "
             f"from the training classes as usual are divided by {2**chosen:.3g}, 4 times as far by {4**chosen:.3g}; features that "
             f"grow without bound lead to 1/C."
