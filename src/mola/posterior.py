@@ -21,7 +21,7 @@ from mola.cooling import Cooling, Usual
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, located, warn
 from mola.laplace import ClassGeometry, FeatureSpread, LogitMoments, in_range
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import Likelihood
 from mola.links import Link, as_link
 from mola.mixture import (
     Mixture,
@@ -97,9 +97,8 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
 
     # --- what each kind says for itself -----------------------------------------------------------------------------
 
-    @staticmethod
     @abstractmethod
-    def _as_link(link: Any) -> Any:
+    def _as_link(self, link: Any) -> Any:
         """The link of that name, or the link itself; `OptionError` if it is unknown."""
 
     @abstractmethod
@@ -158,6 +157,11 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
     def prior_precision(self) -> tuple[float, ...]:
         """One for each component."""
         return tuple(component.precision for component in self.components)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the networks' outputs mean."""
+        return self.components[0].likelihood
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
@@ -266,6 +270,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         def share() -> Tensor:
             return epistemic_share(self._cooled(kept), weights.tolist(), seed or 0)
 
+        likelihood = self.likelihood
         name = score_name(kept, self._cooling.usual)
 
         def score() -> OutlierScore:
@@ -278,7 +283,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
 
         return Prediction(
             back(probs),
-            later(lambda: back(entropy(probs) * share()), mean.device),
+            later(lambda: back(entropy(likelihood.answer_probabilities(probs)) * share()), mean.device),
             later(lambda: back(score().values), mean.device),
             name,
             back(mean),
@@ -288,6 +293,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
             else None,
             None if name == LEAST_SURE else later(far_field, mean.device),
             held=probs.nbytes + sum(one.nbytes for one in kept),
+            likelihood=likelihood,
         )
 
     # --- new values from this one -----------------------------------------------------------------------------------
@@ -410,8 +416,10 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         with together.work("reweight"), torch.no_grad():
             data = self._read(val_loader, "validation loader", labelled=True, progress=progress, team=together)
             self._doubts(data)
-            labels = data.labels[:, None]  # type: ignore[index]
-            chosen = [probs.gather(1, labels).squeeze(1) for probs in self._members_on(data)]
+            asked = self.likelihood.asked(data.labels)  # type: ignore[arg-type]
+            known = (asked >= 0).nonzero().flatten()
+            tables = (self.likelihood.table(probs.T[None])[0] for probs in self._members_on(data))
+            chosen = [table[asked[known], known] for table in tables]
             weights = stacking_weights(together.rows(torch.stack(chosen, dim=1)))
             return self.with_weights(together.share(weights.tolist()))
 
@@ -493,9 +501,8 @@ class MoLA(LaplaceMixture[Component]):
 
     link: Link
 
-    @staticmethod
-    def _as_link(link: str | Link) -> Link:
-        return as_link(link)
+    def _as_link(self, link: str | Link) -> Link:
+        return as_link(link, self.likelihood)
 
     @property
     def structure(self) -> str | None:
@@ -508,13 +515,23 @@ class MoLA(LaplaceMixture[Component]):
 
     def _held_out(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
         heads = [component.head for component in self.components]
-        return read_held_out(self.networks, heads, loader, where=where, labelled=labelled, progress=progress, team=team)
+        return read_held_out(
+            self.networks,
+            heads,
+            loader,
+            where=where,
+            labelled=labelled,
+            progress=progress,
+            team=team,
+            likelihood=self.likelihood,
+        )
 
     def _problem(self, **shared: Any) -> LastLayerProblem:
         curvatures = [component.curvature for component in self.components if component.curvature is not None]
         return LastLayerProblem(
             spectra=[one.spectrum for one in curvatures],
             link=self.link,
+            likelihood=self.likelihood,
             geometries=self._geometries(),
             **shared,
         )
@@ -543,10 +560,12 @@ class MoLA(LaplaceMixture[Component]):
         ]
         for _, features, logits in data.portions(ROWS_AT_ONCE):
             pairs = zip(logits, posteriors, features, strict=True)
-            moments = [LogitMoments(mean, posterior.at(values)) for mean, posterior, values in pairs]
+            moments = [
+                LogitMoments(mean, posterior.at(values), None, self.likelihood) for mean, posterior, values in pairs
+            ]
             lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
             distance, excess = cooling.log_distance(moments, self.weights), cooling.excess(moments)
-            parts.append(outlier_terms(torch.stack(logits), lengths, distance, excess, self.weights).T)
+            parts.append(outlier_terms(torch.stack(logits), lengths, distance, excess, self.weights, self.likelihood).T)
         rows = data.team.rows(torch.cat(parts) if parts else None)
         # One datum has no spread, and equal scores have none but rounding: they are then taken as they are.
         middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros(3, dtype=rows.dtype)
@@ -571,7 +590,7 @@ class MoLA(LaplaceMixture[Component]):
             if curvature is not None:
                 posterior = curvature.spectrum.posterior(component.precision).measured_by(component.distance)
                 spread = posterior.at(features.double())
-            moments.append(LogitMoments(logits.double(), spread))
+            moments.append(LogitMoments(logits.double(), spread, None, self.likelihood))
         return (self.link(one) for one in self._cooled(moments))
 
     def of_held_out(self, data: HeldOut, part: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -590,7 +609,7 @@ class MoLA(LaplaceMixture[Component]):
             own = logits.device, torch.promote_types(logits.dtype, torch.float32)
             device, dtype = own if posterior is None else (posterior.device, posterior.dtype)
             spread = None if posterior is None else posterior.at(features[part].to(device, dtype))
-            moments.append(LogitMoments(logits[part].to(device, dtype), spread))
+            moments.append(LogitMoments(logits[part].to(device, dtype), spread, None, self.likelihood))
         moments = in_range(moments)
         with torch.no_grad(), without_autocast(moments[0].mean.device):
             mean = torch.stack([one.mean for one in moments])
@@ -624,7 +643,7 @@ class MoLA(LaplaceMixture[Component]):
             lemma: give the bound of each component (the paper's Lemma) instead of the mixture's (its Theorem).
 
         Returns:
-            (n,), or (K, n) with `lemma`; `BoundError` for a link other than the probit.
+            (n,), or (K, n) with `lemma`; for yes or no (n, C) and (K, n, C). `BoundError` for a link other than the probit.
         """
         require_probit(self.link)
         self._look()
@@ -635,6 +654,8 @@ class MoLA(LaplaceMixture[Component]):
         if not self._cooling.changes_nothing and self.structure is not None:
             return self._divided_bound(moments, members, lemma=lemma)
         bounds = torch.stack([component_bounds(component, members[0].shape[1]) for component in self.components])
+        if not self.likelihood.competing:
+            return self._of_answers(bounds[:, None].expand(-1, len(members[0]), -1), members, lemma=lemma)
         if lemma:
             return torch.stack([bound[probs.argmax(1)] for bound, probs in zip(bounds, members, strict=True)])
         return torch.einsum("k,kc->c", self.weights, bounds)[self._mix(members).argmax(1)]
@@ -647,10 +668,16 @@ class MoLA(LaplaceMixture[Component]):
             assert isinstance(one.spread, FeatureSpread)  # where there is curvature
             lengths = torch.linalg.vector_norm(exact(one.spread.features), dim=1).cpu()
             bounds.append(divided_bounds(component, lengths, exact(divisor).cpu().expand_as(lengths)))
+        return self._of_answers(torch.stack(bounds), members, lemma=lemma)
+
+    def _of_answers(self, bounds: Tensor, members: Sequence[Tensor], *, lemma: bool) -> Tensor:
+        """Of bounds (K, n, C) those of what is answered: of the predicted class (n,), or of each label (n, C), be it yes or no."""
+        mixed = torch.einsum("k,knc->nc", self.weights, bounds)
+        if not self.likelihood.competing:
+            return bounds if lemma else mixed
         if lemma:
             each = zip(bounds, members, strict=True)
             return torch.stack([bound.gather(1, probs.argmax(1)[:, None]).squeeze(1) for bound, probs in each])
-        mixed = torch.einsum("k,knc->nc", self.weights, torch.stack(bounds))
         return mixed.gather(1, self._mix(list(members)).argmax(1)[:, None]).squeeze(1)
 
     def far_field_limit(self, inputs: Tensor) -> Tensor:
@@ -674,14 +701,14 @@ class MoLA(LaplaceMixture[Component]):
                 moments = self._moments(inputs)
                 members = zip(moments, self._cooled(moments), limits, strict=True)
                 return self._mix([self._cooled_limit(*one) for one in members])
-        return self._mix([CATEGORICAL.probabilities(logits) for logits in limits])
+        return self._mix([self.likelihood.probabilities(logits) for logits in limits])
 
     def _cooled_limit(self, moments: LogitMoments, cooled: LogitMoments, logits: Tensor) -> Tensor:
         """1/C where features grow, and what is said of the input where there are none."""
         assert isinstance(moments.spread, FeatureSpread)
         width = moments.spread.posterior.distance.geometry.width  # type: ignore[union-attr]
         grow = moments.spread.features[:, :width].any(1, keepdim=True).to(logits.device)
-        return torch.where(grow, 1 / logits.shape[1], cooled.returned(self.link(cooled)))
+        return torch.where(grow, 1 / self.likelihood.answers(logits.shape[1]), cooled.returned(self.link(cooled)))
 
     # --- files ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from mola.distributed import Team
 from mola.errors import DataError
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import without_autocast
+from mola.options import counted
 from mola.uncertainty import entropy
 
 __all__ = ["Later", "Prediction", "later"]
@@ -66,10 +68,13 @@ class Prediction:
         distance: (n,), where it is known, or what computes it.
         far_field: (n,), the far-field score, where it is known, or what computes it.
         held: bytes that fields keep in memory until they are computed.
+        likelihood: what the probabilities are of.
     """
 
     _values: dict[str, Any]
     _held: int
+    likelihood: Likelihood
+    """What the probabilities are of: one of C classes, or yes for each of C labels."""
 
     def __init__(
         self,
@@ -83,11 +88,13 @@ class Prediction:
         far_field: Later | None = None,
         *,
         held: int = 0,
+        likelihood: Likelihood = CATEGORICAL,
     ) -> None:
         """Keep the fields, and what computes the others."""
         values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance, far_field)
         vars(self)["_values"] = dict(zip(FIELDS, values, strict=True))
         vars(self)["_held"] = held
+        vars(self)["likelihood"] = likelihood
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse: a prediction is a value.
@@ -109,11 +116,12 @@ class Prediction:
 
     def __getstate__(self) -> dict[str, Any]:
         """All fields, computed: a file holds numbers."""
-        return {"_values": {name: self._read(name) for name in FIELDS}, "_held": 0}
+        values = {name: self._read(name) for name in FIELDS}
+        return {"_values": values, "_held": 0, "likelihood": self.likelihood}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the fields; those that an older version did not have are None."""
-        vars(self).update({**state, "_values": dict.fromkeys(FIELDS) | state["_values"]})
+        vars(self).update({"likelihood": CATEGORICAL, **state, "_values": dict.fromkeys(FIELDS) | state["_values"]})
 
     @property
     def held(self) -> int:
@@ -176,20 +184,25 @@ class Prediction:
 
     @property
     def label(self) -> Tensor:
-        """Most probable class (n,)."""
-        return self.probs.argmax(-1)
+        """Most probable class (n,); for yes or no (n, C), 1 where the probability of yes is above one half."""
+        return self._answers.argmax(-1)
 
     @property
     def confidence(self) -> Tensor:
-        """Largest probability (n,)."""
-        return self.probs.max(-1).values
+        """Probability of `label`: the largest of a class (n,); the larger one of yes and no (n, C)."""
+        return self._answers.max(-1).values
 
     @property
     def entropy(self) -> Tensor:
-        """Total uncertainty (n,) in nats: aleatoric and epistemic together."""
-        return entropy(self.probs)
+        """Total uncertainty (n,) in nats: aleatoric and epistemic together; (n, C) for yes or no, as all of these."""
+        return entropy(self._answers)
 
     total = entropy
+
+    @property
+    def _answers(self) -> Tensor:
+        """Probabilities (..., A) of all answers to each question."""
+        return self.likelihood.answer_probabilities(self.probs)
 
     @property
     def epistemic(self) -> Tensor:
@@ -207,11 +220,12 @@ class Prediction:
 
     def __repr__(self) -> str:
         """Size and averages, not the numbers."""
-        count, classes = self.probs.shape
+        count, outputs = self.probs.shape
+        classes = f"{outputs} classes" if self.likelihood.competing else counted(outputs, "label")
         if not count:
-            return f"Prediction(0 inputs, {classes} classes)"
+            return f"Prediction(0 inputs, {classes})"
         return (
-            f"Prediction({count} inputs, {classes} classes, mean confidence {float(self.confidence.mean()):.3f}, "
+            f"Prediction({count} inputs, {classes}, mean confidence {float(self.confidence.mean()):.3f}, "
             f"mean entropy {float(self.entropy.mean()):.3f} of which epistemic {float(self.epistemic.mean()):.3f})"
         )
 
@@ -223,7 +237,8 @@ class Prediction:
                 return value.cpu()
             return (lambda: value().cpu()) if callable(value) else value
 
-        return Prediction(*[moved(self._values[name]) for name in FIELDS], held=self._held)
+        moved_values = [moved(self._values[name]) for name in FIELDS]
+        return Prediction(*moved_values, held=self._held, likelihood=self.likelihood)
 
     @staticmethod
     def concatenate(parts: Sequence[Prediction]) -> Prediction:
@@ -253,10 +268,10 @@ class Prediction:
 
         tensors = {name: joined(name) for name in FIELDS if name != "ood_score_name"}
         held = sum(part.held for part in parts)
-        return Prediction(ood_score_name=parts[0].ood_score_name, **tensors, held=held)
+        return Prediction(ood_score_name=parts[0].ood_score_name, **tensors, held=held, likelihood=parts[0].likelihood)
 
     @staticmethod
-    def gather(parts: Sequence[Prediction], team: Team) -> Prediction:
+    def gather(parts: Sequence[Prediction], team: Team, likelihood: Likelihood = CATEGORICAL) -> Prediction:
         """Predictions of all processes as one, in the order of the ranks, on every rank. Call it inside `team.work(...)`.
 
         All fields are computed: processes meet now, and not when one of them reads.
@@ -264,6 +279,7 @@ class Prediction:
         Args:
             parts: of this process; there may be none, if others have some.
             team: the processes.
+            likelihood: what the probabilities are of.
 
         Returns:
             All predictions.
@@ -293,6 +309,7 @@ class Prediction:
             joined(None if own is None else own.logit_variance, 1) if has_variance else None,
             joined(None if own is None else own.distance) if has_distance else None,
             joined(None if own is None else own.far_field) if has_far_field else None,
+            likelihood=likelihood,
         )
 
 

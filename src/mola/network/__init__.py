@@ -28,7 +28,7 @@ from mola.network.features import (
     peek,
     stream,
 )
-from mola.network.head import Carried, Head, LayerCall, check_logits, find_head, first_pass, head_by_name
+from mola.network.head import Carried, Head, LayerCall, find_head, first_pass, head_by_name
 
 __all__ = [
     "Batch",
@@ -47,7 +47,6 @@ __all__ = [
     "capture",
     "check_finite",
     "check_loader",
-    "check_logits",
     "device_of",
     "device_of_sums",
     "find_head",

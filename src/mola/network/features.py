@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from mola.errors import DataError, HeadError, located
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network.calling import Inputs, as_batch, call, device_of
-from mola.network.head import Carried, Head, LayerCall, check_logits, first_pass
+from mola.network.head import Carried, Head, LayerCall, first_pass
 from mola.numerics import exact_device
 
 __all__ = [
@@ -58,11 +58,12 @@ class Watched:
     Args:
         network: the trained classifier.
         head: its last linear layer, or None where the logits are all that is wanted.
+        likelihood: what the outputs mean; refuses those that do not fit.
     """
 
-    def __init__(self, network: nn.Module, head: Head | None) -> None:
+    def __init__(self, network: nn.Module, head: Head | None, likelihood: Likelihood = CATEGORICAL) -> None:
         """Get ready to watch `head`."""
-        self.network, self.head = network, head
+        self.network, self.head, self.likelihood = network, head, likelihood
         self.device = device_of(network)
         self._calls: list[LayerCall] | None = None
         self._carried = Carried(head) if head is not None and head.every_position else None
@@ -109,30 +110,41 @@ class Watched:
             logits = call(self.network, inputs, self.device)
         finally:
             self._calls = None
+        flat = logits.dim() == 1
         if self.head is None or logits.dim() != 2:
-            check_logits(logits)
+            logits = self.likelihood.check_outputs(logits)
+        if self.head is None:
             return Features(logits[:, :0], logits)
         for seen in reversed(calls):
-            if seen.gave(logits):
+            # In a trace nothing has an address: (n,) is then taken to be the head's (n, 1), as it was when the head was found.
+            if seen.gave(logits) or (flat and torch.compiler.is_compiling()):
                 seen.check_untouched(self.head.name)
                 return Features(seen.features, logits)
         message = f"the network's output is not the output of its head {self.head.name!r} in this pass. Was the network changed?"
         raise HeadError(message)
 
 
-def capture(network: nn.Module, head: Head | None, inputs: Inputs) -> Features:
+def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood = CATEGORICAL) -> Features:
     """What a network and its head make of one batch; see `Watched`."""
-    with Watched(network, head) as watched:
+    with Watched(network, head, likelihood) as watched:
         return watched(inputs)
 
 
-def find_heads(networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs) -> list[Head]:
+def find_heads(
+    networks: Sequence[nn.Module],
+    names: Sequence[str | None],
+    inputs: Inputs,
+    likelihood: Likelihood = CATEGORICAL,
+) -> list[Head]:
     """The head of every network; see `first_passes`."""
-    return first_passes(networks, names, inputs)[0]
+    return first_passes(networks, names, inputs, likelihood)[0]
 
 
 def first_passes(
-    networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs
+    networks: Sequence[nn.Module],
+    names: Sequence[str | None],
+    inputs: Inputs,
+    likelihood: Likelihood = CATEGORICAL,
 ) -> tuple[list[Head], list[Features]]:
     """The head of every network, and what each makes of the first batch. Call it inside `undisturbed(*networks)`.
 
@@ -140,6 +152,7 @@ def first_passes(
         networks: the trained classifiers.
         names: for each, the dotted name of its head, or None to find it.
         inputs: one batch of inputs.
+        likelihood: what the outputs mean; refuses those that do not fit.
 
     Returns:
         One head, and one `Features`, for each network.
@@ -150,7 +163,7 @@ def first_passes(
     heads, seen = [], []
     for index, (network, name) in enumerate(zip(networks, names, strict=True)):
         with located(f"models[{index}] ({type(network).__name__})"):
-            head, features, logits = first_pass(network, inputs, name)
+            head, features, logits = first_pass(network, inputs, name, likelihood)
         heads.append(head)
         seen.append(Features(features, logits))
     classes = [head.classes for head in heads]
@@ -493,7 +506,7 @@ def stream(
         told: told how many batches there are in what is about to be yielded.
 
     Yields:
-        One `Features` for each network, and the labels (n,) or None.
+        One `Features` for each network, and the labels as the likelihood reads them, or None.
 
     Raises:
         DataError: for an empty batch, labels that are missing or out of range, or activations that are not finite.
@@ -510,7 +523,8 @@ def stream(
         return gathered.take()
 
     with ExitStack() as stack:
-        watched = [stack.enter_context(Watched(network, head)) for network, head in zip(networks, heads, strict=True)]
+        pairs = zip(networks, heads, strict=True)
+        watched = [stack.enter_context(Watched(network, head, likelihood)) for network, head in pairs]
         bar = stack.enter_context(
             tqdm(batches, desc=where, total=total, initial=start, disable=None if progress else True, leave=False)
         )

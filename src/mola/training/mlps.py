@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mola.errors import DataError
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.training.labelled import Labelled
 from mola.training.loop import member_seeds
 from mola.training.recipe import Recipe
@@ -47,7 +48,15 @@ def digits_mlp(classes: int = 10) -> nn.Sequential:
 
 
 def train_mlps(
-    inputs: int, hidden: Sequence[int], classes: int, data: Labelled, recipe: Recipe, *, members: int, seed: int
+    inputs: int,
+    hidden: Sequence[int],
+    classes: int,
+    data: Labelled,
+    recipe: Recipe,
+    *,
+    members: int,
+    seed: int,
+    likelihood: Likelihood = CATEGORICAL,
 ) -> list[nn.Sequential]:
     """Train multilayer perceptrons that differ by their seed alone. Torch's own random state is left as it was.
 
@@ -59,6 +68,7 @@ def train_mlps(
         recipe: how to train.
         members: number of networks.
         seed: of all the members' seeds.
+        likelihood: what the outputs mean; its negative logarithm is the loss.
 
     Returns:
         The networks in eval mode, in the precision of the data.
@@ -79,7 +89,7 @@ def train_mlps(
         shuffled = torch.stack([torch.randperm(len(data), generator=order) for order in orders])
         for rows in torch.split(shuffled, recipe.batch_size, dim=1):
             optimiser.zero_grad()
-            losses = _losses(stacked, data.inputs[rows], data.labels[rows])
+            losses = _losses(stacked, data.inputs[rows], data.labels[rows], likelihood)
             losses.sum().backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             schedule.step()
@@ -114,10 +124,13 @@ def _stack(layers: Sequence[nn.Linear]) -> tuple[nn.Parameter, nn.Parameter]:
     return nn.Parameter(weight), nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in layers]))
 
 
-def _losses(stacked: Sequence[tuple[Tensor, Tensor]], inputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy (K,) of every member on its own batch."""
+def _losses(stacked: Sequence[tuple[Tensor, Tensor]], inputs: Tensor, labels: Tensor, likelihood: Likelihood) -> Tensor:
+    """Mean negative log-likelihood (K,) of every member on its own batch."""
     values = inputs
     for index, (weight, bias) in enumerate(stacked):
         values = torch.baddbmm(bias, functional.relu(values) if index else values, weight)
-    each = functional.cross_entropy(values.flatten(0, 1), labels.flatten(), reduction="none")
-    return each.view(labels.shape).mean(1)
+    if likelihood.competing:  # PyTorch's own, which is faster
+        each = functional.cross_entropy(values.flatten(0, 1), labels.flatten(), reduction="none")
+    else:
+        each = -likelihood.log_likelihood(values.flatten(0, 1), labels.flatten(0, 1))
+    return each.view(labels.shape[:2]).mean(1)
