@@ -265,7 +265,8 @@ def main() -> int:
         rows.append(row)
         peaks = " ".join(f"{row[f'{work}_peak'] / MEGABYTE:6.0f}" for work in ("fit", "tune", "predict"))
         print(
-            f"{row['classes']:7} {row['data']:5} {row['fit_ratio']:10.3f} {row['predict_ratio']:13.3f} {row['cooled_ratio']:12.3f}   {peaks} MB       "
+            f"{row['classes']:7} {row['data']:5} {row['fit_ratio']:10.3f} {row['predict_ratio']:13.3f} {row['cooled_ratio']:12.3f}   "
+            f"{peaks} MB       "
             f"{row['head_bytes'] / MEGABYTE:5.0f} MB   {row['class_factor_of_kron_bytes'] / 1e9:6.1f} GB",
             flush=True,
         )
