@@ -32,7 +32,10 @@ from mola.options import is_real
 __all__ = ["Cooling", "Usual", "check_exponent", "check_temperature"]
 
 LARGEST = 40.0
-"""Logarithm of the largest divisor: with it no logit is left, and its square is still in the range of float32."""
+"""Logarithm of the largest divisor by distance: with it no logit is left. Features may be longer than that, without any bound."""
+
+ROOM = 8.0
+"""Logarithm of the room that divisors leave below the largest number of their precision."""
 
 STEEPEST = 100.0
 """Exponent beyond which distances a hundredth above the usual one are as far as any."""
@@ -121,10 +124,11 @@ class Cooling:
             (K, n)
         """
         # In place from the first step on: there are few numbers, and each operation costs more than they do.
-        steep = self.mean_log(log_distance, weights).clamp_min_(0).mul_(self.exponent)
+        steep = self.mean_log(log_distance, weights).clamp_min_(0).mul_(self.exponent).clamp_max_(LARGEST)
         if self.temperature != 1:
             steep.add_(math.log(self.temperature))
-        return self._log_excess(log_length).mul_(2).add_(steep).clamp_max_(LARGEST).exp_()
+        # Not bounded but by the precision: logits grow with the features, and must vanish beside the divisor all the same.
+        return self._log_excess(log_length).mul_(2).add_(steep).clamp_max_(_log_largest(log_length)).exp_()
 
     def _usual_logs(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithms of the usual distances (K, 1) and lengths (K, 1), made once for a device and a precision."""
@@ -147,7 +151,7 @@ class Cooling:
     def excess(self, moments: Sequence[LogitMoments]) -> Tensor:
         """How many times longer than usual each network's features are (K, n), at least 1."""
         lengths = torch.stack([_spread(one).log_length() for one in moments])
-        return self._log_excess(lengths).clamp_max(LARGEST / 2).exp()
+        return self._log_excess(lengths).clamp_max(_log_largest(lengths) / 2).exp()
 
     def mean_log(self, log_distance: Tensor, weights: Tensor) -> Tensor:
         """Logarithm (n,) of the mixture's distance, relative to the usual one, from those of the networks (K, n)."""
@@ -197,6 +201,11 @@ class Cooling:
 def _spread(moments: LogitMoments) -> Spread:
     assert moments.spread is not None  # where distances are known
     return moments.spread
+
+
+def _log_largest(like: Tensor) -> float:
+    """Logarithm of the largest divisor in a precision."""
+    return math.log(torch.finfo(like.dtype).max) - ROOM
 
 
 def _log(usual: float) -> float:

@@ -24,7 +24,7 @@ from mola.metrics import bin_sums, calibration_gaps
 from mola.network import Head, batch_count, batches_of, stream, without_autocast
 from mola.tuning.data_checks import guessed, other_columns, other_order, unlike_frequencies
 
-__all__ = ["HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
+__all__ = ["COPIES", "HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
 
 LOGITS_AT_ONCE = 2**18
 """Probabilities, of one or several candidates, made together: more leave the processor's cache, and take several times as long."""
@@ -38,6 +38,9 @@ PROJECTED_AT_ONCE = 2**24
 
 LONG = 0.99
 """Share of the validation data whose features are not long."""
+
+COPIES = 0.1
+"""Least distance that counts as usual, relative to that of the training data: below, validation data are copies of these."""
 
 NOT_HELD_OUT = "the validation data are the training data"
 """How a note begins that says so."""
@@ -88,7 +91,8 @@ class HeldOut:
         """
         for geometry, features in zip(geometries, self.features, strict=True):
             if id(geometry) not in self._measured:
-                distance, rows = ClassDistance(geometry), max(1, PROJECTED_AT_ONCE // features.shape[1])
+                widest = max(features.shape[1], len(geometry.sums.counts))
+                distance, rows = ClassDistance(geometry), max(1, PROJECTED_AT_ONCE // widest)
                 parts = [distance.logs(some.double()) for some in torch.split(features, rows)]
                 self._measured[id(geometry)] = (
                     geometry,
@@ -109,7 +113,13 @@ class HeldOut:
         """
         distances, lengths = self.measured(geometries)
         rows = self.team.rows(torch.cat([distances, lengths]).T.contiguous() if len(self) else None)
-        middle = rows[:, : len(geometries)].quantile(0.5, dim=0).exp().tolist()
+        # Where most data are copies of one of the training data, the median is rounding, and no unit for the others.
+        middle = [
+            max(here, COPIES * geometry.training_scale.distance)
+            for here, geometry in zip(
+                rows[:, : len(geometries)].quantile(0.5, dim=0).exp().tolist(), geometries, strict=True
+            )
+        ]
         long = rows[:, len(geometries) :].quantile(LONG, dim=0).exp().tolist()
         scales = [Scale(one, two) for one, two in zip(middle, long, strict=True)]
         return Usual(tuple(Scale(*scale) for scale in self.team.share([list(scale) for scale in scales])))

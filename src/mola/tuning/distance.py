@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mola.errors import OptionError, warn
 from mola.options import is_real, one_of
-from mola.tuning.candidates import HeldOut, LastLayerProblem, Problem, Tuning
+from mola.tuning.candidates import COPIES, HeldOut, LastLayerProblem, Problem, Tuning
 from mola.tuning.rules import PLAIN_RULES, ConfidenceThreshold, Evidence, Rule, require_data
 
 __all__ = ["Distance"]
@@ -214,6 +214,13 @@ def _far(problem: LastLayerProblem) -> tuple[str, ...]:
     pairs = [(scale.distance, one.training_scale.distance) for one, scale in zip(geometries, usual.scales, strict=True)]
     if not all(here > 0 and there > 0 for here, there in pairs):
         note = "all training features are alike in some network: its distances say nothing, and count as usual ones."
+        warn(note)
+        return (note,)
+    if any(here <= COPIES * there * (1 + 1e-9) for here, there in pairs):
+        note = (
+            "more than half of the validation data are almost copies of training data, as the networks see them: distances count from "
+            f"{COPIES:g} of the training data's own."
+        )
         warn(note)
         return (note,)
     ratio = math.exp(sum(math.log(here / there) for here, there in pairs) / len(pairs))
