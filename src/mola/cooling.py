@@ -73,19 +73,32 @@ class Usual:
     """Of each network's features."""
     score: tuple[tuple[float, float], ...] | None = None
     """Mean and standard deviation of each term of the outlier score; None where there were no data to see it."""
+    energies: tuple[float, ...] | None = None
+    """Mean energy of each network, with which the mean of the second term follows other weights: each has a zero of its own."""
+
+    def score_at(self, weights: Tensor) -> tuple[tuple[float, float], ...] | None:
+        """Mean and standard deviation of each term of the outlier score of a mixture with these weights (K,)."""
+        if self.score is None or self.energies is None:
+            return self.score
+        far_field, (_, spread), distance = self.score
+        mean = sum(weight * energy for weight, energy in zip(weights.tolist(), self.energies, strict=True))
+        return far_field, (mean, spread), distance
 
     def as_json(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "scales": [list(scale) for scale in self.scales],
             "score": None if self.score is None else [list(term) for term in self.score],
+            "energies": None if self.energies is None else list(self.energies),
         }
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Usual:
         """What `as_json` made."""
         score = None if entry["score"] is None else tuple((float(a), float(b)) for a, b in entry["score"])
-        return Usual(tuple(Scale(float(a), float(b)) for a, b in entry["scales"]), score)
+        known = entry.get("energies")  # older files have none
+        energies = None if known is None else tuple(float(one) for one in known)
+        return Usual(tuple(Scale(float(a), float(b)) for a, b in entry["scales"]), score, energies)
 
 
 @dataclass(frozen=True)

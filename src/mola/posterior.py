@@ -40,11 +40,7 @@ from mola.saving import archive, storage
 from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, LastLayerProblem, Problem, Tuning, read_held_out
 from mola.tuning.choosing import choose_together
 from mola.tuning.rules import Rule
-from mola.uncertainty import (
-    entropy,
-    epistemic_share,
-    outlier_terms,
-)
+from mola.uncertainty import energies, entropy, epistemic_share, outlier_terms
 
 __all__ = ["LaplaceMixture", "MoLA"]
 
@@ -565,14 +561,17 @@ class MoLA(LaplaceMixture[Component]):
             ]
             lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
             distance, excess = cooling.log_distance(moments, self.weights), cooling.excess(moments)
-            parts.append(outlier_terms(torch.stack(logits), lengths, distance, excess, self.weights, self.likelihood).T)
+            every = torch.stack(logits)
+            terms = outlier_terms(every, lengths, distance, excess, self.weights, self.likelihood)
+            parts.append(torch.cat([terms, energies(every, excess, self.likelihood)]).T)
         rows = data.team.rows(torch.cat(parts) if parts else None)
         # One datum has no spread, and equal scores have none but rounding: they are then taken as they are.
-        middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros(3, dtype=rows.dtype)
+        middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
         spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
         pairs_of = zip(middle.tolist(), spread.tolist(), strict=True)
         score = data.team.share([list(pair) for pair in pairs_of])
-        return replace(usual, score=tuple((mean, deviation) for mean, deviation in score))
+        pairs_known = tuple((mean, deviation) for mean, deviation in score)
+        return replace(usual, score=pairs_known[:3], energies=tuple(mean for mean, _ in pairs_known[3:]))
 
     def _why_no_distances(self) -> str:
         if self.components[0].curvature is None:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.cooling import Usual
 from mola.errors import DataError, MissingExtraError, MolaWarning, OptionError
 from mola.fitting import fit
 from mola.laplace import Scale
@@ -285,7 +284,7 @@ def _taken_over(tuned: MoLA, final: MoLA) -> MoLA:
         return final.with_temperature(cooling.temperature)
     triples = zip(cooling.usual.scales, _training_scales(tuned), _training_scales(final), strict=True)
     scales = tuple(Scale(*map(_by_ratio, *triple)) for triple in triples)
-    return final._with(cooling=replace(cooling, usual=Usual(scales, cooling.usual.score)))
+    return final._with(cooling=replace(cooling, usual=replace(cooling.usual, scales=scales)))
 
 
 def _training_scales(posterior: MoLA) -> list[Scale]:

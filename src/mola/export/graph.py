@@ -271,7 +271,7 @@ class Exported(nn.Module):
             raise OptionError(message)
         self.has_curvature = ready[0] is not None
         usual = self.cooling.usual
-        self.usual_score = None if usual is None or not posterior.has_distances else usual.score
+        self.usual_score = None if usual is None or not posterior.has_distances else usual.score_at(posterior.weights)
         self.posteriors = [
             GraphPosterior(one, bias=head.has_bias)
             for one, head in zip(ready, self.heads, strict=True)

@@ -39,7 +39,7 @@ MIXTURE = {
 COOLING = {
     "temperature": float,
     "exponent": float,
-    "usual": Optional({"scales": [[float]], "score": Optional([[float]])}),
+    "usual": Optional({"scales": [[float]], "score": Optional([[float]])}),  # and "energies", since these are known
 }
 """Schema of what logits are divided by; files of older versions have none."""
 
@@ -81,7 +81,9 @@ def pack_mixture(
     """Link, weights, tuning and cooling as JSON, by the schema `MIXTURE`; `links` are those that can be rebuilt, by name."""
     usual = None if cooling.usual is None else cooling.usual.as_json()
     # A version of mola that does not know of cooling must not read it: it would be surer than it should.
-    newer = {} if cooling.changes_nothing else {"version": storage.COOLED_VERSION}
+    # Nor one that does not know the outlier score: thresholds of an alarm are of this one.
+    scored = cooling.usual is not None and cooling.usual.score is not None
+    newer = {} if cooling.changes_nothing and not scored else {"version": storage.COOLED_VERSION}
     return {
         **newer,
         "cooling": {"temperature": cooling.temperature, "exponent": cooling.exponent, "usual": usual},
@@ -132,7 +134,11 @@ def _cooling(document: dict[str, Any], count: int) -> Cooling:
     usual = entry["usual"]
     if usual is not None:
         pairs = [*usual["scales"], *(usual["score"] or ())]
-        if len(usual["scales"]) != count or any(len(pair) != 2 for pair in pairs):
+        energies = usual.get("energies")
+        if energies is not None:
+            check(energies, [float], "cooling.usual.energies")
+        counts = {len(usual["scales"]), count if energies is None else len(energies)}
+        if counts != {count} or any(len(pair) != 2 for pair in pairs):
             message = f"the saved document is garbled: usual distances of {len(usual['scales'])} networks for {count} components."
             raise StorageError(message)
     return Cooling(entry["temperature"], entry["exponent"], None if usual is None else Usual.from_json(usual))
