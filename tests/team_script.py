@@ -43,6 +43,15 @@ def batches(rows, size=7):
         yield torch.stack([x for x, _ in some]), torch.stack([y for _, y in some])
 
 
+def labelled(rows):
+    """The same with four labels each, 0 or 1, some of them missing, and some data without any."""
+    for x, y in batches(rows):
+        labels = torch.stack([(y + k) % 2 for k in range(4)], 1).double()
+        labels[y == 3, 1] = torch.nan
+        labels[(x[:, 0] > 1.5)] = torch.nan
+        yield x, labels
+
+
 def divisions(rows, team):
     """Ways to divide the data: evenly, very unevenly, and with a rank that has none."""
     start = [0, 3, 38, 41] if team is None or team.size == 3 else [0, 3, 41]
@@ -102,6 +111,19 @@ def laws(team):
         plain = mola.ensemble(networks(2))
         found[f"{division}/ensemble"] = plain.reweight(batches(held[division]), progress=False, team=team).weights
         found[f"{division}/ensemble/probs"] = plain.predict(batches(held[division]), team=team).probs
+        for structure in STRUCTURES:
+            options = {"structure": structure, "likelihood": "bernoulli", "progress": False, "team": team}
+            several = mola.fit(networks(2), labelled(shard), **options)
+            key = f"{division}/bernoulli/{structure}"
+            found[f"{key}/evidence"] = several.log_evidence()
+            found |= {f"{key}/{name}": one for name, one in several.components[0].curvature.factors.saved().items()}
+        several = several.tune(labelled(held[division]), CAREFUL, progress=False, team=team)
+        found[f"{key}/lambda"] = torch.tensor(several.prior_precision)
+        found[f"{key}/exponent"] = torch.tensor(several.distance_exponent)
+        found[f"{key}/stacking"] = several.reweight(labelled(held[division]), progress=False, team=team).weights
+        prediction = several.predict(labelled(held[division]), team=team)
+        for name in ("probs", "label", "mutual_information", "ood_score", "distance"):
+            found[f"{key}/{name}"] = getattr(prediction, name)
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 

@@ -667,6 +667,26 @@ def test_likelihoods_by_name():
 # --- beside it ------------------------------------------------------------------------------------------------------
 
 
+def test_dropout_is_the_mean_of_sigmoids(tmp_path):
+    network = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    inputs = torch.randn(5, 3)
+    drop = mola.McDropout(Squeezed(network), samples=7, seed=1, likelihood="bernoulli")
+    prediction = drop.predict(inputs)
+    assert prediction.probs.shape == prediction.mutual_information.shape == (5, 1)
+    classes = mola.McDropout(nn.Sequential(network, PairOfLogits()), samples=7, seed=1).predict(inputs)
+    torch.testing.assert_close(prediction.probs[:, 0], classes.probs[:, 1])
+    torch.testing.assert_close(prediction.mutual_information[:, 0], classes.mutual_information)
+    loaded = mola.McDropout.load(drop.save(tmp_path / "dropout"), drop.network)
+    assert torch.equal(loaded(inputs), drop(inputs))
+
+
+class PairOfLogits(nn.Module):
+    """Two classes with the logits (0, z)."""
+
+    def forward(self, logits):
+        return torch.cat([torch.zeros_like(logits), logits], 1)
+
+
 def test_whole_networks_are_for_classes():
     problem = labelled(2)
     with pytest.raises(OptionError, match=r"(?s)bernoulli.*fit_whole is for classes.*mola\.fit"):

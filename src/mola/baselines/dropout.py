@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from mola.baselines.sgd import check_seed, derived_seeds
 from mola.errors import OptionError, located
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import CATEGORICAL, Likelihood, as_likelihood
 from mola.mixture import Mixture
 from mola.network import Inputs, call, check_finite, undisturbed
 from mola.network.fingerprint import NETWORK, require_network, signature_of
@@ -51,17 +51,29 @@ class McDropout(Mixture):
             relatives): calls of `torch.nn.functional.dropout` cannot be seen. The first dimension holds the data.
         samples: number of draws.
         seed: of the masks.
+        likelihood: what the network's outputs mean: "categorical" or "bernoulli".
 
     Raises:
-        OptionError: if there is no dropout layer, or the number of draws is not positive.
+        OptionError: if there is no dropout layer, the outputs are numbers and no logits, or the number of draws is not positive.
     """
 
-    def __init__(self, model: nn.Module, samples: int = 30, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: int = 30,
+        *,
+        seed: int = 0,
+        likelihood: str | Likelihood = "categorical",
+    ) -> None:
         """Borrow the network.
 
         Raises:
-            OptionError: if it has no dropout.
+            OptionError: if it has no dropout, or its outputs are no logits.
         """
+        meaning = as_likelihood(likelihood)
+        if not meaning.discrete:
+            message = f"McDropout averages probabilities, and likelihood {meaning.name!r} has none."
+            raise OptionError(message)
         samples = whole_number(samples, "samples")
         if not _active(model):
             message = (
@@ -69,7 +81,7 @@ class McDropout(Mixture):
                 f"same. Expected nn.Dropout or its relatives as layers; calls of torch.nn.functional.dropout cannot be seen."
             )
             raise OptionError(message)
-        super().__init__([partial(_one_draw, self, index) for index in range(samples)])
+        super().__init__([partial(_one_draw, self, index) for index in range(samples)], likelihood=meaning)
         self.network, self.samples, self.seed = model, samples, check_seed(seed)
 
     def train(self, mode: bool = True) -> Self:
@@ -91,10 +103,10 @@ class McDropout(Mixture):
             for seed in seeds:
                 with _masked(self.network, seed):
                     logits = call(self.network, inputs)
-                CATEGORICAL.check_outputs(logits)
+                logits = self.likelihood.check_outputs(logits)
                 check_finite(logits)
                 dtype = torch.promote_types(logits.dtype, torch.float32)
-                members.append(CATEGORICAL.probabilities(logits.to(dtype)))
+                members.append(self.likelihood.probabilities(logits.to(dtype)))
         return members
 
     def save(self, directory: str | Path) -> Path:
@@ -107,6 +119,8 @@ class McDropout(Mixture):
             The folder, for `mola.McDropout.load(directory, model)`.
         """
         document = {"samples": self.samples, "seed": self.seed, "network": signature_of(self.network)}
+        if self.likelihood != CATEGORICAL:
+            document["likelihood"] = self.likelihood.name
         return storage.write(directory, document, {}, kind="mc-dropout")
 
     @classmethod
@@ -122,7 +136,8 @@ class McDropout(Mixture):
         """
         document, _ = storage.read(directory, "mc-dropout", SCHEMA)
         require_network(model, document["network"], "model")
-        return cls(model, document["samples"], seed=document["seed"])
+        meaning = document.get("likelihood", CATEGORICAL.name)
+        return cls(model, document["samples"], seed=document["seed"], likelihood=meaning)
 
 
 def _one_draw(predictor: McDropout, index: int, inputs: Inputs) -> Tensor:

@@ -275,6 +275,12 @@ def open_subject(
     """
     progress("loading networks", 0.0)
     fitted = open_posterior(folder, device, trust=trust, network=network)
+    if not fitted.posterior.likelihood.competing:
+        message = (
+            f"the explorer shows one of several classes, and this posterior has the likelihood {fitted.posterior.likelihood.name!r}. "
+            f"`mola predict` predicts for it."
+        )
+        raise OptionError(message)
     if not isinstance(fitted.example, Tensor) or not fitted.example.is_floating_point():
         message = (
             "the explorer is for networks that see pictures, as one tensor of numbers: these take other inputs. "

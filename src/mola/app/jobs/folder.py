@@ -455,6 +455,7 @@ def read_information(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "folder": str(folder),
         "components": len(document["components"]),
+        "likelihood": document["likelihood"],
         "structure": document["structure"]["name"],
         "link": document["link"]["name"],
         "weights": document["weights"],
