@@ -24,6 +24,7 @@ from mola.distributed import Team
 from mola.errors import DataError, OptionError, StorageError, StructureTooLargeError, warn
 from mola.laplace import ClassSums, Factors, Structure
 from mola.laplace.memory import free_memory
+from mola.laplace.symmetric import packed_size
 from mola.likelihood import Likelihood
 from mola.network import (
     Features,
@@ -531,11 +532,11 @@ def _check_room(heads: Sequence[Head], likelihood: Likelihood) -> None:
     Raises:
         StructureTooLargeError: if they do not.
     """
-    needed = sum(8 * likelihood.groups(head.classes) * head.width for head in heads)
+    needed = sum(8 * (likelihood.groups(head.classes) * head.width + packed_size(head.width)) for head in heads)
     free = free_memory()
     if free is not None and needed > free:
         message = (
-            f"the class means for distances take {needed / 1e9:.1f} GB ({heads[0].classes:,} classes x {heads[0].width:,} features), "
+            f"the sums for distances take {needed / 1e9:.1f} GB ({heads[0].classes:,} classes x {heads[0].width:,} features), "
             f"and {free / 1e9:.1f} GB are free. Fit with distances=False: all but rule='distance' works without them."
         )
         raise StructureTooLargeError(message)
