@@ -1,4 +1,4 @@
-"""What a predictor says about each input: probabilities, and how much to trust them."""
+"""What a predictor says about each input, or about each position of it: probabilities, and how much to trust them."""
 
 from __future__ import annotations
 
@@ -53,6 +53,9 @@ FIELDS = (
 class Prediction:
     """Probabilities of n inputs over C classes, with their uncertainty taken apart.
 
+    Of networks with outputs at many positions, everything is said of each: probabilities have the layout of the logits, (n, C, H, W)
+    or (n, T, C), and what is (n,) below is (n, H, W) or (n, T).
+
     What is costly is computed when it is first read, and then kept: `mutual_information` (and `epistemic`, `aleatoric`),
     `ood_score`, `logit_variance` and `distance`. The numbers do not depend on when that is, nor on what is read before.
 
@@ -66,10 +69,12 @@ class Prediction:
         distance: (n,), where it is known, or what computes it.
         far_field: (n,), the far-field score, where it is known, or what computes it.
         held: bytes that fields keep in memory until they are computed.
+        axis: of the classes in `probs`: the last, or 1.
     """
 
     _values: dict[str, Any]
     _held: int
+    _axis: int
 
     def __init__(
         self,
@@ -83,11 +88,13 @@ class Prediction:
         far_field: Later | None = None,
         *,
         held: int = 0,
+        axis: int = -1,
     ) -> None:
         """Keep the fields, and what computes the others."""
         values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance, far_field)
         vars(self)["_values"] = dict(zip(FIELDS, values, strict=True))
         vars(self)["_held"] = held
+        vars(self)["_axis"] = axis
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse: a prediction is a value.
@@ -100,7 +107,16 @@ class Prediction:
 
     __delattr__ = __setattr__  # type: ignore[assignment]
 
-    def _read(self, name: str) -> Any:
+    def has(self, name: str) -> bool:
+        """Whether there is such a field, computed or not."""
+        return self._values[name] is not None
+
+    def replaced(self, values: dict[str, Any], *, held: int, axis: int) -> Prediction:
+        """The same with other fields, or what computes them."""
+        return Prediction(*(self._values | values).values(), held=held, axis=axis)
+
+    def read(self, name: str) -> Any:
+        """A field by its name, computed if it was not yet."""
         # One dictionary entry is either of the two at any time: threads that read at once compute the same numbers.
         value = self._values[name]
         if callable(value):
@@ -109,11 +125,11 @@ class Prediction:
 
     def __getstate__(self) -> dict[str, Any]:
         """All fields, computed: a file holds numbers."""
-        return {"_values": {name: self._read(name) for name in FIELDS}, "_held": 0}
+        return {"_values": {name: self.read(name) for name in FIELDS}, "_held": 0, "_axis": self._axis}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the fields; those that an older version did not have are None."""
-        vars(self).update({**state, "_values": dict.fromkeys(FIELDS) | state["_values"]})
+        vars(self).update({"_axis": -1, **state, "_values": dict.fromkeys(FIELDS) | state["_values"]})
 
     @property
     def held(self) -> int:
@@ -124,23 +140,23 @@ class Prediction:
     def computed(self) -> Self:
         """The same prediction with every field computed now, and nothing kept for later."""
         for name in FIELDS:
-            self._read(name)
+            self.read(name)
         return self
 
     @property
     def probs(self) -> Tensor:
         """(n, C)."""
-        return self._read("probs")
+        return self.read("probs")
 
     @property
     def mutual_information(self) -> Tensor:
         """(n,): the epistemic part of the entropy, in nats."""
-        return self._read("mutual_information")
+        return self.read("mutual_information")
 
     @property
     def ood_score(self) -> Tensor:
         """(n,): higher = more outlying."""
-        return self._read("ood_score")
+        return self.read("ood_score")
 
     @property
     def ood_score_name(self) -> str:
@@ -148,17 +164,17 @@ class Prediction:
 
         Without these, or without distances, "far-field"; without curvature, "max-probability".
         """
-        return self._read("ood_score_name")
+        return self.read("ood_score_name")
 
     @property
     def logit_mean(self) -> Tensor | None:
         """(K, n, C), where the members have logits."""
-        return self._read("logit_mean")
+        return self.read("logit_mean")
 
     @property
     def logit_variance(self) -> Tensor | None:
         """(K, n, C), where the members have logits."""
-        return self._read("logit_variance")
+        return self.read("logit_variance")
 
     @property
     def distance(self) -> Tensor | None:
@@ -167,27 +183,27 @@ class Prediction:
         A geometric mean over networks; before anything was tuned on validation data, 1 is the training data's root mean square.
         None where it is not known.
         """
-        return self._read("distance")
+        return self.read("distance")
 
     @property
     def far_field(self) -> Tensor | None:
         """The far-field score alone (n,): higher = more outlying. None where features are not known."""
-        return self._read("far_field")
+        return self.read("far_field")
 
     @property
     def label(self) -> Tensor:
         """Most probable class (n,)."""
-        return self.probs.argmax(-1)
+        return self.probs.argmax(self._axis)
 
     @property
     def confidence(self) -> Tensor:
         """Largest probability (n,)."""
-        return self.probs.max(-1).values
+        return self.probs.amax(self._axis)
 
     @property
     def entropy(self) -> Tensor:
         """Total uncertainty (n,) in nats: aleatoric and epistemic together."""
-        return entropy(self.probs)
+        return entropy(self.probs.movedim(self._axis, -1))
 
     total = entropy
 
@@ -207,11 +223,12 @@ class Prediction:
 
     def __repr__(self) -> str:
         """Size and averages, not the numbers."""
-        count, classes = self.probs.shape
-        if not count:
-            return f"Prediction(0 inputs, {classes} classes)"
+        count, classes = len(self), self.probs.shape[self._axis]
+        at = "" if self.probs.dim() == 2 else f" at {' x '.join(map(str, self.confidence.shape[1:]))} positions"
+        if not self.probs.numel():
+            return f"Prediction({count} inputs{at}, {classes} classes)"
         return (
-            f"Prediction({count} inputs, {classes} classes, mean confidence {float(self.confidence.mean()):.3f}, "
+            f"Prediction({count} inputs{at}, {classes} classes, mean confidence {float(self.confidence.mean()):.3f}, "
             f"mean entropy {float(self.entropy.mean()):.3f} of which epistemic {float(self.epistemic.mean()):.3f})"
         )
 
@@ -223,7 +240,7 @@ class Prediction:
                 return value.cpu()
             return (lambda: value().cpu()) if callable(value) else value
 
-        return Prediction(*[moved(self._values[name]) for name in FIELDS], held=self._held)
+        return Prediction(*[moved(self._values[name]) for name in FIELDS], held=self._held, axis=self._axis)
 
     @staticmethod
     def concatenate(parts: Sequence[Prediction]) -> Prediction:
@@ -233,10 +250,11 @@ class Prediction:
             parts: at least one.
 
         Returns:
-            All of them, in their order.
+            All of them, in their order; `DataError` if they are of inputs of different sizes.
         """
         if len(parts) == 1:
             return parts[0]
+        _check_sizes([tuple(part.probs.shape[1:]) for part in parts])
 
         def joined(name: str) -> Any:
             values = [part._values[name] for part in parts]
@@ -246,14 +264,14 @@ class Prediction:
             if any(callable(value) for value in values):
                 # By part, so that a part is computed once, whoever asks. Of a part that has the field, nothing else is kept.
                 waiting = [
-                    partial(part._read, name) if callable(part._values[name]) else part._values[name] for part in parts
+                    partial(part.read, name) if callable(part._values[name]) else part._values[name] for part in parts
                 ]
                 return lambda: torch.cat([one() if callable(one) else one for one in waiting], dim=axis)
             return torch.cat(values, dim=axis)
 
         tensors = {name: joined(name) for name in FIELDS if name != "ood_score_name"}
         held = sum(part.held for part in parts)
-        return Prediction(ood_score_name=parts[0].ood_score_name, **tensors, held=held)
+        return Prediction(ood_score_name=parts[0].ood_score_name, **tensors, held=held, axis=parts[0]._axis)
 
     @staticmethod
     def gather(parts: Sequence[Prediction], team: Team) -> Prediction:
@@ -273,13 +291,22 @@ class Prediction:
         """
         own = Prediction.concatenate(parts) if parts else None
         kinds = team.collect(
-            None if own is None else [own.ood_score_name, *(one is not None for one in _optional(own))]
+            None
+            if own is None
+            else [
+                own._axis,
+                list(own.probs.shape[1:]),
+                own.ood_score_name,
+                *(one is not None for one in _optional(own)),
+            ]
         )
         kind = next((one for one in kinds or () if one is not None), None)
         if team.first and kind is None:
             message = "the prediction loader is empty on every rank: it yielded no batch."
             raise DataError(message)
-        name, has_logits, has_variance, has_distance, has_far_field = team.share(kind)
+        if team.first:
+            _check_sizes([tuple(one[1]) for one in kinds or () if one is not None])
+        axis, _, name, has_logits, has_variance, has_distance, has_far_field = team.share(kind)
 
         def joined(values: Tensor | None, axis: int = 0) -> Tensor:
             return team.rows(None if values is None else values.transpose(0, axis)).transpose(0, axis)
@@ -293,7 +320,23 @@ class Prediction:
             joined(None if own is None else own.logit_variance, 1) if has_variance else None,
             joined(None if own is None else own.distance) if has_distance else None,
             joined(None if own is None else own.far_field) if has_far_field else None,
+            axis=axis,
         )
+
+
+def _check_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
+    """Refuse predictions at different numbers of positions.
+
+    Raises:
+        DataError: if they are.
+    """
+    other = next((shape for shape in shapes if shape != shapes[0]), None)
+    if other is not None:
+        message = (
+            f"predictions of different sizes cannot be joined: those of one batch have the sizes {shapes[0]} after the batch axis, "
+            f"those of another {other}. Predict batch by batch with posterior.predict_batches(loader), or pad the inputs to one size."
+        )
+        raise DataError(message)
 
 
 def _optional(prediction: Prediction) -> tuple[Tensor | None, ...]:

@@ -26,10 +26,13 @@ from mola.laplace import ClassSums, Factors, Structure
 from mola.laplace.memory import free_memory
 from mola.likelihood import Likelihood
 from mola.network import (
+    IGNORED,
     Features,
     Head,
     Lifted,
+    Positions,
     RowBuffer,
+    Seen,
     as_batch,
     batch_count,
     batches_of,
@@ -42,7 +45,7 @@ from mola.network.fingerprint import NETWORK, fingerprint, same_signature, signa
 from mola.saving import storage
 from mola.saving.archive import CLASSES
 from mola.saving.storage import DOCUMENT
-from mola.schema import Optional
+from mola.schema import Optional, check
 
 __all__ = [
     "START",
@@ -96,6 +99,7 @@ def describe_heads(heads: Sequence[Head]) -> list[dict[str, Any]]:
             "classes": head.classes,
             "features": head.width,
             "every_position": head.every_position,
+            **({} if head.positions is None else {"positions": head.positions.as_json()}),
             "weights": fingerprint(head.weights())["float64"],
         }
         for head in heads
@@ -105,7 +109,11 @@ def describe_heads(heads: Sequence[Head]) -> list[dict[str, Any]]:
 def heads_from(networks: Sequence[nn.Module], described: Sequence[dict[str, Any]]) -> list[Head]:
     """The heads that were described, without a pass of the networks; `HeadError` if a network has none of that name."""
     return [
-        replace(head_by_name(network, entry["name"]), every_position=entry["every_position"])
+        replace(
+            head_by_name(network, entry["name"]),
+            every_position=entry["every_position"],
+            positions=Positions(**entry["positions"]) if "positions" in entry else None,
+        )
         for network, entry in zip(networks, described, strict=True)
     ]
 
@@ -216,6 +224,10 @@ class Kept:
     """How far a fit is."""
 
     batches: int = 0
+    inputs: int = 0
+    """In these batches."""
+    used_inputs: int = 0
+    """Of these, with rows in the sums: all, but for outputs at many positions of which none counts."""
     checksum: str = START
     labelled: bool | None = None
     heads: list[dict[str, Any]] | None = None
@@ -296,12 +308,20 @@ class SumsCheckpoint:
         known = [one for one in classes if one is not None]
         return Kept(
             document["batches"],
+            *self._inputs(document),
             document["trail"],
             document["labelled"],
             document["heads"],
             totals,
             known if len(known) == len(classes) else None,
         )
+
+    def _inputs(self, document: dict[str, Any]) -> tuple[int, int]:
+        """Inputs that were read, and those with rows in the sums; older versions knew no difference, and counted rows."""
+        if "inputs" not in document:
+            return document["counts"][0], document["counts"][0]
+        check(document, {"inputs": {"read": int, "used": int}}, "")
+        return document["inputs"]["read"], document["inputs"]["used"]
 
     def _class_sums(self, index: int, head: dict[str, Any], tensors: dict[str, Tensor]) -> ClassSums | None:
         """What was kept for distances.
@@ -375,6 +395,7 @@ class SumsCheckpoint:
             "identity": identity,
             "heads": kept.heads,
             "batches": kept.batches,
+            "inputs": {"read": kept.inputs, "used": kept.used_inputs},
             "trail": kept.checksum,
             "labelled": bool(kept.labelled),
             "counts": [total.count for total in totals],
@@ -413,6 +434,8 @@ class Work:
     checkpoints: SumsCheckpoint
     identity: dict[str, Any]
     distances: bool
+    positions: Positions
+    """How outputs at many positions are used, where there are such."""
 
 
 @dataclass
@@ -437,6 +460,8 @@ def sum_up(
     options: dict[str, Any],
     progress: bool,
     distances: bool = True,
+    positions: str | int = "all",
+    ignore_index: int = IGNORED,
 ) -> tuple[list[Head], list[tuple[Factors, ClassSums | None]]]:
     """The head of every network, and its sums over all the training data of all processes.
 
@@ -453,6 +478,8 @@ def sum_up(
         options: what else must be the same on every rank, as JSON.
         progress: whether to show a progress bar on stderr, if that is a terminal.
         distances: whether to sum what distances need, too.
+        positions: of outputs at many positions, which are summed: "all", "average", or so many of each input.
+        ignore_index: label of positions that are left out.
 
     Returns:
         Heads and sums, the same bits on every rank.
@@ -476,17 +503,19 @@ def sum_up(
         checkpoints,
         {} if plain else identity_of(networks, structure, likelihood),
         distances,
+        Positions(0, positions, ignore_index),
     )
     kept = checkpoints.load(work.identity, structure)
     batches = batches_of(loader, "the training loader")
     _skip(batches, kept)
     first = next(batches, None)
-    seen: list[Features] | None = None
+    seen: list[Seen] | None = None
     labelled = kept.labelled
     heads = None if kept.heads is None else heads_from(networks, kept.heads)
     if first is not None:
         batch = as_batch(first, f"batch {kept.batches} of the training loader")
         heads, seen = first_passes(networks, names, batch.inputs)
+        heads = [_with_positions(head, work) for head in heads]
         labelled = batch.labels is not None
         batches = chain([first], batches)
     if heads is not None and not plain:
@@ -499,11 +528,48 @@ def sum_up(
     structure.check_size([one.width for one in heads], heads[0].classes)
     if distances:
         _check_room(heads)
-    totals = _taken_up(kept)
+    totals, inputs = _taken_up(kept), kept.used_inputs
     if seen is not None:
-        totals = _stream(work, heads, batches, seen, kept, batch_count(loader), labelled=labelled, progress=progress)
+        totals, inputs = _stream(
+            work, heads, batches, seen, kept, batch_count(loader), labelled=labelled, progress=progress
+        )
     factors = _over_all(work, heads, [one.factors for one in totals], labelled=labelled)
-    return heads, list(zip(factors, _classes_over_all(work, heads, totals, factors), strict=True))
+    classes = _classes_over_all(work, heads, totals, factors)
+    if positions == "average" and heads[0].positions is not None:
+        (count,) = team.sum([torch.tensor(float(inputs), dtype=torch.float64, device="cpu")])
+        factors, classes = _averaged(int(count), factors, classes)
+    return heads, list(zip(factors, classes, strict=True))
+
+
+def _with_positions(head: Head, work: Work) -> Head:
+    """A head that knows how its outputs at many positions are used.
+
+    Raises:
+        OptionError: if there are such, and an average runs over batches.
+    """
+    if head.positions is None:
+        return head
+    if work.structure.settings().get("running_average") is not None:
+        message = (
+            "a running average takes each batch as a whole, and a batch of outputs at many positions is read in portions. Use Kron() "
+            "without running_average."
+        )
+        raise OptionError(message)
+    return replace(head, positions=replace(work.positions, axes=head.positions.axes))
+
+
+def _averaged(
+    inputs: int, factors: Sequence[Factors], classes: Sequence[ClassSums | None]
+) -> tuple[list[Factors], list[ClassSums | None]]:
+    """Sums over positions as if each input were one datum: its positions' average, where all inputs have equally many."""
+    scaled: list[Factors] = []
+    for one in factors:
+        share = inputs / one.count
+        score = None if one.log_likelihood is None else share * one.log_likelihood
+        scaled.append(with_tensors(one, inputs, score, {name: share * own for name, own in one.tensors().items()}))
+    shares = [inputs / one.count for one in factors]
+    pairs = zip(classes, shares, strict=True)
+    return scaled, [None if one is None else one.scaled(share) for one, share in pairs]
 
 
 def _taken_up(kept: Kept) -> list[Totals]:
@@ -615,13 +681,14 @@ def _stream(
     work: Work,
     heads: Sequence[Head],
     batches: Iterable[Any],
-    first: Sequence[Features],
+    first: Sequence[Seen],
     kept: Kept,
     total: int | None,
     *,
     labelled: bool | None,
     progress: bool,
-) -> list[Totals]:
+) -> tuple[list[Totals], int]:
+    """Sums, and the number of inputs that have rows in them."""
     structure, likelihood, checkpoints = work.structure, work.likelihood, work.checkpoints
     # A checkpoint comes back in main memory; sums go on where the features are.
     places = [device_of_sums(one) for one in first]
@@ -631,13 +698,14 @@ def _stream(
         under_way.classes = None if under_way.classes is None else under_way.classes.to(place)
     if not totals:
         totals = [
-            Totals(None, ClassSums.empty(one.features.shape[1], head.classes, place) if work.distances else None)
+            Totals(None, ClassSums.empty(one.features.shape[-1], head.classes, place) if work.distances else None)
             for head, one, place in zip(heads, first, places, strict=True)
         ]
     rows = structure.rows(max(head.width for head in heads), heads[0].classes)
     buffers = [RowBuffer(head, rows or 1) for head in heads]
     checksums = [kept.checksum]
     done = saved = kept.batches
+    inputs, used = kept.inputs, kept.used_inputs
     coming = 0
 
     def with_checksums() -> Iterator[Any]:
@@ -645,14 +713,14 @@ def _stream(
             checksums.append(batch_checksum(checksums[-1], batch))
             yield batch
 
-    def told(count: int) -> None:
-        nonlocal coming
-        coming = count
+    def told(count: int, some_inputs: int, all_inputs: int) -> None:
+        nonlocal coming, used, inputs
+        coming, used, inputs = count, used + some_inputs, inputs + all_inputs
 
     def save() -> None:
         factors = [total.factors.cpu() for total in totals]
         classes = [total.classes.to("cpu") for total in totals if total.classes is not None]
-        kept_now = Kept(done, checksums[0], labelled, describe_heads(heads), factors, classes or None)
+        kept_now = Kept(done, inputs, used, checksums[0], labelled, describe_heads(heads), factors, classes or None)
         checkpoints.save(work.identity, kept_now)
 
     for seen, labels in stream(
@@ -667,6 +735,8 @@ def _stream(
         first=first,
         start=kept.batches,
         told=told,
+        positions=work.positions.used if isinstance(work.positions.used, int) else None,
+        start_input=kept.inputs,
     ):
         for index, (buffer, one) in enumerate(zip(buffers, seen, strict=True)):
             _absorb(work, totals[index], _portions(buffer, one, labels, rows))
@@ -680,7 +750,7 @@ def _stream(
         work.team.check()
     if checkpoints.active and done > saved:
         save()
-    return totals
+    return totals, used
 
 
 @torch.no_grad()  # a loader may need gradients of its own: not around the whole pass
@@ -719,7 +789,7 @@ def _classes_over_all(
     if not work.distances:
         return [None] * len(heads)
     own = (
-        [ClassSums.empty(head.layer.in_features, head.classes, torch.device("cpu")) for head in heads]
+        [ClassSums.empty(head.inputs, head.classes, torch.device("cpu")) for head in heads]
         if not totals
         else [total.classes for total in totals]
     )

@@ -16,7 +16,7 @@ from mola.laplace import STRUCTURES, ClassSums, Structure
 from mola.likelihood import CATEGORICAL
 from mola.links import LINKS, Link
 from mola.mixture import check_weighting, check_weights
-from mola.network import Head, head_by_name, undisturbed
+from mola.network import Head, Positions, check_positions, head_by_name, undisturbed
 from mola.network.fingerprint import NETWORK, Watch, fingerprint, same_network
 from mola.options import counted
 from mola.saving import storage
@@ -156,6 +156,7 @@ def pack(
                 "features": head.width,
                 "bias": head.has_bias,
                 **({"every_position": True} if head.every_position else {}),
+                **({} if head.positions is None else {"positions": head.positions.as_json()}),
                 "fingerprint": fingerprint(curvature.weights),
                 "network": curvature.watch.signature,
                 "prior_precision": component.precision,
@@ -311,8 +312,25 @@ def _check_networks(networks: Sequence[nn.Module], parts: Sequence[dict[str, Any
                 )
                 raise StorageError(message)
             head = head_by_name(network, part["head"])
-            heads.append(replace(head, every_position=_every_position(part)))
+            heads.append(replace(head, every_position=_every_position(part), positions=_positions(part)))
     return heads
+
+
+def _positions(part: dict[str, Any]) -> Positions | None:
+    """How outputs at many positions were used; said only of heads that have such.
+
+    Raises:
+        StorageError: if it is garbled.
+    """
+    if "positions" not in part:
+        return None
+    entry = part["positions"]
+    check(part, {"positions": {"axes": int, "ignore_index": float}}, "components")
+    try:
+        return Positions(entry["axes"], check_positions(entry["used"]), int(entry["ignore_index"]))
+    except (KeyError, OptionError) as error:
+        message = f"the saved document is garbled at 'components.positions': {error}"
+        raise StorageError(message) from error
 
 
 def _every_position(part: dict[str, Any]) -> bool:
