@@ -117,7 +117,7 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
     direction = spread.features.clone()
     direction[:, width:] = 0  # the constant 1 is nothing beside features that grow
     slope = direction @ curvature.weights.T.to(direction)
-    (limit,) = in_range([LogitMoments(slope, spread.posterior.at(direction), once.given)])
+    (limit,) = in_range([LogitMoments(slope, spread.posterior.at(direction), once.given, once.likelihood)])
     # Features of 0 stay 0 however far one goes: nothing is known there, and nothing is said.
     cooled = limit.mean / (math.pi / 8 * limit.variance).sqrt()
     return limit.returned(torch.where(limit.variance > 0, cooled, torch.zeros_like(cooled)))

@@ -71,6 +71,8 @@ class LaplaceComponent(nn.Module, ABC):
     """
 
     curvature: WeightCurvature | None
+    likelihood: Likelihood = CATEGORICAL
+    """What the outputs mean."""
 
     def __init__(self, network: nn.Module, curvature: WeightCurvature | None, precision: float) -> None:
         """Bind a network, its curvature and a prior precision."""
@@ -206,21 +208,30 @@ class Component(LaplaceComponent):
         head: its last linear layer, or None without curvature.
         curvature: the last layer's, or None for a network that stands alone.
         precision: prior precision.
+        likelihood: what the outputs mean, where there is no curvature, which knows it.
     """
 
     curvature: Curvature | None
     _posterior: Posterior | None
 
-    def __init__(self, network: nn.Module, head: Head | None, curvature: Curvature | None, precision: float) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        head: Head | None,
+        curvature: Curvature | None,
+        precision: float,
+        likelihood: Likelihood = CATEGORICAL,
+    ) -> None:
         """Bind a network, its curvature and a prior precision."""
         super().__init__(network, curvature, precision)
         self.head = head
+        self.likelihood = likelihood if curvature is None else curvature.likelihood
         # Registered while it is empty, too: an attribute of that name would later hide the module.
         self.register_module("_posterior", None)
 
     def at(self, precision: float) -> Component:
         """The same network and curvature at another prior precision."""
-        return Component(self.network, self.head, self.curvature, precision)
+        return Component(self.network, self.head, self.curvature, precision, self.likelihood)
 
     @property
     def distance(self) -> ClassDistance | None:
@@ -262,7 +273,7 @@ class Component(LaplaceComponent):
 
     def observed(self, inputs: Inputs) -> LogitMoments | DenseFeatures:
         """The same; of outputs at many positions, what moments are made of in portions."""
-        seen = capture(self.network, self.head, inputs)
+        seen = capture(self.network, self.head, inputs, self.likelihood)
         return seen if isinstance(seen, DenseFeatures) else self.moments_of(seen)
 
     def moments_of(self, seen: Features) -> LogitMoments:
@@ -270,9 +281,9 @@ class Component(LaplaceComponent):
         posterior = self.prepare()
         if posterior is None or self.head is None:
             dtype = torch.promote_types(seen.logits.dtype, torch.float32)
-            return LogitMoments(seen.logits.to(dtype), None)
+            return LogitMoments(seen.logits.to(dtype), None, likelihood=self.likelihood)
         features = self.head.lift(seen.features.to(posterior.dtype))
-        return LogitMoments(seen.logits.to(posterior.dtype), posterior.at(features))
+        return LogitMoments(seen.logits.to(posterior.dtype), posterior.at(features), likelihood=self.likelihood)
 
     def require_curvature(self, what: str) -> tuple[Head, Curvature]:
         """Head and curvature; `OptionError` if this is a network that stands alone.

@@ -13,7 +13,7 @@ from mola.component import Component, Curvature, per_component
 from mola.distributed import Team, check_sampler
 from mola.errors import OptionError
 from mola.laplace import Structure, as_structure, check_precision
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import Likelihood, as_likelihood
 from mola.links import Link, as_link
 from mola.mixture import check_weighting
 from mola.network import IGNORED, check_loader, check_positions, undisturbed
@@ -66,6 +66,7 @@ def fit(
     progress: bool = True,
     *,
     rule: Rule | str | None = None,
+    likelihood: str | Likelihood = "categorical",
     team: Team | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
@@ -91,6 +92,8 @@ def fit(
             "nll", "brier", "ece", "distance" (logits are cooled by the distance from the training classes, too), "evidence" (which
             takes no validation data), or an object such as `mola.Distance(price=0.02)`. Without validation data, None keeps
             `prior_precision`.
+        likelihood: what the networks' outputs mean: "categorical" (one of C classes, by a softmax), "bernoulli" (yes or no, by one
+            logit, or for each of C labels by one logit each), or a `Likelihood`.
         team: the processes to fit with, from `mola.join()`: each passes the same networks and options and a shard of its own, of
             both loaders, and gets the same posterior, that of all the data. None fits alone.
         checkpoint: folder for the sums so far. A fit that was interrupted goes on from there when it is called again with the same
@@ -121,13 +124,14 @@ def fit(
             raise OptionError(message)
         if val_loader is not None:
             check_loader(val_loader, "the validation loader")  # now, and not after the pass over the training data
-        check_rule(rule, val_loader)
+        chosen_likelihood = as_likelihood(likelihood)
+        check_rule(rule, val_loader, chosen_likelihood)
         used = check_positions(positions)
         if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
             message = f"ignore_index must be a whole number, a label that no class has; got {ignore_index!r}."
             raise OptionError(message)
         count = len(networks)
-        chosen_structure, chosen_link = as_structure(structure), as_link(link)
+        chosen_structure, chosen_link = as_structure(structure), as_link(link, chosen_likelihood)
         weighting = check_weighting(weights, count)
         precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
         single = head is None or isinstance(head, str) or not isinstance(head, Iterable)
@@ -156,7 +160,7 @@ def fit(
                 names,
                 train_loader,
                 chosen_structure,
-                CATEGORICAL,
+                chosen_likelihood,
                 team=together,
                 checkpoints=checkpoints,
                 options=options,
@@ -168,7 +172,7 @@ def fit(
             trained = [head.trained_weights() for head in heads]
         # Not among the visited: some networks write into their buffers in every pass.
         curvatures = [
-            Curvature(chosen_structure, factors, weights, Watch(network), CATEGORICAL, classes)
+            Curvature(chosen_structure, factors, weights, Watch(network), chosen_likelihood, classes)
             for network, weights, (factors, classes) in zip(networks, trained, sums, strict=True)
         ]
     components = [
@@ -187,17 +191,21 @@ def fit(
 def ensemble(
     models: nn.Module | Sequence[nn.Module],
     weights: str | Sequence[float] | Tensor = "uniform",
+    *,
+    likelihood: str | Likelihood = "categorical",
 ) -> MoLA:
     """The deep ensemble of trained networks, or of one network its plain (MAP) prediction: no data needed.
 
     Args:
         models: one trained classifier, or K of them.
         weights: "uniform", or K numbers that sum to 1.
+        likelihood: what the networks' outputs mean, as for `fit`.
 
     Returns:
         A posterior without covariance.
     """
-    return MoLA([Component(network, None, None, 1.0) for network in _as_networks(models)], "probit", weights)
+    meaning = as_likelihood(likelihood)
+    return MoLA([Component(network, None, None, 1.0, meaning) for network in _as_networks(models)], "probit", weights)
 
 
 def load(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MoLA:

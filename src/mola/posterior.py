@@ -21,7 +21,7 @@ from mola.cooling import Cooling, Usual
 from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located, warn
 from mola.laplace import ClassGeometry, FeatureSpread, LogitMoments, in_range
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import Likelihood
 from mola.links import Link, as_link
 from mola.mixture import (
     Mixture,
@@ -98,9 +98,8 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
 
     # --- what each kind says for itself -----------------------------------------------------------------------------
 
-    @staticmethod
     @abstractmethod
-    def _as_link(link: Any) -> Any:
+    def _as_link(self, link: Any) -> Any:
         """The link of that name, or the link itself; `OptionError` if it is unknown."""
 
     @abstractmethod
@@ -159,6 +158,11 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
     def prior_precision(self) -> tuple[float, ...]:
         """One for each component."""
         return tuple(component.precision for component in self.components)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the networks' outputs mean."""
+        return self.components[0].likelihood
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
@@ -517,9 +521,8 @@ class MoLA(LaplaceMixture[Component]):
 
     link: Link
 
-    @staticmethod
-    def _as_link(link: str | Link) -> Link:
-        return as_link(link)
+    def _as_link(self, link: str | Link) -> Link:
+        return as_link(link, self.likelihood)
 
     @property
     def structure(self) -> str | None:
@@ -532,13 +535,23 @@ class MoLA(LaplaceMixture[Component]):
 
     def _held_out(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
         heads = [component.head for component in self.components]
-        return read_held_out(self.networks, heads, loader, where=where, labelled=labelled, progress=progress, team=team)
+        return read_held_out(
+            self.networks,
+            heads,
+            loader,
+            where=where,
+            labelled=labelled,
+            progress=progress,
+            team=team,
+            likelihood=self.likelihood,
+        )
 
     def _problem(self, **shared: Any) -> LastLayerProblem:
         curvatures = [component.curvature for component in self.components if component.curvature is not None]
         return LastLayerProblem(
             spectra=[one.spectrum for one in curvatures],
             link=self.link,
+            likelihood=self.likelihood,
             geometries=self._geometries(),
             **shared,
         )
@@ -567,7 +580,9 @@ class MoLA(LaplaceMixture[Component]):
         ]
         for _, features, logits in data.portions(ROWS_AT_ONCE):
             pairs = zip(logits, posteriors, features, strict=True)
-            moments = [LogitMoments(mean, posterior.at(values)) for mean, posterior, values in pairs]
+            moments = [
+                LogitMoments(mean, posterior.at(values), None, self.likelihood) for mean, posterior, values in pairs
+            ]
             lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
             distance, excess = cooling.log_distance(moments, self.weights), cooling.excess(moments)
             parts.append(outlier_terms(torch.stack(logits), lengths, distance, excess, self.weights).T)
@@ -595,7 +610,7 @@ class MoLA(LaplaceMixture[Component]):
             if curvature is not None:
                 posterior = curvature.spectrum.posterior(component.precision).measured_by(component.distance)
                 spread = posterior.at(features.double())
-            moments.append(LogitMoments(logits.double(), spread))
+            moments.append(LogitMoments(logits.double(), spread, None, self.likelihood))
         return (self.link(one) for one in self._cooled(moments))
 
     def of_held_out(self, data: HeldOut, part: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -614,7 +629,7 @@ class MoLA(LaplaceMixture[Component]):
             own = logits.device, torch.promote_types(logits.dtype, torch.float32)
             device, dtype = own if posterior is None else (posterior.device, posterior.dtype)
             spread = None if posterior is None else posterior.at(features[part].to(device, dtype))
-            moments.append(LogitMoments(logits[part].to(device, dtype), spread))
+            moments.append(LogitMoments(logits[part].to(device, dtype), spread, None, self.likelihood))
         moments = in_range(moments)
         with torch.no_grad(), without_autocast(moments[0].mean.device):
             mean = torch.stack([one.mean for one in moments])
@@ -715,7 +730,7 @@ class MoLA(LaplaceMixture[Component]):
             if self.distance_exponent > 0:
                 members = zip(moments, self._cooled(moments), limits, strict=True)
                 return self._mix([self._cooled_limit(*one) for one in members])
-        return self._mix([CATEGORICAL.probabilities(logits) for logits in limits])
+        return self._mix([self.likelihood.probabilities(logits) for logits in limits])
 
     def _cooled_limit(self, moments: LogitMoments, cooled: LogitMoments, logits: Tensor) -> Tensor:
         """1/C where features grow, and what is said of the input where there are none."""

@@ -88,6 +88,7 @@ def identity_of(networks: Sequence[nn.Module], structure: Structure, likelihood:
         "networks": [signature(network) for network in networks],
         "structure": {"name": structure.name, **structure.settings()},
         "likelihood": likelihood.name,
+        **({"likelihood_settings": likelihood.settings()} if likelihood.settings() else {}),
     }
 
 
@@ -271,12 +272,13 @@ class SumsCheckpoint:
         """The folder of this process."""
         return Path(self.folder or "") / f"rank-{self.rank}-of-{self.size}"
 
-    def load(self, identity: dict[str, Any], structure: Structure) -> Kept:
+    def load(self, identity: dict[str, Any], structure: Structure, likelihood: Likelihood) -> Kept:
         """What was kept of this fit; nothing, if none was.
 
         Args:
-            identity: of networks and structure.
+            identity: of networks, structure and likelihood.
             structure: makes factors of saved tensors.
+            likelihood: says how many groups of data there are sums of.
 
         Returns:
             How far the fit was.
@@ -304,7 +306,11 @@ class SumsCheckpoint:
         totals = [
             self._factors(index, entry, document, tensors, structure) for index, entry in enumerate(document["heads"])
         ]
-        classes = [self._class_sums(index, entry, tensors) for index, entry in enumerate(document["heads"])]
+        groups = [likelihood.groups(entry["classes"]) for entry in document["heads"]]
+        classes = [
+            self._class_sums(index, entry, tensors, some)
+            for index, (entry, some) in enumerate(zip(document["heads"], groups, strict=True))
+        ]
         known = [one for one in classes if one is not None]
         return Kept(
             document["batches"],
@@ -323,7 +329,9 @@ class SumsCheckpoint:
         check(document, {"inputs": {"read": int, "used": int}}, "")
         return document["inputs"]["read"], document["inputs"]["used"]
 
-    def _class_sums(self, index: int, head: dict[str, Any], tensors: dict[str, Tensor]) -> ClassSums | None:
+    def _class_sums(
+        self, index: int, head: dict[str, Any], tensors: dict[str, Tensor], groups: int
+    ) -> ClassSums | None:
         """What was kept for distances.
 
         Raises:
@@ -335,7 +343,7 @@ class SumsCheckpoint:
         # The head's description says how many features there are with the constant 1, which has no direction.
         given = found["directions"]
         width = 0 if given is None else given.shape[-1]
-        for name, shape in ClassSums.shapes(width, head["classes"]).items():
+        for name, shape in ClassSums.shapes(width, groups).items():
             one = found[name]
             if one is None or one.shape != shape or one.dtype != torch.float64 or width > head["features"]:
                 message = (
@@ -419,6 +427,8 @@ LOST = (
     "the checkpoint has no class sums, as those of older versions of mola: the posterior will know no distances from the training "
     "classes. Delete the checkpoint and fit again to have them."
 )
+
+NO_LABELS = "the training data: every label is missing (NaN or -100), so there is nothing to fit. Yield some labels, or inputs alone."
 
 NO_DATA = "the training loader is empty: it yielded no batch. An iterator read before has nothing left; pass the loader itself."
 
@@ -505,7 +515,7 @@ def sum_up(
         distances,
         Positions(0, positions, ignore_index),
     )
-    kept = checkpoints.load(work.identity, structure)
+    kept = checkpoints.load(work.identity, structure, likelihood)
     batches = batches_of(loader, "the training loader")
     _skip(batches, kept)
     first = next(batches, None)
@@ -514,7 +524,7 @@ def sum_up(
     heads = None if kept.heads is None else heads_from(networks, kept.heads)
     if first is not None:
         batch = as_batch(first, f"batch {kept.batches} of the training loader")
-        heads, seen = first_passes(networks, names, batch.inputs)
+        heads, seen = first_passes(networks, names, batch.inputs, likelihood)
         heads = [_with_positions(head, work) for head in heads]
         labelled = batch.labels is not None
         batches = chain([first], batches)
@@ -527,13 +537,15 @@ def sum_up(
     assert heads is not None  # one process alone has data, and several have agreed
     structure.check_size([one.width for one in heads], heads[0].classes)
     if distances:
-        _check_room(heads)
+        _check_room(heads, likelihood)
     totals, inputs = _taken_up(kept), kept.used_inputs
     if seen is not None:
         totals, inputs = _stream(
             work, heads, batches, seen, kept, batch_count(loader), labelled=labelled, progress=progress
         )
     factors = _over_all(work, heads, [one.factors for one in totals], labelled=labelled)
+    if factors[0].count == 0:
+        raise DataError(NO_LABELS)
     classes = _classes_over_all(work, heads, totals, factors)
     if positions == "average" and heads[0].positions is not None:
         (count,) = team.sum([torch.tensor(float(inputs), dtype=torch.float64, device="cpu")])
@@ -579,13 +591,13 @@ def _taken_up(kept: Kept) -> list[Totals]:
     return [Totals(*one) for one in zip(totals, classes, strict=True)]
 
 
-def _check_room(heads: Sequence[Head]) -> None:
+def _check_room(heads: Sequence[Head], likelihood: Likelihood) -> None:
     """Refuse sums for distances that do not fit in memory.
 
     Raises:
         StructureTooLargeError: if they do not.
     """
-    needed = sum(8 * head.classes * head.width for head in heads)
+    needed = sum(8 * likelihood.groups(head.classes) * head.width for head in heads)
     free = free_memory()
     if free is not None and needed > free:
         message = (
@@ -698,7 +710,7 @@ def _stream(
         under_way.classes = None if under_way.classes is None else under_way.classes.to(place)
     if not totals:
         totals = [
-            Totals(None, ClassSums.empty(one.features.shape[-1], head.classes, place) if work.distances else None)
+            Totals(None, _no_sums(work, head, one.features.shape[-1], place) if work.distances else None)
             for head, one, place in zip(heads, first, places, strict=True)
         ]
     rows = structure.rows(max(head.width for head in heads), heads[0].classes)
@@ -718,6 +730,8 @@ def _stream(
         coming, used, inputs = count, used + some_inputs, inputs + all_inputs
 
     def save() -> None:
+        if any(total.factors is None for total in totals):  # no datum with a label yet
+            return
         factors = [total.factors.cpu() for total in totals]
         classes = [total.classes.to("cpu") for total in totals if total.classes is not None]
         kept_now = Kept(done, inputs, used, checksums[0], labelled, describe_heads(heads), factors, classes or None)
@@ -753,10 +767,20 @@ def _stream(
     return totals, used
 
 
+def _no_sums(work: Work, head: Head, width: int, place: torch.device) -> ClassSums:
+    """Sums for distances over nothing, of so many features."""
+    return ClassSums.empty(width, work.likelihood.groups(head.classes), place)
+
+
 @torch.no_grad()  # a loader may need gradients of its own: not around the whole pass
 def _absorb(work: Work, total: Totals, portions: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> None:
     """Take portions of a batch into the sums."""
     for features, logits, labels in portions:
+        known = None if labels is None else work.likelihood.known(labels)
+        if labels is not None and known is not None:  # data without any label leave no trace
+            features, logits, labels = features[known], logits[known], labels[known]
+        if not len(features):
+            continue
         if labels is None:
             score, curvature = None, work.likelihood.curvature(logits)
         else:
@@ -764,9 +788,9 @@ def _absorb(work: Work, total: Totals, portions: Iterable[tuple[Tensor, Tensor, 
             score = float(scores.sum())
         total.factors = work.structure.absorb(total.factors, features, curvature, score)
         if total.classes is not None:  # last: it writes into the features
-            answers = logits.argmax(1) if labels is None else labels
+            groups = work.likelihood.group_of(logits, labels)
             width = total.classes.directions.shape[1]
-            total.classes.absorb(features[:, :width], answers, predicted=labels is None)
+            total.classes.absorb(features[:, :width], groups, predicted=labels is None)
 
 
 def _portions(
@@ -789,7 +813,7 @@ def _classes_over_all(
     if not work.distances:
         return [None] * len(heads)
     own = (
-        [ClassSums.empty(head.inputs, head.classes, torch.device("cpu")) for head in heads]
+        [_no_sums(work, head, head.inputs, torch.device("cpu")) for head in heads]
         if not totals
         else [total.classes for total in totals]
     )
@@ -809,12 +833,19 @@ def _classes_over_all(
     return found
 
 
-def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, labelled: bool | None) -> list[Factors]:
+def _over_all(
+    work: Work, heads: Sequence[Head], totals: Sequence[Factors | None], *, labelled: bool | None
+) -> list[Factors]:
     """Sums of all ranks, in main memory."""
-    if work.team.size == 1:
-        return [total.cpu() for total in totals]
     nothing = 0.0 if labelled else None
-    own = totals or [empty_factors(work.structure, head.width, head.classes, nothing) for head in heads]
+    # No sums: of a rank without data, or of data that all lack labels.
+    given: Sequence[Factors | None] = totals or [None] * len(heads)
+    own = [
+        empty_factors(work.structure, head.width, head.classes, nothing) if one is None else one
+        for head, one in zip(heads, given, strict=True)
+    ]
+    if work.team.size == 1:
+        return [total.cpu() for total in own]
     # A rank without data may lack sums that the others have.
     forms: list[dict[str, list[int]]] = [{} for _ in own]
     described = [{name: list(tensor.shape) for name, tensor in total.tensors().items()} for total in own]
@@ -823,10 +854,10 @@ def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, l
     forms = work.team.share(forms)
     parts: list[Tensor] = []
     for total, form in zip(own, forms, strict=True):
-        given = total.tensors()
-        like = next(iter(given.values()))
+        tensors = total.tensors()
+        like = next(iter(tensors.values()))
         parts.append(like.new_tensor([total.count, total.log_likelihood or 0.0]))
-        parts += [given[name] if name in given else like.new_zeros(shape) for name, shape in form.items()]
+        parts += [tensors[name] if name in tensors else like.new_zeros(shape) for name, shape in form.items()]
     sums = iter(work.team.sum(parts))
     summed = []
     for total, form in zip(own, forms, strict=True):

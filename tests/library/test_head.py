@@ -499,7 +499,7 @@ BAD = {
     ),
     "one logit": (
         wrapped(lambda s, x: s.one(s.body(x)), one=lambda: nn.Linear(4, 1)),
-        r"at least 2 classes.*1 output.*\(0, z\)",
+        r"at least 2 classes.*1 output.*bernoulli",
     ),
     "no linear head": (convolutional, r"(no nn.Linear|last linear layer).*nn.Linear|'0\.0'.*returns the output"),
     "no linear layer at all": (lambda b, h: nn.Sequential(nn.Tanh()), r"no nn.Linear.*Sequential.*End the network in an nn.Linear"),

@@ -22,7 +22,7 @@ from mola.baselines.sgd import check_seed, derived_seeds
 from mola.errors import OptionError, located
 from mola.likelihood import CATEGORICAL
 from mola.mixture import Mixture
-from mola.network import Inputs, call, check_finite, check_logits, undisturbed
+from mola.network import Inputs, call, check_finite, undisturbed
 from mola.network.fingerprint import NETWORK, require_network, signature_of
 from mola.options import whole_number
 from mola.saving import storage
@@ -91,7 +91,7 @@ class McDropout(Mixture):
             for seed in seeds:
                 with _masked(self.network, seed):
                     logits = call(self.network, inputs)
-                check_logits(logits)
+                CATEGORICAL.check_outputs(logits)
                 check_finite(logits)
                 dtype = torch.promote_types(logits.dtype, torch.float32)
                 members.append(CATEGORICAL.probabilities(logits.to(dtype)))

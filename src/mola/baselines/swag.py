@@ -34,7 +34,7 @@ from mola.errors import OptionError, StorageError, located
 from mola.fitting import ensemble
 from mola.likelihood import CATEGORICAL
 from mola.mixture import Mixture
-from mola.network import Inputs, call, check_finite, check_logits, undisturbed
+from mola.network import Inputs, call, check_finite, undisturbed
 from mola.network.calling import WithTensors
 from mola.network.fingerprint import signature_of
 from mola.options import is_real, whole_number
@@ -428,7 +428,7 @@ def _sampled(swag: Swag, index: int, inputs: Inputs) -> Tensor:
     """Probabilities of one draw."""
     with located(f"draw {index}"):
         logits = call(WithTensors(swag.network, swag.sample(index)), inputs)
-        check_logits(logits)
+        CATEGORICAL.check_outputs(logits)
         check_finite(logits)
     return CATEGORICAL.probabilities(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from mola.baselines.sgd import derived_seeds, seeded
 from mola.errors import DataError, OptionError
 from mola.likelihood import CATEGORICAL
-from mola.network import as_batch, batch_count, call, check_logits, peek
+from mola.network import as_batch, batch_count, call, peek
 from mola.network.calling import Differentiable
 from mola.network.fingerprint import signature_of
 from mola.options import is_real
@@ -288,7 +288,7 @@ def walk_epoch(network: nn.Module, loader: Iterable[Any], optimiser: torch.optim
             message = f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
             raise DataError(message)
         logits = call(differentiable, batch.inputs)
-        check_logits(logits)
+        CATEGORICAL.check_outputs(logits)
         labels = CATEGORICAL.check_labels(batch.labels, logits, place)
         optimiser.zero_grad()
         with torch.enable_grad():

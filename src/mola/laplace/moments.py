@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mola.errors import located
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.numerics import even_normals, exact
 
 __all__ = ["Divided", "LogitMoments", "Spread", "in_range", "or_nan"]
@@ -226,11 +227,14 @@ class LogitMoments:
     """None: all the mass is on the mean."""
     given: tuple[torch.device, torch.dtype] | None = None
     """The network's device and precision, where the moments are not there."""
+    likelihood: Likelihood = CATEGORICAL
+    """What the logits mean."""
 
     def lifted(self) -> LogitMoments:
         """The same in float64."""
         given = self.given or (self.mean.device, self.mean.dtype)
-        return LogitMoments(exact(self.mean), None if self.spread is None else self.spread.exactly(), given)
+        spread = None if self.spread is None else self.spread.exactly()
+        return LogitMoments(exact(self.mean), spread, given, self.likelihood)
 
     def returned(self, values: Tensor) -> Tensor:
         """What was made of the moments, where the network is and in its precision."""
@@ -246,14 +250,14 @@ class LogitMoments:
             The Gaussian of the quotients: the mean by the divisor, the covariance by its square.
         """
         divisors = divisor.to(self.mean).expand(self.mean.shape[0])[:, None]
-        return LogitMoments(
-            self.mean / divisors, None if self.spread is None else Divided(self.spread, divisors), self.given
-        )
+        spread = None if self.spread is None else Divided(self.spread, divisors)
+        return LogitMoments(self.mean / divisors, spread, self.given, self.likelihood)
 
     def rows(self, start: int, count: int) -> LogitMoments:
         """The moments of some of the data, for links that need the covariance."""
         part = slice(start, start + count)
-        return LogitMoments(self.mean[part], None if self.spread is None else self.spread[part], self.given)
+        spread = None if self.spread is None else self.spread[part]
+        return LogitMoments(self.mean[part], spread, self.given, self.likelihood)
 
     def kept(self, mean: Tensor) -> LogitMoments:
         """The same moments for later: in memory of their own, with all that was computed of them.
@@ -264,7 +268,7 @@ class LogitMoments:
         Returns:
             The moments.
         """
-        twin = LogitMoments(mean, None if self.spread is None else self.spread.kept(), self.given)
+        twin = LogitMoments(mean, None if self.spread is None else self.spread.kept(), self.given, self.likelihood)
         vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
         return twin
 

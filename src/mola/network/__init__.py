@@ -30,7 +30,7 @@ from mola.network.features import (
     peek,
     stream,
 )
-from mola.network.head import Carried, Head, LayerCall, check_logits, find_head, first_pass, head_by_name
+from mola.network.head import Carried, Head, LayerCall, find_head, first_pass, head_by_name
 from mola.network.layout import IGNORED, Layout, Portion, Positions, check_positions
 
 __all__ = [
@@ -56,7 +56,6 @@ __all__ = [
     "capture",
     "check_finite",
     "check_loader",
-    "check_logits",
     "check_positions",
     "device_of",
     "device_of_sums",

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from mola.errors import DataError, HeadError, located
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network.calling import Inputs, as_batch, call, device_of
-from mola.network.head import Carried, Head, LayerCall, check_logits, first_pass
+from mola.network.head import Carried, Head, LayerCall, first_pass
 from mola.network.layout import IGNORED, Layout, Portion, chosen_positions
 from mola.numerics import exact_device
 
@@ -104,11 +104,12 @@ class Watched:
     Args:
         network: the trained classifier.
         head: its last linear layer, or None where the logits are all that is wanted.
+        likelihood: what the outputs mean; refuses those that do not fit.
     """
 
-    def __init__(self, network: nn.Module, head: Head | None) -> None:
+    def __init__(self, network: nn.Module, head: Head | None, likelihood: Likelihood = CATEGORICAL) -> None:
         """Get ready to watch `head`."""
-        self.network, self.head = network, head
+        self.network, self.head, self.likelihood = network, head, likelihood
         self.device = device_of(network)
         self._calls: list[LayerCall] | None = None
         self._carried = Carried(head) if head is not None and head.every_position else None
@@ -159,7 +160,8 @@ class Watched:
             return self._without_head(logits, inputs)
         axes = 0 if self.head is None or self.head.positions is None else self.head.positions.axes
         if self.head is None or logits.dim() != 2 + axes:
-            check_logits(logits)
+            logits = self.likelihood.check_outputs(logits)
+        if self.head is None:
             return Features(logits[:, :0], logits)
         for seen in reversed(calls):
             if seen.gave(logits):
@@ -172,7 +174,7 @@ class Watched:
         """Outputs at many positions of a network of which no head is known: the layer that gave them says where classes stand."""
         axis = _class_axes.get(self.network)
         if axis is None:
-            axis = _class_axes[self.network] = first_pass(self.network, inputs)[0].axis
+            axis = _class_axes[self.network] = first_pass(self.network, inputs, None, self.likelihood)[0].axis
         return DenseFeatures.of(None, outputs, axis)
 
 
@@ -180,19 +182,27 @@ _class_axes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Where classes stand in the outputs of networks of which no head is known, as their first pass showed it."""
 
 
-def capture(network: nn.Module, head: Head | None, inputs: Inputs) -> Seen:
+def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood = CATEGORICAL) -> Seen:
     """What a network and its head make of one batch; see `Watched`."""
-    with Watched(network, head) as watched:
+    with Watched(network, head, likelihood) as watched:
         return watched(inputs)
 
 
-def find_heads(networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs) -> list[Head]:
+def find_heads(
+    networks: Sequence[nn.Module],
+    names: Sequence[str | None],
+    inputs: Inputs,
+    likelihood: Likelihood = CATEGORICAL,
+) -> list[Head]:
     """The head of every network; see `first_passes`."""
-    return first_passes(networks, names, inputs)[0]
+    return first_passes(networks, names, inputs, likelihood)[0]
 
 
 def first_passes(
-    networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs
+    networks: Sequence[nn.Module],
+    names: Sequence[str | None],
+    inputs: Inputs,
+    likelihood: Likelihood = CATEGORICAL,
 ) -> tuple[list[Head], list[Seen]]:
     """The head of every network, and what each makes of the first batch. Call it inside `undisturbed(*networks)`.
 
@@ -200,6 +210,7 @@ def first_passes(
         networks: the trained classifiers.
         names: for each, the dotted name of its head, or None to find it.
         inputs: one batch of inputs.
+        likelihood: what the outputs mean; refuses those that do not fit.
 
     Returns:
         One head, and what each network makes of the batch.
@@ -211,7 +222,7 @@ def first_passes(
     seen: list[Seen] = []
     for index, (network, name) in enumerate(zip(networks, names, strict=True)):
         with located(f"models[{index}] ({type(network).__name__})"):
-            head, features, logits = first_pass(network, inputs, name)
+            head, features, logits = first_pass(network, inputs, name, likelihood)
         heads.append(head)
         seen.append(seen_by(head, features, logits))
     classes = [head.classes for head in heads]
@@ -657,7 +668,7 @@ def stream(
         start_input: number of inputs in the batches that were read before: which positions are drawn depends on it.
 
     Yields:
-        One `Features` for each network, and the labels (n,) or None.
+        One `Features` for each network, and the labels as the likelihood reads them, or None.
 
     Raises:
         DataError: for an empty batch, labels that are missing or out of range, or activations that are not finite.
@@ -674,7 +685,8 @@ def stream(
         return gathered.take()
 
     with ExitStack() as stack:
-        watched = [stack.enter_context(Watched(network, head)) for network, head in zip(networks, heads, strict=True)]
+        pairs = zip(networks, heads, strict=True)
+        watched = [stack.enter_context(Watched(network, head, likelihood)) for network, head in pairs]
         bar = stack.enter_context(
             tqdm(batches, desc=where, total=total, initial=start, disable=None if progress else True, leave=False)
         )

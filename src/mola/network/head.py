@@ -26,6 +26,7 @@ from torch.nn import functional
 from torch.nn.utils.weight_norm import WeightNorm
 
 from mola.errors import DataError, HeadError
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network.calling import Inputs, call, without_autocast
 from mola.network.layout import Layout, Positions
 
@@ -34,7 +35,6 @@ __all__ = [
     "Head",
     "LayerCall",
     "NamedCall",
-    "check_logits",
     "explain",
     "find_head",
     "first_pass",
@@ -325,52 +325,6 @@ class Carried:
         return joined[:, classes:], joined[:, :classes].to(self._dtype)
 
 
-ENOUGH = 4
-"""Rows that tell probabilities from logits."""
-
-
-def check_logits(logits: Tensor, ran: Sequence[tuple[str, torch.Size]] = ()) -> None:
-    """Refuse outputs that are not the logits of a classifier.
-
-    Args:
-        logits: a network's output.
-        ran: names and output shapes of the linear layers that ran, to name the last.
-
-    Raises:
-        HeadError: unless they are (batch, classes) with at least two classes, and no probabilities.
-    """
-    if logits.dim() == 1 and not ran:
-        message = (
-            f"expected logits of shape (batch, classes), got shape {tuple(logits.shape)}. A single input needs a batch around "
-            f"it: inputs[None]."
-        )
-        raise HeadError(message)
-    if logits.dim() != 2:
-        near = f" Its last linear layer, {ran[-1][0]!r}, gives shape {tuple(ran[-1][1])}." if ran else ""
-        message = (
-            f"expected logits of shape (batch, classes), got shape {tuple(logits.shape)}.{near} "
-            f"Pass a network that returns the output of its last linear layer as it is, without reshaping."
-        )
-        raise HeadError(message)
-    if logits.shape[1] < 2:
-        message = (
-            f"expected at least 2 classes, got a network with {logits.shape[1]} output. A binary classifier with one "
-            f"logit z becomes a two-class one with logits (0, z)."
-        )
-        raise HeadError(message)
-    if not ran and _are_probabilities(logits):  # where layers were watched, `explain` says which comes after the last
-        message = "the network's outputs are probabilities already: they sum to 1. Pass a network that returns logits."
-        raise HeadError(message)
-
-
-def _are_probabilities(outputs: Tensor) -> bool:
-    """Whether a network seems to end in a softmax. Of a few rows that cannot be told: logits may sum to 1 by chance."""
-    if torch.compiler.is_compiling() or len(outputs) < ENOUGH or not bool((outputs >= 0).all()):
-        return False
-    rounding = 4 * torch.finfo(outputs.dtype).eps * outputs.shape[1] ** 0.5
-    return bool((outputs.float().sum(1) - 1).abs().max() < max(1e-5, rounding))
-
-
 def explain(
     network: nn.Module, logits: Tensor, calls: Sequence[NamedCall], ran: Sequence[tuple[str, torch.Size]]
 ) -> str:
@@ -408,18 +362,24 @@ def _change(before: Tensor, after: Tensor) -> str:
         return "applies a softmax to it"
     if torch.allclose(before.log_softmax(1), after, rtol=1e-3, atol=1e-3):
         return "applies a log-softmax to it"
+    if torch.allclose(before.sigmoid(), after, atol=1e-3):
+        return "applies a sigmoid to it"
     scale = float((before * after).sum() / (before * before).sum().clamp_min(1e-300))
     if torch.allclose(scale * before, after, rtol=1e-3, atol=1e-6):
         return f"scales it by {scale:.4g} (a temperature?)"
     return "computes something else from it"
 
 
-def find_head(network: nn.Module, inputs: Inputs, name: str | None = None) -> Head:
+def find_head(
+    network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
+) -> Head:
     """The layer whose output is the network's output; see `first_pass`."""
-    return first_pass(network, inputs, name)[0]
+    return first_pass(network, inputs, name, likelihood)[0]
 
 
-def first_pass(network: nn.Module, inputs: Inputs, name: str | None = None) -> tuple[Head, Tensor, Tensor]:
+def first_pass(
+    network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
+) -> tuple[Head, Tensor, Tensor]:
     """Watch one forward pass and find the layer whose output is the network's output.
 
     Call it inside `undisturbed(network)`.
@@ -428,6 +388,7 @@ def first_pass(network: nn.Module, inputs: Inputs, name: str | None = None) -> t
         network: the trained classifier.
         inputs: one batch of its inputs.
         name: dotted name of the layer that must be the head, to insist on one.
+        likelihood: what the outputs mean; refuses those that do not fit.
 
     Returns:
         The head, and what this pass gave: the head's input (n, P) and output (n, C), or both at many positions, in the network's
@@ -437,14 +398,14 @@ def first_pass(network: nn.Module, inputs: Inputs, name: str | None = None) -> t
         HeadError: if there is no such layer.
     """
     expected = None if name is None else head_by_name(network, name).layer
-    seen_pass = _watch(network, inputs)
-    logits, calls, ran = seen_pass.outputs, seen_pass.calls, seen_pass.ran
-    if logits.dim() > 2:
-        found, logits = _at_positions(network, inputs, seen_pass)
-        head = replace(_insist(found, expected, name), positions=Positions(logits.dim() - 2))
-        check_logits(_some_rows(logits, head.axis))
-        return head, found.features, logits
-    check_logits(logits, ran)
+    watched = _watch(network, inputs)
+    if watched.outputs.dim() > 2:
+        found, outputs = _at_positions(network, inputs, watched)
+        head = replace(_insist(found, expected, name), positions=Positions(outputs.dim() - 2))
+        likelihood.check_outputs(_some_rows(outputs, head.axis))
+        return head, found.features, outputs
+    calls, ran = watched.calls, watched.ran
+    logits = likelihood.check_outputs(watched.outputs, ran)
     matches = [seen for seen in calls if seen.gave(logits)]
     if not matches:
         found_along = _along_a_sequence(network, inputs, logits, ran)

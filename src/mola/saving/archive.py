@@ -13,7 +13,7 @@ from mola.component import Component, Curvature
 from mola.cooling import Cooling, Usual
 from mola.errors import HeadError, OptionError, StorageError
 from mola.laplace import STRUCTURES, ClassSums, Structure
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import LIKELIHOODS, Likelihood
 from mola.links import LINKS, Link
 from mola.mixture import check_weighting, check_weights
 from mola.network import Head, Positions, check_positions, head_by_name, undisturbed
@@ -173,12 +173,19 @@ def pack(
     head, curvature = components[0].require_curvature("saving a posterior")
     document = {
         "classes": head.classes,
-        "likelihood": curvature.likelihood.name,
+        **_described_likelihood(curvature.likelihood),
         "structure": _described(curvature.structure, STRUCTURES, "structure"),
         **pack_mixture(link, weights, weighting, tuning, cooling, LINKS),
         "components": parts,
     }
     return document, tensors
+
+
+def _described_likelihood(likelihood: Likelihood) -> dict[str, Any]:
+    """Its name, and its settings where it has some."""
+    settings = _described(likelihood, LIKELIHOODS, "likelihood")
+    name = settings.pop("name")
+    return {"likelihood": name, **({"likelihood_settings": settings} if settings else {})}
 
 
 def _described(thing: Any, known: dict[str, Any], what: str) -> dict[str, Any]:
@@ -216,16 +223,18 @@ def unpack(
             f"{counted(len(parts), 'network')} that it was fitted on, in the same order."
         )
         raise StorageError(message)
-    if document["likelihood"] != CATEGORICAL.name:
-        message = (
-            f"the saved posterior is for likelihood {document['likelihood']!r}; this mola knows {CATEGORICAL.name!r}."
-        )
+    if document["likelihood"] not in LIKELIHOODS:
+        known = ", ".join(map(repr, LIKELIHOODS))
+        message = f"the saved posterior is for likelihood {document['likelihood']!r}; this mola knows {known}."
         raise StorageError(message)
+    settings = document.get("likelihood_settings", {})
+    check(settings, {}, "likelihood_settings")
     try:
+        likelihood = _rebuild({"name": document["likelihood"], **settings}, LIKELIHOODS, "likelihood")
         structure = _rebuild(document["structure"], STRUCTURES, "structure")
         heads = _check_networks(networks, parts, document["classes"])
         components = [
-            _component(index, network, head, part, structure, tensors)
+            _component(index, network, head, part, structure, likelihood, tensors)
             for index, (network, head, part) in enumerate(zip(networks, heads, parts, strict=True))
         ]
     except (OptionError, TypeError) as error:
@@ -248,7 +257,13 @@ def _rebuild(entry: dict[str, Any], known: dict[str, Any], what: str) -> Any:
 
 
 def _component(
-    index: int, network: nn.Module, head: Head, part: dict[str, Any], structure: Structure, tensors: dict[str, Tensor]
+    index: int,
+    network: nn.Module,
+    head: Head,
+    part: dict[str, Any],
+    structure: Structure,
+    likelihood: Likelihood,
+    tensors: dict[str, Tensor],
 ) -> Component:
     shapes = structure.empty(head.width, head.classes) | {WEIGHTS: (head.classes, head.width)}
     named = {name: _tensor(tensors, f"{index}.{name}", shape) for name, shape in shapes.items()}
@@ -257,19 +272,20 @@ def _component(
         message = f"component {index}: the number of training data must be at least 1, got {part['count']}."
         raise StorageError(message)
     factors = structure.restore(part["count"], part["log_likelihood"], named)
-    curvature = Curvature(
-        structure, factors, weights, Watch(network, part["network"]), classes=_class_sums(index, head, part, tensors)
-    )
+    classes = _class_sums(index, head, part, tensors, likelihood.groups(head.classes))
+    curvature = Curvature(structure, factors, weights, Watch(network, part["network"]), likelihood, classes)
     return Component(network, head, curvature, part["prior_precision"])
 
 
-def _class_sums(index: int, head: Head, part: dict[str, Any], tensors: dict[str, Tensor]) -> ClassSums | None:
+def _class_sums(
+    index: int, head: Head, part: dict[str, Any], tensors: dict[str, Tensor], groups: int
+) -> ClassSums | None:
     """Sums for distances; None in files that have none.
 
     Raises:
         StorageError: if they are not those of as many data.
     """
-    shapes = ClassSums.shapes(head.width - head.has_bias, head.classes)
+    shapes = ClassSums.shapes(head.width - head.has_bias, groups)
     if not any(f"{index}.{CLASSES}{name}" in tensors for name in shapes):
         return None
     sums = ClassSums(**{name: _tensor(tensors, f"{index}.{CLASSES}{name}", shape) for name, shape in shapes.items()})

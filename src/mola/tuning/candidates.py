@@ -18,8 +18,8 @@ from mola.cooling import Cooling, Usual
 from mola.distributed import Team
 from mola.errors import DataError, warn
 from mola.laplace import Candidate, ClassDistance, ClassGeometry, LogitMoments, Scale, Spectrum, Spread
-from mola.likelihood import CATEGORICAL
-from mola.links import Link, cooled_softmax
+from mola.likelihood import CATEGORICAL, Likelihood
+from mola.links import Link, cooled_table
 from mola.metrics import bin_sums, calibration_gaps
 from mola.network import Head, batch_count, batches_of, stream, without_autocast
 from mola.tuning.data_checks import guessed, other_order
@@ -61,6 +61,8 @@ class HeldOut:
     labels: Tensor | None
     team: Team = field(default_factory=Team.alone, repr=False, kw_only=True)
     """Whose data these are: each process holds its own shard, and what is said of the data is said of all of them."""
+    likelihood: Likelihood = field(default=CATEGORICAL, repr=False, kw_only=True)
+    """What the logits mean, and how labels are read."""
     _measured: dict[int, tuple[ClassGeometry, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -184,7 +186,7 @@ class HeldOut:
         """
         if self.labels is None or any(score is None for _, score in trained_on):
             return None
-        own = [CATEGORICAL.log_likelihood(logits.double(), self.labels).sum() for logits in self.logits]
+        own = [self.likelihood.log_likelihood(logits.double(), self.labels).sum() for logits in self.logits]
         here = torch.tensor([len(self)], dtype=torch.float64, device="cpu")
         (sums,) = self.team.sum([torch.cat([here, torch.stack(own).cpu()])])
         count, *scores = sums.tolist()
@@ -217,6 +219,7 @@ def read_held_out(
     labelled: bool,
     progress: bool,
     team: Team | None = None,
+    likelihood: Likelihood = CATEGORICAL,
 ) -> HeldOut:
     """Run every network once over a loader, and keep what the heads saw, in main memory.
 
@@ -230,6 +233,7 @@ def read_held_out(
         labelled: whether every batch must carry labels.
         progress: whether to show a progress bar on stderr, if that is a terminal.
         team: the processes whose shards make up the data; then call it inside `team.work(...)`.
+        likelihood: what the outputs mean; reads the labels.
 
     Returns:
         Features, logits and labels of all the data that the loader yields.
@@ -247,7 +251,14 @@ def read_held_out(
         ()
         if batches is None and together.size > 1
         else stream(
-            networks, heads, batches, where=where, progress=progress, total=batch_count(loader), labelled=labelled
+            networks,
+            heads,
+            batches,
+            where=where,
+            progress=progress,
+            total=batch_count(loader),
+            labelled=labelled,
+            likelihood=likelihood,
         )
     ):
         for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
@@ -261,7 +272,7 @@ def read_held_out(
         _settle(together, where, heads, features, logits, labels)
     with without_autocast(torch.device("cpu")):  # which refuses to join tensors of another half precision than its own
         joined = [torch.cat(parts) for parts in features], [torch.cat(parts) for parts in logits]
-    return HeldOut(*joined, torch.cat(labels) if labels else None, team=together)
+    return HeldOut(*joined, torch.cat(labels) if labels else None, team=together, likelihood=likelihood)
 
 
 def _copy(values: Tensor) -> Tensor:
@@ -281,7 +292,11 @@ def _settle(
     Raises:
         DataError: if no rank has data, or only some have labels.
     """
-    everyone = team.collect(None if not logits[0] else {"classes": logits[0][0].shape[1], "labelled": bool(labels)})
+    own = None
+    if logits[0]:
+        kind = [list(labels[0].shape[1:]), str(labels[0].dtype).removeprefix("torch.")] if labels else None
+        own = {"classes": logits[0][0].shape[1], "labels": kind}
+    everyone = team.collect(own)
     form = None
     if everyone is not None:
         forms = {rank: one for rank, one in enumerate(everyone) if one is not None}
@@ -299,8 +314,9 @@ def _settle(
     for index, head in enumerate(heads):
         features[index].append(torch.zeros(0, 0 if head is None else head.width, device="cpu"))
         logits[index].append(torch.zeros(0, form["classes"], device="cpu"))
-    if form["labelled"]:
-        labels.append(torch.zeros(0, dtype=torch.int64, device="cpu"))
+    if form["labels"] is not None:
+        shape, dtype = form["labels"]
+        labels.append(torch.zeros(0, *shape, dtype=getattr(torch, dtype), device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -370,6 +386,8 @@ class Problem(ABC):
     """What is usual on the validation data, once they are read; nothing where distances are not known."""
     lacks_distances: str | None = None
     """Why distances are not known, for the user; None where they are."""
+    likelihood: Likelihood = CATEGORICAL
+    """What the logits mean."""
 
     @property
     def can_be_cooled(self) -> bool:
@@ -496,7 +514,7 @@ class LastLayerProblem(Problem):
                 for k, (weight, mean, variance) in enumerate(zip(mixing, means, variances, strict=True)):
                     squares = divisors[which, k, None].square()
                     table = variance.expand(which.stop - start, -1, -1).clone()
-                    probs = cooled_softmax(self.link, mean.T, table, squares).mul_(weight)
+                    probs = cooled_table(self.link, self.likelihood, mean.T, table, squares).mul_(weight)
                     total = probs if total is None else total.add_(probs)
                 assert total is not None  # a mixture has a component
                 yield which, part, total
@@ -553,7 +571,7 @@ class LastLayerProblem(Problem):
         squares = None if temperature == 1 else means[0].new_tensor(temperature**2)
         for weights, mean, projected, spectrum in zip(mixing.T, means, projections, self.spectra, strict=True):
             variances = spectrum.variances(projected, precisions, contrast=contrast)
-            probs = cooled_softmax(self.link, mean.T, variances, squares)
+            probs = cooled_table(self.link, self.likelihood, mean.T, variances, squares)
             if len(means) > 1:
                 probs.mul_(weights[:, None, None])
             total = probs if total is None else total.add_(probs)

@@ -29,7 +29,6 @@ from mola.network import (
     call,
     check_finite,
     check_loader,
-    check_logits,
     peek,
     undisturbed,
 )
@@ -78,7 +77,7 @@ def settled(network: nn.Module, layout: WeightLayout, inputs: Inputs) -> tuple[W
     with torch.inference_mode(False), torch.enable_grad(), watched(network, layout.layers) as seen:
         few = usable(tree_map(lambda value: some_of(value, slice(count), size), inputs))
         logits = call(Differentiable(network), few)
-        check_logits(logits)
+        CATEGORICAL.check_outputs(logits)
         check_finite(logits.detach())
         fitting = [layer for layer in layout.layers if _fits(seen[layer.name], network, layer, count)]
         # Not the sum of the logits: that of centred ones is 0, and says nothing.
@@ -327,6 +326,6 @@ class _Reading:
     def _logits(self, position: int, one: Sum, inputs: Inputs) -> Iterator[Tensor]:
         for _, some in portions(inputs, self.layouts[position], self.classes, one.explicit):
             logits = one.add(some)
-            check_logits(logits)
+            CATEGORICAL.check_outputs(logits)
             check_finite(logits)
             yield logits
