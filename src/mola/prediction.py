@@ -144,6 +144,11 @@ class Prediction:
         return self
 
     @property
+    def axis(self) -> int:
+        """Where classes stand in `probs`: the last axis, or 1 in (n, C, H, W)."""
+        return self._axis
+
+    @property
     def probs(self) -> Tensor:
         """(n, C)."""
         return self.read("probs")

@@ -10,10 +10,10 @@ thousand positions at a time.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -172,14 +172,15 @@ class Watched:
 
     def _without_head(self, outputs: Tensor, inputs: Inputs) -> DenseFeatures:
         """Outputs at many positions of a network of which no head is known: the layer that gave them says where classes stand."""
-        axis = _class_axes.get(self.network)
-        if axis is None:
-            axis = _class_axes[self.network] = first_pass(self.network, inputs, None, self.likelihood)[0].axis
+        known, axis = _class_axes.get(id(self.network), (None, 0))
+        if known is None or known() is not self.network:
+            axis = first_pass(self.network, inputs, None, self.likelihood)[0].axis
+            _class_axes[id(self.network)] = (weakref.ref(self.network), axis)
         return DenseFeatures.of(None, outputs, axis)
 
 
-_class_axes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Where classes stand in the outputs of networks of which no head is known, as their first pass showed it."""
+_class_axes: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+"""Where classes stand in the outputs of networks of which no head is known, by identity, as their first pass showed it."""
 
 
 def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood = CATEGORICAL) -> Seen:
