@@ -11,7 +11,9 @@ from torch import Tensor
 
 from mola.distributed import Team
 from mola.errors import DataError
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import without_autocast
+from mola.options import counted
 from mola.uncertainty import entropy
 
 __all__ = ["Later", "Prediction", "later"]
@@ -70,11 +72,14 @@ class Prediction:
         far_field: (n,), the far-field score, where it is known, or what computes it.
         held: bytes that fields keep in memory until they are computed.
         axis: of the classes in `probs`: the last, or 1.
+        likelihood: what the probabilities are of.
     """
 
     _values: dict[str, Any]
     _held: int
     _axis: int
+    likelihood: Likelihood
+    """What the probabilities are of: one of C classes, or yes for each of C labels."""
 
     def __init__(
         self,
@@ -89,12 +94,14 @@ class Prediction:
         *,
         held: int = 0,
         axis: int = -1,
+        likelihood: Likelihood = CATEGORICAL,
     ) -> None:
         """Keep the fields, and what computes the others."""
         values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance, far_field)
         vars(self)["_values"] = dict(zip(FIELDS, values, strict=True))
         vars(self)["_held"] = held
         vars(self)["_axis"] = axis
+        vars(self)["likelihood"] = likelihood
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse: a prediction is a value.
@@ -113,7 +120,7 @@ class Prediction:
 
     def replaced(self, values: dict[str, Any], *, held: int, axis: int) -> Prediction:
         """The same with other fields, or what computes them."""
-        return Prediction(*(self._values | values).values(), held=held, axis=axis)
+        return Prediction(*(self._values | values).values(), held=held, axis=axis, likelihood=self.likelihood)
 
     def read(self, name: str) -> Any:
         """A field by its name, computed if it was not yet."""
@@ -125,11 +132,13 @@ class Prediction:
 
     def __getstate__(self) -> dict[str, Any]:
         """All fields, computed: a file holds numbers."""
-        return {"_values": {name: self.read(name) for name in FIELDS}, "_held": 0, "_axis": self._axis}
+        values = {name: self.read(name) for name in FIELDS}
+        return {"_values": values, "_held": 0, "_axis": self._axis, "likelihood": self.likelihood}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the fields; those that an older version did not have are None."""
-        vars(self).update({"_axis": -1, **state, "_values": dict.fromkeys(FIELDS) | state["_values"]})
+        newer = {"_axis": -1, "likelihood": CATEGORICAL}
+        vars(self).update({**newer, **state, "_values": dict.fromkeys(FIELDS) | state["_values"]})
 
     @property
     def held(self) -> int:
@@ -197,20 +206,29 @@ class Prediction:
 
     @property
     def label(self) -> Tensor:
-        """Most probable class (n,)."""
-        return self.probs.argmax(self._axis)
+        """Most probable class (n,); for yes or no (n, C), 1 where the probability of yes is above one half."""
+        return self._placed(self._answers.argmax(-1))
 
     @property
     def confidence(self) -> Tensor:
-        """Largest probability (n,)."""
-        return self.probs.amax(self._axis)
+        """Probability of `label`: the largest of a class (n,); the larger one of yes and no (n, C)."""
+        return self._placed(self._answers.amax(-1))
 
     @property
     def entropy(self) -> Tensor:
-        """Total uncertainty (n,) in nats: aleatoric and epistemic together."""
-        return entropy(self.probs.movedim(self._axis, -1))
+        """Total uncertainty (n,) in nats: aleatoric and epistemic together; (n, C) for yes or no, as all of these."""
+        return self._placed(entropy(self._answers))
 
     total = entropy
+
+    @property
+    def _answers(self) -> Tensor:
+        """Probabilities (..., A) of all answers to each question."""
+        return self.likelihood.answer_probabilities(self.probs.movedim(self._axis, -1))
+
+    def _placed(self, values: Tensor) -> Tensor:
+        """What was made of the answers: where each label has its own, labels stand as in `probs`."""
+        return values if self.likelihood.competing else values.movedim(-1, self._axis)
 
     @property
     def epistemic(self) -> Tensor:
@@ -228,12 +246,14 @@ class Prediction:
 
     def __repr__(self) -> str:
         """Size and averages, not the numbers."""
-        count, classes = len(self), self.probs.shape[self._axis]
-        at = "" if self.probs.dim() == 2 else f" at {' x '.join(map(str, self.confidence.shape[1:]))} positions"
+        count, outputs = len(self), self.probs.shape[self._axis]
+        sizes = self.probs.movedim(self._axis, -1).shape[1:-1]
+        at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
+        classes = f"{outputs} classes" if self.likelihood.competing else counted(outputs, "label")
         if not self.probs.numel():
-            return f"Prediction({count} inputs{at}, {classes} classes)"
+            return f"Prediction({count} inputs{at}, {classes})"
         return (
-            f"Prediction({count} inputs{at}, {classes} classes, mean confidence {float(self.confidence.mean()):.3f}, "
+            f"Prediction({count} inputs{at}, {classes}, mean confidence {float(self.confidence.mean()):.3f}, "
             f"mean entropy {float(self.entropy.mean()):.3f} of which epistemic {float(self.epistemic.mean()):.3f})"
         )
 
@@ -245,7 +265,8 @@ class Prediction:
                 return value.cpu()
             return (lambda: value().cpu()) if callable(value) else value
 
-        return Prediction(*[moved(self._values[name]) for name in FIELDS], held=self._held, axis=self._axis)
+        values = [moved(self._values[name]) for name in FIELDS]
+        return Prediction(*values, held=self._held, axis=self._axis, likelihood=self.likelihood)
 
     @staticmethod
     def concatenate(parts: Sequence[Prediction]) -> Prediction:
@@ -276,10 +297,13 @@ class Prediction:
 
         tensors = {name: joined(name) for name in FIELDS if name != "ood_score_name"}
         held = sum(part.held for part in parts)
-        return Prediction(ood_score_name=parts[0].ood_score_name, **tensors, held=held, axis=parts[0]._axis)
+        own = parts[0]
+        return Prediction(
+            ood_score_name=own.ood_score_name, **tensors, held=held, axis=own._axis, likelihood=own.likelihood
+        )
 
     @staticmethod
-    def gather(parts: Sequence[Prediction], team: Team) -> Prediction:
+    def gather(parts: Sequence[Prediction], team: Team, likelihood: Likelihood = CATEGORICAL) -> Prediction:
         """Predictions of all processes as one, in the order of the ranks, on every rank. Call it inside `team.work(...)`.
 
         All fields are computed: processes meet now, and not when one of them reads.
@@ -287,6 +311,7 @@ class Prediction:
         Args:
             parts: of this process; there may be none, if others have some.
             team: the processes.
+            likelihood: what the probabilities are of.
 
         Returns:
             All predictions.
@@ -326,6 +351,7 @@ class Prediction:
             joined(None if own is None else own.distance) if has_distance else None,
             joined(None if own is None else own.far_field) if has_far_field else None,
             axis=axis,
+            likelihood=likelihood,
         )
 
 
