@@ -1,11 +1,11 @@
 """What `fit` adds to the passes of a network with outputs at every pixel: time and memory.
 
-    python benchmarks/dense_overhead.py [--quick] [--threads 1] [--repeats 3]
+    python benchmarks/dense_overhead.py [--quick] [--threads 1]
 
 64 images of 256 x 256, 21 classes, and a U-Net with 64 features before its 1x1 convolution, as the published one has, but with three
-levels instead of five: a lighter network makes the same work of `fit` weigh more. Bare passes and fits over the same batches take
-turns, and the median of their ratios is judged, in CPU time: it stands still where the machine does other things besides. Memory is
-measured in a process of its own: the peak of resident memory during `fit` over that of the bare pass (Linux's own counters).
+levels instead of five: a lighter network makes the same work of `fit` weigh more. The bare pass over a batch and the fit's work on it
+take turns, so that both see the same machine; CPU times are compared, of all batches and by the median of the ratios of each. Memory
+is measured in a process of its own: the peak of resident memory during `fit` over that of the bare pass (Linux's own counters).
 
 Bars: `fit` with all positions takes at most 1.2 bare passes, and 300 MB over them.
 """
@@ -16,13 +16,14 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import record
 import torch
 from fit_memory import resident
-from pairing import timed
+from pairing import now, since, timed
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -78,23 +79,29 @@ def bare(network: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
             network(inputs)
 
 
-def measure_time(images: int, repeats: int, positions: str | int) -> dict[str, Any]:
+def measure_time(images: int, positions: str | int) -> dict[str, Any]:
     network, batches = made(images)
     bare(network, batches[:1])
-    ratios, walls, passes = [], [], []
-    for _ in range(repeats):
-        wall, cpu = timed(lambda: bare(network, batches))
-        fit_wall, fit_cpu = timed(lambda: mola.fit(network, batches, positions=positions, progress=False))
-        ratios.append(fit_cpu / cpu)
-        walls.append(fit_wall / wall)
-        passes.append(cpu)
+    passes, works = [], []
+
+    def turns() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in batches:
+            passes.append(timed(lambda batch=batch: bare(network, [batch]))[1])
+            start = now()
+            yield batch
+            works.append(since(start)[1])
+
+    total = timed(lambda: mola.fit(network, turns(), positions=positions, progress=False))[1]
+    # The first batch finds the head, too, and what follows the last turn is in the total alone.
+    ratios = [work / one for work, one in zip(works, passes, strict=True)]
     return {
         "images": images,
         "positions": positions,
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-        "wall_ratios": walls,
-        "bare_seconds": statistics.median(passes),
+        "ratio": (total - sum(passes)) / sum(passes),
+        "median": statistics.median(ratios),
+        "quartiles": statistics.quantiles(ratios, n=4)[::2],
+        "bare_seconds": sum(passes),
+        "fit_seconds": total - sum(passes),
     }
 
 
@@ -118,22 +125,23 @@ def measure_memory(images: int, positions: str | int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8 images, one repeat, all positions only; writes no file")
+    parser.add_argument("--quick", action="store_true", help="8 images, all positions only; writes no file")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default 1: steadier ratios)")
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of bare pass and fit (default 3)")
     parser.add_argument("--memory", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.memory is not None:
         print(json.dumps(measure_memory(*options.memory)))
         return 0
-    images, repeats = (8, 1) if options.quick else (64, options.repeats)
+    images = 8 if options.quick else 64
     rows = []
-    print(f"{'positions':>9} {'bare pass':>10} {'fit / bare':>10} {'[all]':>24} {'memory over it':>15}")
+    print(
+        f"{'positions':>9} {'images':>6} {'bare pass':>10} {'fit / bare':>10} {'median [quartiles]':>22} {'memory over it':>15}"
+    )
     for positions in POSITIONS[:1] if options.quick else POSITIONS:
         # The bar is for all positions; the others are shown beside it, on fewer images.
         count = images if positions == "all" else 16
-        row = measure_time(count, repeats, positions)
+        row = measure_time(count, positions)
         command = [
             sys.executable,
             __file__,
@@ -144,16 +152,17 @@ def main() -> int:
         ]
         row |= json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         rows.append(row)
-        every = ", ".join(f"{one:.3f}" for one in row["ratios"])
+        low, high = row["quartiles"]
         print(
-            f"{positions:>9} {row['bare_seconds']:8.1f} s {row['ratio']:10.3f} {f'[{every}]':>24} {row['over'] / MEGABYTE:12.0f} MB",
+            f"{positions:>9} {count:6} {row['bare_seconds']:8.1f} s {row['ratio']:10.3f} {row['median']:7.3f} [{low:.3f}, {high:.3f}] "
+            f"{row['over'] / MEGABYTE:12.0f} MB",
             flush=True,
         )
         if not options.quick:
             document = {"threads": options.threads, "environment": record.environment("mola-torch"), "rows": rows}
             record.write("dense_overhead", document)
     judged = rows[0]
-    return int(judged["ratio"] > TIME_BAR or judged["over"] > MEMORY_BAR * MEGABYTE)
+    return int(judged["median"] > TIME_BAR or judged["over"] > MEMORY_BAR * MEGABYTE)
 
 
 if __name__ == "__main__":
