@@ -288,7 +288,8 @@ def _remedy(traced: Traced) -> str:
 def _tied(traced: Traced, inputs: Inputs) -> Tensor:
     """Whether the two most probable classes differ by no more than rounding."""
     prediction = traced.posterior.predict(network_inputs(inputs, traced.graph.signature, traced.graph))
-    first, second = prediction.probs.double().topk(2, dim=prediction.axis).values.unbind(prediction.axis)
+    first, second = prediction._answers.double().topk(2).values.unbind(-1)
+    first, second = prediction._placed(first), prediction._placed(second)
     return first - second < (FLOAT16_TOLERANCE if traced.graph.float16 else TOLERANCE)
 
 
