@@ -469,26 +469,22 @@ def expected_sigmoid(mean: Tensor, variance: Tensor, dtype: torch.dtype = torch.
         Both in that precision; in float64 to about 1e-12.
     """
     centre, spread = mean.to(dtype), variance.to(dtype).clamp_min(0).sqrt()
-    reach = WIDE * spread
-    # Of a wide Gaussian, only where the entropy and the difference are not 0.
-    clipped = (reach > FLAT) & (centre - reach < FLAT) & (centre + reach > -FLAT)
-    low = torch.where(clipped, (centre - reach).clamp_min(-FLAT), centre - reach)
-    high = torch.where(clipped, (centre + reach).clamp_max(FLAT), centre + reach)
+    # In standard deviations. Of a wide Gaussian only where the entropy, and the difference, are not 0.
+    clipped = (WIDE * spread > FLAT) & (centre.abs() < FLAT + WIDE * spread)
+    width = torch.where(clipped, spread, 1.0)
+    low = torch.where(clipped, ((-FLAT - centre) / width).clamp_min(-WIDE), -WIDE)
+    high = torch.where(clipped, ((FLAT - centre) / width).clamp_max(WIDE), WIDE)
     places = torch.linspace(0, 1, NODES, dtype=dtype, device=mean.device)
-    nodes = low[..., None] + (high - low)[..., None] * places
-    step = (high - low) / (NODES - 1)
-    known = spread > 0
-    scale = torch.where(known, spread, 1.0)[..., None]
-    density = (-((nodes - centre[..., None]) / scale).square() / 2).exp() / (scale * math.sqrt(2 * math.pi))
+    steps = low[..., None] + (high - low)[..., None] * places
+    mass = (-steps.square() / 2).exp() * ((high - low) / ((NODES - 1) * math.sqrt(2 * math.pi)))[..., None]
+    nodes = centre[..., None] + spread[..., None] * steps
     yes, no = torch.sigmoid(nodes), torch.sigmoid(-nodes)
-    entropies = yes * torch.nn.functional.softplus(-nodes) + no * torch.nn.functional.softplus(nodes)
+    softplus = torch.nn.functional.softplus
+    entropies = yes * softplus(-nodes) + no * softplus(nodes)
     narrow = math.sqrt(math.pi / 8)
-    rest = ((yes - _normal_below(narrow * nodes)) * density).sum(-1) * step
-    mass = _normal_below(centre * narrow / (1 + math.pi / 8 * spread.square()).sqrt())
-    averaged = (entropies * density).sum(-1) * step
-    plain_yes, plain_no = torch.sigmoid(centre), torch.sigmoid(-centre)
-    plain = plain_yes * torch.nn.functional.softplus(-centre) + plain_no * torch.nn.functional.softplus(centre)
-    return torch.where(known, (mass + rest).clamp(0, 1), plain_yes), torch.where(known, averaged, plain)
+    rest = ((yes - _normal_below(narrow * nodes)) * mass).sum(-1)
+    probit = _normal_below(centre * narrow / (1 + math.pi / 8 * spread.square()).sqrt())
+    return (probit + rest).clamp(0, 1), (entropies * mass).sum(-1)
 
 
 def _normal_below(values: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from mola.uncertainty import entropy, max_probability_score, mutual_information
 
 __all__ = [
     "TemperatureScaled",
+    "as_classes",
     "fit_member_temperatures",
     "fit_pooled_temperature",
     "fit_temperature",
@@ -130,7 +131,7 @@ def _questions(logits: Tensor, likelihood: Likelihood) -> Tensor:
     return logits if likelihood.competing else torch.stack([torch.zeros_like(logits), logits], dim=-1)
 
 
-def _asked(logits: Tensor, labels: Tensor, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
+def as_classes(logits: Tensor, labels: Tensor, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
     """Logits (K, n, C) and labels as those of classes, a row for each question whose answer is known."""
     if likelihood.competing:
         return logits, labels
@@ -423,7 +424,7 @@ def temperature_scaled(
         )
     data.check_labels("validation loader")
     assert data.labels is not None  # read_held_out asked for them
-    logits, labels = _asked(torch.stack(list(data.logits)), data.labels, plain.likelihood)
+    logits, labels = as_classes(torch.stack(list(data.logits)), data.labels, plain.likelihood)
     if mode == "members":
         chosen: Any = fit_member_temperatures(logits, labels)
     else:
