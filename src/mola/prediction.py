@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from mola.errors import DataError
 from mola.network import without_autocast
 from mola.uncertainty import entropy
 
-__all__ = ["Later", "Prediction", "later"]
+__all__ = ["Later", "LazyFields", "Prediction", "later"]
 
 Later = Tensor | Callable[[], Tensor]
 """A field, or what computes it when it is first read."""
@@ -38,19 +38,150 @@ def later(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], T
     return computed
 
 
-FIELDS = (
-    "probs",
-    "mutual_information",
-    "ood_score",
-    "ood_score_name",
-    "logit_mean",
-    "logit_variance",
-    "distance",
-    "far_field",
-)
+class LazyFields:
+    """Values by name about n inputs, some of which are computed when they are first read: a value that cannot be changed."""
+
+    axes: ClassVar[dict[str, int | None]]
+    """The names, and which axis of each is that of the inputs; None for what is the same for all of them."""
+    _values: dict[str, Any]
+    _held: int
+
+    def _keep(self, values: dict[str, Any], held: int) -> None:
+        """Keep the fields, and what computes the others; bytes that these keep in memory until they are computed."""
+        vars(self)["_values"] = values
+        vars(self)["_held"] = held
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse: a prediction is a value.
+
+        Raises:
+            AttributeError: always.
+        """
+        message = f"a {type(self).__name__} cannot be changed: {name}."
+        raise AttributeError(message)
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def _read(self, name: str) -> Any:
+        # One dictionary entry is either of the two at any time: threads that read at once compute the same numbers.
+        value = self._values[name]
+        if callable(value):
+            value = self._values[name] = value()
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All fields, computed: a file holds numbers."""
+        return {"_values": {name: self._read(name) for name in self.axes}, "_held": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields; those that an older version did not have are None."""
+        vars(self).update({**state, "_values": dict.fromkeys(self.axes) | state["_values"]})
+
+    @classmethod
+    def _of(cls, values: dict[str, Any], held: int = 0) -> Self:
+        """One with these fields."""
+        made = cls.__new__(cls)
+        made._keep(values, held)
+        return made
+
+    @property
+    def held(self) -> int:
+        """Bytes that fields which were not read yet keep in memory: the features of the inputs, and what was made of them."""
+        waiting = any(callable(value) for value in self._values.values())
+        return self._held if waiting else 0
+
+    def computed(self) -> Self:
+        """The same prediction with every field computed now, and nothing kept for later."""
+        for name in self.axes:
+            self._read(name)
+        return self
+
+    def cpu(self) -> Self:
+        """The same in main memory; what is not computed yet, once it is."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.cpu()
+            return (lambda: value().cpu()) if callable(value) else value
+
+        return self._of({name: moved(self._values[name]) for name in self.axes}, self._held)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """Predictions of several batches as one. What they have not computed yet is computed when it is first read.
+
+        Args:
+            parts: at least one.
+
+        Returns:
+            All of them, in their order.
+        """
+        if len(parts) == 1:
+            return parts[0]
+
+        def joined(name: str, axis: int | None) -> Any:
+            values = [part._values[name] for part in parts]
+            if axis is None or values[0] is None:
+                return values[0]
+            if any(callable(value) for value in values):
+                # By part, so that a part is computed once, whoever asks. Of a part that has the field, nothing else is kept.
+                waiting = [
+                    partial(part._read, name) if callable(part._values[name]) else part._values[name] for part in parts
+                ]
+                return lambda: torch.cat([one() if callable(one) else one for one in waiting], dim=axis)
+            return torch.cat(values, dim=axis)
+
+        return parts[0]._of(
+            {name: joined(name, axis) for name, axis in cls.axes.items()}, sum(one.held for one in parts)
+        )
+
+    @classmethod
+    def gather(cls, parts: Sequence[Self], team: Team) -> Self:
+        """Predictions of all processes as one, in the order of the ranks, on every rank. Call it inside `team.work(...)`.
+
+        All fields are computed: processes meet now, and not when one of them reads.
+
+        Args:
+            parts: of this process; there may be none, if others have some.
+            team: the processes.
+
+        Returns:
+            All predictions.
+
+        Raises:
+            DataError: if no process has any.
+        """
+        own = cls.concatenate(parts).computed() if parts else None
+        kinds = team.collect(None if own is None else own._kind())
+        kind = next((one for one in kinds or () if one is not None), None)
+        if team.first and kind is None:
+            message = "the prediction loader is empty on every rank: it yielded no batch."
+            raise DataError(message)
+        kind, values = team.share(kind), {}
+        for name, axis in cls.axes.items():
+            if axis is None or not kind[name]:
+                values[name] = cls._common(name, kind[name])
+                continue
+            rows = None if own is None else own._read(name).transpose(0, axis)
+            values[name] = team.rows(rows).transpose(0, axis)
+        return cls._of(values)
+
+    def _kind(self) -> dict[str, Any]:
+        """As JSON: whether each field of the inputs is there, and what is the same for all inputs."""
+        found: dict[str, Any] = {}
+        for name, axis in self.axes.items():
+            value = self._read(name)
+            same = value.tolist() if isinstance(value, Tensor) else value
+            found[name] = same if axis is None else value is not None
+        return found
+
+    @classmethod
+    def _common(cls, name: str, value: Any) -> Any:
+        """A field that is the same for all inputs, from JSON; None for a field of the inputs that is not there."""
+        return value if cls.axes[name] is None else None
 
 
-class Prediction:
+class Prediction(LazyFields):
     """Probabilities of n inputs over C classes, with their uncertainty taken apart.
 
     What is costly is computed when it is first read, and then kept: `mutual_information` (and `epistemic`, `aleatoric`),
@@ -68,8 +199,16 @@ class Prediction:
         held: bytes that fields keep in memory until they are computed.
     """
 
-    _values: dict[str, Any]
-    _held: int
+    axes: ClassVar[dict[str, int | None]] = {
+        "probs": 0,
+        "mutual_information": 0,
+        "ood_score": 0,
+        "ood_score_name": None,
+        "logit_mean": 1,
+        "logit_variance": 1,
+        "distance": 0,
+        "far_field": 0,
+    }
 
     def __init__(
         self,
@@ -86,46 +225,7 @@ class Prediction:
     ) -> None:
         """Keep the fields, and what computes the others."""
         values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance, far_field)
-        vars(self)["_values"] = dict(zip(FIELDS, values, strict=True))
-        vars(self)["_held"] = held
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Refuse: a prediction is a value.
-
-        Raises:
-            AttributeError: always.
-        """
-        message = f"a Prediction cannot be changed: {name}."
-        raise AttributeError(message)
-
-    __delattr__ = __setattr__  # type: ignore[assignment]
-
-    def _read(self, name: str) -> Any:
-        # One dictionary entry is either of the two at any time: threads that read at once compute the same numbers.
-        value = self._values[name]
-        if callable(value):
-            value = self._values[name] = value()
-        return value
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All fields, computed: a file holds numbers."""
-        return {"_values": {name: self._read(name) for name in FIELDS}, "_held": 0}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields; those that an older version did not have are None."""
-        vars(self).update({**state, "_values": dict.fromkeys(FIELDS) | state["_values"]})
-
-    @property
-    def held(self) -> int:
-        """Bytes that fields which were not read yet keep in memory: the features of the inputs, and what was made of them."""
-        waiting = any(callable(value) for value in self._values.values())
-        return self._held if waiting else 0
-
-    def computed(self) -> Self:
-        """The same prediction with every field computed now, and nothing kept for later."""
-        for name in FIELDS:
-            self._read(name)
-        return self
+        self._keep(dict(zip(self.axes, values, strict=True)), held)
 
     @property
     def probs(self) -> Tensor:
@@ -214,88 +314,3 @@ class Prediction:
             f"Prediction({count} inputs, {classes} classes, mean confidence {float(self.confidence.mean()):.3f}, "
             f"mean entropy {float(self.entropy.mean()):.3f} of which epistemic {float(self.epistemic.mean()):.3f})"
         )
-
-    def cpu(self) -> Prediction:
-        """The same in main memory; what is not computed yet, once it is."""
-
-        def moved(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.cpu()
-            return (lambda: value().cpu()) if callable(value) else value
-
-        return Prediction(*[moved(self._values[name]) for name in FIELDS], held=self._held)
-
-    @staticmethod
-    def concatenate(parts: Sequence[Prediction]) -> Prediction:
-        """Predictions of several batches as one. What they have not computed yet is computed when it is first read.
-
-        Args:
-            parts: at least one.
-
-        Returns:
-            All of them, in their order.
-        """
-        if len(parts) == 1:
-            return parts[0]
-
-        def joined(name: str) -> Any:
-            values = [part._values[name] for part in parts]
-            if values[0] is None:
-                return None
-            axis = 1 if name.startswith("logit") else 0
-            if any(callable(value) for value in values):
-                # By part, so that a part is computed once, whoever asks. Of a part that has the field, nothing else is kept.
-                waiting = [
-                    partial(part._read, name) if callable(part._values[name]) else part._values[name] for part in parts
-                ]
-                return lambda: torch.cat([one() if callable(one) else one for one in waiting], dim=axis)
-            return torch.cat(values, dim=axis)
-
-        tensors = {name: joined(name) for name in FIELDS if name != "ood_score_name"}
-        held = sum(part.held for part in parts)
-        return Prediction(ood_score_name=parts[0].ood_score_name, **tensors, held=held)
-
-    @staticmethod
-    def gather(parts: Sequence[Prediction], team: Team) -> Prediction:
-        """Predictions of all processes as one, in the order of the ranks, on every rank. Call it inside `team.work(...)`.
-
-        All fields are computed: processes meet now, and not when one of them reads.
-
-        Args:
-            parts: of this process; there may be none, if others have some.
-            team: the processes.
-
-        Returns:
-            All predictions.
-
-        Raises:
-            DataError: if no process has any.
-        """
-        own = Prediction.concatenate(parts) if parts else None
-        kinds = team.collect(
-            None if own is None else [own.ood_score_name, *(one is not None for one in _optional(own))]
-        )
-        kind = next((one for one in kinds or () if one is not None), None)
-        if team.first and kind is None:
-            message = "the prediction loader is empty on every rank: it yielded no batch."
-            raise DataError(message)
-        name, has_logits, has_variance, has_distance, has_far_field = team.share(kind)
-
-        def joined(values: Tensor | None, axis: int = 0) -> Tensor:
-            return team.rows(None if values is None else values.transpose(0, axis)).transpose(0, axis)
-
-        return Prediction(
-            joined(None if own is None else own.probs),
-            joined(None if own is None else own.mutual_information),
-            joined(None if own is None else own.ood_score),
-            name,
-            joined(None if own is None else own.logit_mean, 1) if has_logits else None,
-            joined(None if own is None else own.logit_variance, 1) if has_variance else None,
-            joined(None if own is None else own.distance) if has_distance else None,
-            joined(None if own is None else own.far_field) if has_far_field else None,
-        )
-
-
-def _optional(prediction: Prediction) -> tuple[Tensor | None, ...]:
-    """Fields that a prediction may lack."""
-    return prediction.logit_mean, prediction.logit_variance, prediction.distance, prediction.far_field
