@@ -18,6 +18,9 @@ and where s is known so does a sharper one:
 
 .. math:: |z_i| \le \frac{\|\mu_i\| \|\phi\|}{\sqrt{s^2 + \frac\pi8 \lambda_{\min}(\Sigma_{(i)}) \|\phi\|^2}}.
 
+A label that is yes or no by one logit has the probability :math:`\sigma(|z_i|)` of its answer, at most :math:`\sigma(b_i)`, and the
+mixture's is at most the weighted sum: the Lemma for two classes, one of which has all weights at 0 and no variance.
+
 With cooling by distance s grows at least like the square of the length of the features, so far away the bound and the limit are both
 1/C: a constant temperature alone leaves the limit where it is.
 """
@@ -77,7 +80,7 @@ def divided_bounds(component: Component, lengths: Tensor, divisors: Tensor) -> T
     smallest = curvature.spectrum.smallest_class_variance(component.precision)
     # Divided by the length: whose square may not be in range.
     relative = (divisors / lengths)[:, None].square()
-    return class_bounds(curvature.weights.norm(dim=1) / (relative + math.pi / 8 * smallest).sqrt())
+    return _bounds(component, curvature.weights.norm(dim=1) / (relative + math.pi / 8 * smallest).sqrt())
 
 
 def component_bounds(component: Component, classes: int) -> Tensor:
@@ -85,7 +88,12 @@ def component_bounds(component: Component, classes: int) -> Tensor:
     if component.head is None or component.curvature is None:
         return torch.ones(classes, dtype=torch.float64)
     smallest = component.curvature.spectrum.smallest_class_variance(component.precision)
-    return class_bounds(largest_logits(component.curvature.weights, smallest))
+    return _bounds(component, largest_logits(component.curvature.weights, smallest))
+
+
+def _bounds(component: Component, largest: Tensor) -> Tensor:
+    """Upper bound (..., C) on the probability of each class, or of the answer to each label."""
+    return class_bounds(largest) if component.likelihood.competing else torch.sigmoid(largest)
 
 
 def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMoments) -> Tensor:

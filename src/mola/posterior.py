@@ -273,6 +273,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         def share() -> Tensor:
             return epistemic_share(self._cooled(kept), weights.tolist(), seed or 0)
 
+        likelihood = self.likelihood
         name = score_name(kept, self._cooling.usual)
 
         def score() -> OutlierScore:
@@ -285,7 +286,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
 
         return Prediction(
             back(probs),
-            later(lambda: back(entropy(probs) * share()), mean.device),
+            later(lambda: back(entropy(likelihood.answer_probabilities(probs)) * share()), mean.device),
             later(lambda: back(score().values), mean.device),
             name,
             back(mean),
@@ -295,6 +296,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
             else None,
             None if name == LEAST_SURE else later(far_field, mean.device),
             held=probs.nbytes + sum(one.nbytes for one in kept),
+            likelihood=likelihood,
         )
 
     # --- new values from this one -----------------------------------------------------------------------------------
@@ -421,8 +423,10 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         with together.work("reweight"), torch.no_grad():
             data = self._read(val_loader, "validation loader", labelled=True, progress=progress, team=together)
             self._doubts(data)
-            labels = data.labels[:, None]  # type: ignore[index]
-            chosen = [probs.gather(1, labels).squeeze(1) for probs in self._members_on(data)]
+            asked = self.likelihood.asked(data.labels)  # type: ignore[arg-type]
+            known = (asked >= 0).nonzero().flatten()
+            tables = (self.likelihood.table(probs.T[None])[0] for probs in self._members_on(data))
+            chosen = [table[asked[known], known] for table in tables]
             weights = stacking_weights(together.rows(torch.stack(chosen, dim=1)))
             return self.with_weights(together.share(weights.tolist()))
 
@@ -568,7 +572,7 @@ class MoLA(LaplaceMixture[Component]):
             ]
             lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
             distance, excess = cooling.log_distance(moments, self.weights), cooling.excess(moments)
-            parts.append(outlier_terms(torch.stack(logits), lengths, distance, excess, self.weights).T)
+            parts.append(outlier_terms(torch.stack(logits), lengths, distance, excess, self.weights, self.likelihood).T)
         rows = data.team.rows(torch.cat(parts) if parts else None)
         # One datum has no spread, and equal scores have none but rounding: they are then taken as they are.
         middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros(3, dtype=rows.dtype)
@@ -646,7 +650,7 @@ class MoLA(LaplaceMixture[Component]):
             lemma: give the bound of each component (the paper's Lemma) instead of the mixture's (its Theorem).
 
         Returns:
-            (n,), or (K, n) with `lemma`; `BoundError` for a link other than the probit.
+            (n,), or (K, n) with `lemma`; for yes or no (n, C) and (K, n, C). `BoundError` for a link other than the probit.
         """
         require_probit(self.link)
         self._look()
@@ -657,6 +661,8 @@ class MoLA(LaplaceMixture[Component]):
         if not self._cooling.changes_nothing and self.structure is not None:
             return self._divided_bound(moments, members, lemma=lemma)
         bounds = torch.stack([component_bounds(component, members[0].shape[1]) for component in self.components])
+        if not self.likelihood.competing:
+            return self._of_answers(bounds[:, None].expand(-1, len(members[0]), -1), members, lemma=lemma)
         if lemma:
             return torch.stack([bound[probs.argmax(1)] for bound, probs in zip(bounds, members, strict=True)])
         return torch.einsum("k,kc->c", self.weights, bounds)[self._mix(members).argmax(1)]
@@ -669,10 +675,16 @@ class MoLA(LaplaceMixture[Component]):
             assert isinstance(one.spread, FeatureSpread)  # where there is curvature
             lengths = torch.linalg.vector_norm(exact(one.spread.features), dim=1).cpu()
             bounds.append(divided_bounds(component, lengths, exact(divisor).cpu().expand_as(lengths)))
+        return self._of_answers(torch.stack(bounds), members, lemma=lemma)
+
+    def _of_answers(self, bounds: Tensor, members: Sequence[Tensor], *, lemma: bool) -> Tensor:
+        """Of bounds (K, n, C) those of what is answered: of the predicted class (n,), or of each label (n, C), be it yes or no."""
+        mixed = torch.einsum("k,knc->nc", self.weights, bounds)
+        if not self.likelihood.competing:
+            return bounds if lemma else mixed
         if lemma:
             each = zip(bounds, members, strict=True)
             return torch.stack([bound.gather(1, probs.argmax(1)[:, None]).squeeze(1) for bound, probs in each])
-        mixed = torch.einsum("k,knc->nc", self.weights, torch.stack(bounds))
         return mixed.gather(1, self._mix(list(members)).argmax(1)[:, None]).squeeze(1)
 
     def far_field_limit(self, inputs: Tensor) -> Tensor:
@@ -703,7 +715,7 @@ class MoLA(LaplaceMixture[Component]):
         assert isinstance(moments.spread, FeatureSpread)
         width = moments.spread.posterior.distance.geometry.width  # type: ignore[union-attr]
         grow = moments.spread.features[:, :width].any(1, keepdim=True).to(logits.device)
-        return torch.where(grow, 1 / logits.shape[1], cooled.returned(self.link(cooled)))
+        return torch.where(grow, 1 / self.likelihood.answers(logits.shape[1]), cooled.returned(self.link(cooled)))
 
     # --- files ------------------------------------------------------------------------------------------------------
 

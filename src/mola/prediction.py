@@ -11,7 +11,9 @@ from torch import Tensor
 
 from mola.distributed import Team
 from mola.errors import DataError
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import without_autocast
+from mola.options import counted
 from mola.uncertainty import entropy
 
 __all__ = ["Later", "LazyFields", "Prediction", "later"]
@@ -43,13 +45,16 @@ class LazyFields:
 
     axes: ClassVar[dict[str, int | None]]
     """The names, and which axis of each is that of the inputs; None for what is the same for all of them."""
+    likelihood: Likelihood
+    """What it is about: one of C classes, yes or no for each of C labels, or numbers."""
     _values: dict[str, Any]
     _held: int
 
-    def _keep(self, values: dict[str, Any], held: int) -> None:
+    def _keep(self, values: dict[str, Any], held: int, likelihood: Likelihood) -> None:
         """Keep the fields, and what computes the others; bytes that these keep in memory until they are computed."""
         vars(self)["_values"] = values
         vars(self)["_held"] = held
+        vars(self)["likelihood"] = likelihood
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse: a prediction is a value.
@@ -71,17 +76,18 @@ class LazyFields:
 
     def __getstate__(self) -> dict[str, Any]:
         """All fields, computed: a file holds numbers."""
-        return {"_values": {name: self._read(name) for name in self.axes}, "_held": 0}
+        values = {name: self._read(name) for name in self.axes}
+        return {"_values": values, "_held": 0, "likelihood": self.likelihood}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the fields; those that an older version did not have are None."""
-        vars(self).update({**state, "_values": dict.fromkeys(self.axes) | state["_values"]})
+        vars(self).update({"likelihood": CATEGORICAL, **state, "_values": dict.fromkeys(self.axes) | state["_values"]})
 
     @classmethod
-    def _of(cls, values: dict[str, Any], held: int = 0) -> Self:
+    def _of(cls, values: dict[str, Any], held: int, likelihood: Likelihood) -> Self:
         """One with these fields."""
         made = cls.__new__(cls)
-        made._keep(values, held)
+        made._keep(values, held, likelihood)
         return made
 
     @property
@@ -104,7 +110,7 @@ class LazyFields:
                 return value.cpu()
             return (lambda: value().cpu()) if callable(value) else value
 
-        return self._of({name: moved(self._values[name]) for name in self.axes}, self._held)
+        return self._of({name: moved(self._values[name]) for name in self.axes}, self._held, self.likelihood)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
@@ -131,12 +137,11 @@ class LazyFields:
                 return lambda: torch.cat([one() if callable(one) else one for one in waiting], dim=axis)
             return torch.cat(values, dim=axis)
 
-        return parts[0]._of(
-            {name: joined(name, axis) for name, axis in cls.axes.items()}, sum(one.held for one in parts)
-        )
+        values, held = {name: joined(name, axis) for name, axis in cls.axes.items()}, sum(one.held for one in parts)
+        return cls._of(values, held, parts[0].likelihood)
 
     @classmethod
-    def gather(cls, parts: Sequence[Self], team: Team) -> Self:
+    def gather(cls, parts: Sequence[Self], team: Team, likelihood: Likelihood = CATEGORICAL) -> Self:
         """Predictions of all processes as one, in the order of the ranks, on every rank. Call it inside `team.work(...)`.
 
         All fields are computed: processes meet now, and not when one of them reads.
@@ -144,6 +149,7 @@ class LazyFields:
         Args:
             parts: of this process; there may be none, if others have some.
             team: the processes.
+            likelihood: what they are about.
 
         Returns:
             All predictions.
@@ -164,7 +170,7 @@ class LazyFields:
                 continue
             rows = None if own is None else own._read(name).transpose(0, axis)
             values[name] = team.rows(rows).transpose(0, axis)
-        return cls._of(values)
+        return cls._of(values, 0, likelihood)
 
     def _kind(self) -> dict[str, Any]:
         """As JSON: whether each field of the inputs is there, and what is the same for all inputs."""
@@ -197,6 +203,7 @@ class Prediction(LazyFields):
         distance: (n,), where it is known, or what computes it.
         far_field: (n,), the far-field score, where it is known, or what computes it.
         held: bytes that fields keep in memory until they are computed.
+        likelihood: what the probabilities are of.
     """
 
     axes: ClassVar[dict[str, int | None]] = {
@@ -222,10 +229,11 @@ class Prediction(LazyFields):
         far_field: Later | None = None,
         *,
         held: int = 0,
+        likelihood: Likelihood = CATEGORICAL,
     ) -> None:
         """Keep the fields, and what computes the others."""
         values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance, far_field)
-        self._keep(dict(zip(self.axes, values, strict=True)), held)
+        self._keep(dict(zip(self.axes, values, strict=True)), held, likelihood)
 
     @property
     def probs(self) -> Tensor:
@@ -276,20 +284,25 @@ class Prediction(LazyFields):
 
     @property
     def label(self) -> Tensor:
-        """Most probable class (n,)."""
-        return self.probs.argmax(-1)
+        """Most probable class (n,); for yes or no (n, C), 1 where the probability of yes is above one half."""
+        return self._answers.argmax(-1)
 
     @property
     def confidence(self) -> Tensor:
-        """Largest probability (n,)."""
-        return self.probs.max(-1).values
+        """Probability of `label`: the largest of a class (n,); the larger one of yes and no (n, C)."""
+        return self._answers.max(-1).values
 
     @property
     def entropy(self) -> Tensor:
-        """Total uncertainty (n,) in nats: aleatoric and epistemic together."""
-        return entropy(self.probs)
+        """Total uncertainty (n,) in nats: aleatoric and epistemic together; (n, C) for yes or no, as all of these."""
+        return entropy(self._answers)
 
     total = entropy
+
+    @property
+    def _answers(self) -> Tensor:
+        """Probabilities (..., A) of all answers to each question."""
+        return self.likelihood.answer_probabilities(self.probs)
 
     @property
     def epistemic(self) -> Tensor:
@@ -307,10 +320,11 @@ class Prediction(LazyFields):
 
     def __repr__(self) -> str:
         """Size and averages, not the numbers."""
-        count, classes = self.probs.shape
+        count, outputs = self.probs.shape
+        classes = f"{outputs} classes" if self.likelihood.competing else counted(outputs, "label")
         if not count:
-            return f"Prediction(0 inputs, {classes} classes)"
+            return f"Prediction(0 inputs, {classes})"
         return (
-            f"Prediction({count} inputs, {classes} classes, mean confidence {float(self.confidence.mean()):.3f}, "
+            f"Prediction({count} inputs, {classes}, mean confidence {float(self.confidence.mean()):.3f}, "
             f"mean entropy {float(self.entropy.mean()):.3f} of which epistemic {float(self.epistemic.mean()):.3f})"
         )

@@ -166,6 +166,7 @@ class RegressionMoLA(MoLA):
             if self.has_distances
             else None,
             held=means.nbytes + sum(one.nbytes for one in moments),
+            likelihood=self.likelihood,
         )
 
     def _growth(self, moments: Sequence[LogitMoments]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mola import normal_mixtures
 from mola.errors import DataError, OptionError
+from mola.likelihood import GAUSSIAN, Gaussian, Likelihood
 from mola.numerics import exact
 from mola.options import is_real
 from mola.prediction import Later, LazyFields
@@ -33,6 +34,7 @@ class RegressionPrediction(LazyFields):
         ood_score_name: which score it is.
         distance: (n,), where it is known, or what computes it.
         held: bytes that fields keep in memory until they are computed.
+        likelihood: of the first component.
     """
 
     axes: ClassVar[dict[str, int | None]] = {
@@ -56,10 +58,61 @@ class RegressionPrediction(LazyFields):
         distance: Later | None = None,
         *,
         held: int = 0,
+        likelihood: Likelihood = GAUSSIAN,
     ) -> None:
         """Keep the fields, and what computes the others."""
         given = (component_mean, component_variance, component_noise, weights, ood_score, ood_score_name, distance)
-        self._keep(dict(zip(self.axes, given, strict=True)), held)
+        self._keep(dict(zip(self.axes, given, strict=True)), held, likelihood)
+
+    @classmethod
+    def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:
+        """What members say who know nothing but a mean, with the likelihood's noise.
+
+        Args:
+            means: (K, n, D) in the targets' units.
+            weights: (K,).
+            likelihood: with its noise, in the targets' units.
+
+        Returns:
+            The prediction, whose outlier score is how much the members disagree.
+        """
+        variance = likelihood.variance_in_units(likelihood.deviation(means.shape[2]).square()).to(means)
+        shares = weights.to(means)
+        between = torch.einsum("k,knd->nd", shares, (means - torch.einsum("k,knd->nd", shares, means)).square())
+        score = (between / variance).log1p().mean(1)
+        noise = variance.expand_as(means).contiguous()
+        return cls(means, noise, noise, weights, score, "variance", likelihood=likelihood)
+
+    @classmethod
+    def mixed(cls, parts: Sequence[RegressionPrediction], weights: Tensor) -> RegressionPrediction:
+        """The mixture of several predictions for the same inputs: all of their components, each with its share.
+
+        Args:
+            parts: at least one.
+            weights: (M,), of each.
+
+        Returns:
+            The prediction; its outlier score and distance are averages.
+        """
+
+        def averaged(name: str) -> Tensor:
+            return torch.einsum(
+                "m,mn->n", weights.to(parts[0].component_mean), torch.stack([part._read(name) for part in parts])
+            )
+
+        shares = torch.cat([weight * part.weights for weight, part in zip(weights, parts, strict=True)])
+        names = dict.fromkeys(part.ood_score_name for part in parts)
+        known = all(part.distance is not None for part in parts)
+        return cls(
+            torch.cat([part.component_mean for part in parts]),
+            torch.cat([part.component_variance for part in parts]),
+            torch.cat([part.component_noise for part in parts]),
+            shares,
+            averaged("ood_score"),
+            " + ".join(names),
+            averaged("distance") if known else None,
+            likelihood=parts[0].likelihood,
+        )
 
     @classmethod
     def _common(cls, name: str, value: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mola.errors import DataError, OptionError
 from mola.laplace import LogitMoments
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.options import counted
 
 __all__ = [
@@ -26,8 +27,10 @@ __all__ = [
     "entropy_of_all",
     "entropy_score",
     "epistemic_share",
+    "expected_sigmoid",
     "far_field_score",
     "fine_entropy",
+    "label_energy_score",
     "max_logit_score",
     "max_probability_score",
     "mutual_information",
@@ -116,24 +119,28 @@ def softmax_and_entropy(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return raised / scale, entropies.squeeze(dim)
 
 
-def mutual_information(member_probs: Tensor, weights: Tensor) -> Tensor:
+def mutual_information(member_probs: Tensor, weights: Tensor, likelihood: Likelihood = CATEGORICAL) -> Tensor:
     """Epistemic part (n,) of the entropy of a mixture: `H[sum_k w_k p_k] - sum_k w_k H[p_k]`.
 
     Args:
         member_probs: (K, n, C).
         weights: (K,), non-negative, summing to 1.
+        likelihood: what the probabilities are of.
 
     Returns:
-        (n,), never below 0.
+        (n,), never below 0; (n, C) for yes or no.
     """
     mixed = torch.einsum("k,knc->nc", weights, member_probs)
-    within = torch.einsum("k,kn->n", weights, entropy(member_probs))
-    return (entropy(mixed) - within).clamp_min(0)
+    entropies = entropy(likelihood.answer_probabilities(member_probs))
+    within = torch.einsum("k,k...->...", weights, entropies)
+    return (entropy(likelihood.answer_probabilities(mixed)) - within).clamp_min(0)
 
 
-def max_probability_score(probs: Tensor) -> Tensor:
-    """One minus the largest probability."""
-    return 1 - probs.max(-1).values
+def max_probability_score(probs: Tensor, likelihood: Likelihood = CATEGORICAL) -> Tensor:
+    """One minus the largest probability (n,), of yes and no on average over labels."""
+    if likelihood.competing:
+        return 1 - probs.max(-1).values
+    return 1 - likelihood.answer_probabilities(probs).max(-1).values.mean(-1)
 
 
 def entropy_score(probs: Tensor) -> Tensor:
@@ -168,7 +175,26 @@ def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return -temperature * torch.logsumexp(logits / temperature, dim=-1)
 
 
-def far_field_score(logit_mean: Tensor, length: Tensor, weights: Tensor) -> Tensor:
+def label_energy_score(logits: Tensor) -> Tensor:
+    r"""Free energy of labels that are yes or no, over the last axis.
+
+    Of several labels the sum of their energies, :math:`-\sum_c \log(1 + e^{f_c})` (Wang et al., 2021): where no label is found, an
+    input is unlike the training data. Of one label a sure no is as good as a sure yes, so its energy is that of two classes with the
+    logits :math:`(-f/2, f/2)`.
+
+    Args:
+        logits: (..., C).
+
+    Returns:
+        (...), higher = more outlying.
+    """
+    energy = -torch.nn.functional.softplus(logits)
+    return (energy + logits / 2).squeeze(-1) if logits.shape[-1] == 1 else energy.sum(-1)
+
+
+def far_field_score(
+    logit_mean: Tensor, length: Tensor, weights: Tensor, likelihood: Likelihood = CATEGORICAL
+) -> Tensor:
     r"""How little the mixture would say in this direction, however far one goes: the far-field limit, read as a score.
 
     .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
@@ -177,21 +203,33 @@ def far_field_score(logit_mean: Tensor, length: Tensor, weights: Tensor) -> Tens
     :math:`\phi^\top B^{-1} \phi`, the probit link becomes linear, and ranking inputs by the mixture's largest probability
     becomes ranking by this. It needs no prior precision, and the lengths of the feature vectors cancel.
 
+    A logit that stands for yes is one of two classes, the other of which has the logit 0: of these, the mean over labels.
+
     Args:
         logit_mean: (K, n, C).
         length: (K, n), each feature vector's length relative to the training features.
         weights: (K,).
+        likelihood: what the logits mean.
 
     Returns:
         (n,), higher = more outlying.
     """
-    centred = logit_mean - logit_mean.mean(-1, keepdim=True)
     # A feature vector of length 0 has all its logits at the bias: nothing is known there.
     factors = torch.where(length > 0, weights[:, None] / length, 0)
+    if not likelihood.competing:
+        return -torch.einsum("kn,knc->nc", factors, logit_mean).abs().mean(-1) / 2
+    centred = logit_mean - logit_mean.mean(-1, keepdim=True)
     return -torch.einsum("kn,knc->nc", factors, centred).max(-1).values
 
 
-def outlier_terms(logit_mean: Tensor, length: Tensor, log_distance: Tensor, excess: Tensor, weights: Tensor) -> Tensor:
+def outlier_terms(
+    logit_mean: Tensor,
+    length: Tensor,
+    log_distance: Tensor,
+    excess: Tensor,
+    weights: Tensor,
+    likelihood: Likelihood = CATEGORICAL,
+) -> Tensor:
     """What the outlier score is made of (3, n), each higher for what is more outlying.
 
     The energy is that of logits divided by the square of what features are longer than usual, as cooling by distance divides them:
@@ -203,12 +241,14 @@ def outlier_terms(logit_mean: Tensor, length: Tensor, log_distance: Tensor, exce
         log_distance: (n,), of the mixture's distance from the training classes.
         excess: (K, n), how many times longer than usual features are, at least 1.
         weights: (K,).
+        likelihood: what the logits mean.
 
     Returns:
         The far-field score, the mean energy of the networks, and the logarithm of the distance.
     """
-    energy = torch.einsum("k,kn->n", weights, energy_score(logit_mean / excess.square()[..., None]))
-    return torch.stack([far_field_score(logit_mean, length, weights), energy, log_distance])
+    energies = energy_score if likelihood.competing else label_energy_score
+    energy = torch.einsum("k,kn->n", weights, energies(logit_mean / excess.square()[..., None]))
+    return torch.stack([far_field_score(logit_mean, length, weights, likelihood), energy, log_distance])
 
 
 def outlier_score(terms: Tensor, usual: Sequence[tuple[float, float]]) -> Tensor:
@@ -379,9 +419,11 @@ def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], s
         seed: of the draws, the same for every component.
 
     Returns:
-        (n,), between 0 and 1.
+        (n,), between 0 and 1; (n, C) for yes or no.
     """
     mean = moments[0].mean
+    if not moments[0].likelihood.competing:
+        return _share_of_each_label(moments, weights)
     count, classes = mean.shape
     draws = [spread_draws(classes, 0 if one.spread is None else one.spread.width) for one in moments]
     made = [
@@ -402,6 +444,64 @@ def epistemic_share(moments: Sequence[LogitMoments], weights: Sequence[float], s
                 _add_draws(draw(part), weight, mixed, within)
         shares.append(share_of(entropy_of_all(mixed), within))
     return torch.cat(shares) if shares else mean.new_zeros(0)
+
+
+NODES = 64
+"""Of the integrals over one logit."""
+
+WIDE, FLAT = 9.0, 36.0
+"""Standard deviations, and logits, beyond which an integrand is below the rounding of float64."""
+
+
+def expected_sigmoid(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Means of the sigmoid, and of the entropy of yes or no, under Gaussian logits: integrals over one number, by quadrature.
+
+    The trapezoidal rule over the part of the line where the integrand is not negligible converges exponentially for analytic
+    integrands. The sigmoid itself does not vanish on one side. Its difference from the normal distribution function
+    :math:`\Phi(z \sqrt{\pi/8})` does, and the mean of that is known: it is what the probit link gives, up to the logistic's shape.
+
+    Args:
+        mean: of the logits, any shape.
+        variance: likewise, not negative.
+
+    Returns:
+        Both in float64, to about 1e-12.
+    """
+    centre, spread = mean.double(), variance.double().clamp_min(0).sqrt()
+    # Beyond FLAT the entropy is 0 and the difference, too: only where both it and the Gaussian count.
+    reach = WIDE * spread
+    apart = (centre - reach > FLAT) | (centre + reach < -FLAT)
+    low = torch.where(apart, centre - reach, torch.maximum(centre - reach, torch.full_like(centre, -FLAT)))
+    high = torch.where(apart, centre + reach, torch.minimum(centre + reach, torch.full_like(centre, FLAT)))
+    places = torch.linspace(0, 1, NODES, dtype=torch.float64, device=mean.device)
+    nodes = low[..., None] + (high - low)[..., None] * places
+    step = (high - low) / (NODES - 1)
+    known = spread > 0
+    scale = torch.where(known, spread, 1.0)[..., None]
+    density = (-((nodes - centre[..., None]) / scale).square() / 2).exp() / (scale * math.sqrt(2 * math.pi))
+    yes, no = torch.sigmoid(nodes), torch.sigmoid(-nodes)
+    entropies = yes * torch.nn.functional.softplus(-nodes) + no * torch.nn.functional.softplus(nodes)
+    narrow = math.sqrt(math.pi / 8)
+    rest = ((yes - torch.special.ndtr(narrow * nodes)) * density).sum(-1) * step
+    mass = torch.special.ndtr(centre * narrow / (1 + math.pi / 8 * spread.square()).sqrt())
+    averaged = (entropies * density).sum(-1) * step
+    plain_yes, plain_no = torch.sigmoid(centre), torch.sigmoid(-centre)
+    plain = plain_yes * torch.nn.functional.softplus(-centre) + plain_no * torch.nn.functional.softplus(centre)
+    return torch.where(known, (mass + rest).clamp(0, 1), plain_yes), torch.where(known, averaged, plain)
+
+
+def _share_of_each_label(moments: Sequence[LogitMoments], weights: Sequence[float]) -> Tensor:
+    """The epistemic share (n, C) of labels that are yes or no: each logit is one Gaussian number, and nothing has to be drawn."""
+    mean = moments[0].mean
+    shares = []
+    rows = max(1, IN_CACHE // (NODES * mean.shape[1]))
+    for start in range(0, len(mean), rows):
+        mixed, within = (mean.new_zeros(mean[start : start + rows].shape, dtype=torch.float64) for _ in range(2))
+        for weight, one in zip(weights, moments, strict=True):
+            yes, entropies = expected_sigmoid(one.mean[start : start + rows], one.variance[start : start + rows])
+            mixed, within = mixed + weight * yes, within + weight * entropies
+        shares.append(share_of(fine_entropy(torch.stack([1 - mixed, mixed], -1)), within))
+    return (torch.cat(shares) if shares else torch.zeros_like(mean)).to(mean.dtype)
 
 
 def _add_draws(drawn: Tensor, weight: float, mixed: Tensor, within: Tensor) -> None:

@@ -75,6 +75,7 @@ class Likelihood(ABC):
     Attributes:
         name: for files and messages.
         hides_shift: whether a shift common to all outputs changes nothing.
+        discrete: whether labels are answers to choose from, and not numbers.
         competing: whether outputs compete: one is probable only at the cost of the others.
         links: names of the links that apply.
         rules: names of the rules that mean something.
@@ -83,6 +84,7 @@ class Likelihood(ABC):
 
     name: str
     hides_shift: bool = False
+    discrete: bool = True
     competing: bool = False
     links: tuple[str, ...] = ()
     rules: tuple[str, ...] = ("threshold", "nll", "brier", "ece", "evidence", "distance")
@@ -201,6 +203,14 @@ class Likelihood(ABC):
         """The right answers (m,) in int64 to all questions of n data, from their labels; -1 where none is known.
 
         Questions are in the order in which `table` puts them.
+
+        Raises:
+            OptionError: if there are no such questions.
+        """
+        raise OptionError(self._no_answers())
+
+    def answered(self, outputs: Tensor) -> Tensor:
+        """The most probable answers (m,) to all questions of n data, from their outputs (n, C), in the same order.
 
         Raises:
             OptionError: if there are no such questions.

@@ -152,6 +152,10 @@ class Bernoulli(Likelihood):
         flat = labels.T.flatten()
         return torch.where(flat.isnan(), -1, flat.nan_to_num()).long()
 
+    def answered(self, outputs: Tensor) -> Tensor:
+        """Yes where a logit is above 0."""
+        return (outputs > 0).T.flatten().long()
+
     def table(self, probs: Tensor) -> Tensor:
         """No and yes (L, 2, C n)."""
         yes = probs.flatten(1)

@@ -147,6 +147,10 @@ class Categorical(Likelihood):
         """The labels."""
         return labels
 
+    def answered(self, outputs: Tensor) -> Tensor:
+        """The classes with the largest logits."""
+        return outputs.argmax(1)
+
     def table(self, probs: Tensor) -> Tensor:
         """The probabilities themselves."""
         return probs

@@ -79,6 +79,7 @@ class Gaussian(Likelihood):
     variance: str = "log-variance"
     estimated: bool = False
     name = "gaussian"
+    discrete = False
     rules = ("nll", "crps", "evidence", "distance")
     default_rule = "nll"
 

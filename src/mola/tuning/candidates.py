@@ -22,7 +22,7 @@ from mola.likelihood import CATEGORICAL, Likelihood
 from mola.links import Link, cooled_table
 from mola.metrics import bin_sums, calibration_gaps
 from mola.network import Head, batch_count, batches_of, stream, without_autocast
-from mola.tuning.data_checks import guessed, other_order
+from mola.tuning.data_checks import guessed, other_columns, other_order, unlike_frequencies
 
 __all__ = ["HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
 
@@ -126,14 +126,18 @@ class HeldOut:
         if self.labels is None:
             message = "the threshold rule needs labels: yield (inputs, labels), or pass a confidence."
             raise DataError(message)
-        right = torch.stack([logits.argmax(1) == self.labels for logits in self.logits]).double()
-        of_each = right.mean(0)  # datum, the share of the networks that are right
-        shared = torch.tensor([len(self), of_each.square().sum()], dtype=torch.float64, device="cpu")
-        (sums,) = self.team.sum([torch.cat([shared, right.sum(1)])])
-        count, squares, *by_network = sums.tolist()
+        asked = self.likelihood.asked(self.labels)
+        known = asked >= 0
+        right = torch.stack([(self.likelihood.answered(logits) == asked) & known for logits in self.logits]).double()
+        # By datum: the questions of one are not independent, and its errors come together.
+        of_each, asked_of = right.mean(0).view(-1, len(self)).sum(0), known.view(-1, len(self)).sum(0).double()
+        squares = [of_each.square().sum(), (of_each * asked_of).sum(), asked_of.square().sum()]
+        (sums,) = self.team.sum([torch.cat([torch.stack([asked_of.sum(), *squares]), right.sum(1)])])
+        count, square, product, square_asked, *by_network = sums.tolist()
         accuracy = sum(one / count for one in by_network) / len(by_network)
+        spread = max(0.0, square - 2 * accuracy * product + accuracy**2 * square_asked)
         # At least 1 / (count + 2): where all are right, or all wrong, the spread is 0, and a few data are still a few.
-        return accuracy, max(math.sqrt(max(0.0, squares / count - accuracy**2) / count), 1 / (count + 2))
+        return accuracy, max(math.sqrt(spread) / count, 1 / (count + 2))
 
     def check_labels(self, where: str) -> None:
         """Refuse labels whose classes are in another order than a network's outputs; warn of labels that fit no better than guesses.
@@ -144,21 +148,27 @@ class HeldOut:
         Raises:
             DataError: if another order is clearly meant, with that order.
         """
-        if self.labels is None or self.labels.is_floating_point():
+        if self.labels is None or not self.likelihood.discrete:
             return
-        answers = [logits.argmax(1) for logits in self.logits]
-        rows = self.team.rows(torch.stack([self.labels, *answers], 1) if len(self) else None)
-        count, outputs, right = len(rows), self.logits[0].shape[1], []
-        for index in range(len(answers)):
+        asked = self.likelihood.asked(self.labels)
+        table = torch.stack([asked, *(self.likelihood.answered(logits) for logits in self.logits)], 1)
+        rows = self.team.rows(table[asked >= 0] if len(self) else None)
+        if not len(rows):
+            message = f"the {where}: every label is missing. Yield some labels."
+            raise DataError(message)
+        if not self.likelihood.competing:
+            self._check_labels_apart(where)
+        count, outputs, right = len(rows), self.likelihood.answers(self.logits[0].shape[1]), []
+        for index in range(len(self.logits)):
             pairs = rows[:, [0, index + 1]]
             right.append(float((pairs[:, 0] == pairs[:, 1]).double().mean()))
             found = other_order(pairs)
             if found is not None:
-                table = ", ".join(f"{label} -> {output}" for label, output in list(found.outputs.items())[:20])
+                pairs_of = ", ".join(f"{label} -> {output}" for label, output in list(found.outputs.items())[:20])
                 message = (
                     f"the {where}: the classes seem to be in another order than the outputs of models[{index}]. {found.right:.1%} of "
                     f"the labels agree with this network, but {found.moved:.1%} would if labels stood for outputs like this: "
-                    f"{table}{', ...' if len(found.outputs) > 20 else ''}. Give each input the index of its class's output as its "
+                    f"{pairs_of}{', ...' if len(found.outputs) > 20 else ''}. Give each input the index of its class's output as its "
                     f"label."
                 )
                 raise DataError(message)
@@ -170,10 +180,34 @@ class HeldOut:
                 f"for training?"
             )
 
+    def _check_labels_apart(self, where: str) -> None:
+        """Look at each label by itself: whether they are those of other outputs, and whether yes is said as often as it is right.
+
+        Raises:
+            DataError: if the labels are clearly in another order than the outputs.
+        """
+        assert self.labels is not None
+        mean = torch.stack([self.likelihood.probabilities(logits.double()) for logits in self.logits]).mean(0)
+        rows = self.team.rows(torch.cat([self.labels.double(), mean], 1) if len(self) else None)
+        labels, said = rows.tensor_split(2, dim=1)
+        order = other_columns(labels, said)
+        if order is not None:
+            message = (
+                f"the {where}: the labels seem to be in another order than the networks' outputs: column by column, the labels go "
+                f"with outputs {order[:20]}{'...' if len(order) > 20 else ''}. Put the columns in the order of the outputs."
+            )
+            raise DataError(message)
+        words = unlike_frequencies(labels, said)
+        if words is not None:
+            warn(f"the {where}: {words}")
+
     def guessed(self) -> bool:
         """Whether the labels agree with the networks hardly more often than guesses: then they say nothing of confidence."""
-        (count,) = self.team.sum([torch.tensor(float(len(self)), dtype=torch.float64, device="cpu")])
-        return self.labels is not None and guessed(self.mean_accuracy()[0], int(count), self.logits[0].shape[1])
+        if self.labels is None:
+            return False
+        known = (self.likelihood.asked(self.labels) >= 0).sum()
+        (count,) = self.team.sum([known.double().cpu()])
+        return guessed(self.mean_accuracy()[0], int(count), self.likelihood.answers(self.logits[0].shape[1]))
 
     def unlike_held_out(self, trained_on: Sequence[tuple[int, float | None]]) -> str | None:
         """What makes one doubt that these data were held out.
@@ -421,10 +455,9 @@ class Problem(ABC):
     def _scored(self, data: HeldOut, tries: int, tried: Iterable[tuple[slice, slice, Tensor]]) -> dict[str, Tensor]:
         scores = _Scores(tries)
         for which, part, probs in tried:
-            scores.add(which, probs, None if data.labels is None else data.labels[part])
-        count = torch.tensor(float(len(data)), dtype=torch.float64, device="cpu")
-        sums, bins, count = data.team.sum([scores.sums, scores.bins, count])
-        means = sums / count
+            scores.add(which, probs, None if data.labels is None else self.likelihood.asked(data.labels[part]))
+        sums, bins, count = data.team.sum([scores.sums, scores.bins, scores.counts])
+        means = sums / count[:, None]
         if data.labels is None:
             return {"confidence": means[:, 0], "uniform": means[:, 1]}
         scored = {"confidence": means[:, 0], "nll": means[:, 1], "brier": means[:, 2]}
@@ -432,7 +465,7 @@ class Problem(ABC):
 
     @abstractmethod
     def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Probabilities (L, C, n) of some of the data under some candidates, until all are through."""
+        """Probabilities (L, A, m) of some of the data under some candidates, until all are through: of A answers to m questions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,7 +512,9 @@ class LastLayerProblem(Problem):
         return self._scored(data, len(coolings), self._cooled_tries(data, precisions, coolings))
 
     def judged(self, data: HeldOut, precisions: Sequence[float], cooling: tuple[float, float]) -> tuple[Tensor, Tensor]:
-        """Confidence (n,) in each of this process's data, and whether the answer is right (n,), as 0 or 1.
+        """Confidence in each of this process's data that have labels, and whether the answer is right, as 0 or 1.
+
+        Where a datum puts several questions, both are means over those whose answer is known.
 
         Args:
             data: with labels.
@@ -487,20 +522,27 @@ class LastLayerProblem(Problem):
             cooling: temperature and distance exponent.
 
         Returns:
-            Both in float64.
+            (n,) both, in float64.
         """
         assert data.labels is not None
         sure, right = [torch.zeros(0, dtype=torch.float64, device="cpu") for _ in range(2)]
         for _, part, probs in self._cooled_tries(data, precisions, [cooling]):
             confidence, answer = probs[0].max(0)
-            sure = torch.cat([sure, confidence])
-            right = torch.cat([right, (answer == data.labels[part]).double()])
+            asked = self.likelihood.asked(data.labels[part])
+            known, rows = asked >= 0, len(data.labels[part])
+            counts = known.view(-1, rows).sum(0)
+            some = counts > 0
+            for_each = [
+                (values * known).view(-1, rows).sum(0)[some] / counts[some]
+                for values in (confidence, (answer == asked).double())
+            ]
+            sure, right = torch.cat([sure, for_each[0]]), torch.cat([right, for_each[1]])
         return sure, right
 
     def _cooled_tries(
         self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]
     ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Probabilities (L, C, n) of some of the data under some coolings, until all are through."""
+        """Probabilities (L, A, m) of some of the data under some coolings, until all are through."""
         mixing, outputs = self.weights_at(precisions), self.spectra[0].outputs
         logs = data.measured(self.geometries) if self.geometries is not None else None
         posteriors = [spectrum.posterior(one) for spectrum, one in zip(self.spectra, precisions, strict=True)]
@@ -515,8 +557,8 @@ class LastLayerProblem(Problem):
                 for index, by in enumerate(divisors):
                     probs = torch.zeros_like(means[0])
                     for weight, mean, spread, own in zip(mixing, means, spreads, by, strict=True):
-                        probs += weight * self.link(LogitMoments(mean, spread).divided(own))
-                    yield slice(index, index + 1), part, probs.T[None]
+                        probs += weight * self.link(LogitMoments(mean, spread, None, self.likelihood).divided(own))
+                    yield slice(index, index + 1), part, self.likelihood.table(probs.T[None])
                 continue
             variances = [(one.contrast_variance() if contrast else one.variance()).T for one in spreads]
             together = max(1, LOGITS_AT_ONCE // (len(means[0]) * outputs))
@@ -577,7 +619,7 @@ class LastLayerProblem(Problem):
         precisions: Sequence[float],
         temperature: float,
     ) -> Tensor:
-        """The mixture's probabilities (L, C, n) under several candidates, where the link cools logits by their variances."""
+        """The mixture's probabilities (L, A, m) under several candidates, where the link cools logits by their variances."""
         contrast, total = self.link.cooled_by == "contrast_variance", None
         squares = None if temperature == 1 else means[0].new_tensor(temperature**2)
         for weights, mean, projected, spectrum in zip(mixing.T, means, projections, self.spectra, strict=True):
@@ -618,9 +660,9 @@ class LastLayerProblem(Problem):
     def _mixed(self, mixing: Tensor, means: Sequence[Tensor], spreads: Sequence[Spread], temperature: float) -> Tensor:
         probs = torch.zeros_like(means[0])
         for weight, mean, spread in zip(mixing, means, spreads, strict=True):
-            moments = LogitMoments(mean, spread)
+            moments = LogitMoments(mean, spread, None, self.likelihood)
             probs += weight * self.link(moments if temperature == 1 else moments.divided(mean.new_tensor(temperature)))
-        return probs.T[None]
+        return self.likelihood.table(probs.T[None])
 
 
 class _Scores:
@@ -629,9 +671,14 @@ class _Scores:
     def __init__(self, count: int) -> None:
         self.sums = torch.zeros(count, 3, dtype=torch.float64, device="cpu")
         self.bins = torch.zeros(count, 15, 3, dtype=torch.float64, device="cpu")
+        self.counts = torch.zeros(count, dtype=torch.float64, device="cpu")
 
     def add(self, which: slice, probs: Tensor, labels: Tensor | None) -> None:
-        """Take more data: probabilities (L, C, n) under some candidates."""
+        """Take more data: probabilities (L, A, m) under some candidates, and right answers (m,), -1 where none is known."""
+        if labels is not None and bool((labels < 0).any()):
+            known = labels >= 0
+            probs, labels = probs[:, :, known], labels[known]
+        self.counts[which] += probs.shape[2]
         confidence = probs.amax(1)
         if labels is None:
             self.sums[which, :2] += torch.stack([confidence.sum(1), -_log(probs).mean(1).sum(1)], dim=1)

@@ -310,7 +310,7 @@ class ConfidenceThreshold:
             return self.confidence, self.words(), ()
         accuracy, error = data.mean_accuracy()
         # No confidence is below 1 / C: a lower target would be met by every candidate, and say nothing.
-        least = 1 / data.logits[0].shape[1]
+        least = 1 / data.likelihood.answers(data.logits[0].shape[1])
         notes: tuple[str, ...] = ()
         if error > self.margin:
             notes = (
