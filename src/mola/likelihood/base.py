@@ -19,6 +19,7 @@ Independent outputs (Bernoulli, Gaussian) have only the separate part.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,6 +134,16 @@ class Likelihood(ABC):
     def scored_curvature(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, OutputCurvature]:
         """Log-likelihood (n,) and curvature: both, where that costs less than each by itself."""
         return self.log_likelihood(outputs, labels), self.curvature(outputs, labels)
+
+    # --- training further, as some baselines do ---------------------------------------------------------------------
+
+    def training_score(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """What training makes as large as can be (n,): the log-likelihood."""
+        return self.log_likelihood(outputs, labels)
+
+    def loss_of_guessing(self, outputs: Tensor, labels: Tensor) -> float:
+        """Mean loss of whoever knows nothing of the inputs."""
+        return math.log(self.answers(outputs.shape[1])) * (1 if self.competing else outputs.shape[1])
 
     # --- sums that depend on a number that is chosen after them ------------------------------------------------------
 

@@ -332,6 +332,16 @@ class Gaussian(Likelihood):
         each = -0.5 * ((labels.to(means) - means).square() / variance + variance.log()) - HALF_LOG_TAU
         return (each - self.widths(means.shape[1])[1].log().to(means)).sum(1)
 
+    def training_score(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Less half the squared error (n,), in the network's units; of networks that say their variance, the log-likelihood."""
+        means, told = self.means(outputs), self.relative_variance(outputs)
+        squares = (labels.to(means) - means).square()
+        return -0.5 * (squares if told is None else squares / told + told.log()).sum(1)
+
+    def loss_of_guessing(self, outputs: Tensor, labels: Tensor) -> float:
+        """Of whoever says the standardised mean: half of 1 for each output, or of this batch's mean square, if that is larger."""
+        return 0.5 * max(float(labels.square().mean()), 1.0) * labels.shape[1]
+
     def total_log_likelihood(self, sums: Tensor, count: int) -> float:
         """The same, summed over the data whose `label_sums` these are.
 

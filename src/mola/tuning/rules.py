@@ -493,10 +493,17 @@ def _with_noise(problem: RegressionProblem, data: HeldOut, score: str, grid: Seq
         factor = _best_factor(partial(problem.noise_curve, data, search.grid[index], score=score), factor)
         if abs(math.log(factor / before)) < SETTLED:
             break
-    name, count = f"ValidationScore({score!r})", len(problem.spectra)
-    notes = _told(search, index, score, name)
+    name, count, chosen = f"ValidationScore({score!r})", len(problem.spectra), search.grid[index]
+    notes: tuple[str, ...] = ()
+    if not search.first_grid[0] <= chosen <= search.first_grid[1]:
+        what = "next to no prior: the training data alone set the covariance" if chosen < 1 else "next to no covariance"
+        notes = (
+            f"{name}: the prior precision that does best, {chosen:.3g}, lies outside the grid from {search.first_grid[0]:.3g} to "
+            f"{search.first_grid[1]:.3g}, and means {what}. If that says nonsense outside the data, use rule 'evidence'.",
+        )
+        warn(notes[0])
     factors = (factor,) * count if problem.noise_is_free else ()
-    return Tuning(name, (search.grid[index],) * count, search.table(), notes, noise_factors=factors)
+    return Tuning(name, (chosen,) * count, search.table(), notes, noise_factors=factors)
 
 
 def _nearest(search: Search, score: str, alike: float) -> int:
