@@ -63,6 +63,12 @@ class ClassResult:
     accuracy: float
     confidence: float
     """Mean of the largest probability."""
+    auroc: float | None = None
+    """Of a label that is yes or no: area under the ROC curve."""
+    average_precision: float | None = None
+    """Likewise."""
+    ece: float | None = None
+    """Likewise: calibration error of the probability of yes."""
 
 
 @dataclass(frozen=True)

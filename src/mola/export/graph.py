@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mola.errors import DataError, OptionError
 from mola.export.moments import GraphPosterior, Joint
 from mola.laplace import SPARE, LogitMoments
+from mola.likelihood import Likelihood
 from mola.network import Inputs, capture, undisturbed
 from mola.options import did_you_mean
 from mola.outliers import COMBINED, FAR_FIELD, LEAST_SURE
@@ -25,6 +26,8 @@ from mola.posterior import MoLA
 from mola.uncertainty import (
     energy_score,
     entropy_of_all,
+    expected_sigmoid,
+    label_energy_score,
     outlier_score,
     share_of,
     softmax_and_entropy,
@@ -257,6 +260,7 @@ class Exported(nn.Module):
             )
             raise OptionError(message)
         components = posterior.components
+        self.likelihood: Likelihood = posterior.likelihood
         self.signature, self.outputs, self.float16 = signature, check_outputs(outputs, posterior), float16
         self.link, self.cooling, self.preparation = posterior.link, posterior.cooling, preparation
         self.networks = nn.ModuleList(posterior.networks)
@@ -290,7 +294,7 @@ class Exported(nn.Module):
             tensors: the inputs, in the signature's order.
 
         Returns:
-            "probabilities" (n, C), and (n,) of all others.
+            "probabilities" (n, C), and (n,) of all others; for yes or no (n, C) of all that is said of an answer.
         """
         if self.preparation is not None:
             tensors = tuple(self.preparation(tensor) for tensor in tensors)
@@ -298,7 +302,8 @@ class Exported(nn.Module):
             tensors = tuple(tensor.half() if tensor.is_floating_point() else tensor for tensor in tensors)
         inputs = self.signature.inputs(tensors)
         with undisturbed(*self.networks):
-            seen = [capture(network, head, inputs) for network, head in zip(self.networks, self.heads, strict=True)]
+            pairs = zip(self.networks, self.heads, strict=True)
+            seen = [capture(network, head, inputs, self.likelihood) for network, head in pairs]
         logits = [one.logits.to(torch.promote_types(one.logits.dtype, torch.float32)) for one in seen]
         mean = torch.cat(logits)
         joint = None
@@ -307,17 +312,20 @@ class Exported(nn.Module):
             lifted = [head.lift(values) for head, values in zip(self.heads, features, strict=True) if head is not None]
             joint = Joint(self.posteriors, lifted)
         spreads = [None] * len(logits) if joint is None else joint.spreads
-        each = [LogitMoments(values, spread) for values, spread in zip(logits, spreads, strict=True)]
+        each = [
+            LogitMoments(values, spread, None, self.likelihood) for values, spread in zip(logits, spreads, strict=True)
+        ]
         divisors = self._divisors(each)
-        moments = LogitMoments(mean, joint)
+        moments = LogitMoments(mean, joint, None, self.likelihood)
         probs = self._mixed(self.link(moments if divisors is None else moments.divided(divisors)))
+        answers = self.likelihood.answer_probabilities(probs)
         make: dict[str, Callable[[], Tensor]] = {
             "probabilities": lambda: probs,
-            "label": lambda: probs.argmax(-1),
-            "confidence": lambda: probs.amax(-1),
-            "entropy": lambda: _entropy(probs),
-            "mutual_information": lambda: _entropy(probs) * self._epistemic_share(mean, joint, divisors),
-            "ood_score": lambda: self._ood_score(each, mean, joint, probs),
+            "label": lambda: answers.argmax(-1),
+            "confidence": lambda: answers.amax(-1),
+            "entropy": lambda: _entropy(answers),
+            "mutual_information": lambda: _entropy(answers) * self._epistemic_share(mean, joint, divisors),
+            "ood_score": lambda: self._ood_score(each, mean, joint, answers),
             DISTANCE: lambda: self.cooling.log_distance(each, self._weights).exp(),
         }
         return {name: make[name]() for name in self.outputs}
@@ -345,6 +353,8 @@ class Exported(nn.Module):
         """`mola.uncertainty.epistemic_share`, on the same draws."""
         if divisors is not None:
             mean = mean / divisors[:, None]
+        if not self.likelihood.competing:
+            return self._share_of_each_label(mean, joint, divisors)
         if joint is None:
             probs, entropies = softmax_and_entropy(mean, 1)
             by_quarter = self._mixed(probs)[:, None].expand(-1, 4, -1)
@@ -363,6 +373,14 @@ class Exported(nn.Module):
         mixed = self._mixed(by_quarter.flatten(1)).view(-1, 4, mean.shape[1])
         return share_of(entropy_of_all(mixed), self._mixed(within))
 
+    def _share_of_each_label(self, mean: Tensor, joint: Joint | None, divisors: Tensor | None) -> Tensor:
+        """The same for labels that are yes or no, without draws: each logit is one Gaussian number."""
+        variance = torch.zeros_like(mean) if joint is None else joint.variance()
+        if divisors is not None:
+            variance = variance / divisors[:, None].square()
+        yes, within = (self._mixed(values) for values in expected_sigmoid(mean, variance, mean.dtype))
+        return share_of(_entropy(torch.stack([1 - yes, yes], -1)), within)
+
     @property
     def ood_score_name(self) -> str:
         """Which outlier score it gives: the posterior's."""
@@ -370,24 +388,28 @@ class Exported(nn.Module):
             return LEAST_SURE
         return FAR_FIELD if self.usual_score is None else COMBINED
 
-    def _ood_score(self, each: Sequence[LogitMoments], mean: Tensor, joint: Joint | None, probs: Tensor) -> Tensor:
+    def _ood_score(self, each: Sequence[LogitMoments], mean: Tensor, joint: Joint | None, answers: Tensor) -> Tensor:
+        competing = self.likelihood.competing
         if joint is None:
-            return 1 - probs.amax(-1)
+            sure = answers.amax(-1)
+            return 1 - (sure if competing else sure.mean(-1))
         far_field = self._far_field(mean, joint)
         if self.usual_score is None:
             return far_field
         excess = self.cooling.excess(each).flatten()[:, None]
-        energy = self._mixed(energy_score(mean / excess.square()))
+        energy = self._mixed((energy_score if competing else label_energy_score)(mean / excess.square()))
         terms = [far_field, energy, self.cooling.log_distance(each, self._weights)]
         return outlier_score(torch.stack(terms), self.usual_score)
 
     def _far_field(self, mean: Tensor, joint: Joint) -> Tensor:
         # Where a length is 0, all features are, and so are the logits: nothing is known there, and 0 over little is 0. A length
         # whose square is next to nothing has lost its digits.
-        length, centred = joint.length()[:, None], mean - mean.mean(-1, keepdim=True)
+        competing = self.likelihood.competing
+        length, centred = joint.length()[:, None], mean - mean.mean(-1, keepdim=True) if competing else mean
         least = (torch.finfo(mean.dtype).tiny * SPARE) ** 0.5
         scaled = torch.where((length < least) & (centred != 0), math.nan, centred / length.clamp_min(least))
-        return -self._mixed(scaled).amax(-1)
+        mixed = self._mixed(scaled)
+        return -mixed.amax(-1) if competing else -mixed.abs().mean(-1) / 2
 
 
 def _by_quarter(drawn: Tensor) -> tuple[Tensor, Tensor]:

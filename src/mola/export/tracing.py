@@ -287,7 +287,7 @@ def _remedy(traced: Traced) -> str:
 def _tied(traced: Traced, inputs: Inputs) -> Tensor:
     """Whether the two most probable classes differ by no more than rounding."""
     probs = traced.posterior.predict(network_inputs(inputs, traced.graph.signature, traced.graph)).probs
-    first, second = probs.double().topk(2).values.T
+    first, second = traced.posterior.likelihood.answer_probabilities(probs.double()).topk(2).values.unbind(-1)
     return first - second < (FLOAT16_TOLERANCE if traced.graph.float16 else TOLERANCE)
 
 

@@ -113,6 +113,10 @@ class Likelihood(ABC):
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
         """Labels as the likelihood reads them, on the device of the outputs (n, C); `DataError` naming `where` if it cannot."""
 
+    def readable(self, labels: Tensor) -> Tensor:
+        """Which rows (n,) of labels from a file, (n,) or (n, C) in float64, hold what `check_labels` takes: finite numbers."""
+        return labels.reshape(len(labels), -1).isfinite().all(1)
+
     def known(self, labels: Tensor) -> Tensor | None:
         """Which data (n,) have a label at all, of labels that were checked; None where all must have one."""
         return None

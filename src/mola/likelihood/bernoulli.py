@@ -102,6 +102,11 @@ class Bernoulli(Likelihood):
             raise DataError(message)
         return torch.where(missing, torch.nan, read)
 
+    def readable(self, labels: Tensor) -> Tensor:
+        """Rows of 0, 1, NaN and -100."""
+        rows = labels.reshape(len(labels), -1)
+        return (rows.isnan() | (rows == MISSING) | (rows == 0) | (rows == 1)).all(1)
+
     def known(self, labels: Tensor) -> Tensor | None:
         """Data of which at least one label is known; None where that is all of them."""
         some = ~labels.isnan().all(1)

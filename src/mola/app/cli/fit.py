@@ -29,6 +29,7 @@ from mola.options import counted
 
 if TYPE_CHECKING:
     from mola.app.jobs.fit import FitResult
+    from mola.app.jobs.job import Job
 
 __all__ = ["fit"]
 
@@ -130,6 +131,14 @@ def fit(
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Threads that decode images.  [default: 2]", rich_help_panel=PREPARATION)
+    ] = None,
+    likelihood: Annotated[
+        str | None,
+        typer.Option(
+            help="What the networks' outputs mean: categorical (one of C classes) or bernoulli (yes or no for each output).  "
+            "[default: categorical]",
+            rich_help_panel=METHOD,
+        ),
     ] = None,
     structure: Annotated[
         str | None,
@@ -253,6 +262,7 @@ def fit(
         "std": numbers(std, "--std"),
         "batch_size": batch_size,
         "workers": workers,
+        "likelihood": likelihood,
         "structure": structure,
         "link": link,
         "mixing": mixing,
@@ -276,7 +286,7 @@ def fit(
         with showing_progress(quiet=quiet) as progress, _hearing() as heard:
             result = run_fit(job, output, progress, bundle=bundle, team=team, checkpoint=checkpoint)
     if not quiet and not as_json:
-        _show(output, job.structure, result, heard)
+        _show(output, job, result, heard)
     summary = {
         "folder": str(output),
         "result": result.document["result"],
@@ -306,7 +316,7 @@ def _hearing() -> Iterator[set[str]]:
         warnings.showwarning = show
 
 
-def _show(output: Path, structure: str, result: FitResult, heard: set[str]) -> None:
+def _show(output: Path, job: Job, result: FitResult, heard: set[str]) -> None:
     console = Console(highlight=False)
     found = result.document["result"]
     networks = len(found["prior_precision"])
@@ -314,8 +324,9 @@ def _show(output: Path, structure: str, result: FitResult, heard: set[str]) -> N
     precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in found["prior_precision"]))
     rule = f", by {found['rule']}" if found["rule"] else ""
     cooled = "".join(f", {words}" for words in cooling_words(found["temperature"], found["distance_exponent"]))
+    outputs = f"{found['outputs']} classes" if job.likelihood == "categorical" else counted(found["outputs"], "output")
     console.print(
-        f"Fitted {count} with {found['outputs']} classes on {counted(found['train_count'], 'input')}: structure {structure}, lambda "
+        f"Fitted {count} with {outputs} on {counted(found['train_count'], 'input')}: structure {job.structure}, lambda "
         f"{precisions}{cooled}{escape(rule)}."
     )
     measured = found["validation"]

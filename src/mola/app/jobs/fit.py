@@ -41,13 +41,15 @@ from mola.distributed import Team
 from mola.errors import DataError, OptionError, warn
 from mola.fitting import fit
 from mola.laplace import STRUCTURES
-from mola.links import LINKS
+from mola.likelihood import as_likelihood
+from mola.links import LINKS, as_link
 from mola.network import call, find_heads, undisturbed
 from mola.options import one_of
 from mola.posterior import MoLA
 from mola.saving import storage
 from mola.tuning.candidates import HeldOut, read_held_out
 from mola.tuning.choosing import RULES as NAMED_RULES
+from mola.tuning.choosing import as_rule
 from mola.tuning.data_checks import Remembering, guessed, other_order, shared_rows
 from mola.tuning.distance import Distance
 from mola.tuning.rules import ConfidenceThreshold, OutlierExposure, Rule
@@ -142,8 +144,12 @@ def check_job(job: Job) -> None:
     if job.train is None:
         message = "no training data: name them with --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
         raise OptionError(message)
+    likelihood = as_likelihood(job.likelihood)
     one_of(job.structure, STRUCTURES, "structure")
     one_of(job.link, LINKS, "link")
+    as_link(job.link, likelihood)
+    if job.rule in NAMED_RULES:
+        as_rule(job.rule, likelihood=likelihood)
     one_of(job.mixing, MIXING, "mixing")
     if job.seed >= 2**63:
         message = f"seed must be below 2**63, got {job.seed}."
@@ -218,6 +224,7 @@ def run_fit(
         link=job.link,
         head=job.head,
         progress=False,
+        likelihood=job.likelihood,
         team=together,
         checkpoint=checkpoint,
         distances=job.distances,
@@ -257,18 +264,22 @@ def _move(built: Built, device: str) -> None:
 
 def _read_validation(built: Built, job: Job, data: Material, val: Remembering) -> HeldOut:
     """What the networks make of the validation data, read once; refused if their classes are in another order."""
-    names = [job.head] * len(built.networks)
+    names, likelihood = [job.head] * len(built.networks), as_likelihood(job.likelihood)
     with data.team.work(READING), undisturbed(*built.networks):
         held_out = read_held_out(
             built.networks,
-            find_heads(built.networks, names, data.first),
+            find_heads(built.networks, names, data.first, likelihood),
             val,
             where="validation data",
             labelled=True,
             progress=False,
             team=data.team,
+            likelihood=likelihood,
         )
         assert held_out.labels is not None
+        if not likelihood.competing:
+            held_out.check_labels("validation data")
+            return held_out
         for index, logits in enumerate(held_out.logits):
             pairs = data.team.rows(torch.stack([held_out.labels, logits.argmax(1)], 1) if len(held_out) else None)
             check_order(pairs, data.outputs, data.classes, str(job.val), index)
@@ -292,21 +303,23 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
 def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64]]:
     """The networks alone and the posterior on the validation data, and the outlier scores of these."""
     plain, whole, team = Tally(), Tally(), held_out.team
+    given: list[Tensor] = []
     assert held_out.labels is not None
     with team.work("checking"):
         for start in range(0, len(held_out), ROWS):
             part = slice(start, start + ROWS)
             logits, probs, score = posterior.of_held_out(held_out, part)
             # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
-            alone = torch.einsum("k,knc->nc", posterior.weights.to(logits), torch.softmax(logits, -1))
-            plain.add(Answer(alone), held_out.labels[part])
-            whole.add(Answer(probs, ood_score=score), held_out.labels[part])
+            likelihood = posterior.likelihood
+            alone = torch.einsum("k,knc->nc", posterior.weights.to(logits), likelihood.probabilities(logits))
+            plain.add(Answer(alone, likelihood=likelihood), held_out.labels[part])
+            whole.add(Answer(probs, ood_score=score, likelihood=likelihood), held_out.labels[part])
+            given.append(score)
         plain, whole = plain.together(team), whole.together(team)
-    scores = whole.score
-    assert scores is not None
+        scores = team.rows(torch.cat(given).double() if given else None).numpy()
     threshold, rate = usual_alarm(scores)
     measured = {
-        "count": whole.count,
+        "count": len(scores),
         "networks": plain.labelled(),
         "posterior": whole.labelled(),
         "outlier_threshold": threshold,
@@ -443,7 +456,8 @@ class Material:
             DataError: if they cannot take the inputs.
         """
         try:
-            return call(built.networks[0].eval(), first).shape[1]
+            outputs = call(built.networks[0].eval(), first)
+            return 1 if outputs.dim() == 1 else outputs.shape[1]
         except DataError as error:
             if not isinstance(self.train, Pictures) or self.intake.shape is None:
                 raise
@@ -483,6 +497,7 @@ class Material:
             directory=self.job.directory,
             seed=self.job.seed,
             download=self.job.download,
+            likelihood=as_likelihood(self.job.likelihood),
         )
 
     def loader(self, source: UserSet, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:

@@ -152,6 +152,7 @@ class PosteriorFolder:
             directory=directory or self.job.directory,
             seed=self.job.seed,
             download=self.job.download,
+            likelihood=self.posterior.likelihood,
         )
 
 

@@ -67,6 +67,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "workers": "whole",
     },
     "method": {
+        "likelihood": "text",
         "structure": "text",
         "link": "text",
         "mixing": "text",
@@ -107,6 +108,7 @@ class Job:
     std: tuple[float, ...] | None = None
     batch_size: int = 256
     workers: int = 2
+    likelihood: str = "categorical"
     structure: str = "kron"
     link: str = "probit"
     mixing: str = "uniform"

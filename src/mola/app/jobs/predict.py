@@ -150,8 +150,9 @@ def run_predict(
     names = _class_names(fitted)
     threshold = alarm(fitted, false_alarm_rate)
     account = Account()
-    sums, outlying, chosen = np.zeros(3), 0, np.zeros(len(names), dtype=np.int64)
-    columns = len(names) if probabilities else 0
+    several = not fitted.posterior.likelihood.competing
+    sums, outlying, count, chosen = np.zeros(3), 0, 0, np.zeros(len(names), dtype=np.int64)
+    columns = len(names) if probabilities or several else 0
     progress("predicting", 0.0)
     with together.work("predicting"), ExitStack() as stack:
         own = portions(
@@ -166,12 +167,15 @@ def run_predict(
         for portion in in_order(own, together):
             assert writer is not None  # only rank 0 is given any
             account.add(source.name, portion.rows())
-            for record in records(portion, names, threshold):
+            for record in records(portion, names, threshold, several=several):
                 writer.add(record)
             sums += portion.numbers[:, 1:4].sum(0)
             outlying += 0 if threshold is None else int((portion.numbers[:, 4] > threshold).sum())
-            chosen += np.bincount(portion.numbers[:, 0].astype(np.int64), minlength=len(names))
-        count = int(chosen.sum())
+            count += len(portion.numbers)
+            if several:
+                chosen += (portion.numbers[:, len(COLUMNS) :] > YES).sum(0)
+            else:
+                chosen += np.bincount(portion.numbers[:, 0].astype(np.int64), minlength=len(names))
         if together.first and count == 0:
             first = next(iter(account.left_out.get(source.name, {}).items()), None)
             why = "" if first is None else f" The first: {first[0]}: {first[1]}."
@@ -199,13 +203,20 @@ def _class_names(fitted: PosteriorFolder) -> tuple[str, ...]:
     return fitted.classes or tuple(str(index) for index in range(fitted.outputs))
 
 
-def records(portion: Portion, names: tuple[str, ...], threshold: float | None) -> Iterator[dict[str, Any]]:
+YES = 0.5
+"""Probability above which a label is yes."""
+
+
+def records(
+    portion: Portion, names: tuple[str, ...], threshold: float | None, *, several: bool = False
+) -> Iterator[dict[str, Any]]:
     """A record for each input of a portion, used or not, in their order.
 
     Args:
         portion: what is known of a batch.
         names: of the classes.
         threshold: outlier score above which an input is outlying, if that is known.
+        several: whether inputs have several labels, each yes or no: "class" then names those that are yes, and "label" counts them.
 
     Yields:
         The records: texts and numbers by name, None where there is nothing.
@@ -214,10 +225,11 @@ def records(portion: Portion, names: tuple[str, ...], threshold: float | None) -
     for name, error in zip(portion.names, portion.errors, strict=True):
         values = [None] * len(COLUMNS) if error else next(numbers)
         label, confidence, entropy, epistemic, score, distance, *probs = values
+        found = None if label is None else names[int(label)] if not several else _found(names, probs)
         yield {
             "name": name,
             "label": None if label is None else int(label),
-            "class": None if label is None else names[int(label)],
+            "class": found,
             "confidence": confidence,
             "entropy": entropy,
             "epistemic": epistemic,
@@ -268,12 +280,20 @@ class Portion:
         return Rows(self.names, self.errors, None, None, self.notes)
 
 
+def _found(names: Sequence[str], probs: Sequence[float | None]) -> str:
+    """The labels that are yes, with bars between them."""
+    return "|".join(name for name, value in zip(names, probs, strict=True) if value is not None and value > YES)
+
+
 def _portion(rows: Rows, prediction: Prediction | None, outputs: int) -> Portion:
     """A batch with its prediction, if any input of it could be used; `outputs`: how many probabilities to keep."""
     numbers = np.zeros((0, len(COLUMNS) + outputs))
     if prediction is not None:
-        unknown = torch.full_like(prediction.confidence, math.nan)
+        unknown = prediction.probs.new_full((len(prediction),), math.nan)
         values = [getattr(prediction, name) for name in COLUMNS]
+        if not prediction.likelihood.competing:
+            # How many are yes, and the means over labels of what is known of each.
+            values = [prediction.label.sum(1), *(one.mean(1) for one in values[1:4]), *values[4:]]
         parts = [(unknown if one is None else one).double()[:, None] for one in values]
         numbers = torch.cat([*parts, *([prediction.probs.double()] if outputs else [])], dim=1).numpy()
     return Portion(rows.names, rows.errors, rows.notes, numbers)
