@@ -13,12 +13,13 @@ from mola.component import Component, Curvature, per_component
 from mola.distributed import Team, check_sampler
 from mola.errors import OptionError
 from mola.laplace import Structure, as_structure, check_precision
-from mola.likelihood import Likelihood, as_likelihood
+from mola.likelihood import Gaussian, Likelihood, as_likelihood
 from mola.links import Link, as_link
 from mola.mixture import check_weighting
 from mola.network import IGNORED, check_loader, check_positions, undisturbed
 from mola.network.fingerprint import Watch
 from mola.posterior import MoLA
+from mola.regression import RegressionMoLA
 from mola.saving import archive, storage
 from mola.sums import SumsCheckpoint, sum_up
 from mola.tuning.choosing import check_rule
@@ -93,7 +94,8 @@ def fit(
             takes no validation data), or an object such as `mola.Distance(price=0.02)`. Without validation data, None keeps
             `prior_precision`.
         likelihood: what the networks' outputs mean: "categorical" (one of C classes, by a softmax), "bernoulli" (yes or no, by one
-            logit, or for each of C labels by one logit each), or a `Likelihood`.
+            logit, or for each of C labels by one logit each), "gaussian" (numbers), or a `Likelihood` such as
+            `mola.Gaussian(location=20.0, scale=5.0)`.
         team: the processes to fit with, from `mola.join()`: each passes the same networks and options and a shard of its own, of
             both loaders, and gets the same posterior, that of all the data. None fits alone.
         checkpoint: folder for the sums so far. A fit that was interrupted goes on from there when it is called again with the same
@@ -172,14 +174,21 @@ def fit(
             trained = [head.trained_weights() for head in heads]
         # Not among the visited: some networks write into their buffers in every pass.
         curvatures = [
-            Curvature(chosen_structure, factors, weights, Watch(network), chosen_likelihood, classes)
+            Curvature(
+                chosen_structure,
+                factors,
+                weights[chosen_likelihood.rows(len(weights))],
+                Watch(network),
+                chosen_likelihood.settled(factors.label_sums, factors.count),
+                classes,
+            )
             for network, weights, (factors, classes) in zip(networks, trained, sums, strict=True)
         ]
     components = [
         Component(network, one, curvature, precision)
         for network, one, curvature, precision in zip(networks, heads, curvatures, precisions, strict=True)
     ]
-    posterior = MoLA(components, chosen_link, weighting)
+    posterior = _mixture(chosen_likelihood)(components, chosen_link, weighting)
     if val_loader is not None or rule is not None:
         posterior = posterior.tune(val_loader, rule, progress=progress, team=team)
         if isinstance(train_loader, Remembering) and isinstance(val_loader, Remembering):
@@ -205,7 +214,8 @@ def ensemble(
         A posterior without covariance.
     """
     meaning = as_likelihood(likelihood)
-    return MoLA([Component(network, None, None, 1.0, meaning) for network in _as_networks(models)], "probit", weights)
+    components = [Component(network, None, None, 1.0, meaning) for network in _as_networks(models)]
+    return _mixture(meaning)(components, "probit", weights)
 
 
 def load(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MoLA:
@@ -221,4 +231,9 @@ def load(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MoLA
     """
     networks = _as_networks(models)
     components, parts = archive.unpack(*storage.read(directory), networks)
-    return MoLA(components, *parts)
+    return _mixture(components[0].likelihood)(components, *parts)
+
+
+def _mixture(likelihood: Likelihood) -> type[MoLA]:
+    """The kind of mixture for what outputs mean."""
+    return RegressionMoLA if isinstance(likelihood, Gaussian) else MoLA

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from mola.component import Component
 from mola.errors import DataError, located
 from mola.laplace import LogitMoments, in_range
 from mola.network import DenseFeatures, Layout, Portion, check_finite
-from mola.prediction import Later, Prediction, later
+from mola.prediction import Later, LazyFields, later
 
 __all__ = ["DenseBatch"]
 
@@ -26,11 +27,8 @@ ROWS_AT_ONCE = 2**14
 LOGITS_AT_ONCE = 2**19
 """Their logits, for many: what leaves the processor's cache takes several times as long."""
 
-LATER = ("mutual_information", "ood_score", "logit_variance", "distance", "far_field")
-"""Fields of a prediction that are computed when they are first read."""
-
-RowPrediction = Callable[[list[LogitMoments]], Prediction]
-"""What makes a prediction of rows."""
+Kind = TypeVar("Kind", bound=LazyFields)
+"""Of prediction."""
 
 
 @dataclass(frozen=True)
@@ -123,40 +121,37 @@ class DenseBatch:
         sizes = [one.stop - one.start for one in part]
         there[part.inputs, part.positions] = rows.view(*sizes, *rows.shape[1:])
 
-    def prediction(self, of: RowPrediction) -> Prediction:
+    def prediction(self, of: Callable[[list[LogitMoments]], Kind]) -> Kind:
         """The prediction of the batch.
 
         Args:
             of: makes a prediction of the moments of some rows.
 
         Returns:
-            Probabilities now; what is costly is computed when it is first read.
+            What is known of rows at once, now; what is costly is computed when it is first read.
         """
-        fields: list[Prediction] = []
+        found: list[Kind] = []
 
-        def first(moments: list[LogitMoments]) -> tuple[Tensor, Tensor]:
-            found = of(moments)
-            fields[:] = [found]
-            assert found.logit_mean is not None  # networks have logits
-            return found.probs, found.logit_mean
+        def known(one: LazyFields) -> list[str]:
+            return [
+                name for name, axis in one.axes.items() if axis is not None and isinstance(one._values[name], Tensor)
+            ]
 
-        probs, means = self.gather(first)
-        like, kept = fields[0], self._kept(means)
+        def first(moments: list[LogitMoments]) -> list[Tensor]:
+            found[:] = [of(moments)]
+            return [found[0]._read(name) for name in known(found[0])]
 
-        def field(name: str) -> Later | None:
-            if not like.has(name):
-                return None
-            return later(lambda: kept.gather(lambda moments: [of(moments).read(name)])[0], probs.device)
+        made, like, kept = self.gather(first), found[0], self._kept()
+        values: dict[str, Any] = dict(zip(known(like), made, strict=True))
 
-        return like.replaced(
-            {"probs": probs, "logit_mean": means} | {name: field(name) for name in LATER},
-            held=probs.nbytes + means.nbytes + sum(one.features.nbytes for one in kept.seen),
-            axis=self.layout.axis,
-        )
+        def field(name: str) -> Later:
+            return later(lambda: kept.gather(lambda moments: [of(moments)._read(name)])[0], made[0].device)
 
-    def _kept(self, means: Tensor) -> DenseBatch:
+        values |= {name: field(name) for name, value in like._values.items() if callable(value)}
+        held = sum(one.nbytes for one in made) + sum(one.features.nbytes + one.logits.nbytes for one in kept.seen)
+        return like.replaced(values | {"axis": self.layout.axis}, held)
+
+    def _kept(self) -> DenseBatch:
         """The same for later, in memory of its own: a network may use its memory again for the next batch."""
-        layout = self.layout
-        pairs = zip(self.seen, means, strict=True)
-        seen = [DenseFeatures(one.features.clone(), layout.by_position(mean), layout) for one, mean in pairs]
+        seen = [DenseFeatures(one.features.clone(), one.logits.clone(), one.layout) for one in self.seen]
         return DenseBatch(self.components, seen)

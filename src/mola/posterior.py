@@ -198,11 +198,14 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         return (
             f"{name}({networks}, fitted on {curvature.count:,} training data\n"
             f"  structure: {self._described()}\n"
-            f"  link: {self.link.name}\n"
+            f"{self._described_link()}"
             f"  prior precision: {describe_numbers(self.prior_precision)}, {tuned}\n"
             f"{self._described_cooling()}"
             f"  weights: {weights}\n)"
         )
+
+    def _described_link(self) -> str:
+        return f"  link: {self.link.name}\n"
 
     def _described_cooling(self) -> str:
         parts = [f"temperature {self.temperature:.4g}"] if self.temperature != 1 else []
@@ -280,10 +283,10 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         with located(place), undisturbed(*self.networks, passes_only=True):
             moments = self._moments(inputs)
         if isinstance(moments, DenseBatch):
-            return moments.prediction(lambda some: self._prediction(some, seed))
-        return self._prediction(moments, seed)
+            return moments.prediction(lambda some: self._said_of(some, seed))
+        return self._said_of(moments, seed)
 
-    def _prediction(self, moments: Sequence[LogitMoments], seed: int | None) -> Prediction:
+    def _said_of(self, moments: Sequence[LogitMoments], seed: int | None) -> Prediction:
         """What the mixture says, from the moments of its logits."""
         with without_autocast(moments[0].mean.device):
             probs, weights = self._probabilities(moments, seed), self.weights
@@ -423,7 +426,11 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
             tuning = choose_together(rule, problem, val_loader, together, check=self.check_networks)
         tuning = replace(tuning, notes=(*doubts, *tuning.notes))
         cooling = Cooling(tuning.temperature, tuning.distance_exponent, usual[0] if usual else self._cooling.usual)
-        return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning, cooling=cooling)
+        return self._at(tuning)._with(tuning=tuning, cooling=cooling)
+
+    def _at(self, tuning: Tuning) -> Self:
+        """The same mixture with what a rule chose of its components."""
+        return self.with_prior_precision(tuning.prior_precision)
 
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
         """Stacking: the weights that maximise the mixture's log-likelihood on validation data.

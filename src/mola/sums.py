@@ -304,7 +304,8 @@ class SumsCheckpoint:
             message = f"{self.place} is garbled: entries for {lengths} networks. Delete the folder to start from zero."
             raise StorageError(message)
         totals = [
-            self._factors(index, entry, document, tensors, structure) for index, entry in enumerate(document["heads"])
+            self._factors(index, entry, document, tensors, structure, likelihood.latent(entry["classes"]))
+            for index, entry in enumerate(document["heads"])
         ]
         groups = [likelihood.groups(entry["classes"]) for entry in document["heads"]]
         classes = [
@@ -375,8 +376,9 @@ class SumsCheckpoint:
         document: dict[str, Any],
         tensors: dict[str, Tensor],
         structure: Structure,
+        outputs: int,
     ) -> Factors:
-        empty = empty_factors(structure, head["features"], head["classes"], None)
+        empty = empty_factors(structure, head["features"], outputs, None)
         own, others = f"{index}.", f"{index}.{CLASSES}"
         named = {
             name.partition(".")[2]: one
@@ -535,7 +537,7 @@ def sum_up(
     if not plain:
         heads, labelled = _agree(work, heads, labelled, options)
     assert heads is not None  # one process alone has data, and several have agreed
-    structure.check_size([one.width for one in heads], heads[0].classes)
+    structure.check_size([one.width for one in heads], likelihood.latent(heads[0].classes))
     if distances:
         _check_room(heads, likelihood)
     totals, inputs = _taken_up(kept), kept.used_inputs
@@ -781,16 +783,18 @@ def _absorb(work: Work, total: Totals, portions: Iterable[tuple[Tensor, Tensor, 
             features, logits, labels = features[known], logits[known], labels[known]
         if not len(features):
             continue
+        score, sums = None, None
         if labels is None:
-            score, curvature = None, work.likelihood.curvature(logits)
+            curvature = work.likelihood.curvature(logits)
         else:
             scores, curvature = work.likelihood.scored_curvature(logits, labels)
-            score = float(scores.sum())
-        total.factors = work.structure.absorb(total.factors, features, curvature, score)
+            score, sums = float(scores.sum()), work.likelihood.label_sums(logits, labels)
+        total.factors = work.structure.absorb(total.factors, features, curvature, score).with_labels(sums)
         if total.classes is not None:  # last: it writes into the features
             groups = work.likelihood.group_of(logits, labels)
             width = total.classes.directions.shape[1]
-            total.classes.absorb(features[:, :width], groups, predicted=labels is None)
+            predicted = labels is None and len(total.classes.counts) > 1
+            total.classes.absorb(features[:, :width], groups, predicted=predicted)
 
 
 def _portions(
@@ -841,7 +845,7 @@ def _over_all(
     # No sums: of a rank without data, or of data that all lack labels.
     given: Sequence[Factors | None] = totals or [None] * len(heads)
     own = [
-        empty_factors(work.structure, head.width, head.classes, nothing) if one is None else one
+        empty_factors(work.structure, head.width, work.likelihood.latent(head.classes), nothing) if one is None else one
         for head, one in zip(heads, given, strict=True)
     ]
     if work.team.size == 1:

@@ -465,6 +465,26 @@ def test_yes_or_no_at_every_position(kind):
     close(rows_of(dense.confidence_bound(x), axis), plain.confidence_bound(rows))
 
 
+@pytest.mark.parametrize("kind", ["image", "sequence"])
+def test_numbers_at_every_position(kind):
+    network, x, _, axis = made(kind)
+    y = network(x).detach() + 0.3 * torch.randn(network(x).shape)
+    flat, rows = flattened(network, x, axis)
+    dense = fitted(network, [(x, y)], likelihood="gaussian")
+    plain = fitted(flat, [(rows, rows_of(y, axis))], likelihood="gaussian")
+    close(dense.log_evidence(), plain.log_evidence())
+    close(dense.noise, plain.noise)
+    said, expected = dense.predict([x[:4], x[4:]]), plain.predict(rows)
+    assert dense(x).shape == y.shape
+    for name in ("mean", "variance", "aleatoric", "epistemic", "std"):
+        assert getattr(said, name).shape == y.shape
+        close(rows_of(getattr(said, name), axis), getattr(expected, name))
+    close(rows_of(said.interval(0.9)[0], axis), expected.interval(0.9)[0])
+    close(said.log_prob(y).flatten(), expected.log_prob(rows_of(y, axis)))
+    close(said.ood_score.flatten(), expected.ood_score)
+    assert "positions" in repr(said)
+
+
 # --- what cannot be done, in words -------------------------------------------------------------------------------------------
 
 

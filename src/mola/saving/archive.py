@@ -25,6 +25,9 @@ from mola.tuning.candidates import Tuning
 
 __all__ = ["CLASSES", "MIXTURE", "Parts", "pack", "pack_mixture", "unpack", "unpack_mixture"]
 
+LABELS = "label_sums"
+"""Name of the tensor with what a likelihood sums of labels beside their log-likelihood, where there is one."""
+
 WEIGHTS = "weights"
 """Name of the tensor with a head's trained weights; the others are the structure's own."""
 
@@ -162,11 +165,14 @@ def pack(
                 "prior_precision": component.precision,
                 "count": curvature.factors.count,
                 "log_likelihood": curvature.factors.log_likelihood,
+                **_own_settings(curvature.likelihood, components[0].likelihood),
             }
         )
         tensors[f"{index}.{WEIGHTS}"] = curvature.weights
         for name, tensor in curvature.factors.saved().items():
             tensors[f"{index}.{name}"] = tensor
+        if curvature.factors.label_sums is not None:
+            tensors[f"{index}.{LABELS}"] = curvature.factors.label_sums
         if curvature.classes is not None:
             for name, tensor in curvature.classes.tensors().items():
                 tensors[f"{index}.{CLASSES}{name}"] = tensor
@@ -186,6 +192,13 @@ def _described_likelihood(likelihood: Likelihood) -> dict[str, Any]:
     settings = _described(likelihood, LIKELIHOODS, "likelihood")
     name = settings.pop("name")
     return {"likelihood": name, **({"likelihood_settings": settings} if settings else {})}
+
+
+def _own_settings(likelihood: Likelihood, shared: Likelihood) -> dict[str, Any]:
+    """Settings of a component's likelihood that are not those of the first, such as its noise."""
+    common = shared.settings()
+    own = {name: value for name, value in likelihood.settings().items() if common.get(name) != value}
+    return {"likelihood_settings": own} if own else {}
 
 
 def _described(thing: Any, known: dict[str, Any], what: str) -> dict[str, Any]:
@@ -230,17 +243,24 @@ def unpack(
     settings = document.get("likelihood_settings", {})
     check(settings, {}, "likelihood_settings")
     try:
-        likelihood = _rebuild({"name": document["likelihood"], **settings}, LIKELIHOODS, "likelihood")
         structure = _rebuild(document["structure"], STRUCTURES, "structure")
         heads = _check_networks(networks, parts, document["classes"])
         components = [
-            _component(index, network, head, part, structure, likelihood, tensors)
+            _component(index, network, head, part, structure, _likelihood(document, part), tensors)
             for index, (network, head, part) in enumerate(zip(networks, heads, parts, strict=True))
         ]
     except (OptionError, TypeError) as error:
         message = f"the saved document holds a value that cannot be used: {error}"
         raise StorageError(message) from error
     return components, unpack_mixture(document, tuple(part["prior_precision"] for part in parts), LINKS)
+
+
+def _likelihood(document: dict[str, Any], part: dict[str, Any]) -> Likelihood:
+    """The likelihood of a component: that of all, with settings of its own."""
+    own = part.get("likelihood_settings", {})
+    check(own, {}, "components.likelihood_settings")
+    entry = {"name": document["likelihood"], **document.get("likelihood_settings", {}), **own}
+    return _rebuild(entry, LIKELIHOODS, "likelihood")
 
 
 def _rebuild(entry: dict[str, Any], known: dict[str, Any], what: str) -> Any:
@@ -265,13 +285,17 @@ def _component(
     likelihood: Likelihood,
     tensors: dict[str, Tensor],
 ) -> Component:
-    shapes = structure.empty(head.width, head.classes) | {WEIGHTS: (head.classes, head.width)}
+    outputs = likelihood.latent(head.classes)
+    shapes = structure.empty(head.width, outputs) | {WEIGHTS: (outputs, head.width)}
     named = {name: _tensor(tensors, f"{index}.{name}", shape) for name, shape in shapes.items()}
     weights = named.pop(WEIGHTS)
     if part["count"] < 1:
         message = f"component {index}: the number of training data must be at least 1, got {part['count']}."
         raise StorageError(message)
     factors = structure.restore(part["count"], part["log_likelihood"], named)
+    known = tensors.get(f"{index}.{LABELS}")
+    if known is not None:
+        factors = factors.with_labels(_tensor(tensors, f"{index}.{LABELS}", (*known.shape[:1], outputs)))
     classes = _class_sums(index, head, part, tensors, likelihood.groups(head.classes))
     curvature = Curvature(structure, factors, weights, Watch(network, part["network"]), likelihood, classes)
     return Component(network, head, curvature, part["prior_precision"])

@@ -391,12 +391,16 @@ class Tuning:
     """What all logits are divided by."""
     distance_exponent: float = 0.0
     """How strongly they are cooled by distance."""
+    noise_factors: tuple[float, ...] = ()
+    """What the noise of each component was multiplied by, where outputs are numbers and their noise was chosen."""
 
     def __str__(self) -> str:
         """What was chosen and by which rule, with the notes; the curve is for programs and figures."""
         chosen = ", ".join(f"{value:.3g}" for value in dict.fromkeys(self.prior_precision))
         also = f", temperature {self.temperature:.3g}" if self.temperature != 1 else ""
         also += f", distance exponent {self.distance_exponent:.3g}" if self.distance_exponent else ""
+        factors = ", ".join(f"{value:.3g}" for value in dict.fromkeys(self.noise_factors))
+        also += f", noise times {factors}" if factors else ""
         return "\n".join([f"prior precision {chosen}{also}, by {self.rule}", *self.notes])
 
     def as_json(self) -> dict[str, Any]:
@@ -407,6 +411,7 @@ class Tuning:
             "notes": [*self.notes],
             "temperature": self.temperature,
             "distance_exponent": self.distance_exponent,
+            **({"noise_factors": list(self.noise_factors)} if self.noise_factors else {}),
         }
 
     @staticmethod
@@ -414,7 +419,8 @@ class Tuning:
         """What `as_json` made, with the prior precisions."""
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
         cooling = float(entry.get("temperature", 1.0)), float(entry.get("distance_exponent", 0.0))
-        return Tuning(entry["rule"], prior_precision, curve, tuple(entry["notes"]), *cooling)
+        factors = tuple(float(one) for one in entry.get("noise_factors", ()))
+        return Tuning(entry["rule"], prior_precision, curve, tuple(entry["notes"]), *cooling, factors)
 
 
 class Named(Protocol):
@@ -449,6 +455,11 @@ class Problem(ABC):
     @property
     def can_be_cooled(self) -> bool:
         """Whether temperatures and distance exponents can be tried."""
+        return False
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether outputs are numbers with a noise, as in `tuning/regression.py`."""
         return False
 
     def curve(self, data: HeldOut, precisions: Sequence[float]) -> dict[str, Tensor]:
