@@ -519,6 +519,7 @@ def test_other_last_layers_are_refused(layer, words):
     [
         (lambda y: y[:, None], r"shape \(6, 5, 7\).*got labels of shape \(6, 1, 5, 7\).*squeeze\(1\)"),
         (lambda y: y[:, 0, 0], r"a label for each position, of shape \(6, 5, 7\).*got labels of shape \(6,\)"),
+        (lambda y: y.repeat_interleave(2, 1), r"got labels of shape \(6, 10, 7\).*size of the outputs"),
         (lambda y: functional.one_hot(y, CLASSES).movedim(-1, 1), "not one-hot"),
         (lambda y: y.double(), "integer type"),
         (lambda y: y + 1, r"labels must lie in \[0, 2\]"),

@@ -145,9 +145,11 @@ class Layout:
             return labels.flatten(1)
         if labels.shape == self.shape(outputs):
             return self.by_position(labels)
-        remedy = (
-            " Remove the axis of size 1: labels.squeeze(1)." if labels.shape == (self.inputs, 1, *self.sizes) else ""
-        )
+        remedy = ""
+        if labels.shape == (self.inputs, 1, *self.sizes):
+            remedy = " Remove the axis of size 1: labels.squeeze(1)."
+        elif labels.shape[:1] == plain[:1] and labels.dim() == len(plain):
+            remedy = " Bring the labels to the size of the outputs first, taking the nearest position."
         message = (
             f"{where}: expected a label for each position, of shape {plain}, for outputs of shape {self.shape(outputs)}; got "
             f"labels of shape {tuple(labels.shape)}.{remedy}"
