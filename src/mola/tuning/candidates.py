@@ -136,7 +136,7 @@ class HeldOut:
         known = asked >= 0
         right = torch.stack([(self.likelihood.answered(logits) == asked) & known for logits in self.logits]).double()
         # By datum: the questions of one are not independent, and its errors come together.
-        of_each, asked_of = right.mean(0).view(-1, len(self)).sum(0), known.view(-1, len(self)).sum(0).double()
+        of_each, asked_of = _by_datum(right.mean(0), len(self)), _by_datum(known.double(), len(self))
         squares = [of_each.square().sum(), (of_each * asked_of).sum(), asked_of.square().sum()]
         (sums,) = self.team.sum([torch.cat([torch.stack([asked_of.sum(), *squares]), right.sum(1)])])
         count, square, product, square_asked, *by_network = sums.tolist()
@@ -553,10 +553,10 @@ class LastLayerProblem(Problem):
             confidence, answer = probs[0].max(0)
             asked = self.likelihood.asked(data.labels[part])
             known, rows = asked >= 0, len(data.labels[part])
-            counts = known.view(-1, rows).sum(0)
+            counts = _by_datum(known.double(), rows)
             some = counts > 0
             for_each = [
-                (values * known).view(-1, rows).sum(0)[some] / counts[some]
+                _by_datum(values * known, rows)[some] / counts[some]
                 for values in (confidence, (answer == asked).double())
             ]
             sure, right = torch.cat([sure, for_each[0]]), torch.cat([right, for_each[1]])
@@ -720,6 +720,11 @@ def _duration(seconds: float) -> str:
     return (
         f"{minutes:.0f} minutes" if 1.5 <= minutes < 90 else "1 minute" if minutes < 90 else f"{minutes / 60:.1f} hours"
     )
+
+
+def _by_datum(values: Tensor, count: int) -> Tensor:
+    """Sums (n,) over the questions of each of n data, from numbers (m,) in the order of `Likelihood.asked`."""
+    return values.view(len(values) // max(1, count), count).sum(0) if len(values) else values
 
 
 def _log(probs: Tensor) -> Tensor:
