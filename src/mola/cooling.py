@@ -195,6 +195,14 @@ class Cooling:
         distances = torch.stack([_spread(one).log_distance() for one in moments])
         return self.from_logs(distances, torch.stack([_spread(one).log_length() for one in moments]), weights)
 
+    def growth(self, moments: Sequence[LogitMoments], weights: Tensor) -> Tensor:
+        """What the standard deviations of numbers are multiplied by (n,), at least 1: distance alone, to the exponent.
+
+        Long features need nothing of their own there: variances grow with the square of their length.
+        """
+        steep = self.exponent * self.log_distance(moments, weights).clamp_min(0)
+        return steep.clamp_max(LARGEST).exp()
+
     def __call__(self, moments: Sequence[LogitMoments], weights: Tensor) -> list[LogitMoments]:
         """The moments of the cooled logits.
 

@@ -184,9 +184,8 @@ class MolaClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _posterior(self, data: Labelled, hidden: Sequence[int], seed: int) -> MoLA:
         """Networks trained on the data, and their posterior, not tuned."""
         sizes = data.inputs.shape[1], hidden, len(self.classes_)
-        networks = train_mlps(
-            *sizes, data, self._recipe(len(data)), members=self.members, seed=seed, likelihood=self._likelihood
-        )
+        loss = "cross-entropy" if self._likelihood.competing else "binary-cross-entropy"
+        networks = train_mlps(*sizes, data, self._recipe(len(data)), members=self.members, seed=seed, loss=loss)
         return fit(
             networks,
             data.batches(ROWS),

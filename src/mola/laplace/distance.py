@@ -98,10 +98,14 @@ class ClassSums:
         """The same sums on another device."""
         return ClassSums(**{name: one.to(device) for name, one in self.tensors().items()})
 
+    def scaled(self, share: float) -> ClassSums:
+        """The same sums as if each datum were a share of one."""
+        return ClassSums(**{name: share * one for name, one in self.tensors().items()})
+
     @property
     def count(self) -> int:
         """Number of data."""
-        return int(self.counts.sum())
+        return round(float(self.counts.sum()))
 
     @property
     def predicted(self) -> int:
