@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mola
-from mola.laplace import ClassDistance, ClassGeometry, ClassSums
+from mola.laplace import ClassDistance, ClassGeometry, ClassSums, LogitMoments
 from mola.laplace import distance as distances
 from mola.links import LINKS
 from tests.conftest import STRUCTURES, make_problem
@@ -131,11 +131,43 @@ class TestAgainstTheFormulas:
         assert posterior.cooling.usual.scales[0].distance == pytest.approx(np.sqrt(np.mean(squares)), rel=1e-9)
         assert posterior.predict(inputs).ood_score_name == "far-field"
 
-    @pytest.mark.parametrize("link", LINKS)
-    def test_a_divided_gaussian_is_the_gaussian_of_the_quotient(self, link):
-        """By every link: dividing logits by one number for all is the posterior of a network whose head is divided."""
+    @pytest.mark.parametrize("link", [*LINKS, mola.Bridge(normalised=True), mola.MonteCarlo(20, "weights")])
+    def test_links_see_the_gaussian_of_the_quotient(self, structure, link):
+        """Halved weights give at any features what the weights themselves give at half of these, the constant 1 included."""
         problem = make_problem()
-        posterior = mola.fit(problem.network, problem.loader, prior_precision=2.0, link=link, progress=False)
+        posterior = mola.fit(
+            problem.network, problem.loader, structure=structure, prior_precision=2.0, link=link, progress=False
+        )
+        moments = posterior._moments(problem.inputs)[0]
+        halved = LogitMoments(moments.mean / 2, moments.spread.posterior.at(moments.spread.features / 2))
+        quotients = (
+            moments.divided(torch.tensor(2.0)),
+            moments.divided(torch.full((len(moments.mean),), 2.0)),
+            moments.divided(torch.tensor(4.0)).divided(torch.tensor(0.5)),
+        )
+        for quotient in quotients:
+            assert torch.allclose(posterior.link(quotient), posterior.link(halved), atol=1e-10)
+        if link != mola.Bridge(normalised=True):
+            assert not torch.allclose(posterior.link(moments), posterior.link(halved), atol=1e-3)
+
+    def test_the_normalised_bridge_is_the_same_at_every_temperature(self, networks):
+        """Also where squares of divisors leave the range of float32."""
+        posterior = fitted(networks[:1], link=mola.Bridge(normalised=True))
+        asked = 3 * torch.randn(20, 3)
+        expected = posterior(asked)
+        for made in (posterior.with_temperature(0.01), posterior.with_distance_exponent(3.0)):
+            assert torch.allclose(made(asked), expected, atol=1e-10)
+        moments = posterior._moments(asked)[0]
+        coarse = LogitMoments(
+            moments.mean.float(),
+            moments.spread.posterior.to(torch.device("cpu"), torch.float32).at(moments.spread.features.float()),
+        )
+        assert torch.allclose(posterior.link(coarse.divided(torch.tensor(1e17))).double(), expected, atol=1e-4)
+
+    def test_a_divided_gaussian_is_the_gaussian_of_the_quotient(self):
+        """Dividing logits by one number for all is the posterior of a network whose head is divided."""
+        problem = make_problem()
+        posterior = mola.fit(problem.network, problem.loader, prior_precision=2.0, progress=False)
         halved = make_problem().network
         with torch.no_grad():
             for parameter in halved[-1].parameters():
