@@ -232,6 +232,29 @@ class TestLaws:
         assert torch.allclose(one(asked), three(asked), atol=1e-12)
         assert torch.allclose(one.predict(asked).distance, three.predict(asked).distance)
 
+    @pytest.mark.parametrize("exponent", [0.5, 2.0, 6.0])
+    @pytest.mark.parametrize("before", [(1 / 3, 1 / 3, 1 / 3), (0.98, 0.01, 0.01), (0.0, 0.3, 0.7)])
+    def test_stacking_ends_where_it_stays_and_is_no_worse_than_where_it_began(self, networks, before, exponent):
+        """The distance depends on the weights: weights for the distances of others are not yet those for their own."""
+        held = loader(1, spread=2.5)
+        inputs, labels = blobs(1, spread=2.5)
+        tuned = fitted(networks, link="probit-centered", prior_precision=3.0).tune(
+            held, rule=mola.ValidationScore(grid=[3.0]), progress=False
+        )
+        posterior = tuned.with_distance_exponent(exponent).with_weights(before)
+
+        def score(one):
+            return float(one(inputs).gather(1, labels[:, None]).log().mean())
+
+        stacked = posterior.reweight(held, progress=False)
+        assert torch.allclose(stacked.reweight(held, progress=False).weights, stacked.weights, atol=1e-12)
+        assert score(stacked) >= max(score(posterior), score(posterior.with_weights("uniform"))) - 1e-9
+        if exponent < 6:  # there was something to gain; where distances count for very much, turns lead downhill
+            assert score(stacked) > score(posterior.with_weights("uniform")) + 1e-4
+        # The same as without turns where distances do not count.
+        plain = tuned.with_weights(before).reweight(held, progress=False)
+        assert torch.equal(plain.weights, tuned.reweight(held, progress=False).weights)
+
     def test_a_prediction_does_not_depend_on_its_batch(self, networks):
         asked = 3 * torch.randn(20, 3)
         posterior = fitted(networks).tune(loader(1), rule="distance", progress=False)
