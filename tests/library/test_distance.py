@@ -59,6 +59,12 @@ def fitted(networks, **options):
     return mola.fit(networks, loader(), progress=False, **options)
 
 
+def score_of(probs, labels, name):
+    truth = nn.functional.one_hot(labels, probs.shape[1])
+    losses = {"nll": -(probs.log() * truth).sum(1), "brier": (probs - truth).square().sum(1)}
+    return float(losses[name].mean())
+
+
 def features_of(network, inputs):
     with torch.no_grad():
         return network[:-1](inputs)
@@ -498,24 +504,58 @@ class TestTheRule:
         assert warned.distance_exponent == tuned.distance_exponent
 
 
+def timid(networks, by):
+    """The same networks with logits divided by a number: as right, and less sure."""
+    made = [copy.deepcopy(network) for network in networks]
+    with torch.no_grad():
+        for network in made:
+            network[-1].weight /= by
+            network[-1].bias /= by
+    return made
+
+
 class TestTemperature:
+    @pytest.mark.parametrize("rule", ["nll", "brier"])
+    @pytest.mark.parametrize("grid", [None, [0.5, 1.0, 2.0]])
+    def test_what_is_told_of_the_prior_precision_is_told_at_the_temperature(self, networks, rule, grid):
+        """The curve is that of the posterior as it predicts, its best is what was chosen, and the grid grew for it."""
+        posterior = mola.fit(timid(networks, 8), loader(), progress=False)
+        tuned = posterior.tune(loader(1), rule=mola.ValidationScore(rule, grid=grid), progress=False)
+        assert tuned.temperature < 1
+        inputs, labels = blobs(1)
+        curve = tuned.tuning.curve
+        place = curve["prior_precision"].index(tuned.prior_precision[0])
+        assert place == int(torch.tensor(curve[rule]).argmin())
+        probs = tuned(inputs)
+        loss = -float(probs.gather(1, labels[:, None]).log().mean())
+        assert loss == pytest.approx(curve["nll"][place], rel=1e-9)
+        assert float(probs.max(1).values.mean()) == pytest.approx(curve["confidence"][place], rel=1e-9)
+        grew = len(curve["prior_precision"]) > len(grid or mola.tuning.rules.PAPER_GRID)
+        assert any("reached the end of its grid" in note for note in tuned.tuning.notes) == grew
+        at_end = place in (0, len(curve["prior_precision"]) - 1)
+        assert any("no interior optimum" in note for note in tuned.tuning.notes) == at_end
+        if grid is not None:
+            assert grew
+        assert score_of(probs, labels, rule) < score_of(tuned.with_temperature(1.0)(inputs), labels, rule)
+
+    def test_the_lowest_temperature_is_told(self, networks):
+        posterior = mola.fit(timid(networks, 100), loader(), progress=False)
+        with pytest.warns(mola.MolaWarning, match="lowest temperature"):
+            lowest = posterior.tune(loader(1), rule="nll", progress=False)
+        assert lowest.temperature == pytest.approx(0.1)
+        assert "lowest temperature" in lowest.tuning.notes[-1]
+        higher = mola.fit(timid(networks, 4), loader(), progress=False).tune(loader(1), rule="nll", progress=False)
+        assert 0.1 < higher.temperature < 1
+        assert not any("lowest temperature" in note for note in higher.tuning.notes)
+
+    def test_a_link_that_does_not_depend_on_temperatures_gets_none(self, networks):
+        posterior = mola.fit(timid(networks, 8), loader(), link=mola.Bridge(normalised=True), progress=False)
+        assert posterior.tune(loader(1), rule="nll", progress=False).temperature == 1
+
     def test_networks_that_are_less_sure_than_right_are_sharpened(self, networks):
         """Logits of an eighth: the temperature brings them back, and the note says so."""
-
-        class Timid(nn.Module):
-            def __init__(self, network):
-                super().__init__()
-                self.body, self.head = network[:-1], nn.Linear(8, CLASSES)
-                with torch.no_grad():
-                    self.head.weight.copy_(network[-1].weight / 8)
-                    self.head.bias.copy_(network[-1].bias / 8)
-
-            def forward(self, inputs):
-                return self.head(self.body(inputs))
-
-        timid = [Timid(network) for network in networks]
         inputs, labels = blobs(1)
-        posterior = mola.fit(timid, loader(), progress=False)
+        posterior = mola.fit(timid(networks, 8), loader(), progress=False)
         sharper = posterior.tune(loader(1), rule="nll", progress=False)
         assert 0.1 < sharper.temperature < 0.7
         assert any("less sure than they are right" in note for note in sharper.tuning.notes)
