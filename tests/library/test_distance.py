@@ -476,8 +476,38 @@ class TestTheRule:
         with pytest.warns(mola.MolaWarning):
             posterior = posterior.tune(loader(1), rule="distance", progress=False)
         assert any("alike" in note for note in posterior.tuning.notes)
+        assert not any("times as far" in note for note in posterior.tuning.notes)
         assert torch.isfinite(posterior(torch.randn(4, 3))).all()
         assert torch.equal(posterior.predict(torch.randn(4, 3)).distance, torch.ones(4))
+
+    @pytest.mark.parametrize("link", [*LINKS, mola.Bridge(normalised=True)])
+    def test_it_says_where_confidence_tends_to_and_no_more(self, networks, link):
+        """What the note claims of inputs far away is what the posterior does there."""
+        posterior = fitted(networks[:1], link=link, prior_precision=1.0)
+        rule = mola.Distance(price=0.2, rule=mola.ValidationScore(grid=[1.0]))
+        tuned = posterior.tune(loader(1), rule=rule, progress=False)
+        note = tuned.tuning.notes[-1]
+        assert tuned.distance_exponent > 0
+        assert (
+            f"2 times as far from the training classes as usual are divided by {2**tuned.distance_exponent:.3g}" in note
+        )
+        asked = 1e9 * torch.randn(20, 3)
+        grow = features_of(networks[0], asked).norm(dim=1) > 1e6
+        assert grow.sum() > 5
+        level = float(tuned(asked[grow]).max()) < 1 / CLASSES + 1e-3
+        assert (f"where features grow without bound, confidence tends to 1/{CLASSES}" in note) is level
+        changed = not torch.allclose(tuned(asked), tuned.with_distance_exponent(0.0)(asked))
+        assert any("changes no probability" in one for one in tuned.tuning.notes) is not changed
+
+    def test_of_a_link_of_one_s_own_it_says_nothing(self, networks):
+        class Sure(mola.links.Probit):
+            def __call__(self, moments, seed=None):
+                return torch.softmax(moments.mean + torch.arange(4), 1)
+
+        posterior = fitted(networks[:1], link=Sure())
+        note = posterior.tune(loader(1), rule=mola.Distance(price=0.5), progress=False).tuning.notes[-1]
+        assert "4 times as far" in note
+        assert "without bound" not in note
 
     def test_few_validation_data_of_one_class(self, networks):
         inputs, labels = blobs(1)
