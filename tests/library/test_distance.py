@@ -11,6 +11,7 @@ import mola
 from mola.laplace import ClassDistance, ClassGeometry, ClassSums, LogitMoments
 from mola.laplace import distance as distances
 from mola.links import LINKS
+from mola.tuning.distance import FAR
 from tests.conftest import STRUCTURES, make_problem
 from tests.reference import distance as reference
 
@@ -477,7 +478,9 @@ class TestTheRule:
             posterior = posterior.tune(loader(1), rule="distance", progress=False)
         assert any("alike" in note for note in posterior.tuning.notes)
         assert not any("times as far" in note for note in posterior.tuning.notes)
-        assert torch.isfinite(posterior(torch.randn(4, 3))).all()
+        assert "whose features are longer than usual" in posterior.tuning.notes[-1]
+        asked = torch.randn(4, 3)
+        assert torch.allclose(posterior(asked), posterior.with_distance_exponent(0.0)(asked), atol=1e-12)
         assert torch.equal(posterior.predict(torch.randn(4, 3)).distance, torch.ones(4))
 
     @pytest.mark.parametrize("link", [*LINKS, mola.Bridge(normalised=True)])
@@ -509,29 +512,52 @@ class TestTheRule:
         assert "4 times as far" in note
         assert "without bound" not in note
 
-    def test_few_validation_data_of_one_class(self, networks):
+    @pytest.mark.parametrize("label", range(CLASSES))
+    def test_few_validation_data_of_one_class(self, networks, label):
+        """The rule means the same for three data as for many, and says that they are few."""
         inputs, labels = blobs(1)
-        few = [(inputs[labels == 2][:3], labels[labels == 2][:3])]
-        posterior = fitted(networks)
-        with pytest.warns() as caught:
-            tuned = posterior.tune(few, rule="distance", progress=False)
-        assert torch.isfinite(tuned(inputs)).all()
-        assert caught or tuned.tuning.notes
+        few = inputs[labels == label][:3]
+        truth = torch.full((3,), label)
+        tuned = fitted(networks).tune([(few, truth)], rule="distance", progress=False)
+        assert any(note.startswith("few validation data") for note in tuned.tuning.notes)
+        for network, component, scale in zip(networks, tuned.components, tuned.cooling.usual.scales, strict=True):
+            found = component.distance.logs(features_of(network, few))[0].exp()
+            assert scale.distance == pytest.approx(float(found.median()), rel=1e-9)
+        accuracy = np.mean([float((one(few).argmax(1) == label).double().mean()) for one in networks])
+        target, confidence = max(accuracy - 0.01, 1 / CLASSES), float(tuned(few).max(1).values.mean())
+        if tuned.distance_exponent > 0:
+            assert target <= confidence <= target + 1e-3
+        else:
+            assert confidence < target
+            assert "nothing is left to spend" in tuned.tuning.notes[-1]
 
-    def test_validation_data_unlike_the_training_data(self, networks, monkeypatch):
-        strange = 6 * torch.randn(60, 3, generator=torch.Generator().manual_seed(5))
-        with torch.no_grad():
-            labels = networks[0](strange).argmax(1)
-        posterior, rule = fitted(networks), mola.Distance(price=0.05)
-        tuned = posterior.tune([(strange, labels)], rule=rule, progress=False)
-        assert torch.isfinite(tuned(strange)).all()
-        assert not any("times as far" in note for note in tuned.tuning.notes[:-1])
-        monkeypatch.setattr("mola.tuning.distance.FAR", 0.1)
-        warned = posterior.tune([(strange, labels)], rule=rule, progress=False)
-        assert any(
-            "times as far from the training classes as the training data" in note for note in warned.tuning.notes
-        )
-        assert warned.distance_exponent == tuned.distance_exponent
+    def test_one_validation_datum(self, networks):
+        """It is what is usual, and is not cooled whatever the exponent; others are."""
+        inputs, labels = blobs(1)
+        one = inputs[1:2]
+        tuned = fitted(networks).tune([(one, labels[1:2])], rule=mola.Distance(price=0.02), progress=False)
+        assert float(tuned.predict(one).distance) == pytest.approx(1, rel=1e-9)
+        assert torch.allclose(tuned(one), tuned.with_distance_exponent(0.0)(one), atol=1e-12)
+        assert float(tuned.predict(inputs).distance.max()) > 1.5
+
+    def test_validation_data_unlike_the_training_data(self, networks):
+        """Training data close around their classes, validation data that are not: it is told, and by how much."""
+        rule = mola.Distance(price=0.05)
+        posterior = mola.fit(networks, loader(spread=0.2), progress=False)
+        held = loader(1)
+        with pytest.warns(mola.MolaWarning, match="times as far from the training classes as the training data"):
+            far = posterior.tune(held, rule=rule, progress=False)
+        pairs = zip(far.cooling.usual.scales, posterior.cooling.usual.scales, strict=True)
+        ratio = np.exp(np.mean([np.log(here.distance / there.distance) for here, there in pairs]))
+        assert ratio > FAR
+        assert any(note.startswith(f"the validation data are {ratio:.1f} times as far") for note in far.tuning.notes)
+        # Distances count from the validation data's median all the same.
+        assert float(far.predict(blobs(1)[0]).distance.median()) == pytest.approx(1, abs=0.15)
+        for usual in (
+            fitted(networks).tune(held, rule=rule, progress=False),
+            posterior.tune(loader(1, spread=0.2), rule=rule, progress=False),
+        ):
+            assert not any(note.startswith("the validation data are") for note in usual.tuning.notes)
 
 
 def timid(networks, by):
