@@ -229,7 +229,8 @@ class Bridge(Link):
     averaged over all directions of the features, which for the structures `kron` and `kron-diag` is the limit.
 
     Args:
-        normalised: scale mean and variance to a common spread first (laplace-torch's `bridge_norm`).
+        normalised: scale mean and variance to a common spread first (laplace-torch's `bridge_norm`). What logits were divided by
+            is scaled away with it: neither a temperature nor cooling by distance changes these probabilities.
     """
 
     normalised: bool = False
@@ -254,6 +255,7 @@ class Bridge(Link):
         mean, variance = _centre(moments.mean), moments.relative_contrast_variance
         classes = mean.shape[1]
         if self.normalised:
+            mean = mean * moments.spread.relative_divisor()  # mean and variances of the same logits
             spread = variance.mean(1, keepdim=True) / (classes / 2) ** 0.5
             mean, variance = mean * spread.rsqrt(), variance / spread
         rest = mean.new_full((), 1 - 2 / classes).log()

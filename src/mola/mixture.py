@@ -5,7 +5,7 @@ The weights pi are uniform, chosen by evidence or by stacking, or given by the u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,9 +32,13 @@ __all__ = [
     "describe_numbers",
     "describe_weights",
     "evidence_weights",
+    "stacked_in_turn",
     "stacking_weights",
     "uniform_weights",
 ]
+
+STACKING_GAP = 1e-10
+"""Nats of log-likelihood that stacking leaves to be gained, at most."""
 
 
 def uniform_weights(count: int) -> Tensor:
@@ -123,7 +127,7 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
     ratios = (likelihoods.double() / best).clamp_min(torch.finfo(torch.float64).tiny)
     weights = uniform_weights(count)
     barrier = 1.0
-    while barrier * count > 1e-10:
+    while barrier * count > STACKING_GAP:
         barrier *= 0.2
         for _ in range(50):
             step, decrement = _newton_step(ratios, weights, barrier)
@@ -132,6 +136,33 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
                 break
             weights = moved
     return weights / weights.sum()
+
+
+def stacked_in_turn(judged: Callable[[Tensor], tuple[Tensor, float]], starts: Sequence[Tensor]) -> Tensor:
+    """Stacking where what components say depends on the weights: in turn what they say at the weights, and weights for what they say.
+
+    A turn does not follow the slope of the log-likelihood, and may lower it: from each start turns are taken while they raise it. So
+    the result is at least as good as every start, and as a start it stays where it is.
+
+    Args:
+        judged: from weights (K,) to the probability (n, K) that each component then gives to each label, and the log-likelihood of
+            the mixture.
+        starts: weights to start from; of equal results, that of the first start is taken.
+
+    Returns:
+        (K,)
+    """
+    found = []
+    for start in starts:
+        weights, (likelihoods, score) = start, judged(start)
+        while True:
+            moved = stacking_weights(likelihoods)
+            likelihoods, raised = judged(moved)
+            if raised <= score + STACKING_GAP:
+                break
+            weights, score = moved, raised
+        found.append((weights, score))
+    return max(found, key=lambda pair: pair[1])[0]
 
 
 def _objective(ratios: Tensor, weights: Tensor, barrier: float) -> float:

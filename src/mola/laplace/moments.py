@@ -70,6 +70,10 @@ class Spread(Protocol):
             return variance
         return torch.where(nothing, self.average_contrast_variance().to(variance), variance)
 
+    def relative_divisor(self) -> Tensor | float:
+        """What logits are divided by (n, 1), compared with those whose variances `relative_contrast_variance` gives."""
+        return 1.0
+
     def difference_variances(self) -> Callable[[slice, slice, slice], Tensor]:
         """Variances of the differences of logits: by data, first and second logits, to (rows, first, second)."""
         covariance = _traced(self.contrast_covariance())
@@ -186,7 +190,12 @@ class Divided(Spread):
 
     def relative_contrast_variance(self) -> Tensor:
         """Variance (n, C) of each centred logit, up to a factor common to those of a datum."""
+        # Undivided: squares of large divisors would take variances out of the range of float32, and their ratios with them.
         return self.spread.relative_contrast_variance()
+
+    def relative_divisor(self) -> Tensor | float:
+        """What logits are divided by (n, 1), compared with those whose variances `relative_contrast_variance` gives."""
+        return self.divisor * self.spread.relative_divisor()
 
     def difference_variances(self) -> Callable[[slice, slice, slice], Tensor]:
         """Variances of the differences of logits: by data, first and second logits, to (rows, first, second)."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mola.errors import OptionError, warn
+from mola.links import LINKS, Bridge
 from mola.options import is_real, one_of
 from mola.tuning.candidates import COPIES, HeldOut, LastLayerProblem, Problem, Tuning
 from mola.tuning.regression import RegressionProblem
@@ -118,7 +119,8 @@ class Distance:
             limits = [_Limit("nll", search.plain["nll"] * (1 + float(self.price)), above=False)]
             why, notes = f"at most {100 * self.price:.4g} % more log loss", ()
         chosen = search.largest(limits)
-        notes = (*base.notes, *notes, *_far(problem), *_predicted(problem), search.told(chosen, self.price, limits))
+        doubts = (*_far(problem), *_predicted(problem), *_without_effect(problem))
+        notes = (*base.notes, *notes, *doubts, search.told(chosen, self.price, limits))
         return Tuning(
             f"Distance: {why}, after {base.rule}",
             base.prior_precision,
@@ -262,10 +264,27 @@ class _Exponents:
         costs = "caution costs," if cost > 0 else "caution costs no log loss"
         return (
             f"{costs} on the validation data: log loss {plain['nll']:.4g} -> {now['nll']:.4g} ({100 * cost:+.1f} %), mean "
-            f"confidence {100 * plain['confidence']:.2f} -> {100 * now['confidence']:.2f} %. For it, logits of inputs 2 times as far "
-            f"from the training classes as usual are divided by {2**chosen:.3g}, 4 times as far by {4**chosen:.3g}; features that "
-            f"grow without bound lead to 1/C."
+            f"confidence {100 * plain['confidence']:.2f} -> {100 * now['confidence']:.2f} %. For it, logits of inputs "
+            f"{self._divided(chosen)}{self._far_away()}."
         )
+
+    def _divided(self, chosen: float) -> str:
+        """By what logits are divided outside the data, in words."""
+        if not any(one.known for one in self.problem.geometries or ()):
+            return "whose features are longer than usual are divided by the square of how much longer they are"
+        return (
+            f"2 times as far from the training classes as usual are divided by {2**chosen:.3g}, 4 times as far by "
+            f"{4**chosen:.3g}"
+        )
+
+    def _far_away(self) -> str:
+        """Where probabilities tend to, in words, if that is known."""
+        link, likelihood = self.problem.link, self.problem.likelihood
+        if isinstance(link, Bridge):
+            return "; with link 'bridge' confidence does not tend to a guess: the ratios of the variances stay"
+        if type(link) not in LINKS.values():
+            return ""  # a link of the user's own may give anything
+        return f"; where features grow without bound, confidence tends to 1/{likelihood.answers(self.problem.spectra[0].outputs)}"
 
 
 @dataclass(frozen=True)
@@ -320,4 +339,16 @@ def _predicted(problem: LastLayerProblem) -> tuple[str, ...]:
     if not any(one.predicted for one in sums):
         return ()
     note = "the training data had no labels: distances are from the classes that the networks predict for them."
+    return (note,)
+
+
+def _without_effect(problem: LastLayerProblem) -> tuple[str, ...]:
+    """A note where the link scales away what logits are divided by."""
+    if not (isinstance(problem.link, Bridge) and problem.link.normalised):
+        return ()
+    note = (
+        "the normalised bridge scales logits to a common spread: dividing them by the distance changes no probability. Use another "
+        "link, such as 'probit'."
+    )
+    warn(note)
     return (note,)

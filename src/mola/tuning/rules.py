@@ -57,7 +57,8 @@ STEP = 9.5 ** (1 / 31)
 """From one of them to the next."""
 
 ROUNDS = 3
-"""Of temperature and prior precision in turn: neither moves any more after two."""
+"""Of temperature and prior precision in turn. Both make logits smaller: more rounds move along a valley in which one makes up for the
+other, for little gain in the score."""
 
 BEYOND_DOUBT = 2.0
 """Standard errors by which networks must be less sure than they are right before they are made surer."""
@@ -76,6 +77,9 @@ STEEPEST = 100
 
 FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
 """Of the noise, tried around the one there is; then those between two of them, twice."""
+
+SAME = 1e-9
+"""Relative difference of scores that are the same but for rounding."""
 
 SCORES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error"}
 """What scores are called in notes."""
@@ -120,7 +124,7 @@ class Search:
     def flat(self, score: str, *, down: bool) -> bool:
         """Whether the last candidates towards an end score alike: growing further would change nothing."""
         values = self.curve[score][:STEPS] if down else self.curve[score][-STEPS:]
-        return len(values) > 1 and float(values.max() - values.min()) <= 1e-9 * float(values.abs().max())
+        return len(values) > 1 and float(values.max() - values.min()) <= SAME * float(values.abs().max())
 
     def notes(self, chosen: float, rule: str) -> tuple[str, ...]:
         """Say whether the grid grew, what that means for the value that was chosen, and what can be done.
@@ -400,7 +404,7 @@ def _smallest(search: Search, score: str, *, meant: bool) -> int:
         at_end = index in (0, len(search.grid) - 1)
         if not at_end or (index == 0 and not meant) or not search.grow(down=index == 0):
             break
-        if value - float(search.curve[score].min()) <= 1e-9 * abs(value):
+        if value - float(search.curve[score].min()) <= SAME * abs(value):
             break
     return best()
 
@@ -417,11 +421,13 @@ def _told(search: Search, index: int, score: str, rule: str) -> tuple[str, ...]:
 
 
 class Sharper(NamedTuple):
-    """A temperature below 1 that the validation data ask for, with the prior precision that goes with it."""
+    """A temperature below 1 that the validation data ask for, with the prior precisions that were tried at it."""
 
-    precision: float
     temperature: float
-    note: str
+    search: Search
+    index: int
+    """Of the best prior precision."""
+    notes: tuple[str, ...]
 
 
 def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score: str) -> Sharper | None:
@@ -442,27 +448,38 @@ def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score
     """
     if not isinstance(problem, LastLayerProblem):
         return None  # every candidate would be another pass over whole networks
-    count, precision, temperature = len(problem.spectra), search.grid[index], 1.0
-    sure, right = problem.judged(data, (precision,) * count, (1.0, 0.0))
+    count, temperature, lowest = len(problem.spectra), 1.0, TEMPERATURES[0]
+    sure, right = problem.judged(data, (search.grid[index],) * count, (1.0, 0.0))
     gap, error, (accuracy, confidence) = _paired(data, right, sure)
     if gap <= BEYOND_DOUBT * error:
         return None
-    before = float(search.curve[score][index])
+    before, (low, high) = float(search.curve[score][index]), search.first_grid
+    first = [one for one in search.grid if low <= one <= high]
     for _ in range(ROUNDS):
-        tried = TEMPERATURES if temperature == 1 else log_grid(temperature / STEP, min(1.0, temperature * STEP), 17)
-        curve = problem.cooled_curve(data, (precision,) * count, [(one, 0.0) for one in tried])[score]
+        tried = TEMPERATURES
+        if temperature != 1:
+            tried = log_grid(max(lowest, temperature / STEP), min(1.0, temperature * STEP), 17)
+        curve = problem.cooled_curve(data, (search.grid[index],) * count, [(one, 0.0) for one in tried])[score]
+        if float(curve[-1] - curve.min()) <= SAME * abs(float(curve[-1])) and tried[-1] == 1:
+            return None  # also where a link does not depend on temperatures
         temperature = tried[int(curve.argmin())]
-        if temperature == 1:
-            return None
-        scores = problem.curve(data, search.grid, temperature)[score]
-        precision = search.grid[int(scores.argmin())]
+        search = Search(partial(problem.curve, data, temperature=temperature), first)
+        index = _smallest(search, score, meant=True)
+    after = float(search.curve[score][index])
     note = (
         f"these networks are less sure than they are right, as after label smoothing or mixup: on the validation data the mean "
         f"confidence is {_percent(confidence)} and the accuracy {_percent(accuracy)}, {gap / error:.1f} standard errors apart. "
         f"Logits are sharpened by a temperature of {temperature:.3g}, which takes the {SCORES[score]} from "
-        f"{before:.4g} to {float(scores.min()):.4g}."
+        f"{before:.4g} to {after:.4g}."
     )
-    return Sharper(precision, temperature, note)
+    if temperature > lowest * (1 + SAME):
+        return Sharper(temperature, search, index, (note,))
+    end = (
+        f"{temperature:.3g} is the lowest temperature that is tried, and the best of them: a lower one may do better. Networks with "
+        f"logits this small were hardly trained, or scale their outputs. posterior.with_temperature sets a lower temperature."
+    )
+    warn(end)
+    return Sharper(temperature, search, index, (note, end))
 
 
 def _paired(data: HeldOut, first: Tensor, second: Tensor) -> tuple[float, float, tuple[float, float]]:
@@ -579,12 +596,11 @@ class ValidationScore:
         search, name = Search(lambda grid: problem.curve(data, grid), self.grid), f"ValidationScore({self.score!r})"
         index, meant = _smallest(search, self.score, meant=not data.guessed()), not data.guessed()
         sharper = sharpened(problem, data, search, index, self.score) if meant else None
+        temperature, also = 1.0, ()
         if sharper is not None:
-            return Tuning(
-                name, (sharper.precision,) * len(problem.spectra), search.table(), (sharper.note,), sharper.temperature
-            )
-        notes = _told(search, index, self.score, name)
-        return Tuning(name, (search.grid[index],) * len(problem.spectra), search.table(), notes)
+            temperature, search, index, also = sharper
+        notes = (*_told(search, index, self.score, name), *also)
+        return Tuning(name, (search.grid[index],) * len(problem.spectra), search.table(), notes, temperature)
 
 
 @dataclass(frozen=True)

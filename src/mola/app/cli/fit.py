@@ -17,6 +17,7 @@ from mola.app.cli.shared_options import (
     RUN,
     Json,
     Quiet,
+    a_price,
     cooling_words,
     finish,
     numbers,
@@ -163,10 +164,10 @@ def fit(
         ),
     ] = None,
     price: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            help="What caution may cost, for --rule distance: 0.02 is at most 2 % more log loss on the validation data.  "
-            "[default: mean confidence at the paper's threshold]",
+            help="What caution may cost, for --rule distance: 0.02 is at most 2 % more log loss on the validation data, loss no "
+            "more than by the paper's rule.  [default: mean confidence at the paper's threshold]",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -284,7 +285,7 @@ def fit(
         "prior_precision": prior_precision,
         "rule": rule,
         "threshold": threshold,
-        "price": price,
+        "price": a_price(price),
         "distances": False if no_distances else None,
         "positions": positions,
         "ignore_index": ignore_index,

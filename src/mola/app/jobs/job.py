@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mola.errors import OptionError
 from mola.lab.models import MODELS
@@ -75,7 +75,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "prior_precision": "number",
         "rule": "text",
         "threshold": "number",
-        "price": "number",
+        "price": "price",
         "distances": "flag",
         "positions": "text",
         "ignore_index": "integer",
@@ -118,7 +118,7 @@ class Job:
     prior_precision: float = 1.0
     rule: str = "threshold"
     threshold: float | None = None
-    price: float | None = None
+    price: float | Literal["loss"] | None = None
     distances: bool = True
     positions: str = "all"
     ignore_index: int = IGNORED
@@ -259,6 +259,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: _is_whole(value) or (type(value) is int and value < 0),
     ),
     "number": ("a number", _is_number),
+    "price": ("a number, or 'loss'", lambda value: value == "loss" or _is_number(value)),
     "numbers": ("a list of numbers", lambda value: isinstance(value, list) and all(map(_is_number, value))),
     "sides": (
         "a whole number, or [height, width]",
@@ -275,8 +276,10 @@ def _checked(value: Any, kind: str, where: str) -> Any:
         raise OptionError(message)
     if kind == "texts" and isinstance(value, str):
         return (value,)
-    if kind in ("number", "numbers"):
-        return float(value) if kind == "number" else tuple(float(one) for one in value)
+    if kind == "number" or (kind == "price" and value != "loss"):
+        return float(value)
+    if kind == "numbers":
+        return tuple(float(one) for one in value)
     return tuple(value) if isinstance(value, list) else value
 
 
