@@ -184,7 +184,7 @@ class _Exponents:
             f"caution costs, on the validation data: log loss {plain['nll']:.4g} -> {now['nll']:.4g} ({100 * cost:+.1f} %), mean "
             f"confidence {100 * plain['confidence']:.2f} -> {100 * now['confidence']:.2f} %. For it, logits of inputs 2 times as far "
             f"from the training classes as usual are divided by {2**chosen:.3g}, 4 times as far by {4**chosen:.3g}; features that "
-            f"grow without bound lead to 1/C."
+            f"grow without bound lead to {'1/C' if self.problem.likelihood.competing else 'one half'}."
         )
 
 
