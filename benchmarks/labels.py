@@ -21,7 +21,6 @@ import mola
 from mola import metrics
 from mola.lab.data.embedded import load_digits, natural_patches
 from mola.lab.data.transforms import rotate
-from mola.likelihood import BERNOULLI
 from mola.training import Recipe, train_mlps
 from mola.training.labelled import Labelled
 
@@ -61,7 +60,7 @@ def one_run(seed: int) -> dict[str, dict[str, dict[str, float]]]:
     holes[torch.rand(holes.shape, generator=generator, dtype=torch.float64) < MISSING] = torch.nan
     seen = Labelled(train.inputs.flatten(1), holes)
     recipe = Recipe(40, 50, 1e-2, 1e-2)
-    networks = train_mlps(64, (64,), len(NAMES), seen, recipe, members=NETWORKS, seed=seed, likelihood=BERNOULLI)
+    networks = train_mlps(64, (64,), len(NAMES), seen, recipe, members=NETWORKS, seed=seed, loss="binary-cross-entropy")
     loaders = {"train_loader": seen.batches(), "val_loader": Labelled(val.inputs.flatten(1), val.labels).batches()}
     options = {"likelihood": "bernoulli", "progress": False}
     methods = {

@@ -63,9 +63,36 @@ def divisions(rows, team):
     return {name: rows if team is None else rows[b[team.rank] : b[team.rank + 1]] for name, b in bounds.items()}
 
 
+def positions(team):
+    """What must not depend on the number of processes where networks have outputs at many positions."""
+    found = {}
+    generator = torch.Generator().manual_seed(6)
+    torch.manual_seed(6)
+    network = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
+    images, maps = torch.randn(9, 2, 5, 6, generator=generator), torch.randint(3, (9, 5, 6), generator=generator)
+    maps[1], maps[7, :3] = -100, -100
+    own = (
+        slice(None)
+        if team is None
+        else slice([0, 2, 5][team.rank], [2, 5, 9][team.rank] if team.rank < team.size - 1 else 9)
+    )
+    train = [(images[k : k + 1], maps[k : k + 1]) for k in range(9)[own]]
+    for used in ("all", "average"):
+        posterior = mola.fit(
+            network, train, [(images[own], maps[own])], positions=used, rule=RULE, team=team, progress=False
+        )
+        said = posterior.predict([images[own]], team=team)
+        found[f"positions {used} lambda"] = torch.tensor(posterior.prior_precision)
+        found[f"positions {used} evidence"] = posterior.log_evidence()
+        found[f"positions {used} probs"] = said.probs.contiguous()
+        found[f"positions {used} distance"] = said.distance.contiguous()
+        found[f"positions {used} label"] = said.label.double()
+    return found
+
+
 def laws(team):
     """Everything that must not depend on the number of processes; None for one process alone."""
-    found = {}
+    found = positions(team)
     train, val, outliers = data(3), data(4, 41), data(5, 41)
     held, strange = divisions(val, team), divisions(outliers, team)
     for division, shard in divisions(train, team).items():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from mola.baselines.dropout import McDropout as McDropout
 from mola.baselines.mimo import Mimo as Mimo
 from mola.baselines.mimo import mimo_mola as mimo_mola
+from mola.baselines.noise import scale_noise as scale_noise
 from mola.baselines.swag import MultiSwag as MultiSwag
 from mola.baselines.swag import Swag as Swag
 from mola.baselines.swag import multi_swag as multi_swag
@@ -43,6 +44,7 @@ from mola.laplace import KronExact as KronExact
 from mola.laplace import Structure as Structure
 from mola.likelihood import Bernoulli as Bernoulli
 from mola.likelihood import Categorical as Categorical
+from mola.likelihood import Gaussian as Gaussian
 from mola.likelihood import Likelihood as Likelihood
 from mola.links import Bridge as Bridge
 from mola.links import CentredProbit as CentredProbit
@@ -54,6 +56,8 @@ from mola.mixture import Mixture as Mixture
 from mola.mixture import Predictor as Predictor
 from mola.posterior import MoLA as MoLA
 from mola.prediction import Prediction as Prediction
+from mola.regression import RegressionMoLA as RegressionMoLA
+from mola.regression_prediction import RegressionPrediction as RegressionPrediction
 from mola.tuning.candidates import Tuning as Tuning
 from mola.tuning.distance import Distance as Distance
 from mola.tuning.rules import ConfidenceThreshold as ConfidenceThreshold

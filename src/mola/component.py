@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -29,8 +29,8 @@ from mola.laplace import (
     check_precision,
 )
 from mola.laplace.memory import free_memory
-from mola.likelihood import CATEGORICAL, Likelihood
-from mola.network import Head, Inputs, capture
+from mola.likelihood import CATEGORICAL, Gaussian, Likelihood
+from mola.network import DenseFeatures, Features, Head, Inputs, capture
 from mola.network.fingerprint import Watch
 from mola.numerics import check_generator
 from mola.options import whole_number
@@ -88,6 +88,10 @@ class LaplaceComponent(nn.Module, ABC):
     @abstractmethod
     def moments(self, inputs: Inputs) -> LogitMoments:
         """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
+
+    def observed(self, inputs: Inputs) -> LogitMoments | DenseFeatures:
+        """The same; of outputs at many positions, what moments are made of in portions."""
+        return self.moments(inputs)
 
     @abstractmethod
     def _changed(self, names: Sequence[str]) -> MolaError:
@@ -180,7 +184,8 @@ class Curvature:
     @property
     def log_likelihood(self) -> float | None:
         """Sum over the training labels, or None if there were none."""
-        return self.factors.log_likelihood
+        sums = self.factors.label_sums
+        return self.factors.log_likelihood if sums is None else self.likelihood.total_log_likelihood(sums, self.count)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Log determinant of the posterior precision matrix; differentiable in the prior precision."""
@@ -189,7 +194,19 @@ class Curvature:
     @cached_property
     def spectrum(self) -> Spectrum:
         """Solved once, shared by every prior precision that is tried."""
-        return self.structure.spectrum(self.factors, self.likelihood)
+        scale = self.likelihood.output_scale(len(self.trained))
+        factors = self.factors if scale is None else self.factors.weighted(scale)
+        return self.structure.spectrum(factors, self.likelihood)
+
+    def rescaled(self, factor: float) -> Curvature:
+        """The same at a noise that is so many times as large; the eigenproblem is not solved again."""
+        assert isinstance(self.likelihood, Gaussian)
+        twin = replace(self, likelihood=self.likelihood.scaled(factor, len(self.trained)))
+        if "spectrum" in vars(self):
+            vars(twin)["spectrum"] = self.spectrum.divided(factor**2)
+        if "geometry" in vars(self):
+            vars(twin)["geometry"] = self.geometry
+        return twin
 
 
 _door = threading.RLock()
@@ -229,6 +246,17 @@ class Component(LaplaceComponent):
         """The same network and curvature at another prior precision."""
         return Component(self.network, self.head, self.curvature, precision, self.likelihood)
 
+    def of_likelihood(self, likelihood: Likelihood) -> Component:
+        """The same network and sums under a likelihood with other settings, such as another noise."""
+        curvature = None if self.curvature is None else replace(self.curvature, likelihood=likelihood)
+        return Component(self.network, self.head, curvature, self.precision, likelihood)
+
+    def rescaled(self, factor: float) -> Component:
+        """The same at a noise that is so many times as large."""
+        if self.curvature is None or factor == 1:
+            return self
+        return Component(self.network, self.head, self.curvature.rescaled(factor), self.precision)
+
     @property
     def distance(self) -> ClassDistance | None:
         """How far features are from the training classes, in float64; None without sums for distances."""
@@ -263,9 +291,18 @@ class Component(LaplaceComponent):
         )
 
     def moments(self, inputs: Inputs) -> LogitMoments:
-        """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
-        posterior = self.prepare()
+        """Gaussian over the logits of a batch, at all positions if there are many. Call it inside `undisturbed(network)`."""
+        found = self.observed(inputs)
+        return self.moments_of(found.all_rows()) if isinstance(found, DenseFeatures) else found
+
+    def observed(self, inputs: Inputs) -> LogitMoments | DenseFeatures:
+        """The same; of outputs at many positions, what moments are made of in portions."""
         seen = capture(self.network, self.head, inputs, self.likelihood)
+        return seen if isinstance(seen, DenseFeatures) else self.moments_of(seen)
+
+    def moments_of(self, seen: Features) -> LogitMoments:
+        """Gaussian over the logits of rows that the network has made of its inputs."""
+        posterior = self.prepare()
         if posterior is None or self.head is None:
             dtype = torch.promote_types(seen.logits.dtype, torch.float32)
             return LogitMoments(seen.logits.to(dtype), None, likelihood=self.likelihood)

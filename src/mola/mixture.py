@@ -15,11 +15,12 @@ from tqdm.auto import tqdm
 
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
-from mola.likelihood import CATEGORICAL, Likelihood, as_likelihood
+from mola.likelihood import CATEGORICAL, Gaussian, Likelihood, as_likelihood
 from mola.network import Inputs, as_batch, batch_count, batches_of, one_batch, peek, undisturbed
 from mola.numerics import seed_from
 from mola.options import counted, one_of
 from mola.prediction import Prediction
+from mola.regression_prediction import RegressionPrediction
 from mola.uncertainty import max_probability_score, mutual_information
 
 __all__ = [
@@ -249,13 +250,24 @@ class Mixture(nn.Module):
             raise DataError(message)
         return members
 
-    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
+    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
+        if isinstance(self.likelihood, Gaussian):
+            return self._predict_numbers(self.likelihood, inputs, seed, place)
         members = torch.stack(self._member_probs(inputs, seed))
         probs = self._mix(list(members))
         likelihood = self.likelihood
         spread = mutual_information(members, self.weights.to(members), likelihood)
         score = max_probability_score(probs, likelihood)
         return Prediction(probs, spread, score, "max-probability", likelihood=likelihood)
+
+    def _predict_numbers(
+        self, likelihood: Gaussian, inputs: Inputs, seed: int | None, place: str
+    ) -> RegressionPrediction:
+        """What members say of numbers: distributions, of those that are mixtures themselves, or means."""
+        if all(isinstance(member, Mixture) for member in self.predictors):
+            parts = [member._predict_batch(inputs, seed, place) for member in self.predictors]  # type: ignore[attr-defined]
+            return RegressionPrediction.mixed(parts, self.weights)
+        return RegressionPrediction.of_means(torch.stack(self._member_probs(inputs, seed)), self.weights, likelihood)
 
     def predict_batches(
         self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
@@ -307,13 +319,14 @@ class Mixture(nn.Module):
             for part in self.predict_batches(inputs, generator=generator, progress=progress):
                 held += part.held
                 parts.append(part if held <= KEPT else part.computed())
-            return Prediction.concatenate(parts)
+            return type(parts[0]).concatenate(parts)
         with team.work("predict"):
             seed, parts = seed_from(generator), []
             for place, batch in _batches(inputs, progress=progress, some=False):
                 parts.append(self._predict_batch(batch, seed, place).cpu().computed())
                 team.check()
-            return Prediction.gather(parts, team, self.likelihood)
+            kind: Any = Prediction if self.likelihood.discrete else RegressionPrediction
+            return kind.gather(parts, team, self.likelihood)
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
         """Probabilities (n, C) as a NumPy array.
@@ -436,7 +449,7 @@ def _as_probabilities(index: int, output: Any, likelihood: Likelihood = CATEGORI
             f"predictors[{index}]: expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}."
         )
         raise DataError(message)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not likelihood.discrete:
         return probs  # a trace has no numbers to look at
     off = float((probs.sum(1) - 1).abs().max()) if len(probs) else 0.0
     if not likelihood.competing:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.cooling import Usual
 from mola.errors import DataError, MissingExtraError, MolaWarning, OptionError
 from mola.fitting import fit
 from mola.laplace import Scale
@@ -185,9 +184,8 @@ class MolaClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _posterior(self, data: Labelled, hidden: Sequence[int], seed: int) -> MoLA:
         """Networks trained on the data, and their posterior, not tuned."""
         sizes = data.inputs.shape[1], hidden, len(self.classes_)
-        networks = train_mlps(
-            *sizes, data, self._recipe(len(data)), members=self.members, seed=seed, likelihood=self._likelihood
-        )
+        loss = "cross-entropy" if self._likelihood.competing else "binary-cross-entropy"
+        networks = train_mlps(*sizes, data, self._recipe(len(data)), members=self.members, seed=seed, loss=loss)
         return fit(
             networks,
             data.batches(ROWS),
@@ -285,7 +283,7 @@ def _taken_over(tuned: MoLA, final: MoLA) -> MoLA:
         return final.with_temperature(cooling.temperature)
     triples = zip(cooling.usual.scales, _training_scales(tuned), _training_scales(final), strict=True)
     scales = tuple(Scale(*map(_by_ratio, *triple)) for triple in triples)
-    return final._with(cooling=replace(cooling, usual=Usual(scales, cooling.usual.score)))
+    return final._with(cooling=replace(cooling, usual=replace(cooling.usual, scales=scales)))
 
 
 def _training_scales(posterior: MoLA) -> list[Scale]:

@@ -337,7 +337,7 @@ def test_rules_that_need_data_say_so(trained):
 
 
 def test_unknown_score_is_refused():
-    with pytest.raises(mola.OptionError, match=r"one of nll, brier, ece; got"):
+    with pytest.raises(mola.OptionError, match=r"one of nll, brier, ece, crps; got"):
         mola.ValidationScore("auc")
 
 

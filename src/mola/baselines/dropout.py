@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from mola.baselines.noise import only_means, require_answers
 from mola.baselines.sgd import check_seed, derived_seeds
 from mola.errors import OptionError, located
 from mola.likelihood import CATEGORICAL, Likelihood, as_likelihood
@@ -51,10 +52,10 @@ class McDropout(Mixture):
             relatives): calls of `torch.nn.functional.dropout` cannot be seen. The first dimension holds the data.
         samples: number of draws.
         seed: of the masks.
-        likelihood: what the network's outputs mean: "categorical" or "bernoulli".
+        likelihood: what the outputs mean, as for `mola.fit`.
 
     Raises:
-        OptionError: if there is no dropout layer, the outputs are numbers and no logits, or the number of draws is not positive.
+        OptionError: if there is no dropout layer, the network says variances, too, or the number of draws is not positive.
     """
 
     def __init__(
@@ -68,12 +69,8 @@ class McDropout(Mixture):
         """Borrow the network.
 
         Raises:
-            OptionError: if it has no dropout, or its outputs are no logits.
+            OptionError: if it has no dropout, or says variances, too.
         """
-        meaning = as_likelihood(likelihood)
-        if not meaning.discrete:
-            message = f"McDropout averages probabilities, and likelihood {meaning.name!r} has none."
-            raise OptionError(message)
         samples = whole_number(samples, "samples")
         if not _active(model):
             message = (
@@ -81,6 +78,7 @@ class McDropout(Mixture):
                 f"same. Expected nn.Dropout or its relatives as layers; calls of torch.nn.functional.dropout cannot be seen."
             )
             raise OptionError(message)
+        meaning = only_means(as_likelihood(likelihood), "Monte Carlo dropout")
         super().__init__([partial(_one_draw, self, index) for index in range(samples)], likelihood=meaning)
         self.network, self.samples, self.seed = model, samples, check_seed(seed)
 
@@ -88,6 +86,10 @@ class McDropout(Mixture):
         """Set the mode of this module alone: every pass sets the network's modes itself, and puts them back."""
         self.training = mode
         return self
+
+    def of_likelihood(self, likelihood: Likelihood) -> McDropout:
+        """The same network for outputs that mean something else, such as numbers with another noise."""
+        return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:
         """Draws and seed."""
@@ -118,6 +120,7 @@ class McDropout(Mixture):
         Returns:
             The folder, for `mola.McDropout.load(directory, model)`.
         """
+        require_answers(self.likelihood, "Monte Carlo dropout")
         document = {"samples": self.samples, "seed": self.seed, "network": signature_of(self.network)}
         if self.likelihood != CATEGORICAL:
             document["likelihood"] = self.likelihood.name

@@ -19,7 +19,7 @@ from mola.errors import DataError, OptionError
 from mola.export.moments import GraphPosterior, Joint
 from mola.laplace import SPARE, LogitMoments
 from mola.likelihood import Likelihood
-from mola.network import Inputs, capture, undisturbed
+from mola.network import DenseFeatures, Inputs, capture, undisturbed
 from mola.options import did_you_mean
 from mola.outliers import COMBINED, FAR_FIELD, LEAST_SURE
 from mola.posterior import MoLA
@@ -271,7 +271,7 @@ class Exported(nn.Module):
             raise OptionError(message)
         self.has_curvature = ready[0] is not None
         usual = self.cooling.usual
-        self.usual_score = None if usual is None or not posterior.has_distances else usual.score
+        self.usual_score = None if usual is None or not posterior.has_distances else usual.score_at(posterior.weights)
         self.posteriors = [
             GraphPosterior(one, bias=head.has_bias)
             for one, head in zip(ready, self.heads, strict=True)
@@ -294,7 +294,8 @@ class Exported(nn.Module):
             tensors: the inputs, in the signature's order.
 
         Returns:
-            "probabilities" (n, C), and (n,) of all others; for yes or no (n, C) of all that is said of an answer.
+            "probabilities" (n, C), and (n,) of all others; for yes or no (n, C) of all that is said of an answer. Of outputs at many
+            positions, all of them in the networks' layout.
         """
         if self.preparation is not None:
             tensors = tuple(self.preparation(tensor) for tensor in tensors)
@@ -303,7 +304,9 @@ class Exported(nn.Module):
         inputs = self.signature.inputs(tensors)
         with undisturbed(*self.networks):
             pairs = zip(self.networks, self.heads, strict=True)
-            seen = [capture(network, head, inputs, self.likelihood) for network, head in pairs]
+            found = [capture(network, head, inputs, self.likelihood) for network, head in pairs]
+        # A graph has no turns: all positions of a batch are rows at once.
+        seen = [one.all_rows() if isinstance(one, DenseFeatures) else one for one in found]
         logits = [one.logits.to(torch.promote_types(one.logits.dtype, torch.float32)) for one in seen]
         mean = torch.cat(logits)
         joint = None
@@ -328,7 +331,11 @@ class Exported(nn.Module):
             "ood_score": lambda: self._ood_score(each, mean, joint, answers),
             DISTANCE: lambda: self.cooling.log_distance(each, self._weights).exp(),
         }
-        return {name: make[name]() for name in self.outputs}
+        layout = found[0].layout if isinstance(found[0], DenseFeatures) else None
+        if layout is None:
+            return {name: make[name]() for name in self.outputs}
+        made = {name: make[name]() for name in self.outputs}
+        return {name: layout.map(rows) if rows.dim() == 1 else layout.outputs(rows) for name, rows in made.items()}
 
     @property
     def _weights(self) -> Tensor:

@@ -19,10 +19,11 @@ Independent outputs (Bernoulli, Gaussian) have only the separate part.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -137,6 +138,49 @@ class Likelihood(ABC):
     def scored_curvature(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, OutputCurvature]:
         """Log-likelihood (n,) and curvature: both, where that costs less than each by itself."""
         return self.log_likelihood(outputs, labels), self.curvature(outputs, labels)
+
+    # --- training further, as some baselines do ---------------------------------------------------------------------
+
+    def training_score(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """What training makes as large as can be (n,): the log-likelihood."""
+        return self.log_likelihood(outputs, labels)
+
+    def loss_of_guessing(self, outputs: Tensor, labels: Tensor) -> float:
+        """Mean loss of whoever knows nothing of the inputs."""
+        return math.log(self.answers(outputs.shape[1])) * (1 if self.competing else outputs.shape[1])
+
+    # --- sums that depend on a number that is chosen after them ------------------------------------------------------
+
+    def latent(self, outputs: int) -> int:
+        """How many of a network's outputs are uncertain: all of them."""
+        return outputs
+
+    def rows(self, outputs: int) -> slice:
+        """Which of a network's outputs these are."""
+        return slice(outputs)
+
+    def label_sums(self, outputs: Tensor, labels: Tensor) -> Tensor | None:
+        """What is summed of labels beside their log-likelihood, in float64; None for nothing."""
+        return None
+
+    def settled(self, sums: Tensor | None, count: int) -> Self:
+        """The likelihood once the sums of all training data are known: itself, where nothing is estimated from them."""
+        return self
+
+    def output_scale(self, width: int) -> Tensor | None:
+        """What the curvature of each output, as it was summed, is multiplied by (C,); None for nothing."""
+        return None
+
+    def total_log_likelihood(self, sums: Tensor, count: int) -> float:
+        """Log-likelihood of all data whose `label_sums` these are.
+
+        Raises:
+            OptionError: if the likelihood has no such sums.
+        """
+        message = f"likelihood {self.name!r} has no sums of labels."
+        raise OptionError(message)
+
+    # --- what it sees -----------------------------------------------------------------------------------------------
 
     def visible(self, outputs: int) -> Tensor:
         """Orthonormal directions (C, R) of output space that change the probabilities, in float64: all of them."""

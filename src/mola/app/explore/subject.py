@@ -287,6 +287,7 @@ def open_subject(
             "`mola predict` predicts for them."
         )
         raise OptionError(message)
+    fitted.refuse_positions("the explorer shows one prediction for each picture")
     sight = Sight.of(tuple(fitted.example.shape[1:]), Intake.from_plain(fitted.preparation))
     posterior, notes = fitted.posterior, []
     named = reference or fitted.job.val

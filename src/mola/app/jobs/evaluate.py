@@ -207,6 +207,7 @@ def run_evaluate(
 def _contest(
     fitted: PosteriorFolder, val: Loader | None, exposed: Loader | None, team: Team
 ) -> tuple[_Contest, list[str]]:
+    fitted.refuse_positions("mola evaluate compares answers to one question for each input")
     posterior, notes = fitted.posterior, []
     temperatures: dict[str, float] = {}
     held: HeldOut | None = None
