@@ -508,7 +508,7 @@ def test_rules_do_what_they_say(trained):
     careful = posterior.tune(val, "distance", progress=False)
     assert careful.distance_exponent > 0
     assert by_hand(careful, val)["confidence"] == pytest.approx(target, abs=2e-3)
-    assert "lead to one half" in careful.tuning.notes[-1]
+    assert "tends to 1/2" in careful.tuning.notes[-1]
     evidence = posterior.tune(rule="evidence")
     near = [evidence.with_prior_precision(evidence.prior_precision[0] * factor) for factor in (0.99, 1.01)]
     assert all(float(one.log_evidence().sum()) < float(evidence.log_evidence().sum()) for one in near)
