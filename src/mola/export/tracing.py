@@ -89,16 +89,15 @@ def trace(posterior: MoLA, example: Inputs, settings: Settings) -> Traced:
     if settings.float16:
         posterior = in_half_precision(posterior)
     with torch.inference_mode(False), torch.no_grad(), undisturbed(*posterior.networks):
-        probs = posterior.predict(
-            network_inputs(example, signature, settings)
-        ).probs  # every check of shapes and numbers
+        said: Any = posterior.predict(network_inputs(example, signature, settings))  # every check of shapes and numbers
+        width = (said.probs if posterior.likelihood.discrete else said.mean).shape[1]
         graph = Exported(
             posterior, signature, settings.outputs, float16=settings.float16, preparation=settings.preparation
         )
         tensors = tuple(two_rows(tensor) for tensor in signature.tensors(example))
         graph(*tensors)  # makes the constants
         program = _program(graph, tensors)
-    document = describe(posterior, graph, settings.classes, probs.shape[1], settings.ood_threshold)
+    document = describe(posterior, graph, settings.classes, width, settings.ood_threshold)
     return Traced(program, graph, posterior, document)
 
 
