@@ -72,7 +72,11 @@ def main() -> None:
     }
     grid = torch.linspace(-6, 6, 601)[:, None]
     said = {name: posterior.predict(grid) for name, posterior in methods.items()}
-    places = {"inside": torch.tensor([[-2.0], [2.0]]), "gap": torch.tensor([[0.0]]), "beyond": torch.tensor([[-6.0], [6.0]])}
+    places = {
+        "inside": torch.tensor([[-2.0], [2.0]]),
+        "gap": torch.tensor([[0.0]]),
+        "beyond": torch.tensor([[-6.0], [6.0]]),
+    }
     numbers = {
         name: {place: float(posterior.predict(x).std.mean()) for place, x in places.items()}
         | {"nll": float(-posterior.predict(held[0]).log_prob(held[1]).mean())}

@@ -42,7 +42,10 @@ from mola.laplace import Kron as Kron
 from mola.laplace import KronDiag as KronDiag
 from mola.laplace import KronExact as KronExact
 from mola.laplace import Structure as Structure
+from mola.likelihood import Bernoulli as Bernoulli
+from mola.likelihood import Categorical as Categorical
 from mola.likelihood import Gaussian as Gaussian
+from mola.likelihood import Likelihood as Likelihood
 from mola.links import Bridge as Bridge
 from mola.links import CentredProbit as CentredProbit
 from mola.links import Link as Link

@@ -111,7 +111,7 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
         BoundError: if the features do not scale.
     """
     head, curvature = component.require_curvature("the far-field limit")
-    width, spread = head.layer.in_features, once.spread
+    width, spread = head.inputs, once.spread
     assert isinstance(spread, FeatureSpread)  # where there is curvature
     assert isinstance(scaled.spread, FeatureSpread)
     near, far = (exact(one.features[:, :width]) for one in (spread, scaled.spread))

@@ -30,7 +30,7 @@ from mola.laplace import (
 )
 from mola.laplace.memory import free_memory
 from mola.likelihood import CATEGORICAL, Gaussian, Likelihood
-from mola.network import Head, Inputs, capture
+from mola.network import DenseFeatures, Features, Head, Inputs, capture
 from mola.network.fingerprint import Watch
 from mola.numerics import check_generator
 from mola.options import whole_number
@@ -88,6 +88,10 @@ class LaplaceComponent(nn.Module, ABC):
     @abstractmethod
     def moments(self, inputs: Inputs) -> LogitMoments:
         """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
+
+    def observed(self, inputs: Inputs) -> LogitMoments | DenseFeatures:
+        """The same; of outputs at many positions, what moments are made of in portions."""
+        return self.moments(inputs)
 
     @abstractmethod
     def _changed(self, names: Sequence[str]) -> MolaError:
@@ -287,9 +291,18 @@ class Component(LaplaceComponent):
         )
 
     def moments(self, inputs: Inputs) -> LogitMoments:
-        """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
-        posterior = self.prepare()
+        """Gaussian over the logits of a batch, at all positions if there are many. Call it inside `undisturbed(network)`."""
+        found = self.observed(inputs)
+        return self.moments_of(found.all_rows()) if isinstance(found, DenseFeatures) else found
+
+    def observed(self, inputs: Inputs) -> LogitMoments | DenseFeatures:
+        """The same; of outputs at many positions, what moments are made of in portions."""
         seen = capture(self.network, self.head, inputs, self.likelihood)
+        return seen if isinstance(seen, DenseFeatures) else self.moments_of(seen)
+
+    def moments_of(self, seen: Features) -> LogitMoments:
+        """Gaussian over the logits of rows that the network has made of its inputs."""
+        posterior = self.prepare()
         if posterior is None or self.head is None:
             dtype = torch.promote_types(seen.logits.dtype, torch.float32)
             return LogitMoments(seen.logits.to(dtype), None, likelihood=self.likelihood)

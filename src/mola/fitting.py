@@ -16,7 +16,7 @@ from mola.laplace import Structure, as_structure, check_precision
 from mola.likelihood import Gaussian, Likelihood, as_likelihood
 from mola.links import Link, as_link
 from mola.mixture import check_weighting
-from mola.network import check_loader, undisturbed
+from mola.network import IGNORED, check_loader, check_positions, undisturbed
 from mola.network.fingerprint import Watch
 from mola.posterior import MoLA
 from mola.regression import RegressionMoLA
@@ -72,6 +72,8 @@ def fit(
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
     distances: bool = True,
+    positions: str | int = "all",
+    ignore_index: int = IGNORED,
 ) -> MoLA:
     """Put a Laplace approximation on the last layer of each trained network: one pass over the training data.
 
@@ -101,6 +103,10 @@ def fit(
         checkpoint_every: batches between two checkpoints.
         distances: whether to sum what `rule="distance"` and `prediction.distance` need, too: C x P numbers for each network, and
             P x P. False saves them where there are very many classes.
+        positions: for networks with outputs at many positions, (n, C, H, W) of a 1x1 convolution or (n, T, C) of a linear layer:
+            "all" counts each position as a datum, as if they were independent; "average" counts each input as one datum, and its
+            positions as parts of it; a number counts so many positions of each input, drawn at random and the same for all networks.
+        ignore_index: positions with this label are left out.
 
     Returns:
         The posterior.
@@ -122,6 +128,10 @@ def fit(
             check_loader(val_loader, "the validation loader")  # now, and not after the pass over the training data
         chosen_likelihood = as_likelihood(likelihood)
         check_rule(rule, val_loader, chosen_likelihood)
+        used = check_positions(positions)
+        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+            message = f"ignore_index must be a whole number, a label that no class has; got {ignore_index!r}."
+            raise OptionError(message)
         count = len(networks)
         chosen_structure, chosen_link = as_structure(structure), as_link(link, chosen_likelihood)
         weighting = check_weighting(weights, count)
@@ -139,6 +149,8 @@ def fit(
             "rule": None if rule is None else rule if isinstance(rule, str) else type(rule).__name__,
             "checkpoint": checkpoints.active,
             "distances": distances,
+            "positions": used,
+            "ignore_index": ignore_index,
         }
         if val_loader is not None and together.size == 1:  # each process of a team sees its own shards alone
             check_loader(train_loader, "the training loader")
@@ -156,6 +168,8 @@ def fit(
                 options=options,
                 progress=progress,
                 distances=distances,
+                positions=used,
+                ignore_index=ignore_index,
             )
             trained = [head.trained_weights() for head in heads]
         # Not among the visited: some networks write into their buffers in every pass.

@@ -48,7 +48,8 @@ def ood_score(
         far_field = far_field_score(mean, lengths, weights, moments[0].likelihood)
         return OutlierScore(far_field, far_field)
     assert cooling.usual is not None
-    assert cooling.usual.score is not None
+    usual = cooling.usual.score_at(weights)
+    assert usual is not None  # by its name
     distance, excess = cooling.log_distance(moments, weights), cooling.excess(moments)
     terms = outlier_terms(mean, lengths, distance, excess, weights, moments[0].likelihood)
-    return OutlierScore(outlier_score(terms, cooling.usual.score), terms[0])
+    return OutlierScore(outlier_score(terms, usual), terms[0])

@@ -19,7 +19,7 @@ from mola.bounds import SCALE, component_bounds, divided_bounds, far_field_logit
 from mola.component import Component, LaplaceComponent, WeightSamples, draw_weights, per_component
 from mola.cooling import Cooling, Usual
 from mola.distributed import Team
-from mola.errors import DataError, OptionError, located, warn
+from mola.errors import BoundError, DataError, OptionError, located, warn
 from mola.laplace import ClassGeometry, FeatureSpread, LogitMoments, in_range
 from mola.likelihood import Likelihood
 from mola.links import Link, as_link
@@ -32,19 +32,16 @@ from mola.mixture import (
     evidence_weights,
     stacking_weights,
 )
-from mola.network import Inputs, check_finite, one_batch, undisturbed, without_autocast
+from mola.network import DenseFeatures, Inputs, check_finite, one_batch, undisturbed, without_autocast
 from mola.numerics import exact, seed_from
 from mola.outliers import LEAST_SURE, OutlierScore, ood_score, score_name
+from mola.positions import DenseBatch
 from mola.prediction import Prediction, later
 from mola.saving import archive, storage
 from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, LastLayerProblem, Problem, Tuning, read_held_out
 from mola.tuning.choosing import choose_together
 from mola.tuning.rules import Rule
-from mola.uncertainty import (
-    entropy,
-    epistemic_share,
-    outlier_terms,
-)
+from mola.uncertainty import energies, entropy, epistemic_share, outlier_terms
 
 __all__ = ["LaplaceMixture", "MoLA"]
 
@@ -238,6 +235,11 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         self._look()
         with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
+        if isinstance(moments, DenseBatch):
+            return moments.gather(lambda some: [self._returned_probabilities(some, seed)])[0]
+        return self._returned_probabilities(moments, seed)
+
+    def _returned_probabilities(self, moments: Sequence[LogitMoments], seed: int | None) -> Tensor:
         with without_autocast(moments[0].mean.device):
             return moments[0].returned(self._probabilities(moments, seed))
 
@@ -248,12 +250,24 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
     def _cooled(self, moments: Sequence[LogitMoments]) -> list[LogitMoments]:
         return list(moments) if self._cooling.changes_nothing else self.cooling(moments, self.weights)
 
-    def _moments(self, inputs: Inputs) -> list[LogitMoments]:
-        moments = []
+    def _moments(self, inputs: Inputs) -> list[LogitMoments] | DenseBatch:
+        """Moments of each network's logits; of outputs at many positions, what gives them in portions.
+
+        Raises:
+            DataError: if the networks' numbers of classes differ.
+        """
+        moments: list[LogitMoments] = []
+        dense: list[tuple[Any, DenseFeatures]] = []
         for index, component in enumerate(self.components):
             with located(f"models[{index}]"):
-                moments.append(component.moments(inputs))
+                found = component.observed(inputs)
+                if isinstance(found, DenseFeatures):
+                    dense.append((component, found))
+                    continue
+                moments.append(found)
                 check_finite(moments[-1].mean)
+        if dense:
+            return DenseBatch.of(dense, others=len(moments))
         classes = [one.mean.shape[1] for one in moments]
         if len(set(classes)) > 1:
             message = f"expected networks with the same number of classes, got {classes}."
@@ -264,6 +278,12 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         self._look()
         with located(place), undisturbed(*self.networks, passes_only=True):
             moments = self._moments(inputs)
+        if isinstance(moments, DenseBatch):
+            return moments.prediction(lambda some: self._said_of(some, seed))
+        return self._said_of(moments, seed)
+
+    def _said_of(self, moments: Sequence[LogitMoments], seed: int | None) -> Prediction:
+        """What the mixture says, from the moments of its logits."""
         with without_autocast(moments[0].mean.device):
             probs, weights = self._probabilities(moments, seed), self.weights
             mean = torch.stack([one.mean for one in moments])
@@ -572,14 +592,17 @@ class MoLA(LaplaceMixture[Component]):
             ]
             lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
             distance, excess = cooling.log_distance(moments, self.weights), cooling.excess(moments)
-            parts.append(outlier_terms(torch.stack(logits), lengths, distance, excess, self.weights, self.likelihood).T)
+            every = torch.stack(logits)
+            terms = outlier_terms(every, lengths, distance, excess, self.weights, self.likelihood)
+            parts.append(torch.cat([terms, energies(every, excess, self.likelihood)]).T)
         rows = data.team.rows(torch.cat(parts) if parts else None)
         # One datum has no spread, and equal scores have none but rounding: they are then taken as they are.
-        middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros(3, dtype=rows.dtype)
+        middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
         spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
         pairs_of = zip(middle.tolist(), spread.tolist(), strict=True)
         score = data.team.share([list(pair) for pair in pairs_of])
-        return replace(usual, score=tuple((mean, deviation) for mean, deviation in score))
+        pairs_known = tuple((mean, deviation) for mean, deviation in score)
+        return replace(usual, score=pairs_known[:3], energies=tuple(mean for mean, _ in pairs_known[3:]))
 
     def _why_no_distances(self) -> str:
         if self.components[0].curvature is None:
@@ -656,6 +679,15 @@ class MoLA(LaplaceMixture[Component]):
         self._look()
         with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
+        if isinstance(moments, DenseBatch):
+            if not (lemma and self.likelihood.competing):
+                return moments.gather(lambda some: [self._bound(some, lemma=lemma)])[0]
+            (found,) = moments.gather(lambda some: [self._bound(some, lemma=True)[:, :, None]])
+            return found.squeeze(2 if moments.layout.axis == 1 else -1)
+        return self._bound(moments, lemma=lemma)
+
+    def _bound(self, moments: Sequence[LogitMoments], *, lemma: bool) -> Tensor:
+        """Bounds (n,) of the mixture, or (K, n) of its components."""
         with without_autocast(moments[0].mean.device):
             members = [one.returned(self.link(one)).cpu() for one in self._cooled(moments)]
         if not self._cooling.changes_nothing and self.structure is not None:
@@ -697,15 +729,24 @@ class MoLA(LaplaceMixture[Component]):
             inputs: a batch, as one tensor.
 
         Returns:
-            Probabilities (n, C); `BoundError` if a network's features do not scale, or the link is not the probit.
+            Probabilities (n, C).
+
+        Raises:
+            BoundError: if a network's features do not scale, outputs are at many positions, or the link is not the probit.
         """
         require_probit(self.link)
         self._look()
         with undisturbed(*self.networks, passes_only=True):
-            pairs = zip(self.components, self._moments(inputs), self._moments(SCALE * inputs), strict=True)
+            moments, scaled_moments = self._moments(inputs), self._moments(SCALE * inputs)
+            if isinstance(moments, DenseBatch) or isinstance(scaled_moments, DenseBatch):
+                message = (
+                    "the far-field limit is not computed for outputs at many positions: pass a network that gives one row for each "
+                    "input. posterior.confidence_bound(inputs) holds everywhere."
+                )
+                raise BoundError(message)
+            pairs = zip(self.components, moments, scaled_moments, strict=True)
             limits = [far_field_logits(component, once, scaled) for component, once, scaled in pairs]
             if self.distance_exponent > 0:
-                moments = self._moments(inputs)
                 members = zip(moments, self._cooled(moments), limits, strict=True)
                 return self._mix([self._cooled_limit(*one) for one in members])
         return self._mix([self.likelihood.probabilities(logits) for logits in limits])

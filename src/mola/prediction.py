@@ -1,4 +1,4 @@
-"""What a predictor says about each input: probabilities, and how much to trust them."""
+"""What a predictor says about each input, or about each position of it: probabilities, and how much to trust them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ def later(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], T
     return computed
 
 
+SIZES = "sizes"
+"""Under which the sizes of a prediction's positions are told to other processes."""
+
+
 class LazyFields:
     """Values by name about n inputs, some of which are computed when they are first read: a value that cannot be changed."""
 
@@ -66,6 +70,20 @@ class LazyFields:
         raise AttributeError(message)
 
     __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a field, computed or not."""
+        return self._values[name] is not None
+
+    def replaced(self, values: dict[str, Any], held: int) -> Self:
+        """The same with other fields, or what computes them."""
+        return self._of(self._values | values, held, self.likelihood)
+
+    @property
+    def axis(self) -> int:
+        """Where classes, or outputs, stand behind the inputs: the last axis, or 1 in (n, C, H, W)."""
+        found = self._values.get("axis")
+        return -1 if found is None else found
 
     def _read(self, name: str) -> Any:
         # One dictionary entry is either of the two at any time: threads that read at once compute the same numbers.
@@ -120,10 +138,11 @@ class LazyFields:
             parts: at least one.
 
         Returns:
-            All of them, in their order.
+            All of them, in their order; `DataError` if they are of inputs of different sizes.
         """
         if len(parts) == 1:
             return parts[0]
+        _check_sizes([part._sizes() for part in parts])
 
         def joined(name: str, axis: int | None) -> Any:
             values = [part._values[name] for part in parts]
@@ -163,6 +182,8 @@ class LazyFields:
         if team.first and kind is None:
             message = "the prediction loader is empty on every rank: it yielded no batch."
             raise DataError(message)
+        if team.first:
+            _check_sizes([tuple(one[SIZES]) for one in kinds or () if one is not None])
         kind, values = team.share(kind), {}
         for name, axis in cls.axes.items():
             if axis is None or not kind[name]:
@@ -172,9 +193,14 @@ class LazyFields:
             values[name] = team.rows(rows).transpose(0, axis)
         return cls._of(values, 0, likelihood)
 
+    def _sizes(self) -> tuple[int, ...]:
+        """Sizes of the first field behind the axis of the inputs."""
+        name, axis = next(iter(self.axes.items()))
+        return tuple(self._values[name].shape[(axis or 0) + 1 :])
+
     def _kind(self) -> dict[str, Any]:
         """As JSON: whether each field of the inputs is there, and what is the same for all inputs."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {SIZES: self._sizes()}
         for name, axis in self.axes.items():
             value = self._read(name)
             same = value.tolist() if isinstance(value, Tensor) else value
@@ -190,6 +216,9 @@ class LazyFields:
 class Prediction(LazyFields):
     """Probabilities of n inputs over C classes, with their uncertainty taken apart.
 
+    Of networks with outputs at many positions, everything is said of each: probabilities have the layout of the logits, (n, C, H, W)
+    or (n, T, C), and what is (n,) below is (n, H, W) or (n, T).
+
     What is costly is computed when it is first read, and then kept: `mutual_information` (and `epistemic`, `aleatoric`),
     `ood_score`, `logit_variance` and `distance`. The numbers do not depend on when that is, nor on what is read before.
 
@@ -203,6 +232,7 @@ class Prediction(LazyFields):
         distance: (n,), where it is known, or what computes it.
         far_field: (n,), the far-field score, where it is known, or what computes it.
         held: bytes that fields keep in memory until they are computed.
+        axis: of the classes in `probs`: the last, or 1.
         likelihood: what the probabilities are of.
     """
 
@@ -215,6 +245,7 @@ class Prediction(LazyFields):
         "logit_variance": 1,
         "distance": 0,
         "far_field": 0,
+        "axis": None,
     }
 
     def __init__(
@@ -229,11 +260,12 @@ class Prediction(LazyFields):
         far_field: Later | None = None,
         *,
         held: int = 0,
+        axis: int = -1,
         likelihood: Likelihood = CATEGORICAL,
     ) -> None:
         """Keep the fields, and what computes the others."""
         values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance, far_field)
-        self._keep(dict(zip(self.axes, values, strict=True)), held, likelihood)
+        self._keep(dict(zip(self.axes, (*values, axis), strict=True)), held, likelihood)
 
     @property
     def probs(self) -> Tensor:
@@ -285,24 +317,28 @@ class Prediction(LazyFields):
     @property
     def label(self) -> Tensor:
         """Most probable class (n,); for yes or no (n, C), 1 where the probability of yes is above one half."""
-        return self._answers.argmax(-1)
+        return self._placed(self._answers.argmax(-1))
 
     @property
     def confidence(self) -> Tensor:
         """Probability of `label`: the largest of a class (n,); the larger one of yes and no (n, C)."""
-        return self._answers.max(-1).values
+        return self._placed(self._answers.amax(-1))
 
     @property
     def entropy(self) -> Tensor:
         """Total uncertainty (n,) in nats: aleatoric and epistemic together; (n, C) for yes or no, as all of these."""
-        return entropy(self._answers)
+        return self._placed(entropy(self._answers))
 
     total = entropy
 
     @property
     def _answers(self) -> Tensor:
         """Probabilities (..., A) of all answers to each question."""
-        return self.likelihood.answer_probabilities(self.probs)
+        return self.likelihood.answer_probabilities(self.probs.movedim(self.axis, -1))
+
+    def _placed(self, values: Tensor) -> Tensor:
+        """What was made of the answers: where each label has its own, labels stand as in `probs`."""
+        return values if self.likelihood.competing else values.movedim(-1, self.axis)
 
     @property
     def epistemic(self) -> Tensor:
@@ -320,11 +356,28 @@ class Prediction(LazyFields):
 
     def __repr__(self) -> str:
         """Size and averages, not the numbers."""
-        count, outputs = self.probs.shape
+        count, outputs = len(self), self.probs.shape[self.axis]
+        sizes = self.probs.movedim(self.axis, -1).shape[1:-1]
+        at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
         classes = f"{outputs} classes" if self.likelihood.competing else counted(outputs, "label")
-        if not count:
-            return f"Prediction(0 inputs, {classes})"
+        if not self.probs.numel():
+            return f"Prediction({count} inputs{at}, {classes})"
         return (
-            f"Prediction({count} inputs, {classes}, mean confidence {float(self.confidence.mean()):.3f}, "
+            f"Prediction({count} inputs{at}, {classes}, mean confidence {float(self.confidence.mean()):.3f}, "
             f"mean entropy {float(self.entropy.mean()):.3f} of which epistemic {float(self.epistemic.mean()):.3f})"
         )
+
+
+def _check_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
+    """Refuse predictions at different numbers of positions.
+
+    Raises:
+        DataError: if they are.
+    """
+    other = next((shape for shape in shapes if shape != shapes[0]), None)
+    if other is not None:
+        message = (
+            f"predictions of different sizes cannot be joined: those of one batch have the sizes {shapes[0]} after the batch axis, "
+            f"those of another {other}. Predict batch by batch with posterior.predict_batches(loader), or pad the inputs to one size."
+        )
+        raise DataError(message)

@@ -28,6 +28,7 @@ from mola.laplace import LogitMoments, in_range
 from mola.likelihood import Gaussian
 from mola.mixture import describe_numbers, stacking_weights
 from mola.network import Inputs, one_batch, undisturbed, without_autocast
+from mola.positions import DenseBatch
 from mola.posterior import MoLA
 from mola.prediction import later
 from mola.regression_prediction import RegressionPrediction
@@ -115,6 +116,11 @@ class RegressionMoLA(MoLA):
         self._look()
         with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
+        if isinstance(moments, DenseBatch):
+            return moments.gather(lambda some: [self._mean(some)])[0]
+        return self._mean(moments)
+
+    def _mean(self, moments: Sequence[LogitMoments]) -> Tensor:
         with without_autocast(moments[0].mean.device):
             return moments[0].returned(self._mix(self._means(moments)))
 
@@ -126,6 +132,10 @@ class RegressionMoLA(MoLA):
         self._look()
         with located(place), undisturbed(*self.networks, passes_only=True):
             moments = self._moments(inputs)
+        return moments.prediction(self._own) if isinstance(moments, DenseBatch) else self._own(moments)
+
+    def _own(self, moments: Sequence[LogitMoments]) -> RegressionPrediction:
+        """What is said of the moments of a batch, of which copies are kept."""
         kept = [one.kept(one.mean.clone()) for one in moments]
         with without_autocast(moments[0].mean.device):
             return self._prediction(kept)

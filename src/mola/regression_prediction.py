@@ -34,6 +34,7 @@ class RegressionPrediction(LazyFields):
         ood_score_name: which score it is.
         distance: (n,), where it is known, or what computes it.
         held: bytes that fields keep in memory until they are computed.
+        axis: of the outputs in (n, D): the last, or 1 where there are many positions, as in (n, D, H, W).
         likelihood: of the first component.
     """
 
@@ -45,6 +46,7 @@ class RegressionPrediction(LazyFields):
         "ood_score": 0,
         "ood_score_name": None,
         "distance": 0,
+        "axis": None,
     }
 
     def __init__(
@@ -58,11 +60,12 @@ class RegressionPrediction(LazyFields):
         distance: Later | None = None,
         *,
         held: int = 0,
+        axis: int = -1,
         likelihood: Likelihood = GAUSSIAN,
     ) -> None:
         """Keep the fields, and what computes the others."""
         given = (component_mean, component_variance, component_noise, weights, ood_score, ood_score_name, distance)
-        self._keep(dict(zip(self.axes, given, strict=True)), held, likelihood)
+        self._keep(dict(zip(self.axes, (*given, axis), strict=True)), held, likelihood)
 
     @classmethod
     def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:
@@ -97,7 +100,7 @@ class RegressionPrediction(LazyFields):
 
         def averaged(name: str) -> Tensor:
             return torch.einsum(
-                "m,mn->n", weights.to(parts[0].component_mean), torch.stack([part._read(name) for part in parts])
+                "m,m...->...", weights.to(parts[0].component_mean), torch.stack([part._read(name) for part in parts])
             )
 
         shares = torch.cat([weight * part.weights for weight, part in zip(weights, parts, strict=True)])
@@ -111,6 +114,7 @@ class RegressionPrediction(LazyFields):
             averaged("ood_score"),
             " + ".join(names),
             averaged("distance") if known else None,
+            axis=parts[0].axis,
             likelihood=parts[0].likelihood,
         )
 
@@ -162,7 +166,7 @@ class RegressionPrediction(LazyFields):
         return self._read("distance")
 
     def _mixed(self, values: Tensor) -> Tensor:
-        return torch.einsum("k,knd->nd", self.weights.to(values), values)
+        return torch.einsum("k,k...->...", self.weights.to(values), values)
 
     # --- moments ----------------------------------------------------------------------------------------------------
 
@@ -215,8 +219,8 @@ class RegressionPrediction(LazyFields):
         """
         given = exact(torch.as_tensor(targets)).to(self.component_mean.device)
         shape = self.component_mean.shape[1:]
-        if given.dim() == 1 and shape[1] == 1 and len(given) == shape[0]:
-            given = given[:, None]
+        if given.dim() == len(shape) - 1 and shape[self.axis] == 1:
+            given = given.unsqueeze(self.axis)
         if broadcast and given.dim() == 0:
             given = given.expand(shape)
         if given.shape != shape:
@@ -235,7 +239,12 @@ class RegressionPrediction(LazyFields):
         Returns:
             In nats.
         """
-        return self._asked(normal_mixtures.log_density, self._targets(targets), joint=True)
+        given, axis = self._targets(targets), self.axis
+        # Outputs last: they are summed.
+        place = axis if axis == -1 else axis + 1
+        means, variances = (values.movedim(place, -1) for values in (self.component_mean, self.component_variance))
+        found = normal_mixtures.log_density(self.weights, means, variances, given.movedim(axis, -1), joint=True)
+        return found.to(self.component_mean)
 
     def cdf(self, values: Any) -> Tensor:
         """Probability (n, D) that a target is at most so large.
@@ -292,8 +301,9 @@ class RegressionPrediction(LazyFields):
 
     def __repr__(self) -> str:
         """Size and averages, not the numbers."""
-        count, outputs = self.component_mean.shape[1:]
-        size = f"{count} inputs, {outputs} {'output' if outputs == 1 else 'outputs'}"
+        count, *sizes, outputs = self.component_mean[0].movedim(self.axis, -1).shape
+        at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
+        size = f"{count} inputs{at}, {outputs} {'output' if outputs == 1 else 'outputs'}"
         if not count:
             return f"RegressionPrediction({size})"
         share = float((self.epistemic / self.variance).mean())

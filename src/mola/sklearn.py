@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mola.cooling import Usual
 from mola.errors import DataError, MissingExtraError, MolaWarning, OptionError
 from mola.fitting import fit
 from mola.laplace import Scale
-from mola.likelihood import Gaussian
+from mola.likelihood import BERNOULLI, CATEGORICAL, Gaussian, Likelihood
 from mola.options import one_of, whole_number
 from mola.posterior import MoLA
 from mola.prediction import Prediction
@@ -33,8 +32,8 @@ from mola.tuning.rules import Evidence, Rule
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.utils import check_random_state
-    from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import check_is_fitted, validate_data
+    from sklearn.utils.multiclass import check_classification_targets, type_of_target
+    from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 except ImportError as error:
     raise MissingExtraError(feature="MolaClassifier", package="scikit-learn 1.6 or later", extra="sklearn") from error
 
@@ -50,6 +49,10 @@ ROUNDING = 1e-13
 
 ROWS = 4096
 """Predictions are made for so many rows at a time."""
+
+
+YES = 0.5
+"""Probability above which a label is yes."""
 
 
 class _Networks:
@@ -95,6 +98,9 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
     prior precision on it, and with it a temperature and how logits are cooled by distance, if the rule does; networks trained on
     all data take these over. Everything is computed in float64; the same
     `random_state` gives the same bits. Sample weights are not accepted: the curvature has no place for them.
+
+    Labels y may be (n,), one of several classes for each row, or (n, L) of 0 and 1, yes or no for each of L labels: then the
+    likelihood is Bernoulli's, probabilities and predictions are (n, L), and `classes_` are the columns.
 
     Args:
         hidden: widths of the hidden layers.
@@ -154,12 +160,18 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
         self.validation_fraction = validation_fraction
         self.random_state = random_state
 
+    def __sklearn_tags__(self) -> Any:
+        """What the estimator takes, for scikit-learn: several labels, too."""
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_label = True
+        return tags
+
     def fit(self, X: Any, y: Any) -> Self:  # noqa: N803  (scikit-learn's name)
         """Train the networks and fit the posterior.
 
         Args:
             X: (n, features), numbers without gaps.
-            y: (n,) labels of any kind, of at least two classes.
+            y: (n,) labels of any kind, of at least two classes; or (n, L), 0 or 1 for each of L labels.
 
         Returns:
             The fitted estimator.
@@ -168,10 +180,17 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
             DataError: if there is only one class, or nothing can be set aside for the rule; scikit-learn refuses what is
                 no table of numbers.
         """
-        X, y = validate_data(self, X, y, dtype=np.float64)  # noqa: N806
+        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True)  # noqa: N806
         check_classification_targets(y)
-        self.classes_, labels = np.unique(y, return_inverse=True)
-        if len(self.classes_) < 2:
+        several = type_of_target(y) == "multilabel-indicator"
+        if several:
+            labels: Array = np.asarray(y, dtype=np.float64)
+            self.classes_ = np.arange(labels.shape[1])
+        else:
+            y = column_or_1d(y, warn=True)
+            self.classes_, labels = np.unique(y, return_inverse=True)
+        self._likelihood: Likelihood = BERNOULLI if several else CATEGORICAL
+        if len(self.classes_) < 2 and not several:
             message = (
                 f"expected labels of at least 2 classes, got {len(self.classes_)} class: {self.classes_.tolist()}."
             )
@@ -180,7 +199,8 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
         self.mean_, self.scale_ = _moments(X)
-        every = Labelled(self._standardised(X), torch.from_numpy(np.ascontiguousarray(labels, dtype=np.int64)))
+        kind = np.float64 if several else np.int64
+        every = Labelled(self._standardised(X), torch.from_numpy(np.ascontiguousarray(labels, dtype=kind)))
         if rule is None or isinstance(rule, Evidence):
             posterior = self._posterior(every, hidden, seed)
             self.posterior_ = (posterior if rule is None else posterior.tune(rule=rule, progress=False)).eval()
@@ -200,13 +220,15 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
     def _posterior(self, data: Labelled, hidden: Sequence[int], seed: int) -> MoLA:
         """Networks trained on the data, and their posterior, not tuned."""
         sizes = data.inputs.shape[1], hidden, len(self.classes_)
-        networks = train_mlps(*sizes, data, self._recipe(len(data)), members=self.members, seed=seed)
+        loss = "cross-entropy" if self._likelihood.competing else "binary-cross-entropy"
+        networks = train_mlps(*sizes, data, self._recipe(len(data)), members=self.members, seed=seed, loss=loss)
         return fit(
             networks,
             data.batches(ROWS),
             structure=self.structure,
             link=self.link,
             prior_precision=self.prior_precision,
+            likelihood=self._likelihood,
             progress=False,
         )
 
@@ -224,7 +246,9 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
             )
             raise OptionError(message)
         aside = np.zeros(len(labels), dtype=bool)
-        for label in np.unique(labels):
+        if labels.ndim > 1:  # nearly every combination of labels may be there once
+            aside[random.permutation(len(labels))[: round(self.validation_fraction * len(labels))]] = True
+        for label in np.unique(labels) if labels.ndim == 1 else ():
             rows = random.permutation(np.flatnonzero(labels == label))
             share = max(1, round(self.validation_fraction * len(rows)))
             aside[rows[: min(share, len(rows) - 1)]] = True
@@ -246,14 +270,16 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
         return Prediction.concatenate(list(self._predictions(X)))
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
-        """Probabilities (n, C), in the order of `classes_`."""
+        """Probabilities (n, C), in the order of `classes_`; of several labels, those of yes (n, L)."""
         check_is_fitted(self)
         rows = self._standardised(validate_data(self, X, dtype=np.float64, reset=False))
         return torch.cat([self.posterior_(part) for part in torch.split(rows, ROWS)]).numpy()
 
     def predict(self, X: Any) -> Array:  # noqa: N803
-        """The most probable label of each row."""
+        """The most probable label of each row; of several labels, (n, L) of 0 and 1."""
         probs = self.predict_proba(X)
+        if not self._likelihood.competing:
+            return (probs > YES).astype(np.int64)
         return self.classes_[probs.argmax(1)]
 
     def ood_score(self, X: Any) -> Array:  # noqa: N803
@@ -452,7 +478,7 @@ def _taken_over(tuned: MoLA, final: MoLA) -> MoLA:
         return final.with_temperature(cooling.temperature)
     triples = zip(cooling.usual.scales, _training_scales(tuned), _training_scales(final), strict=True)
     scales = tuple(Scale(*map(_by_ratio, *triple)) for triple in triples)
-    return final._with(cooling=replace(cooling, usual=Usual(scales, cooling.usual.score)))
+    return final._with(cooling=replace(cooling, usual=replace(cooling.usual, scales=scales)))
 
 
 def _training_scales(posterior: MoLA) -> list[Scale]:

@@ -22,6 +22,7 @@ from mola.options import counted
 __all__ = [
     "alarm_rank",
     "alarm_threshold",
+    "energies",
     "energy_score",
     "entropy",
     "entropy_of_all",
@@ -246,9 +247,14 @@ def outlier_terms(
     Returns:
         The far-field score, the mean energy of the networks, and the logarithm of the distance.
     """
-    energies = energy_score if likelihood.competing else label_energy_score
-    energy = torch.einsum("k,kn->n", weights, energies(logit_mean / excess.square()[..., None]))
+    energy = torch.einsum("k,kn->n", weights, energies(logit_mean, excess, likelihood))
     return torch.stack([far_field_score(logit_mean, length, weights, likelihood), energy, log_distance])
+
+
+def energies(logit_mean: Tensor, excess: Tensor, likelihood: Likelihood) -> Tensor:
+    """Energy (K, n) of each network's logits, what they owe to long features left out; arguments as for `outlier_terms`."""
+    of_logits = energy_score if likelihood.competing else label_energy_score
+    return of_logits(logit_mean / excess.square()[..., None])
 
 
 def outlier_score(terms: Tensor, usual: Sequence[tuple[float, float]]) -> Tensor:

@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from mola.app.cli import app
 from mola.app.cli.shared_options import LEFT_OUT
+from mola.app.explore.subject import open_subject
 from mola.app.jobs.folder import open_posterior
+from mola.errors import OptionError
 from mola.metrics import auroc_of_labels, average_precision_of_labels, calibration_error_of_labels
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -174,6 +176,14 @@ def test_evaluate_measures_label_by_label(run, desk, fitted):
     right = ((probs > 0.5) == labels)[known].double().mean()
     assert found["scores"]["accuracy"] == pytest.approx(float(right), abs=1e-6)
     assert (desk / "report").exists()
+
+
+def test_info_names_the_likelihood_and_the_explorer_refuses_it(run, fitted):
+    outcome = run("info", fitted)
+    assert outcome.exit_code == 0, (outcome.output, outcome.exception)
+    assert "3 outputs, likelihood bernoulli" in outcome.output
+    with pytest.raises(OptionError, match="one of several classes"):
+        open_subject(fitted)
 
 
 def test_labels_in_a_csv_of_images(run, desk):

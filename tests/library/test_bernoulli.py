@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import mola
+from mola import metrics
 from mola.errors import DataError, HeadError, OptionError
+from mola.hub.card import measure
 from mola.laplace import as_structure
 from mola.likelihood import BERNOULLI, LIKELIHOODS, as_likelihood
 from mola.tuning.candidates import read_held_out
@@ -459,10 +462,10 @@ def by_hand(posterior, val):
     yes, answers = probs[known], labels[known]
     pair = torch.stack([1 - yes, yes], 1)
     return {
-        "confidence": mola.metrics.mean_confidence(pair),
-        "nll": mola.metrics.negative_log_likelihood(pair, answers.long()),
-        "brier": mola.metrics.brier(pair, answers.long()),
-        "ece": mola.metrics.expected_calibration_error(pair, answers.long()),
+        "confidence": metrics.mean_confidence(pair),
+        "nll": metrics.negative_log_likelihood(pair, answers.long()),
+        "brier": metrics.brier(pair, answers.long()),
+        "ece": metrics.expected_calibration_error(pair, answers.long()),
     }
 
 
@@ -505,7 +508,7 @@ def test_rules_do_what_they_say(trained):
     careful = posterior.tune(val, "distance", progress=False)
     assert careful.distance_exponent > 0
     assert by_hand(careful, val)["confidence"] == pytest.approx(target, abs=2e-3)
-    assert "-> " in careful.tuning.notes[-1]
+    assert "lead to one half" in careful.tuning.notes[-1]
     evidence = posterior.tune(rule="evidence")
     near = [evidence.with_prior_precision(evidence.prior_precision[0] * factor) for factor in (0.99, 1.01)]
     assert all(float(one.log_evidence().sum()) < float(evidence.log_evidence().sum()) for one in near)
@@ -659,3 +662,85 @@ def test_likelihoods_by_name():
         assert set(kind.links) <= {"probit", "probit-centered", "mean-field", "bridge", "mc"}
         assert kind.default_rule in kind.rules
     assert set(STRUCTURES) == {as_structure(name).name for name in STRUCTURES}
+
+
+# --- beside it ------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_the_mean_of_sigmoids(tmp_path):
+    network = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    inputs = torch.randn(5, 3)
+    drop = mola.McDropout(Squeezed(network), samples=7, seed=1, likelihood="bernoulli")
+    prediction = drop.predict(inputs)
+    assert prediction.probs.shape == prediction.mutual_information.shape == (5, 1)
+    classes = mola.McDropout(nn.Sequential(network, PairOfLogits()), samples=7, seed=1).predict(inputs)
+    torch.testing.assert_close(prediction.probs[:, 0], classes.probs[:, 1])
+    torch.testing.assert_close(prediction.mutual_information[:, 0], classes.mutual_information)
+    loaded = mola.McDropout.load(drop.save(tmp_path / "dropout"), drop.network)
+    assert torch.equal(loaded(inputs), drop(inputs))
+
+
+class PairOfLogits(nn.Module):
+    """Two classes with the logits (0, z)."""
+
+    def forward(self, logits):
+        return torch.cat([torch.zeros_like(logits), logits], 1)
+
+
+def test_whole_networks_are_for_classes():
+    problem = labelled(2)
+    with pytest.raises(OptionError, match=r"(?s)bernoulli.*fit_whole is for classes.*mola\.fit"):
+        mola.fit_whole(problem.network, problem.loader, likelihood="bernoulli", progress=False)
+
+
+def test_a_hub_folder_keeps_the_likelihood(trained, tmp_path):
+    pytest.importorskip("matplotlib")
+    networks, train, val = trained
+    inputs = val[0][0]
+    for posterior in (fit(networks, train), mola.ensemble(networks, likelihood="bernoulli")):
+        measured = measure(posterior, val, "points")
+        assert measured.count == int((~val[0][1].isnan()).sum())
+        assert measured.values["nll"] == pytest.approx(by_hand(posterior, val)["nll"])
+        folder = mola.save_to_hub_folder(
+            posterior, tmp_path / "hub", classes=["right", "top", "far"], measured=measured, networks=False
+        )
+        assert "each yes or no" in (folder / "README.md").read_text()
+        again = mola.load_from_hub_folder(folder, networks)
+        assert torch.equal(again(inputs), posterior(inputs))
+
+
+def test_labels_are_measured_one_by_one():
+    sklearn = pytest.importorskip("sklearn.metrics")
+    generator = torch.Generator().manual_seed(0)
+    probs, labels = torch.rand(200, 3, generator=generator), torch.randint(2, (200, 3), generator=generator).double()
+    labels[::5, 1] = NAN
+    labels[:, 2] = 1.0
+    areas, precisions = metrics.auroc_of_labels(probs, labels), metrics.average_precision_of_labels(probs, labels)
+    gaps = metrics.calibration_error_of_labels(probs, labels)
+    for label in range(3):
+        known = ~labels[:, label].isnan()
+        truth, said = labels[known, label].numpy(), probs[known, label].numpy()
+        assert float(precisions[label]) == pytest.approx(sklearn.average_precision_score(truth, said))
+        bins = np.ceil(said * 15).astype(int)
+        gap = sum(abs((said - truth)[bins == place].sum()) for place in range(1, 16)) / len(said)
+        assert float(gaps[label]) == pytest.approx(gap)
+        if label < 2:
+            assert float(areas[label]) == pytest.approx(sklearn.roc_auc_score(truth, said))
+    assert math.isnan(float(areas[2]))
+    with pytest.raises(DataError, match=r"\(200, 3\)"):
+        metrics.auroc_of_labels(probs, labels[:, :2])
+
+
+def test_scikit_learn_takes_several_labels():
+    pytest.importorskip("sklearn")
+    random = np.random.default_rng(0)
+    table = random.normal(size=(300, 4))
+    labels = np.stack([table[:, 0] > 0, table[:, 1] + table[:, 2] > 0], 1).astype(int)
+    model = mola.MolaClassifier(members=2, epochs=40, random_state=0).fit(table, labels)
+    assert model.posterior_.likelihood == BERNOULLI
+    assert model.predict_proba(table).shape == (300, 2)
+    assert (model.predict(table) == labels).mean() > 0.95
+    np.testing.assert_array_equal(model.predict(table), model.prediction(table).label.numpy())
+    assert model.ood_score(table).shape == (300,)
+    tuned = mola.MolaClassifier(members=1, epochs=40, rule="nll", random_state=0).fit(table, labels)
+    assert (tuned.predict(table) == labels).mean() > 0.9

@@ -244,11 +244,11 @@ class TestLaws:
         asked = asked[features_of(network, 1e6 * asked).norm(dim=1) > 1e3]
         assert len(asked) > 10
         last = 1.0
-        for scale in (1e2, 1e4, 1e6, 1e8):
+        for scale in (1e2, 1e4, 1e6, 1e8, 1e12, 1e20, 1e30):
             confidence = float(cautious(scale * asked).max())
-            assert confidence <= last
+            assert confidence <= last + 1e-12
             last = confidence
-        assert last == pytest.approx(1 / CLASSES, abs=1e-3)
+        assert last == pytest.approx(1 / CLASSES, abs=1e-6)
         assert float(posterior(1e8 * asked).max()) > 0.5
 
     def test_limit_and_bound_are_those_of_the_cooled_posterior(self):
@@ -257,7 +257,8 @@ class TestLaws:
         cautious = posterior.with_distance_exponent(1.0)
         asked = torch.randn(20, 3)
         limit = cautious.far_field_limit(asked)
-        assert torch.allclose(limit, cautious(1e9 * asked), atol=1e-6)
+        for scale in (1e9, 1e18, 1e30):
+            assert torch.allclose(limit, cautious(scale * asked), atol=1e-6)
         for made in (
             cautious,
             posterior.with_temperature(0.5),
@@ -269,7 +270,8 @@ class TestLaws:
                 assert (made(scale * asked).max(1).values <= bound + 1e-12).all()
                 members = made.confidence_bound(scale * asked, lemma=True)
                 assert members.shape == (2, 20)
-        assert float(cautious.confidence_bound(1e9 * asked).max()) == pytest.approx(1 / CLASSES, abs=1e-6)
+        for scale in (1e9, 1e18, 1e30):
+            assert float(cautious.confidence_bound(scale * asked).max()) == pytest.approx(1 / CLASSES, abs=1e-6)
         # A temperature alone changes nothing far away.
         assert torch.allclose(posterior.with_temperature(3.0).far_field_limit(asked), posterior.far_field_limit(asked))
 
@@ -282,6 +284,19 @@ class TestLaws:
         near, far = posterior.predict(asked), posterior.predict(1e25 * asked)
         assert torch.allclose(near.distance, far.distance, rtol=1e-3)
         assert far.distance.dtype == torch.float32
+        cautious = posterior.with_distance_exponent(1.0)
+        for scale in (1e12, 1e18, 1e25):
+            assert float(cautious(scale * asked).max()) == pytest.approx(1 / CLASSES, abs=1e-5)
+
+    def test_features_below_the_range_of_float32(self):
+        """Under a head with a bias, whose constant 1 is in the range: directions have all their digits."""
+        torch.manual_seed(3)
+        network = nn.Sequential(nn.Linear(3, 8, bias=False), nn.ReLU(), nn.Linear(8, CLASSES)).float()
+        inputs, labels = blobs()
+        posterior = mola.fit(network, [(inputs.float(), labels)], progress=False)
+        asked = torch.randn(10, 3).float()
+        near, tiny = posterior.predict(asked), posterior.predict(1e-25 * asked)
+        assert torch.allclose(near.distance, tiny.distance, rtol=1e-3)
 
     def test_more_exponent_is_more_caution(self, networks):
         asked = 4 * torch.randn(40, 3)
@@ -411,12 +426,37 @@ class TestTheRule:
         with torch.no_grad():
             network[0].weight.zero_()
             network[0].bias.fill_(1.0)
-        posterior = mola.fit(network, loader(), progress=False)
+        # So many that the sums lose more to rounding than a few do.
+        posterior = mola.fit(network, 80 * list(loader()), progress=False)
         with pytest.warns(mola.MolaWarning):
             posterior = posterior.tune(loader(1), rule="distance", progress=False)
         assert any("alike" in note for note in posterior.tuning.notes)
         assert torch.isfinite(posterior(torch.randn(4, 3))).all()
         assert torch.equal(posterior.predict(torch.randn(4, 3)).distance, torch.ones(4))
+
+    @pytest.mark.parametrize("spread", [1e-3, 1e-5, 1e-6, 1e-7, 1e-9, 0.0])
+    def test_features_that_are_almost_alike(self, spread):
+        """Down to where rounding is all that is left, there is an answer."""
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(3, 16), nn.Linear(16, CLASSES))
+        with torch.no_grad():
+            network[0].weight.mul_(spread)
+            network[0].bias.copy_(torch.rand(16))
+        posterior = mola.fit(network, 40 * list(loader()), list(loader(1)), progress=False)
+        assert torch.isfinite(posterior.with_distance_exponent(1.0)(torch.randn(4, 3))).all()
+
+    def test_validation_data_that_are_mostly_copies(self, networks):
+        """More than half of them lie where a class is so tight that their distance is rounding: no unit for all others."""
+        inputs, labels = blobs()
+        inputs[labels == 0] = inputs[labels == 0][:1]
+        copies = inputs[labels == 0][:1].repeat(100, 1), torch.zeros(100, dtype=torch.int64)
+        others = inputs[labels != 0][:60], labels[labels != 0][:60]
+        posterior = mola.fit(networks, [(inputs, labels)], progress=False)
+        with pytest.warns(mola.MolaWarning, match="almost copies"):
+            tuned = posterior.tune([copies, others], rule=mola.Distance(price=0.05), progress=False)
+        found = tuned.predict(torch.cat([copies[0], others[0]])).distance
+        assert float(found[:100].max()) < 1
+        assert float(found.max()) < 100
 
     def test_few_validation_data_of_one_class(self, networks):
         inputs, labels = blobs(1)
@@ -551,5 +591,27 @@ def test_scaled_up_nothing_becomes_less_outlying(networks):
     posterior = fitted(networks).tune(loader(1), progress=False)
     inside, _ = blobs(2)
     usual = posterior.predict(inside).ood_score
-    for scale in (1e2, 1e4, 1e8):
+    for scale in (1e2, 1e4, 1e8, 1e16, 1e30):
         assert float((posterior.predict(scale * inside).ood_score > usual.median()).double().mean()) > 0.9
+
+
+def test_a_trace_leaves_nothing_behind(networks):
+    """A posterior that shares its components with one that was traced goes on to measure."""
+    posterior = fitted(networks).tune(loader(1), progress=False)
+    inside, _ = blobs(2)
+    posterior(inside)
+    torch.export.export(posterior.with_distance_exponent(1.0), (inside,), strict=False)
+    assert type(posterior.predict(inside).distance) is torch.Tensor
+    assert torch.isfinite(posterior.predict(inside).ood_score).all()
+
+
+def test_other_weights_leave_usual_data_usual(networks):
+    """A shift common to all logits of one network says nothing, whatever its weight."""
+    moved = copy.deepcopy(networks[1])
+    with torch.no_grad():
+        moved[-1].bias.add_(50.0)
+    posterior = fitted([networks[0], moved]).tune(loader(1), progress=False)
+    inside, _ = blobs(1)
+    assert abs(float(posterior.predict(inside).ood_score.mean())) < 1
+    other = posterior.with_weights([0.99, 0.01])
+    assert abs(float(other.predict(inside).ood_score.mean())) < 1

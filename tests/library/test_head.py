@@ -493,10 +493,6 @@ BAD = {
         wrapped(lambda s, x: s.head(s.body(x)).view(4, 3, 3)),
         r"\(batch, classes\).*\(4, 3, 3\).*'head'.*\(12, 3\).*without reshaping",
     ),
-    "3-d by itself": (
-        wrapped(lambda s, x: s.head(s.body(x.view(4, 3, 5)))),
-        r"\(batch, classes\).*\(4, 3, 3\).*'head'",
-    ),
     "squeezed to 1-d": (
         wrapped(lambda s, x: s.one(s.body(x)).squeeze(1), one=lambda: nn.Linear(4, 1)),
         r"\(batch, classes\).*\(12,\).*'one'.*\(12, 1\)",

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from mola.baselines.noise import only_means, require_classes
+from mola.baselines.noise import only_means, require_answers
 from mola.baselines.sgd import check_seed, derived_seeds
 from mola.errors import OptionError, located
-from mola.likelihood import Likelihood, as_likelihood
+from mola.likelihood import CATEGORICAL, Likelihood, as_likelihood
 from mola.mixture import Mixture
 from mola.network import Inputs, call, check_finite, undisturbed
 from mola.network.fingerprint import NETWORK, require_network, signature_of
@@ -55,7 +55,7 @@ class McDropout(Mixture):
         likelihood: what the outputs mean, as for `mola.fit`.
 
     Raises:
-        OptionError: if there is no dropout layer, or the number of draws is not positive.
+        OptionError: if there is no dropout layer, the network says variances, too, or the number of draws is not positive.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class McDropout(Mixture):
         """Borrow the network.
 
         Raises:
-            OptionError: if it has no dropout.
+            OptionError: if it has no dropout, or says variances, too.
         """
         samples = whole_number(samples, "samples")
         if not _active(model):
@@ -120,8 +120,10 @@ class McDropout(Mixture):
         Returns:
             The folder, for `mola.McDropout.load(directory, model)`.
         """
-        require_classes(self.likelihood, "Monte Carlo dropout")
+        require_answers(self.likelihood, "Monte Carlo dropout")
         document = {"samples": self.samples, "seed": self.seed, "network": signature_of(self.network)}
+        if self.likelihood != CATEGORICAL:
+            document["likelihood"] = self.likelihood.name
         return storage.write(directory, document, {}, kind="mc-dropout")
 
     @classmethod
@@ -137,7 +139,8 @@ class McDropout(Mixture):
         """
         document, _ = storage.read(directory, "mc-dropout", SCHEMA)
         require_network(model, document["network"], "model")
-        return cls(model, document["samples"], seed=document["seed"])
+        meaning = document.get("likelihood", CATEGORICAL.name)
+        return cls(model, document["samples"], seed=document["seed"], likelihood=meaning)
 
 
 def _one_draw(predictor: McDropout, index: int, inputs: Inputs) -> Tensor:

@@ -20,7 +20,7 @@ from mola.mixture import Mixture
 from mola.network import as_batch, batches_of
 from mola.regression import RegressionMoLA
 
-__all__ = ["only_means", "require_classes", "scale_noise"]
+__all__ = ["only_means", "require_answers", "scale_noise"]
 
 STEPS = 60
 """Of golden sections: the interval shrinks to a part in 10^12."""
@@ -43,14 +43,14 @@ def only_means(likelihood: Likelihood, what: str) -> Likelihood:
     return likelihood
 
 
-def require_classes(likelihood: Likelihood, what: str) -> None:
-    """Refuse to save a predictor whose file would not say what its outputs mean.
+def require_answers(likelihood: Likelihood, what: str) -> None:
+    """Refuse to save a predictor whose file would not hold its noise.
 
     Raises:
-        OptionError: unless they are classes.
+        OptionError: if its outputs are numbers.
     """
-    if likelihood.name != "categorical":
-        message = f"{what} for likelihood {likelihood.name!r} cannot be saved: its files are for classes. Make it again instead."
+    if not likelihood.discrete:
+        message = f"{what} for likelihood {likelihood.name!r} cannot be saved: its files hold no noise. Make it again instead."
         raise OptionError(message)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from mola.baselines.noise import only_means, require_classes
+from mola.baselines.noise import only_means, require_answers
 from mola.baselines.sgd import (
     LearningRateTuning,
     as_rates,
@@ -426,7 +426,7 @@ class Swag(Mixture):
         Returns:
             The folder, for `mola.Swag.load(directory, model)`.
         """
-        require_classes(self.likelihood, "SWAG")
+        require_answers(self.likelihood, "SWAG")
         parts = SwagParts(self.moments, self.statistics, self.samples, self.scale, self.seed, self.tuning)
         return write_swag(directory, self.network, parts)
 

@@ -26,7 +26,7 @@ from mola.errors import DataError, OptionError, StorageError, located, warn
 from mola.fitting import ensemble
 from mola.likelihood import CATEGORICAL, LIKELIHOODS, Likelihood, as_likelihood
 from mola.mixture import Mixture, check_weights, uniform_weights
-from mola.network import Inputs, check_finite, one_batch, undisturbed, without_autocast
+from mola.network import DenseFeatures, Inputs, check_finite, one_batch, undisturbed, without_autocast
 from mola.network.fingerprint import NETWORK, Watch, require_network
 from mola.numerics import exact
 from mola.options import counted, one_of
@@ -281,12 +281,24 @@ class TemperatureScaled(Mixture):
             return self._probabilities(logits)[0]
 
     def _logits(self, inputs: Inputs) -> Tensor:
+        """Logits (K, n, C).
+
+        Raises:
+            DataError: if the numbers of classes differ, or outputs are at many positions.
+        """
         members = []
         self._check_networks()
         with undisturbed(*self.networks, passes_only=True):
             for index, component in enumerate(self.components):
                 with located(f"models[{index}]"):
-                    members.append(component.moments(inputs).mean)
+                    found = component.observed(inputs)
+                    if isinstance(found, DenseFeatures):
+                        message = (
+                            "temperature scaling gives one row for each input, and this network has outputs at many positions. Use "
+                            "mola.ensemble(models).with_temperature(temperature), which keeps their layout."
+                        )
+                        raise DataError(message)
+                    members.append(found.mean)
                     check_finite(members[-1])
         classes = [logits.shape[1] for logits in members]
         if len(set(classes)) > 1:

@@ -19,7 +19,7 @@ from mola.errors import DataError, OptionError
 from mola.export.moments import GraphPosterior, Joint
 from mola.laplace import SPARE, LogitMoments
 from mola.likelihood import Likelihood
-from mola.network import Inputs, capture, undisturbed
+from mola.network import DenseFeatures, Inputs, capture, undisturbed
 from mola.options import did_you_mean
 from mola.outliers import COMBINED, FAR_FIELD, LEAST_SURE
 from mola.posterior import MoLA
@@ -277,7 +277,7 @@ class Exported(nn.Module):
             raise OptionError(message)
         self.has_curvature = ready[0] is not None
         usual = self.cooling.usual
-        self.usual_score = None if usual is None or not posterior.has_distances else usual.score
+        self.usual_score = None if usual is None or not posterior.has_distances else usual.score_at(posterior.weights)
         self.posteriors = [
             GraphPosterior(one, bias=head.has_bias)
             for one, head in zip(ready, self.heads, strict=True)
@@ -301,7 +301,7 @@ class Exported(nn.Module):
 
         Returns:
             "probabilities" (n, C), and (n,) of all others; for yes or no (n, C) of all that is said of an answer. Of numbers, mean
-            and variances (n, D).
+            and variances (n, D). Of outputs at many positions, all of them in the networks' layout.
         """
         if self.preparation is not None:
             tensors = tuple(self.preparation(tensor) for tensor in tensors)
@@ -310,7 +310,9 @@ class Exported(nn.Module):
         inputs = self.signature.inputs(tensors)
         with undisturbed(*self.networks):
             pairs = zip(self.networks, self.heads, strict=True)
-            seen = [capture(network, head, inputs, self.likelihood) for network, head in pairs]
+            found = [capture(network, head, inputs, self.likelihood) for network, head in pairs]
+        # A graph has no turns: all positions of a batch are rows at once.
+        seen = [one.all_rows() if isinstance(one, DenseFeatures) else one for one in found]
         logits = [one.logits.to(torch.promote_types(one.logits.dtype, torch.float32)) for one in seen]
         mean = torch.cat(logits)
         joint = None
@@ -322,8 +324,14 @@ class Exported(nn.Module):
         each = [
             LogitMoments(values, spread, None, self.likelihood) for values, spread in zip(logits, spreads, strict=True)
         ]
-        if not self.likelihood.discrete:
-            return self._numbers(each, joint)
+        layout = found[0].layout if isinstance(found[0], DenseFeatures) else None
+        made = self._answers(each, mean, joint) if self.likelihood.discrete else self._numbers(each, joint)
+        if layout is None:
+            return made
+        return {name: layout.map(rows) if rows.dim() == 1 else layout.outputs(rows) for name, rows in made.items()}
+
+    def _answers(self, each: Sequence[LogitMoments], mean: Tensor, joint: Joint | None) -> dict[str, Tensor]:
+        """What is said of classes, or of yes or no."""
         divisors = self._divisors(each)
         moments = LogitMoments(mean, joint, None, self.likelihood)
         probs = self._mixed(self.link(moments if divisors is None else moments.divided(divisors)))

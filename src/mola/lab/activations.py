@@ -209,7 +209,7 @@ class Activations:
         return Stored.open([self.path(network, source) for network in networks])
 
 
-def _layer(head: nn.Linear) -> dict[str, Tensor]:
+def _layer(head: nn.Module) -> dict[str, Any]:
     return {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
 
 

@@ -13,9 +13,11 @@ from mola.network.calling import (
     without_autocast,
 )
 from mola.network.features import (
+    DenseFeatures,
     Features,
     Lifted,
     RowBuffer,
+    Seen,
     Watched,
     batch_count,
     batches_of,
@@ -29,16 +31,23 @@ from mola.network.features import (
     stream,
 )
 from mola.network.head import Carried, Head, LayerCall, find_head, first_pass, head_by_name
+from mola.network.layout import IGNORED, Layout, Portion, Positions, check_positions
 
 __all__ = [
+    "IGNORED",
     "Batch",
     "Carried",
+    "DenseFeatures",
     "Features",
     "Head",
     "Inputs",
     "LayerCall",
+    "Layout",
     "Lifted",
+    "Portion",
+    "Positions",
     "RowBuffer",
+    "Seen",
     "Watched",
     "as_batch",
     "batch_count",
@@ -47,6 +56,7 @@ __all__ = [
     "capture",
     "check_finite",
     "check_loader",
+    "check_positions",
     "device_of",
     "device_of_sums",
     "find_head",

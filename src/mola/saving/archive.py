@@ -16,7 +16,7 @@ from mola.laplace import STRUCTURES, ClassSums, Structure
 from mola.likelihood import LIKELIHOODS, Likelihood
 from mola.links import LINKS, Link
 from mola.mixture import check_weighting, check_weights
-from mola.network import Head, head_by_name, undisturbed
+from mola.network import Head, Positions, check_positions, head_by_name, undisturbed
 from mola.network.fingerprint import NETWORK, Watch, fingerprint, same_network
 from mola.options import counted
 from mola.saving import storage
@@ -42,7 +42,7 @@ MIXTURE = {
 COOLING = {
     "temperature": float,
     "exponent": float,
-    "usual": Optional({"scales": [[float]], "score": Optional([[float]])}),
+    "usual": Optional({"scales": [[float]], "score": Optional([[float]])}),  # and "energies", since these are known
 }
 """Schema of what logits are divided by; files of older versions have none."""
 
@@ -84,7 +84,9 @@ def pack_mixture(
     """Link, weights, tuning and cooling as JSON, by the schema `MIXTURE`; `links` are those that can be rebuilt, by name."""
     usual = None if cooling.usual is None else cooling.usual.as_json()
     # A version of mola that does not know of cooling must not read it: it would be surer than it should.
-    newer = {} if cooling.changes_nothing else {"version": storage.COOLED_VERSION}
+    # Nor one that does not know the outlier score: thresholds of an alarm are of this one.
+    scored = cooling.usual is not None and cooling.usual.score is not None
+    newer = {} if cooling.changes_nothing and not scored else {"version": storage.COOLED_VERSION}
     return {
         **newer,
         "cooling": {"temperature": cooling.temperature, "exponent": cooling.exponent, "usual": usual},
@@ -135,7 +137,11 @@ def _cooling(document: dict[str, Any], count: int) -> Cooling:
     usual = entry["usual"]
     if usual is not None:
         pairs = [*usual["scales"], *(usual["score"] or ())]
-        if len(usual["scales"]) != count or any(len(pair) != 2 for pair in pairs):
+        energies = usual.get("energies")
+        if energies is not None:
+            check(energies, [float], "cooling.usual.energies")
+        counts = {len(usual["scales"]), count if energies is None else len(energies)}
+        if counts != {count} or any(len(pair) != 2 for pair in pairs):
             message = f"the saved document is garbled: usual distances of {len(usual['scales'])} networks for {count} components."
             raise StorageError(message)
     return Cooling(entry["temperature"], entry["exponent"], None if usual is None else Usual.from_json(usual))
@@ -159,6 +165,7 @@ def pack(
                 "features": head.width,
                 "bias": head.has_bias,
                 **({"every_position": True} if head.every_position else {}),
+                **({} if head.positions is None else {"positions": head.positions.as_json()}),
                 "fingerprint": fingerprint(curvature.weights),
                 "network": curvature.watch.signature,
                 "prior_precision": component.precision,
@@ -351,8 +358,25 @@ def _check_networks(networks: Sequence[nn.Module], parts: Sequence[dict[str, Any
                 )
                 raise StorageError(message)
             head = head_by_name(network, part["head"])
-            heads.append(replace(head, every_position=_every_position(part)))
+            heads.append(replace(head, every_position=_every_position(part), positions=_positions(part)))
     return heads
+
+
+def _positions(part: dict[str, Any]) -> Positions | None:
+    """How outputs at many positions were used; said only of heads that have such.
+
+    Raises:
+        StorageError: if it is garbled.
+    """
+    if "positions" not in part:
+        return None
+    entry = part["positions"]
+    check(part, {"positions": {"axes": int, "ignore_index": float}}, "components")
+    try:
+        return Positions(entry["axes"], check_positions(entry["used"]), int(entry["ignore_index"]))
+    except (KeyError, OptionError) as error:
+        message = f"the saved document is garbled at 'components.positions': {error}"
+        raise StorageError(message) from error
 
 
 def _every_position(part: dict[str, Any]) -> bool:

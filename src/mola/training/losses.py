@@ -1,4 +1,4 @@
-"""What training minimises, by name: the negative log-likelihood of classes, of numbers, or of numbers with their variance."""
+"""What training minimises, by name: negative log-likelihoods of classes, of yes or no, of numbers, of numbers with their variance."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mola.likelihood import BERNOULLI
+
 __all__ = ["LOSSES"]
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     """Of class indices (n,) under logits (n, C)."""
     return functional.cross_entropy(outputs, labels, reduction="none")
+
+
+def binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Of labels (n, C) of 0 and 1 under logits (n, C), summed over labels; NaN is a label that is not known."""
+    return -BERNOULLI.log_likelihood(outputs, labels)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -29,6 +36,7 @@ def gaussian_nll(outputs: Tensor, targets: Tensor) -> Tensor:
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross-entropy": cross_entropy,
+    "binary-cross-entropy": binary_cross_entropy,
     "squared-error": squared_error,
     "gaussian-nll": gaussian_nll,
 }

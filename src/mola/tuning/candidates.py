@@ -24,7 +24,7 @@ from mola.metrics import bin_sums, calibration_gaps
 from mola.network import Head, batch_count, batches_of, stream, without_autocast
 from mola.tuning.data_checks import guessed, other_columns, other_order, unlike_frequencies
 
-__all__ = ["HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
+__all__ = ["COPIES", "HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
 
 LOGITS_AT_ONCE = 2**18
 """Probabilities, of one or several candidates, made together: more leave the processor's cache, and take several times as long."""
@@ -39,6 +39,9 @@ PROJECTED_AT_ONCE = 2**24
 LONG = 0.99
 """Share of the validation data whose features are not long."""
 
+COPIES = 0.1
+"""Least distance that counts as usual, relative to that of the training data: below, validation data are copies of these."""
+
 NOT_HELD_OUT = "the validation data are the training data"
 """How a note begins that says so."""
 
@@ -47,6 +50,10 @@ SAME = 1e-5
 
 LOSS_OF_AN_ERROR = 5.0
 """In nats, of a datum that a trained network gets wrong: a mean loss is made of a few such, and of very many small ones."""
+
+POSITIONS_KEPT = 256
+"""Of each input, where a network has outputs at many positions: at most so many are kept, drawn at random. Memory is then that of so
+many data for each input, however large the images are; more would tell little, as neighbours are alike."""
 
 PATIENCE = 60.0
 """Seconds that candidates may take before it is said how long they will."""
@@ -63,6 +70,8 @@ class HeldOut:
     """Whose data these are: each process holds its own shard, and what is said of the data is said of all of them."""
     likelihood: Likelihood = field(default=CATEGORICAL, repr=False, kw_only=True)
     """What the logits mean, and how labels are read."""
+    independent: float = field(default=1.0, repr=False, kw_only=True)
+    """Share of the data that count in a standard error: of positions, as many as there are inputs, whose positions are alike."""
     _measured: dict[int, tuple[ClassGeometry, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -88,7 +97,8 @@ class HeldOut:
         """
         for geometry, features in zip(geometries, self.features, strict=True):
             if id(geometry) not in self._measured:
-                distance, rows = ClassDistance(geometry), max(1, PROJECTED_AT_ONCE // features.shape[1])
+                widest = max(features.shape[1], len(geometry.sums.counts))
+                distance, rows = ClassDistance(geometry), max(1, PROJECTED_AT_ONCE // widest)
                 parts = [distance.logs(some.double()) for some in torch.split(features, rows)]
                 self._measured[id(geometry)] = (
                     geometry,
@@ -109,7 +119,13 @@ class HeldOut:
         """
         distances, lengths = self.measured(geometries)
         rows = self.team.rows(torch.cat([distances, lengths]).T.contiguous() if len(self) else None)
-        middle = rows[:, : len(geometries)].quantile(0.5, dim=0).exp().tolist()
+        # Where most data are copies of one of the training data, the median is rounding, and no unit for the others.
+        middle = [
+            max(here, COPIES * geometry.training_scale.distance)
+            for here, geometry in zip(
+                rows[:, : len(geometries)].quantile(0.5, dim=0).exp().tolist(), geometries, strict=True
+            )
+        ]
         long = rows[:, len(geometries) :].quantile(LONG, dim=0).exp().tolist()
         scales = [Scale(one, two) for one, two in zip(middle, long, strict=True)]
         return Usual(tuple(Scale(*scale) for scale in self.team.share([list(scale) for scale in scales])))
@@ -130,14 +146,14 @@ class HeldOut:
         known = asked >= 0
         right = torch.stack([(self.likelihood.answered(logits) == asked) & known for logits in self.logits]).double()
         # By datum: the questions of one are not independent, and its errors come together.
-        of_each, asked_of = right.mean(0).view(-1, len(self)).sum(0), known.view(-1, len(self)).sum(0).double()
+        of_each, asked_of = _by_datum(right.mean(0), len(self)), _by_datum(known.double(), len(self))
         squares = [of_each.square().sum(), (of_each * asked_of).sum(), asked_of.square().sum()]
         (sums,) = self.team.sum([torch.cat([torch.stack([asked_of.sum(), *squares]), right.sum(1)])])
         count, square, product, square_asked, *by_network = sums.tolist()
         accuracy = sum(one / count for one in by_network) / len(by_network)
-        spread = max(0.0, square - 2 * accuracy * product + accuracy**2 * square_asked)
+        spread = max(0.0, square - 2 * accuracy * product + accuracy**2 * square_asked) / self.independent
         # At least 1 / (count + 2): where all are right, or all wrong, the spread is 0, and a few data are still a few.
-        return accuracy, max(math.sqrt(spread) / count, 1 / (count + 2))
+        return accuracy, max(math.sqrt(spread) / count, 1 / (self.independent * count + 2))
 
     def check_labels(self, where: str) -> None:
         """Refuse labels whose classes are in another order than a network's outputs; warn of labels that fit no better than guesses.
@@ -173,7 +189,7 @@ class HeldOut:
                 )
                 raise DataError(message)
         mean = sum(right) / len(right)
-        if guessed(mean, count, outputs):
+        if guessed(mean, round(count * self.independent), outputs):
             warn(
                 f"only {mean:.1%} of the labels of the {where} agree with {'the network' if len(right) == 1 else 'the networks'}, "
                 f"hardly more than guessing ({1 / outputs:.1%}): are the labels those of these inputs, and are the inputs prepared as "
@@ -205,7 +221,7 @@ class HeldOut:
         """Whether the labels agree with the networks hardly more often than guesses: then they say nothing of confidence."""
         if self.labels is None:
             return False
-        known = (self.likelihood.asked(self.labels) >= 0).sum()
+        known = self.independent * (self.likelihood.asked(self.labels) >= 0).sum()
         (count,) = self.team.sum([known.double().cpu()])
         return guessed(self.mean_accuracy()[0], int(count), self.likelihood.answers(self.logits[0].shape[1]))
 
@@ -235,7 +251,7 @@ class HeldOut:
         before = sum(trained / size for size, trained, _ in pairs) / len(pairs)
         now = sum(mine / count for _, _, mine in pairs) / len(pairs)
         # As many errors as the training loss lets one expect, and none of them here: chance explains it once in a thousand times.
-        if now < before / 2 and count * (before - now) > 7 * LOSS_OF_AN_ERROR:
+        if now < before / 2 and self.independent * count * (before - now) > 7 * LOSS_OF_AN_ERROR:
             return (
                 f"the networks do far better on the validation data (log loss {now:.3g}) than on the training data ({before:.3g}): "
                 f"have the two been swapped, or were the networks trained on the validation data? Training data that are augmented, "
@@ -270,9 +286,16 @@ def read_held_out(
         likelihood: what the outputs mean; reads the labels.
 
     Returns:
-        Features, logits and labels of all the data that the loader yields.
+        Features, logits and labels of all the data that the loader yields; of outputs at many positions, of `POSITIONS_KEPT` of each
+        input.
     """
     together = Team.alone() if team is None else team
+    inputs = 0
+
+    def told(_: int, used_inputs: int, __: int) -> None:
+        nonlocal inputs
+        inputs += used_inputs
+
     batches: Any = loader
     if together.size > 1:  # a shard may be empty, as long as another is not
         every = batches_of(loader, f"the {where}")
@@ -293,6 +316,8 @@ def read_held_out(
             total=batch_count(loader),
             labelled=labelled,
             likelihood=likelihood,
+            told=told,
+            positions=POSITIONS_KEPT,
         )
     ):
         for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
@@ -306,7 +331,15 @@ def read_held_out(
         _settle(together, where, heads, features, logits, labels)
     with without_autocast(torch.device("cpu")):  # which refuses to join tensors of another half precision than its own
         joined = [torch.cat(parts) for parts in features], [torch.cat(parts) for parts in logits]
-    return HeldOut(*joined, torch.cat(labels) if labels else None, team=together, likelihood=likelihood)
+    own = torch.tensor([inputs, len(joined[1][0])], dtype=torch.float64, device="cpu")
+    (counts,) = together.sum([own])
+    return HeldOut(
+        *joined,
+        torch.cat(labels) if labels else None,
+        team=together,
+        likelihood=likelihood,
+        independent=float(counts[0] / counts[1]),
+    )
 
 
 def _copy(values: Tensor) -> Tensor:
@@ -530,10 +563,10 @@ class LastLayerProblem(Problem):
             confidence, answer = probs[0].max(0)
             asked = self.likelihood.asked(data.labels[part])
             known, rows = asked >= 0, len(data.labels[part])
-            counts = known.view(-1, rows).sum(0)
+            counts = _by_datum(known.double(), rows)
             some = counts > 0
             for_each = [
-                (values * known).view(-1, rows).sum(0)[some] / counts[some]
+                _by_datum(values * known, rows)[some] / counts[some]
                 for values in (confidence, (answer == asked).double())
             ]
             sure, right = torch.cat([sure, for_each[0]]), torch.cat([right, for_each[1]])
@@ -697,6 +730,11 @@ def _duration(seconds: float) -> str:
     return (
         f"{minutes:.0f} minutes" if 1.5 <= minutes < 90 else "1 minute" if minutes < 90 else f"{minutes / 60:.1f} hours"
     )
+
+
+def _by_datum(values: Tensor, count: int) -> Tensor:
+    """Sums (n,) over the questions of each of n data, from numbers (m,) in the order of `Likelihood.asked`."""
+    return values.view(len(values) // max(1, count), count).sum(0) if len(values) else values
 
 
 def _log(probs: Tensor) -> Tensor:

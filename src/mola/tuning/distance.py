@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mola.errors import OptionError, warn
 from mola.options import is_real, one_of
-from mola.tuning.candidates import HeldOut, LastLayerProblem, Problem, Tuning
+from mola.tuning.candidates import COPIES, HeldOut, LastLayerProblem, Problem, Tuning
 from mola.tuning.regression import RegressionProblem
 from mola.tuning.rules import PLAIN_RULES, ConfidenceThreshold, Evidence, Rule, require_data
 
@@ -259,11 +259,12 @@ class _Exponents:
             warn(note)
             return note
         cost = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
+        costs = "caution costs," if cost > 0 else "caution costs no log loss"
         return (
-            f"caution costs, on the validation data: log loss {plain['nll']:.4g} -> {now['nll']:.4g} ({100 * cost:+.1f} %), mean "
+            f"{costs} on the validation data: log loss {plain['nll']:.4g} -> {now['nll']:.4g} ({100 * cost:+.1f} %), mean "
             f"confidence {100 * plain['confidence']:.2f} -> {100 * now['confidence']:.2f} %. For it, logits of inputs 2 times as far "
             f"from the training classes as usual are divided by {2**chosen:.3g}, 4 times as far by {4**chosen:.3g}; features that "
-            f"grow without bound lead to 1/C."
+            f"grow without bound lead to {'1/C' if self.problem.likelihood.competing else 'one half'}."
         )
 
 
@@ -292,6 +293,13 @@ def _far(problem: LastLayerProblem | RegressionProblem) -> tuple[str, ...]:
     pairs = [(scale.distance, one.training_scale.distance) for one, scale in zip(geometries, usual.scales, strict=True)]
     if not all(here > 0 and there > 0 for here, there in pairs):
         note = "all training features are alike in some network: its distances say nothing, and count as usual ones."
+        warn(note)
+        return (note,)
+    if any(here <= COPIES * there * (1 + 1e-9) for here, there in pairs):
+        note = (
+            "more than half of the validation data are almost copies of training data, as the networks see them: distances count from "
+            f"{COPIES:g} of the training data's own."
+        )
         warn(note)
         return (note,)
     ratio = math.exp(sum(math.log(here / there) for here, there in pairs) / len(pairs))

@@ -170,6 +170,21 @@ def fit(
             rich_help_panel=METHOD,
         ),
     ] = None,
+    positions: Annotated[
+        str | None,
+        typer.Option(
+            help="Of networks with outputs at every pixel or token, what counts as a datum: all positions, average (each input counts "
+            "once), or a number of positions drawn from each input.  [default: all]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    ignore_index: Annotated[
+        int | None,
+        typer.Option(
+            help="Label of positions that are left out.  [default: -100]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
     no_distances: Annotated[
         bool,
         typer.Option(
@@ -271,6 +286,8 @@ def fit(
         "threshold": threshold,
         "price": price,
         "distances": False if no_distances else None,
+        "positions": positions,
+        "ignore_index": ignore_index,
         "seed": seed,
         "device": device,
         "threads": threads,

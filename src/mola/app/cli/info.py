@@ -51,7 +51,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             "networks",
             f"{found['components']}, of {sizes} parameters and buffers",
         ),
-        ("last layer", f"{found['heads'][0]}: {found['features'][0]} features, {found['outputs']} classes"),
+        ("last layer", f"{found['heads'][0]}: {found['features'][0]} features, {_outputs(found)}"),
         ("structure", f"{found['structure']}, link {found['link']}, weights {found['weighting']}"),
         ("lambda", f"{precisions}, {'by ' + found['rule'] if found['rule'] else 'as given'}"),
         ("cooling", _cooling(found)),
@@ -82,6 +82,13 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ]
     made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [*lines, ("made with", made), ("again", f"mola fit --config {found['job']}")]
+
+
+def _outputs(found: dict[str, Any]) -> str:
+    """How many, and what they mean where they are no classes."""
+    if found["likelihood"] == "categorical":
+        return f"{found['outputs']} classes"
+    return f"{counted(found['outputs'], 'output')}, likelihood {found['likelihood']}"
 
 
 def _cooling(found: dict[str, Any]) -> str:

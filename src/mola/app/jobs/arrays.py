@@ -207,11 +207,14 @@ def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tens
             )
             raise DataError(message)
         return torch.from_numpy(values.astype(np.float64))
+    if values.ndim > 1 and values.dtype.kind in "iu" and len(values) == count:
+        # A label for each position. They stay as small as they are in the file: there may be millions.
+        return torch.from_numpy(values.astype(values.dtype if values.dtype.itemsize == 1 else np.int32))
     whole = values.ndim == 1 and values.dtype.kind in "iuf" and bool(np.all(values == np.floor(values)))
     if not whole or len(values) != count:
         message = (
             f"{path}: {member} has shape {values.shape} and type {values.dtype}: expected {count} whole numbers, the class of each "
-            f"input, counted from 0."
+            f"input, counted from 0; or, of an integer type, the class of each of its positions."
         )
         raise DataError(message)
     return torch.from_numpy(values.astype(np.int64))

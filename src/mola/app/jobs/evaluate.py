@@ -31,7 +31,7 @@ from mola.compare.record import Comparison, Record, SetInfo
 from mola.compare.results import labelled_leads, labelled_result, outlier_leads, outlier_result
 from mola.distributed import Team
 from mola.errors import MolaWarning, OptionError
-from mola.likelihood import Likelihood
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import undisturbed
 from mola.posterior import MoLA
 from mola.tuning.candidates import HeldOut, read_held_out
@@ -81,7 +81,7 @@ class _Contest:
         return {**answers, MIXTURE: Answer(whole.probs, logits, weights, whole.ood_score, likelihood=meaning)}
 
 
-def _mixed(logits: Tensor, weights: Tensor | None, likelihood: Likelihood) -> Answer:
+def _mixed(logits: Tensor, weights: Tensor | None, likelihood: Likelihood = CATEGORICAL) -> Answer:
     """Networks without a posterior, by their logits (K, n, C); without weights, one network."""
     shares = [1.0] if weights is None else weights.tolist()
     members = [share * likelihood.probabilities(one) for share, one in zip(shares, logits, strict=True)]
@@ -207,6 +207,7 @@ def run_evaluate(
 def _contest(
     fitted: PosteriorFolder, val: Loader | None, exposed: Loader | None, team: Team
 ) -> tuple[_Contest, list[str]]:
+    fitted.refuse_positions("mola evaluate compares answers to one question for each input")
     posterior, notes = fitted.posterior, []
     temperatures: dict[str, float] = {}
     held: HeldOut | None = None

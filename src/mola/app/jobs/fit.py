@@ -43,7 +43,7 @@ from mola.fitting import fit
 from mola.laplace import STRUCTURES
 from mola.likelihood import as_likelihood
 from mola.links import LINKS, as_link
-from mola.network import call, find_heads, undisturbed
+from mola.network import call, check_positions, find_heads, undisturbed
 from mola.options import one_of
 from mola.posterior import MoLA
 from mola.saving import storage
@@ -145,6 +145,7 @@ def check_job(job: Job) -> None:
         message = "no training data: name them with --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
         raise OptionError(message)
     likelihood = as_likelihood(job.likelihood)
+    _positions(job)
     one_of(job.structure, STRUCTURES, "structure")
     one_of(job.link, LINKS, "link")
     as_link(job.link, likelihood)
@@ -228,6 +229,8 @@ def run_fit(
         team=together,
         checkpoint=checkpoint,
         distances=job.distances,
+        positions=_positions(job),
+        ignore_index=job.ignore_index,
     )
     posterior = _tune(posterior, job, data, held_out)
     if held is not None and together.size == 1:
@@ -257,6 +260,11 @@ def run_fit(
     return FitResult(output, document, account, notes, replaced)
 
 
+def _positions(job: Job) -> str | int:
+    """Which positions count, as `mola.fit` takes it."""
+    return check_positions(int(job.positions) if job.positions.lstrip("-").isdigit() else job.positions)
+
+
 def _move(built: Built, device: str) -> None:
     for network in built.networks:
         move(network, device)
@@ -266,9 +274,15 @@ def _read_validation(built: Built, job: Job, data: Material, val: Remembering) -
     """What the networks make of the validation data, read once; refused if their classes are in another order."""
     names, likelihood = [job.head] * len(built.networks), as_likelihood(job.likelihood)
     with data.team.work(READING), undisturbed(*built.networks):
+        heads = [
+            head
+            if head.positions is None
+            else replace(head, positions=replace(head.positions, ignore_index=job.ignore_index))
+            for head in find_heads(built.networks, names, data.first, likelihood)
+        ]
         held_out = read_held_out(
             built.networks,
-            find_heads(built.networks, names, data.first, likelihood),
+            heads,
             val,
             where="validation data",
             labelled=True,
@@ -456,7 +470,11 @@ class Material:
             DataError: if they cannot take the inputs.
         """
         try:
-            outputs = call(built.networks[0].eval(), first)
+            network, likelihood = built.networks[0].eval(), as_likelihood(self.job.likelihood)
+            outputs = call(network, first)
+            if outputs.dim() > 2:  # the layer that gave them says where classes stand
+                with undisturbed(network):
+                    return find_heads([network], [self.job.head], first, likelihood)[0].classes
             return 1 if outputs.dim() == 1 else outputs.shape[1]
         except DataError as error:
             if not isinstance(self.train, Pictures) or self.intake.shape is None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from mola.errors import OptionError
 from mola.lab.models import MODELS
+from mola.network import IGNORED
 from mola.options import one_of
 from mola.schema import check_depth, shortened
 
@@ -76,6 +77,8 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "threshold": "number",
         "price": "number",
         "distances": "flag",
+        "positions": "text",
+        "ignore_index": "integer",
     },
     "run": {"seed": "whole", "device": "text", "threads": "whole"},
 }
@@ -117,6 +120,8 @@ class Job:
     threshold: float | None = None
     price: float | None = None
     distances: bool = True
+    positions: str = "all"
+    ignore_index: int = IGNORED
     seed: int = 0
     device: str = "cpu"
     threads: int | None = None
@@ -249,6 +254,10 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "texts": ("a list of texts", lambda value: isinstance(value, str) or _are_texts(value)),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "whole": ("a whole number", _is_whole),
+    "integer": (
+        "a whole number, perhaps below 0",
+        lambda value: _is_whole(value) or (type(value) is int and value < 0),
+    ),
     "number": ("a number", _is_number),
     "numbers": ("a list of numbers", lambda value: isinstance(value, list) and all(map(_is_number, value))),
     "sides": (

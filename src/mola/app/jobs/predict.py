@@ -145,6 +145,7 @@ def run_predict(
     if output.exists() and Path(data).expanduser().exists() and output.samefile(Path(data).expanduser()):
         message = f"{output} holds the data, and would be overwritten with predictions: choose another --output."
         raise OptionError(message)
+    fitted.refuse_positions("mola predict writes a row for each input")
     together = Team.alone() if team is None else team
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
     names = _class_names(fitted)

@@ -187,7 +187,7 @@ def checked_rows(
     Args:
         names: of the inputs.
         inputs: a tensor, or a mapping or tuple of them, the first axis being the inputs.
-        labels: (n,), or (n, C) where inputs have several; or None.
+        labels: (n,), or (n, C) where inputs have several; (n, H, W) or (n, T) of positions, which `fit` checks; or None.
         classes: how many there are, where that is known.
         dtype: that floating-point inputs are brought to.
         likelihood: what labels mean.
@@ -212,6 +212,8 @@ def checked_rows(
                 f"has the labels {labels[index].tolist()}, which likelihood {likelihood.name!r} does not take"
             )
         good &= fits
+    elif labels is not None and labels.dim() > 1:
+        labels = labels.cpu().long()
     elif labels is not None:
         labels = labels.cpu().long()
         fits = labels >= 0
