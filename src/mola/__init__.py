@@ -74,11 +74,13 @@ if TYPE_CHECKING:
     from mola.hub import load_from_hub_folder as load_from_hub_folder
     from mola.hub import save_to_hub_folder as save_to_hub_folder
     from mola.sklearn import MolaClassifier as MolaClassifier
+    from mola.sklearn import MolaRegressor as MolaRegressor
 
 __version__ = "0.1.0"
 
 _ON_FIRST_USE = {
     "MolaClassifier": "mola.sklearn",
+    "MolaRegressor": "mola.sklearn",
     "load_from_hub_folder": "mola.hub",
     "save_to_hub_folder": "mola.hub",
 }

@@ -553,3 +553,28 @@ def test_validation_data_that_were_trained_on_or_are_in_other_units_are_noticed(
     held = data(1, 50, seed=9)
     with pytest.warns(mola.MolaWarning, match="no better than a constant"):
         posterior.tune([(held[0], 1000 + 50 * held[1])], progress=False)
+
+
+# --- export -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["nll", "distance"])
+def test_exported_files_say_what_the_posterior_says(tmp_path, trained, rule):
+    nets, train, held = trained
+    likelihood = mola.Gaussian(location=5.0, scale=2.0)
+    moved = [[(x, 5 + 2 * y) for x, y in part] for part in (train, held)]
+    posterior = mola.fit(nets, *moved, likelihood=likelihood, rule=rule, progress=False)
+    x = held[0][0]
+    said = posterior.predict(x)
+    for export, name in ((mola.export_onnx, "posterior.onnx"), (mola.export_torch, "posterior.pt2")):
+        export(posterior, tmp_path / name, x[:4])
+        found = mola.load_exported(tmp_path / name, trust=True)(x)
+        assert set(found) == {"mean", "variance", "epistemic", "aleatoric", "ood_score", "distance"}
+        for field, values in found.items():
+            assert np.allclose(np.asarray(values), getattr(said, field).numpy(), rtol=2e-4, atol=1e-4), field
+    plain = mola.ensemble(nets, likelihood=mola.Gaussian(noise=0.3))
+    mola.export_torch(plain, tmp_path / "plain.pt2", x[:4])
+    found = mola.load_exported(tmp_path / "plain.pt2", trust=True)(x)
+    assert np.allclose(np.asarray(found["variance"]), plain.predict(x).variance.numpy(), rtol=1e-4)
+    with pytest.raises(OptionError, match="expected some of mean"):
+        mola.export_torch(posterior, tmp_path / "no.pt2", x[:4], outputs=["probabilities"])

@@ -20,7 +20,7 @@ from mola.mixture import Mixture
 from mola.network import as_batch, batches_of
 from mola.regression import RegressionMoLA
 
-__all__ = ["only_means", "require_answers", "scale_noise"]
+__all__ = ["best_factors", "only_means", "require_answers", "scale_noise"]
 
 STEPS = 60
 """Of golden sections: the interval shrinks to a part in 10^12."""
@@ -100,7 +100,7 @@ def scale_noise(predictor: Mixture, val_loader: Iterable[Any]) -> Any:
         raise DataError(message)
     said = type(parts[0]).concatenate(parts)
     observed = said._targets(torch.cat(targets))
-    factors = _best(said.weights, said.component_mean, said.component_variance, said.component_noise, observed)
+    factors = best_factors(said.weights, said.component_mean, said.component_variance, said.component_noise, observed)
     noise = torch.tensor(unit.noise, dtype=torch.float64, device="cpu").expand(len(factors)) * factors
     return _with(predictor, replace(likelihood, noise=tuple(noise.tolist()), estimated=True))
 
@@ -112,7 +112,7 @@ def _with(predictor: Any, likelihood: Gaussian) -> Any:
     return predictor.of_likelihood(likelihood)
 
 
-def _best(weights: Tensor, means: Tensor, variances: Tensor, noises: Tensor, targets: Tensor) -> Tensor:
+def best_factors(weights: Tensor, means: Tensor, variances: Tensor, noises: Tensor, targets: Tensor) -> Tensor:
     """Factors (D,) of the noise at which targets (n, D) are most likely, by golden sections over its logarithm."""
     means, variances, noises = (one.double() for one in (means, variances, noises))
     rest = variances - noises

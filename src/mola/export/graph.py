@@ -34,7 +34,7 @@ from mola.uncertainty import (
     spread_draws,
 )
 
-__all__ = ["OUTPUTS", "Exported", "Pixels", "Signature", "check_outputs"]
+__all__ = ["NUMBERS", "OUTPUTS", "Exported", "Pixels", "Signature", "check_outputs"]
 
 LABELS = "labels"
 
@@ -192,12 +192,15 @@ DISTANCE = "distance"
 OUTPUTS = ("probabilities", "label", "confidence", "entropy", "mutual_information", "ood_score", DISTANCE)
 """What a graph can give; "distance" where the posterior knows how far inputs are from the training classes."""
 
+NUMBERS = ("mean", "variance", "epistemic", "aleatoric", "ood_score", DISTANCE)
+"""The same where outputs are numbers: in the targets' units, and variances that add up."""
+
 
 def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, ...]:
-    """Names of outputs, in the order of `OUTPUTS`.
+    """Names of outputs, in the order of `OUTPUTS`, or of `NUMBERS` where the posterior predicts numbers.
 
     Args:
-        outputs: some of `OUTPUTS`; None: all that the posterior has.
+        outputs: some of them; None: all that the posterior has.
         posterior: what is exported.
 
     Returns:
@@ -206,18 +209,19 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
     Raises:
         OptionError: if there is none, one is unknown, or the posterior does not have it.
     """
+    known = OUTPUTS if posterior.likelihood.discrete else NUMBERS
     if outputs is None:
-        return tuple(name for name in OUTPUTS if name != DISTANCE or posterior.has_distances)
+        return tuple(name for name in known if name != DISTANCE or posterior.has_distances)
     wanted = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    unknown = [name for name in wanted if name not in OUTPUTS]
+    unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:
-        message = f"outputs: expected some of {', '.join(OUTPUTS)}; got {', '.join(map(str, unknown)) or 'none'}."
-        message += did_you_mean(unknown[0], OUTPUTS) if unknown else ""
+        message = f"outputs: expected some of {', '.join(known)}; got {', '.join(map(str, unknown)) or 'none'}."
+        message += did_you_mean(unknown[0], known) if unknown else ""
         raise OptionError(message)
     if DISTANCE in wanted and not posterior.has_distances:
         message = f"outputs: {DISTANCE!r} cannot be given: {posterior._why_no_distances()}"
         raise OptionError(message)
-    return tuple(name for name in OUTPUTS if name in wanted)
+    return tuple(name for name in known if name in wanted)
 
 
 class Exported(nn.Module):
@@ -261,6 +265,8 @@ class Exported(nn.Module):
             raise OptionError(message)
         components = posterior.components
         self.likelihood: Likelihood = posterior.likelihood
+        self.likelihoods = [component.likelihood for component in components]
+        self.has_distances = posterior.has_distances
         self.signature, self.outputs, self.float16 = signature, check_outputs(outputs, posterior), float16
         self.link, self.cooling, self.preparation = posterior.link, posterior.cooling, preparation
         self.networks = nn.ModuleList(posterior.networks)
@@ -294,8 +300,8 @@ class Exported(nn.Module):
             tensors: the inputs, in the signature's order.
 
         Returns:
-            "probabilities" (n, C), and (n,) of all others; for yes or no (n, C) of all that is said of an answer. Of outputs at many
-            positions, all of them in the networks' layout.
+            "probabilities" (n, C), and (n,) of all others; for yes or no (n, C) of all that is said of an answer. Of numbers, mean
+            and variances (n, D). Of outputs at many positions, all of them in the networks' layout.
         """
         if self.preparation is not None:
             tensors = tuple(self.preparation(tensor) for tensor in tensors)
@@ -318,6 +324,14 @@ class Exported(nn.Module):
         each = [
             LogitMoments(values, spread, None, self.likelihood) for values, spread in zip(logits, spreads, strict=True)
         ]
+        layout = found[0].layout if isinstance(found[0], DenseFeatures) else None
+        made = self._answers(each, mean, joint) if self.likelihood.discrete else self._numbers(each, joint)
+        if layout is None:
+            return made
+        return {name: layout.map(rows) if rows.dim() == 1 else layout.outputs(rows) for name, rows in made.items()}
+
+    def _answers(self, each: Sequence[LogitMoments], mean: Tensor, joint: Joint | None) -> dict[str, Tensor]:
+        """What is said of classes, or of yes or no."""
         divisors = self._divisors(each)
         moments = LogitMoments(mean, joint, None, self.likelihood)
         probs = self._mixed(self.link(moments if divisors is None else moments.divided(divisors)))
@@ -331,11 +345,41 @@ class Exported(nn.Module):
             "ood_score": lambda: self._ood_score(each, mean, joint, answers),
             DISTANCE: lambda: self.cooling.log_distance(each, self._weights).exp(),
         }
-        layout = found[0].layout if isinstance(found[0], DenseFeatures) else None
-        if layout is None:
-            return {name: make[name]() for name in self.outputs}
-        made = {name: make[name]() for name in self.outputs}
-        return {name: layout.map(rows) if rows.dim() == 1 else layout.outputs(rows) for name, rows in made.items()}
+        return {name: make[name]() for name in self.outputs}
+
+    def _numbers(self, each: Sequence[LogitMoments], joint: Joint | None) -> dict[str, Tensor]:
+        """What is said of numbers: the moments of a mixture of normal distributions, in the targets' units."""
+        likelihoods: list[Any] = self.likelihoods
+        units, pairs = likelihoods[0].variance_in_units, list(zip(likelihoods, each, strict=True))
+        means = torch.stack([likelihood.probabilities(one.mean) for likelihood, one in pairs])
+        noises = self.cooling.temperature**2 * torch.stack([one.noise_variance(own.mean) for one, own in pairs])
+        variances = noises
+        if joint is not None:
+            variances = noises + self.cooling.temperature**2 * self._by_component(joint.variance())
+        if self.cooling.exponent > 0:
+            variances = variances * self.cooling.growth(each, self._weights).square()[:, None]
+        shares = self._weights.to(means.dtype)[:, None, None]
+        mean = (shares * means).sum(0)
+        between = (shares * (means - mean).square()).sum(0)
+        aleatoric, total = units((shares * noises).sum(0)), units((shares * variances).sum(0))
+
+        def score() -> Tensor:
+            if joint is None:
+                return (between / aleatoric).log1p().mean(1)
+            if not self.has_distances:
+                return self._mixed(joint.length().log())
+            excess = self.cooling.excess(each).log()
+            return self.cooling.log_distance(each, self._weights) + self._weights.to(excess.dtype) @ excess
+
+        make: dict[str, Callable[[], Tensor]] = {
+            "mean": lambda: mean,
+            "variance": lambda: total + between,
+            "epistemic": lambda: total - aleatoric + between,
+            "aleatoric": lambda: aleatoric,
+            "ood_score": score,
+            DISTANCE: lambda: self.cooling.log_distance(each, self._weights).exp(),
+        }
+        return {name: make[name]() for name in self.outputs}
 
     @property
     def _weights(self) -> Tensor:
@@ -391,6 +435,8 @@ class Exported(nn.Module):
     @property
     def ood_score_name(self) -> str:
         """Which outlier score it gives: the posterior's."""
+        if not self.likelihood.discrete:
+            return "variance" if not self.has_curvature else "distance" if self.has_distances else "length"
         if not self.has_curvature:
             return LEAST_SURE
         return FAR_FIELD if self.usual_score is None else COMBINED

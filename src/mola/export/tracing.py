@@ -90,16 +90,15 @@ def trace(posterior: MoLA, example: Inputs, settings: Settings) -> Traced:
         posterior = in_half_precision(posterior)
     with torch.inference_mode(False), torch.no_grad(), undisturbed(*posterior.networks):
         # Every check of shapes and numbers.
-        prediction = posterior.predict(network_inputs(example, signature, settings))
+        said: Any = posterior.predict(network_inputs(example, signature, settings))
+        width = (said.probs if posterior.likelihood.discrete else said.mean).shape[said.axis]
         graph = Exported(
             posterior, signature, settings.outputs, float16=settings.float16, preparation=settings.preparation
         )
         tensors = tuple(two_rows(tensor) for tensor in signature.tensors(example))
         graph(*tensors)  # makes the constants
         program = _program(graph, tensors)
-    document = describe(
-        posterior, graph, settings.classes, prediction.probs.shape[prediction.axis], settings.ood_threshold
-    )
+    document = describe(posterior, graph, settings.classes, width, settings.ood_threshold)
     return Traced(program, graph, posterior, document)
 
 

@@ -15,7 +15,7 @@ __all__ = ["bench"]
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10 or imagenet.")],
+    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10 or imagenet; or uci, for regression.")],
     runs: Annotated[int, typer.Option(min=1, help="Runs, each with networks of its own.")] = 1,
     components: Annotated[
         int | None, typer.Option(min=1, help="Networks in each mixture.  [default: the paper's]")
@@ -58,6 +58,15 @@ def bench(
     device: Annotated[str, typer.Option(help="Where to run the networks, such as cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to compute with.  [default: torch's]")] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch missing data sets.")] = False,
+    sets: Annotated[
+        str | None, typer.Option(help="Of uci: names of sets, separated by commas.  [default: all]")
+    ] = None,
+    splits: Annotated[
+        int | None, typer.Option(min=1, help="Of uci: at most so many published splits of a set.")
+    ] = None,
+    gaps: Annotated[
+        bool, typer.Option("--gaps", help="Of uci: also leave out the middle third of the rows by each feature.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing.")] = False,
 ) -> None:
     """Run a suite of experiments on trained networks.
@@ -72,9 +81,12 @@ def bench(
     from mola.lab.suite import DataOptions
     from mola.lab.suites.registry import find_suite
 
-    chosen = find_suite(suite)
     if threads is not None:
         torch.set_num_threads(threads)
+    if suite == "uci":
+        _bench_uci(data, results, sets, splits, gaps=gaps, fresh=fresh, quiet=quiet)
+        return
+    chosen = find_suite(suite)
     order = Order(
         suite=chosen,
         runs=runs,
@@ -108,3 +120,32 @@ def bench(
             f"{escape(str(results))}",
             soft_wrap=True,
         )
+
+
+def _bench_uci(
+    data: Path | None, results: Path, sets: str | None, splits: int | None, *, gaps: bool, fresh: bool, quiet: bool
+) -> None:
+    from mola.errors import OptionError
+    from mola.lab.data.uci import SETS
+    from mola.lab.uci import UciOrder, read_records, run_uci
+    from mola.lab.uci_tables import as_good, estimates, gap_table, score_table
+    from mola.options import one_of
+
+    if data is None:
+        message = "uci: name the folder that holds the sets with --data (a folder for each, with data.txt and index_test_0.txt, ...)."
+        raise OptionError(message)
+    names = SETS if sets is None else tuple(one_of(name.strip(), SETS, "--sets") for name in sets.split(","))
+    with showing_progress(quiet=quiet) as progress:
+        order = UciOrder(data, results, names, splits, gaps, fresh)
+        folder = run_uci(order, lambda what, done, total: progress(f"{what}, split {done} of {total}", done / total))
+    if quiet:
+        return
+    records, console = read_records(results), Console(highlight=False)
+    for score in ("rmse", "nll"):
+        found = estimates(records, score)
+        good = as_good({name: one for name, one in found.items() if "MoLA" in one}, "MoLA")
+        console.print(f"{score.upper()}\n{score_table(records, score)}", soft_wrap=True)
+        console.print(f"MoLA is the best, or within a standard error of it, in {len(good)} of {len(found)} sets.")
+    if any(one["split"].startswith("gap") for one in records):
+        console.print(gap_table(records), soft_wrap=True)
+    console.print(f"Records are in [bold]{escape(str(folder))}[/bold].", soft_wrap=True)

@@ -136,9 +136,29 @@ def fit(
     likelihood: Annotated[
         str | None,
         typer.Option(
-            help="What the networks' outputs mean: categorical (one of C classes) or bernoulli (yes or no for each output).  "
-            "[default: categorical]",
+            help="What the networks' outputs mean: categorical (one of C classes), bernoulli (yes or no for each output) or "
+            "gaussian (numbers).  [default: categorical]",
             rich_help_panel=METHOD,
+        ),
+    ] = None,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            help="Of numbers: standard deviation of the targets' noise, one or one for each output.  [default: chosen]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    location: Annotated[
+        str | None,
+        typer.Option(
+            help="Of numbers: the mean that was taken from the targets in training.  [default: 0]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            help="Of numbers: the standard deviation that they were divided by.  [default: 1]", rich_help_panel=METHOD
         ),
     ] = None,
     structure: Annotated[
@@ -152,7 +172,8 @@ def fit(
         str | None,
         typer.Option(
             help="How to choose the prior precision lambda: threshold (the paper's), nll, brier, ece, evidence, "
-            "outliers or none; distance also cools logits far from the training data.  [default: threshold]",
+            "outliers or none; distance also cools logits far from the training data; of numbers nll, crps, evidence, distance or "
+            "none.  [default: threshold; of numbers nll]",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -279,6 +300,9 @@ def fit(
         "batch_size": batch_size,
         "workers": workers,
         "likelihood": likelihood,
+        "noise": numbers(noise, "--noise"),
+        "location": numbers(location, "--location"),
+        "scale": numbers(scale, "--scale"),
         "structure": structure,
         "link": link,
         "mixing": mixing,
@@ -296,6 +320,8 @@ def fit(
     if config is not None:
         by_file = {f"--{name}": getattr(job, name) for name in CODE if given[name] is None}
         check_values(by_file, config, trust=trust)
+    if likelihood == "gaussian" and rule is None and config is None:
+        given["rule"] = "nll"  # numbers have no confidence that could meet a threshold
     job = job.with_options(given)
     set_threads(job.threads)
     with join() as team:
@@ -350,14 +376,14 @@ def _show(output: Path, job: Job, result: FitResult, heard: set[str]) -> None:
     measured = found["validation"]
     if measured:
         plain = "network" if networks == 1 else "ensemble"  # of the same networks, without covariances
-        columns = [
-            Column("accuracy %", digits=2),
-            Column("NLL", digits=4),
-            Column("ECE %", digits=2),
-            Column("mean conf. %", digits=2),
-        ]
+        shown = [("accuracy", "accuracy %", 100, 2), ("nll", "NLL", 1, 4), ("ece", "ECE %", 100, 2)]
+        shown += [("confidence", "mean conf. %", 100, 2)]
+        if job.likelihood == "gaussian":
+            shown = [("rmse", "RMSE", 1, 4), ("nll", "NLL", 1, 4), ("crps", "CRPS", 1, 4), ("std", "mean std.", 1, 4)]
+            shown += [("coverage", "in 90 % intervals %", 100, 1)]
+        columns = [Column(heading, digits=digits) for _, heading, _, digits in shown]
         values = {
-            name: [100 * one["accuracy"], one["nll"], 100 * one["ece"], 100 * one["confidence"]]
+            name: [times * one[key] for key, _, times, _ in shown]
             for name, one in ((plain, measured["networks"]), ("posterior", measured["posterior"]))
         }
         caption = f"{counted(measured['count'], 'input')}, which were tuned on: `mola evaluate` measures on others."

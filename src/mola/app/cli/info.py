@@ -72,14 +72,23 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if found["validation"]:
         before, after = found["validation"]["networks"], found["validation"]["posterior"]
-        lines += [
-            ("networks alone", f"NLL {before['nll']:.4f}, ECE {before['ece']:.2%} on the validation data"),
-            (
-                "posterior",
-                f"NLL {after['nll']:.4f}, ECE {after['ece']:.2%}, accuracy {after['accuracy']:.2%} on the validation data",
-            ),
-            ("outlying", _alarm(found["validation"])),
-        ]
+        if found["likelihood"] == "gaussian":
+            lines += [
+                (
+                    name,
+                    f"RMSE {one['rmse']:.4g}, NLL {one['nll']:.4f}, {one['coverage']:.1%} in 90 % intervals (validation data)",
+                )
+                for name, one in (("networks alone", before), ("posterior", after))
+            ]
+        else:
+            lines += [
+                ("networks alone", f"NLL {before['nll']:.4f}, ECE {before['ece']:.2%} on the validation data"),
+                (
+                    "posterior",
+                    f"NLL {after['nll']:.4f}, ECE {after['ece']:.2%}, accuracy {after['accuracy']:.2%} on the validation data",
+                ),
+            ]
+        lines.append(("outlying", _alarm(found["validation"])))
     made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [*lines, ("made with", made), ("again", f"mola fit --config {found['job']}")]
 

@@ -65,12 +65,13 @@ def predict(
     training classes (1 is usual), and whether the input is outlying: its score is one that at most 5 % (--false-alarm-rate) of
     inputs like the validation data exceed. Inputs that cannot be read have a row with the error. Memory does not grow with the
     data. The options are saved beside the output, in a file that ends in `.toml`; to repeat the run: `mola predict --config
-    FILE`.
+    FILE`. Where outputs are numbers, a row has the mean, standard deviation, ends of the 90 % interval and epistemic variance
+    of each.
 
         mola predict posterior images/ --output predictions.csv
     """
     from mola.app.jobs.folder import open_posterior
-    from mola.app.jobs.predict import run_predict
+    from mola.app.jobs.predict import NumbersResult, run_predict
     from mola.distributed import join
 
     check_run(context, config, trust=trust)
@@ -95,9 +96,13 @@ def predict(
     write_run(context, output.with_name(f"{output.name}.toml"))
     if not quiet and not as_json:
         outlying = "" if result.outlying is None else f", {result.outlying:.1%} outlying"
+        if isinstance(result, NumbersResult):
+            words = f"mean standard deviation {result.std:.4g}, {result.epistemic:.1%} of the variance epistemic"
+        else:
+            words = f"mean confidence {result.confidence:.3f}, mean entropy {result.entropy:.3f} of which epistemic "
+            words += f"{result.epistemic:.3f}"
         Console(highlight=False).print(
-            f"Predicted {counted(result.count, 'input')} in {result.seconds:.1f} s: mean confidence "
-            f"{result.confidence:.3f}, mean entropy {result.entropy:.3f} of which epistemic {result.epistemic:.3f}{outlying}. Wrote "
+            f"Predicted {counted(result.count, 'input')} in {result.seconds:.1f} s: {words}{outlying}. Wrote "
             f"[bold]{escape(str(output))}[/bold].",
             soft_wrap=True,
         )

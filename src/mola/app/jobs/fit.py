@@ -32,6 +32,7 @@ from mola.app.jobs.folder import (
 )
 from mola.app.jobs.job import NAME, Job, Progress, relative, to_toml
 from mola.app.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
+from mola.app.jobs.numbers import best_noise, measures, summary
 from mola.app.jobs.pictures import Pictures, shown_by
 from mola.app.jobs.preparation import settle
 from mola.app.jobs.rows import Account, Loader
@@ -41,11 +42,13 @@ from mola.distributed import Team
 from mola.errors import DataError, OptionError, warn
 from mola.fitting import fit
 from mola.laplace import STRUCTURES
-from mola.likelihood import as_likelihood
+from mola.likelihood import Gaussian
 from mola.links import LINKS, as_link
 from mola.network import call, check_positions, find_heads, undisturbed
 from mola.options import one_of
 from mola.posterior import MoLA
+from mola.regression import RegressionMoLA
+from mola.regression_prediction import RegressionPrediction
 from mola.saving import storage
 from mola.tuning.candidates import HeldOut, read_held_out
 from mola.tuning.choosing import RULES as NAMED_RULES
@@ -144,7 +147,7 @@ def check_job(job: Job) -> None:
     if job.train is None:
         message = "no training data: name them with --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
         raise OptionError(message)
-    likelihood = as_likelihood(job.likelihood)
+    likelihood = job.meaning()
     _positions(job)
     one_of(job.structure, STRUCTURES, "structure")
     one_of(job.link, LINKS, "link")
@@ -225,7 +228,7 @@ def run_fit(
         link=job.link,
         head=job.head,
         progress=False,
-        likelihood=job.likelihood,
+        likelihood=job.meaning(),
         team=together,
         checkpoint=checkpoint,
         distances=job.distances,
@@ -236,7 +239,8 @@ def run_fit(
     if held is not None and together.size == 1:
         posterior = posterior.with_doubt(shared_rows(seen, held))
     progress("checking", 0.85)
-    measured, scores = (None, None) if held_out is None else _measure(posterior, held_out)
+    measure = _measure if posterior.likelihood.discrete else _measure_numbers
+    measured, scores = (None, None) if held_out is None else measure(posterior, held_out)
     with together.work("checking"):
         data.account = account = account.together(together)
     with together.work("writing"):
@@ -272,7 +276,7 @@ def _move(built: Built, device: str) -> None:
 
 def _read_validation(built: Built, job: Job, data: Material, val: Remembering) -> HeldOut:
     """What the networks make of the validation data, read once; refused if their classes are in another order."""
-    names, likelihood = [job.head] * len(built.networks), as_likelihood(job.likelihood)
+    names, likelihood = [job.head] * len(built.networks), job.meaning()
     with data.team.work(READING), undisturbed(*built.networks):
         heads = [
             head
@@ -343,6 +347,33 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArra
     return measured, scores
 
 
+def _measure_numbers(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64]]:
+    """The same for numbers: the networks alone have the noise that does best on these data, and the posterior's weights."""
+    assert isinstance(posterior, RegressionMoLA)
+    assert held_out.labels is not None
+    team, likelihood = held_out.team, posterior.likelihoods[0]
+    with team.work("checking"):
+        said = posterior.on_held_out(held_out)
+        targets = likelihood.in_units(held_out.labels)
+        rows = team.rows(torch.cat([measures(said, targets), said.ood_score[:, None]], 1) if len(held_out) else None)
+        scores = rows[:, -1].double().numpy()
+        means, values = team.rows(said.component_mean.transpose(0, 1)), team.rows(targets)
+    alone = best_noise(posterior.weights, means.transpose(0, 1), values)
+    plain = RegressionPrediction.of_means(
+        means.transpose(0, 1), posterior.weights, Gaussian(noise=tuple(alone.tolist()))
+    )
+    threshold, rate = usual_alarm(scores)
+    measured = {
+        "count": len(scores),
+        "networks": summary(measures(plain, values)),
+        "posterior": summary(rows[:, :-1]),
+        "outlier_threshold": threshold,
+        "false_alarm_rate": rate,
+        "outlier_quantiles": quantiles(scores),
+    }
+    return measured, scores
+
+
 def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
     """Pairs of a share and the score that this share of the inputs stays below: how scores are distributed, in a few numbers."""
     return [[level, float(value)] for level, value in zip(LEVELS, np.quantile(scores, LEVELS), strict=True)]
@@ -389,6 +420,7 @@ def _result(
         "prior_precision": list(posterior.prior_precision),
         "temperature": posterior.temperature,
         "distance_exponent": posterior.distance_exponent,
+        **({"noise": posterior.noise.tolist()} if isinstance(posterior, RegressionMoLA) else {}),
         "rule": None if posterior.tuning is None else posterior.tuning.rule,
         "train_count": posterior.components[0].require_curvature("a result")[1].factors.count,
         "left_out": len(data.account),
@@ -470,7 +502,7 @@ class Material:
             DataError: if they cannot take the inputs.
         """
         try:
-            network, likelihood = built.networks[0].eval(), as_likelihood(self.job.likelihood)
+            network, likelihood = built.networks[0].eval(), self.job.meaning()
             outputs = call(network, first)
             if outputs.dim() > 2:  # the layer that gave them says where classes stand
                 with undisturbed(network):
@@ -515,7 +547,7 @@ class Material:
             directory=self.job.directory,
             seed=self.job.seed,
             download=self.job.download,
-            likelihood=as_likelihood(self.job.likelihood),
+            likelihood=self.job.meaning(),
         )
 
     def loader(self, source: UserSet, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from mola.errors import OptionError
 from mola.lab.models import MODELS
+from mola.likelihood import Gaussian, Likelihood, as_likelihood
 from mola.network import IGNORED
 from mola.options import one_of
 from mola.schema import check_depth, shortened
@@ -69,6 +70,9 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "method": {
         "likelihood": "text",
+        "noise": "numbers",
+        "location": "numbers",
+        "scale": "numbers",
         "structure": "text",
         "link": "text",
         "mixing": "text",
@@ -112,6 +116,9 @@ class Job:
     batch_size: int = 256
     workers: int = 2
     likelihood: str = "categorical"
+    noise: tuple[float, ...] | None = None
+    location: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None
     structure: str = "kron"
     link: str = "probit"
     mixing: str = "uniform"
@@ -129,6 +136,22 @@ class Job:
     def with_options(self, given: Mapping[str, Any]) -> Job:
         """The same job with the options that are not None in place of its own."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+    def meaning(self) -> Likelihood:
+        """What the networks' outputs mean.
+
+        Raises:
+            OptionError: if the name is unknown, or there are settings of numbers, and the outputs are none.
+        """
+        likelihood = as_likelihood(self.likelihood)
+        given = {name: getattr(self, name) for name in ("noise", "location", "scale")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
+            return likelihood
+        if not isinstance(likelihood, Gaussian):
+            message = f"--{next(iter(given))} is for --likelihood gaussian, got the likelihood {self.likelihood!r}."
+            raise OptionError(message)
+        return replace(likelihood, **given)
 
     def document(self, folder: Path) -> dict[str, Any]:
         """The options by section, with paths as seen from a folder.
