@@ -32,6 +32,7 @@ from mola.app.jobs.job import NAME, PATHS, Job, job_of, read_job
 from mola.app.jobs.networks import build_networks, check_unchanged, checksum, is_whole
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import UserSet, is_own_function, open_set
+from mola.decisions.alarm import alarm_rank, alarm_threshold
 from mola.errors import DataError, OptionError, StorageError, warn
 from mola.fitting import load
 from mola.lab.models import MODELS
@@ -39,7 +40,6 @@ from mola.posterior import MoLA
 from mola.saving import storage
 from mola.saving.archive import CLASSES, COOLING
 from mola.schema import SEAL, Optional, check
-from mola.uncertainty import alarm_rank, alarm_threshold
 
 __all__ = [
     "BUNDLED",
