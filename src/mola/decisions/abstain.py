@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -279,16 +280,17 @@ def _walk(scores: Tensor, wrong: Tensor, rate: float, doubt: float) -> tuple[flo
         # The threshold is the (start + 1)-th largest score; with ties, fewer are above it.
         place = places[bisect_right(places, start) - 1]
         handed[place] = handed.get(place, 0.0) + doubt / len(starts)
-    level, best, seen = 0.0, None, -1
-    for place in places:
+    # With no further error, more answers only lower the p-value: only where one is added, or level is handed out, is there a test.
+    counts = [errors[place] for place in places]
+    tested = [0, *(i for i in range(1, len(places)) if counts[i] != counts[i - 1] or places[i] in handed), len(places)]
+    level, best = 0.0, None
+    for index, following in pairwise(tested):
+        place = places[index]
         level += handed.get(place, 0.0)
-        if level == 0:
-            continue
-        # With no further error, more answers only lower the p-value.
-        if errors[place] == seen or binomial_tail(errors[place], place, rate) <= level * (1 + ROUNDING):
-            best, seen = place, errors[place]
+        if level and binomial_tail(errors[place], place, rate) <= level * (1 + ROUNDING):
+            best = places[following - 1]
         else:
-            level, seen = 0.0, -1
+            level = 0.0
     return None if best is None else (values[best], best, errors[best])
 
 

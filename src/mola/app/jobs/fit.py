@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mola import __version__
+from mola.app.jobs.decisions import decision_columns, decision_rows
 from mola.app.jobs.folder import (
     BUNDLED,
     describe_inputs,
@@ -226,7 +227,7 @@ def run_fit(
     if held is not None and together.size == 1:
         posterior = posterior.with_doubt(shared_rows(seen, held))
     progress("checking", 0.85)
-    measured, scores = (None, None) if held_out is None else _measure(posterior, held_out)
+    measured, scores, columns = (None, None, None) if held_out is None else _measure(posterior, held_out)
     with together.work("checking"):
         data.account = account = account.together(together)
     with together.work("writing"):
@@ -238,7 +239,7 @@ def run_fit(
         if together.first and measured is not None and scores is not None:
             # Named by what they hold, and written first: what is here stays intact until the new posterior names them.
             output.mkdir(parents=True, exist_ok=True)
-            measured["scores"] = keep_scores(output, scores)
+            measured["scores"] = keep_scores(output, scores, columns)
         document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
         if together.first:
             _write(posterior, document, output)
@@ -289,9 +290,10 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
     return posterior
 
 
-def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64]]:
-    """The networks alone and the posterior on the validation data, and the outlier scores of these."""
+def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor]]:
+    """The networks alone and the posterior on the validation data, their outlier scores, and what decisions need of each datum."""
     plain, whole, team = Tally(), Tally(), held_out.team
+    known: list[Tensor] = []
     assert held_out.labels is not None
     with team.work("checking"):
         for start in range(0, len(held_out), ROWS):
@@ -301,7 +303,9 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArra
             alone = torch.einsum("k,knc->nc", posterior.weights.to(logits), torch.softmax(logits, -1))
             plain.add(Answer(alone), held_out.labels[part])
             whole.add(Answer(probs, ood_score=score), held_out.labels[part])
+            known.append(decision_rows(probs, held_out.labels[part], score))
         plain, whole = plain.together(team), whole.together(team)
+        rows = team.rows(torch.cat(known) if known else None)
     scores = whole.score
     assert scores is not None
     threshold, rate = usual_alarm(scores)
@@ -313,7 +317,7 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArra
         "false_alarm_rate": rate,
         "outlier_quantiles": quantiles(scores),
     }
-    return measured, scores
+    return measured, scores, decision_columns(rows)
 
 
 def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
