@@ -45,10 +45,11 @@ from mola.tuning.candidates import HeldOut
 
 CERTAINTY = 0.95
 FALSE_ALARMS = (0.01, 0.05)
-COVERAGES = (0.9, 0.99)
 SIZED = 20
 """Splits of which set sizes are measured."""
-RETUNED = 20
+BESIDE = 100
+"""Splits for the methods that stand beside the mixture: how much they answer, and how large their sets are."""
+RETUNED = 10
 """Splits on which the posterior is tuned anew."""
 SHIFTED = 10
 """Splits whose promises are taken to shifted data."""
@@ -223,6 +224,7 @@ def answers(known: Calibration, splits: Splits, rate: float, score: str) -> dict
         exceeded += wrong > rate
     best = int((true_rate <= rate).nonzero()[-1])
     return {
+        "splits": splits.count,
         "score": score,
         "promised": rate,
         "certainty": CERTAINTY,
@@ -261,6 +263,7 @@ def sets(
             sizes.append(float(shown.mean()))
             empty.append(float((shown == 0).double().mean()))
     return {
+        "splits": splits.count,
         "kind": method,
         "by": by or "all",
         "promised": coverage,
@@ -390,20 +393,21 @@ def measure(
         "alarms": [],
     }
     for method, one in said.items():
-        known = one.calibration()
+        known, own = one.calibration(), method == "MoLA"
+        some = splits if own else Splits(len(test), case.calibration, min(count, BESIDE))
         for rate in case.error_rates:
-            for score in ("confidence", "entropy") if method == "MoLA" else ("confidence",):
-                tell(f"{method}, answers at {rate:g} by {score}")
-                found["answers"].append({"method": method, **answers(known, splits, rate, score)})
-        kinds = (
-            [("lac", None), ("aps", None), ("raps", None), ("lac", "class")] if method == "MoLA" else [("lac", None)]
-        )
-        for coverage in COVERAGES:
-            for kind, by in kinds:
-                if by == "class" and case.calibration / known.classes < 1.5 / (1 - coverage):
-                    continue  # too few of each class
-                tell(f"{method}, sets at {coverage:g} by {kind}")
-                found["sets"].append({"method": method, **sets(known, one.probs, splits, coverage, kind, by)})
+            tell(f"{method}, answers at {rate:g}")
+            found["answers"].append({"method": method, **answers(known, some, rate, "confidence")})
+        if own:
+            found["answers"].append({"method": method, **answers(known, some, case.error_rates[-1], "entropy")})
+        kinds: list[tuple[float, str, str | None]] = [(0.9, "lac", None), (0.99, "lac", None)]
+        if own:
+            kinds += [(0.9, "aps", None), (0.9, "raps", None), (0.9, "lac", "class")]
+        for coverage, kind, by in kinds:
+            if by == "class" and case.calibration / known.classes < 1.5 / (1 - coverage):
+                continue  # too few of each class
+            tell(f"{method}, sets at {coverage:g} by {kind}")
+            found["sets"].append({"method": method, **sets(known, one.probs, some, coverage, kind, by)})
     score = said["MoLA"].score
     assert score is not None
     found["alarms"] = [alarms(score, splits, rate) for rate in FALSE_ALARMS]
