@@ -429,6 +429,11 @@ def main() -> None:
     options = parser.parse_args()
     began = time.perf_counter()
     document: dict[str, Any] = {"splits": options.splits, "certainty": CERTAINTY, "cases": {}}
+    # Cases of the same number of splits that were measured before, and are not asked for now, stay.
+    if (record.RESULTS / f"{options.name}.json").exists() and (before := record.read(options.name))[
+        "splits"
+    ] == options.splits:
+        document["cases"] = {name: one for name, one in before["cases"].items() if name not in options.cases.split(",")}
     for name in options.cases.split(","):
         case = CASES[name]
 

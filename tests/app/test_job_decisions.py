@@ -15,8 +15,15 @@ from mola.app.explore.opinions import Opinions
 from mola.app.explore.subject import open_subject
 from mola.app.jobs import folder as folders
 from mola.app.jobs.decisions import decide, kept_calibration, make_decisions
+from mola.app.jobs.evaluate import run_evaluate
 from mola.app.jobs.export import run_export
+from mola.app.jobs.folder import alarm
 from mola.app.jobs.predict import run_predict
+from mola.compare.evaluation import evaluation_document
+from mola.compare.report.curve_figures import evaluation_decisions
+from mola.compare.report.single_run_tables import decision_tables
+from mola.compare.report.style import NARROW, WIDE
+from mola.compare.report.writing import evaluation_figures
 from mola.decisions.calibration import Calibration
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
 
@@ -207,3 +214,39 @@ def test_the_explorer_says_what_would_be_done(fitted):
     assert "it takes 59" in said(0.9, quiet, usual)
     with pytest.raises(OptionError, match="it takes 299"):
         open_subject(fitted.folder, error_rate=0.01)
+
+
+def test_the_report_shows_what_became_of_promises(desk, fitted, monkeypatch, tmp_path):
+    monkeypatch.setattr("mola.app.jobs.evaluate.ERROR_RATES", (0.01, 0.4))
+    comparison = run_evaluate(fitted, "test.npz")
+    found = comparison.decisions
+    inputs, labels = desk.inputs("test")
+    prediction = fitted.posterior.predict(inputs)
+    right, rings = prediction.label == labels, prediction.ood_score > alarm(fitted, None)
+    impossible, possible = found.answers
+    assert (impossible.threshold, impossible.realised) == (None, None)
+    assert "it takes 299" in impossible.why
+    side = (prediction.confidence > possible.threshold) & ~rings
+    assert possible.answered == pytest.approx(float(side.double().mean()))
+    assert possible.realised == pytest.approx(float((~right[side]).double().mean()))
+    assert found.alarms == pytest.approx(float(rings.double().mean()))
+    held = make_decisions(fitted, coverage=0.9).sets(prediction)
+    inside = held[torch.arange(len(labels)), labels]
+    assert found.sets.realised == pytest.approx(float(inside.double().mean()))
+    assert found.sets.size == pytest.approx(float(held.sum(1).double().mean()))
+    assert sum(found.sets.sizes.values()) == pytest.approx(1)
+    assert found.sets.classes["cat"] == pytest.approx(float(inside[labels == 0].double().mean()))
+    assert set(found.curves) == {"MAP", "DE", "LLLA", "MoLA"}
+    assert found.curves["MoLA"][-1] == pytest.approx([1, float((~right).double().mean())])
+    assert json.loads(json.dumps(evaluation_document(comparison)))["decisions"]["answers"][1]["promised"] == 0.4
+    table, by_class = decision_tables(comparison)
+    assert [row.name for row in table.rows][1:3] == ["wrong answers, at most 1%", "wrong answers, at most 40%"]
+    assert "It takes 299" in table.caption or "it takes 299" in table.caption
+    assert len(by_class.rows) == 3
+    assert "decisions" in evaluation_figures(comparison)
+    old = replace(comparison, decisions=None)
+    assert decision_tables(old) == []
+    assert "decisions" not in evaluation_figures(old)
+    assert "decisions" not in evaluation_document(old)
+    for shape in (WIDE, NARROW):
+        assert len(evaluation_decisions(comparison, shape).axes) == 1
