@@ -1,8 +1,8 @@
-"""laplace-torch in an environment of its own.
+"""Other libraries in environments of their own.
 
-It asks for torchvision and several curvature libraries. The environment is made on the first use and kept in the user's cache
-folder: laplace-torch without its declared dependencies, and those that its import really needs; torchvision is not among
-them. mola comes from this repository's sources, so that both libraries run there in one process.
+laplace-torch asks for torchvision and several curvature libraries, TorchCP for graph libraries. An environment is made on the first
+use and kept in the user's cache folder: the library without its declared dependencies, and those that its import really needs;
+torchvision is not among them. mola comes from this repository's sources, so that both libraries run there in one process.
 """
 
 import json
@@ -10,33 +10,55 @@ import os
 import subprocess
 import sys
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
-PEER = ("laplace-torch==0.3", "curvlinops-for-pytorch==3.0.1", "backpack-for-pytorch==1.7.1", "asdfghjkl==0.1a4")
-NEEDS = ("torch", "numpy", "scipy", "tqdm", "safetensors", "torchmetrics", "opt-einsum", "einops", "einconv")
-NEEDS_ALONE = ("unfoldNd", "linear-operator", "jaxtyping", "wadler-lindig")
-"""Installed without dependencies: nothing of theirs that would be added is imported."""
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mola" / "laplace-torch-venv"
+@dataclass(frozen=True)
+class Packages:
+    """What an environment holds."""
+
+    name: str
+    peer: tuple[str, ...]
+    """The libraries, installed without dependencies."""
+    needs: tuple[str, ...]
+    alone: tuple[str, ...] = ()
+    """Installed without dependencies: nothing of theirs that would be added is imported."""
 
 
-def prepare(folder: Path) -> Path:
+LAPLACE_TORCH = Packages(
+    "laplace-torch",
+    ("laplace-torch==0.3", "curvlinops-for-pytorch==3.0.1", "backpack-for-pytorch==1.7.1", "asdfghjkl==0.1a4"),
+    ("torch", "numpy", "scipy", "tqdm", "safetensors", "torchmetrics", "opt-einsum", "einops", "einconv"),
+    ("unfoldNd", "linear-operator", "jaxtyping", "wadler-lindig"),
+)
+CONFORMAL = Packages(
+    "conformal",
+    ("MAPIE==1.6.0", "torchcp==1.2.1"),
+    ("torch", "numpy", "scipy", "tqdm", "safetensors", "scikit-learn", "cloudpickle"),
+)
+
+
+def cache_folder(packages: Packages = LAPLACE_TORCH) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mola" / f"{packages.name}-venv"
+
+
+def prepare(folder: Path, packages: Packages = LAPLACE_TORCH) -> Path:
     """The environment's interpreter, after making the environment if it is not there or was meant for other packages."""
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    wanted = json.dumps([PEER, NEEDS, NEEDS_ALONE, sys.version_info[:2]])
+    wanted = json.dumps([packages.peer, packages.needs, packages.alone, sys.version_info[:2]])
     marker = folder / "ready.json"
     if marker.exists() and marker.read_text(encoding="utf-8") == wanted:
         return python
-    print("making an environment for laplace-torch, once", file=sys.stderr, flush=True)
+    print(f"making an environment for {packages.name}, once", file=sys.stderr, flush=True)
     venv.create(folder, with_pip=True, clear=True)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, "--constraint", REPOSITORY / "constraints.txt", *NEEDS], check=True)
-    subprocess.run([*install, "--no-deps", *PEER, *NEEDS_ALONE], check=True)
+    subprocess.run([*install, "--constraint", REPOSITORY / "constraints.txt", *packages.needs], check=True)
+    subprocess.run([*install, "--no-deps", *packages.peer, *packages.alone], check=True)
     marker.write_text(wanted, encoding="utf-8")
     return python
 

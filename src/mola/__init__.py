@@ -16,6 +16,13 @@ from mola.baselines.temperature import fit_pooled_temperature as fit_pooled_temp
 from mola.baselines.temperature import fit_temperature as fit_temperature
 from mola.baselines.temperature import temperature_scaled as temperature_scaled
 from mola.component import WeightSamples as WeightSamples
+from mola.decisions import AnswerThreshold as AnswerThreshold
+from mola.decisions import PredictionIntervals as PredictionIntervals
+from mola.decisions import PredictionSets as PredictionSets
+from mola.decisions import abstain_threshold as abstain_threshold
+from mola.decisions import alarm_threshold as alarm_threshold
+from mola.decisions import prediction_intervals as prediction_intervals
+from mola.decisions import prediction_sets as prediction_sets
 from mola.distributed import Team as Team
 from mola.distributed import join as join
 from mola.distributed import shard as shard
@@ -65,7 +72,6 @@ from mola.tuning.rules import Evidence as Evidence
 from mola.tuning.rules import OutlierExposure as OutlierExposure
 from mola.tuning.rules import Rule as Rule
 from mola.tuning.rules import ValidationScore as ValidationScore
-from mola.uncertainty import alarm_threshold as alarm_threshold
 from mola.whole.component import WeightDraws as WeightDraws
 from mola.whole.fitting import fit_whole as fit_whole
 from mola.whole.posterior import WholeMoLA as WholeMoLA

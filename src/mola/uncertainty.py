@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mola.errors import DataError, OptionError
+from mola.errors import OptionError
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL, Likelihood
-from mola.options import counted
 
 __all__ = [
-    "alarm_rank",
-    "alarm_threshold",
     "energies",
     "energy_score",
     "entropy",
@@ -42,9 +37,6 @@ __all__ = [
     "spread_draws",
 ]
 
-
-ROUNDING = 1e-12
-"""0.29 of 100 data are 29, whatever float64 makes of it."""
 
 SPREAD_DRAWS = 64
 """Most draws of the logits behind the aleatoric-epistemic split of a prediction."""
@@ -275,99 +267,6 @@ def outlier_score(terms: Tensor, usual: Sequence[tuple[float, float]]) -> Tensor
     """
     far_field, energy, distance = ((term - mean) / spread for term, (mean, spread) in zip(terms, usual, strict=True))
     return far_field + energy + (distance - 1).clamp_min(0)
-
-
-def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
-    r"""The outlier score above which to raise an alarm, so that false alarms are no more frequent than asked for.
-
-    Let :math:`s_{(1)} \le \dots \le s_{(n)}` be the scores of n validation data. The threshold is
-
-    .. math:: s_{(k)}, \quad k = \lceil (n + 1)(1 - \alpha) \rceil
-
-    the split-conformal quantile. A further datum is as likely to take any of the n + 1 places among the sorted scores, if
-    it is exchangeable with them, so it comes after the k-th with probability :math:`1 - k / (n + 1) \le \alpha`: for every n
-    and whatever the distribution of the scores. With ties it is less; without, it is above :math:`\alpha - 1 / (n + 1)`.
-    The plain quantile of the scores promises nothing: among n = 19, the largest is passed by 1 in 20.
-
-    This is the mean over draws of the validation data. For those at hand, the rate of a continuous score is a draw of
-    Beta(n + 1 - k, k), whose standard deviation is about :math:`\sqrt{\alpha (1 - \alpha) / n}`.
-
-    Validation data must be like the data to come: not used in training, nor for early stopping. Tuning on them does no harm to
-    `Prediction.ood_score` of a `mola.MoLA`: it does not depend on the prior precision, and of the validation data it takes no more
-    than the mean and the spread of three scores.
-
-    Args:
-        scores: (n,), of validation data; higher = more outlying. A tensor, an array or a list.
-        false_alarm_rate: alpha, such as 0.05 for one alarm in twenty data of the usual kind.
-
-    Returns:
-        The threshold: an alarm is a score *above* it. `OptionError` if the rate is not between 0 and 1.
-
-    Raises:
-        DataError: if the scores are not one number for each datum, or too few for the rate.
-    """
-    _checked_rate(false_alarm_rate)
-    values = _numbers(scores)
-    if values.ndim != 1 or bool(values.isnan().any()):
-        message = (
-            f"scores must hold one number for each validation datum and none nan; got shape {tuple(values.shape)} with "
-            f"{int(values.isnan().sum())} nan."
-        )
-        raise DataError(message)
-    return float(values.sort().values[alarm_rank(len(values), false_alarm_rate) - 1])
-
-
-def alarm_rank(count: int, false_alarm_rate: float) -> int:
-    """Which of the sorted scores of n validation data is the threshold for an alarm; see `alarm_threshold`.
-
-    Args:
-        count: n.
-        false_alarm_rate: alpha.
-
-    Returns:
-        From 1 to n; `OptionError` if the rate is not between 0 and 1.
-
-    Raises:
-        DataError: if there are too few scores for the rate.
-    """
-    asked = _checked_rate(false_alarm_rate)
-    rate = asked * (1 + ROUNDING)
-    alarms = math.floor((count + 1) * rate)
-    if alarms < 1:
-        message = (
-            f"{counted(count, 'validation score')} {'is' if count == 1 else 'are'} too few for a false-alarm rate of {asked:g}: "
-            f"their largest is passed by one datum in {count + 1}. Give at least {math.ceil(1 / rate) - 1} scores, or allow a rate of "
-            f"at least 1/{count + 1}."
-        )
-        raise DataError(message)
-    return count + 1 - alarms
-
-
-def _checked_rate(false_alarm_rate: float) -> float:
-    try:
-        asked = math.nan if isinstance(false_alarm_rate, bool) else float(false_alarm_rate)
-    except (TypeError, ValueError):
-        asked = math.nan
-    if not 0 < asked < 1:
-        message = f"false_alarm_rate must lie between 0 and 1, got {false_alarm_rate!r}. 5 % is 0.05."
-        raise OptionError(message)
-    return asked
-
-
-def _numbers(scores: Any) -> Tensor:
-    """Scores of any kind in float64, in main memory.
-
-    Raises:
-        DataError: if they are no numbers.
-    """
-    if isinstance(scores, Tensor):
-        return scores.detach().cpu().double()
-    try:
-        # A copy: torch takes no arrays that are reversed, read-only or of foreign byte order.
-        return torch.from_numpy(np.array(scores, dtype=np.float64, order="C"))
-    except (TypeError, ValueError) as error:
-        message = f"scores must hold one number for each validation datum, got a {type(scores).__name__} ({error})."
-        raise DataError(message) from error
 
 
 def spread_draws(classes: int, features: int) -> int:

@@ -37,6 +37,7 @@ def evaluation_document(comparison: Comparison) -> dict[str, Any]:
             one.name: {key: leads[one.name][key] for key in ("confidence", "auroc", "fpr95")}
             for one in comparison.of_role("outlier")
         },
+        **({} if comparison.decisions is None else {"decisions": asdict(comparison.decisions)}),
         "components": comparison.made["components"],
         "chosen": chosen,
         "notes": comparison.notes,

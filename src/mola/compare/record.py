@@ -22,8 +22,10 @@ __all__ = [
     "CONFIDENCE_BINS",
     "FORMAT",
     "VERSION",
+    "AnswerResult",
     "ClassResult",
     "Comparison",
+    "DecisionResult",
     "Examples",
     "LabelledResult",
     "OutlierResult",
@@ -32,6 +34,7 @@ __all__ = [
     "Role",
     "ScoreHistogram",
     "SetInfo",
+    "SetResult",
 ]
 
 FORMAT = "mola-bench"
@@ -242,6 +245,49 @@ class Pictures:
 
 
 @dataclass(frozen=True)
+class AnswerResult:
+    """A promised error rate, and what the test data show of it."""
+
+    promised: float
+    certainty: float
+    threshold: float | None
+    """Confidence above which inputs that are not outlying are answered; None where no threshold can promise the rate."""
+    answered: float | None = None
+    """Share of the test data."""
+    realised: float | None = None
+    """Error rate of these answers."""
+    why: str = ""
+    """Why there is no threshold."""
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """A promised coverage, and what the test data show of it."""
+
+    promised: float
+    realised: float
+    size: float
+    """Mean number of classes in a set."""
+    sizes: dict[str, float]
+    """Share of sets that hold "0", "1", "2", "3" classes, or "more"."""
+    classes: dict[str, float]
+    """Coverage of each class that the test data have."""
+
+
+@dataclass(frozen=True)
+class DecisionResult:
+    """What would be done with the test data, by thresholds that were set on validation data."""
+
+    false_alarm_rate: float
+    alarms: float
+    """Share of the test data for which the alarm rings."""
+    curves: dict[str, list[list[float]]]
+    """By method: pairs of a share of the test data, the surest of them, and its error rate."""
+    answers: list[AnswerResult]
+    sets: SetResult | None
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Methods side by side on the same sets: what a report reads."""
 
@@ -266,6 +312,8 @@ class Comparison:
     """By set and input, what is worth a word."""
     made: Mapping[str, Any] = field(default_factory=dict)
     """How it was made: versions, seconds, files."""
+    decisions: DecisionResult | None = None
+    """Where the posterior's folder has what decisions need."""
 
     def of_role(self, role: Role) -> list[SetInfo]:
         """The sets of a role."""

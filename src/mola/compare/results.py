@@ -12,7 +12,15 @@ from torch import Tensor
 
 from mola import metrics
 from mola.compare.measured import Lead, Measurement, area_between, lead, mean_of, pass_rate
-from mola.compare.record import CONFIDENCE_BINS, ClassResult, Examples, LabelledResult, OutlierResult, ScoreHistogram
+from mola.compare.record import (
+    CONFIDENCE_BINS,
+    ClassResult,
+    Examples,
+    LabelledResult,
+    OutlierResult,
+    ScoreHistogram,
+    SetResult,
+)
 from mola.compare.tally import Tally
 
 __all__ = [
@@ -23,6 +31,8 @@ __all__ = [
     "labelled_result",
     "outlier_leads",
     "outlier_result",
+    "risk_curve",
+    "set_result",
 ]
 
 METRICS = (
@@ -47,6 +57,12 @@ EXAMPLES = 8
 
 SCORE_BINS = 25
 """Equal-width bins of the histograms of outlier scores."""
+
+CURVE_POINTS = 100
+"""Of a curve of risk against coverage."""
+
+LARGE_SET = 4
+"""Classes from which on sets are counted together."""
 
 TAIL = 0.005
 """Share of the inputs at each end that the outermost bins of these take in, however far away."""
@@ -157,6 +173,39 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
         confidence_error=sure.error if errors else None,
         errors=spread,
         score_histograms=histograms,
+    )
+
+
+def risk_curve(tally: Tally) -> list[list[float]]:
+    """Pairs of a share of the data, the surest of them by confidence, and its error rate: at most `CURVE_POINTS`, the last is all."""
+    coverage, risk = metrics.risk_coverage_curve(1 - tally["confidence"], tally["correct"])
+    places = torch.linspace(0, len(risk), min(len(risk), CURVE_POINTS) + 1)[1:].round().long() - 1
+    return [[float(x), float(y)] for x, y in zip(coverage[places], risk[places], strict=True)]
+
+
+def set_result(tally: Tally, promised: float, classes: Sequence[str]) -> SetResult:
+    """Coverage and size of prediction sets.
+
+    Args:
+        tally: of labelled data, with sets.
+        promised: coverage.
+        classes: their names.
+
+    Returns:
+        The numbers.
+    """
+    sizes, held, labels = tally["set size"], tally["held"], tally["label"].long()
+    counts = torch.bincount(labels, minlength=len(classes))
+    inside = torch.bincount(labels, held, len(classes))
+    few = {str(size): float((sizes == size).double().mean()) for size in range(LARGE_SET)}
+    return SetResult(
+        promised=promised,
+        realised=float(held.mean()),
+        size=float(sizes.mean()),
+        sizes={**few, "more": float((sizes >= LARGE_SET).double().mean())},
+        classes={
+            name: float(inside[place] / counts[place]) for place, name in enumerate(classes) if int(counts[place]) > 0
+        },
     )
 
 

@@ -27,9 +27,9 @@ BINS = 15
 SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
 """Outlier scores by which every method is shown that has what they are made from, higher for what is more outlying."""
 
-FIXED = ("confidence", "predicted", "question", "label", "correct", "yes", "nll", "brier")
+FIXED = ("confidence", "predicted", "question", "label", "correct", "yes", "nll", "brier", "set size", "held")
 """Columns of a tally that are not outlier scores. Those from "label" on are there where there are labels; "question", which of
-several labels of an input it is, and "yes", its probability, only where inputs have several."""
+several labels of an input it is, and "yes", its probability, only where inputs have several; the last two where there are sets."""
 
 
 def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tensor:
@@ -67,6 +67,8 @@ class Answer:
     """(K,) of these networks; None is 1 / K each."""
     ood_score: Tensor | None = None
     """(n,), where the method has a score of its own."""
+    sets: Tensor | None = None
+    """(n, C), which classes the prediction set of each input holds, where there are such sets."""
     given: Mapping[str, Tensor] | None = None
     """Outlier scores (n,) by name, where the method computes them itself; None derives `SCORES`."""
     likelihood: Likelihood = CATEGORICAL
@@ -130,6 +132,10 @@ class Tally:
             row["label"], row["correct"] = labels, predicted == labels
             row["nll"] = -chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log()
             row["brier"] = (exact - one_hot).square().sum(1)
+        if answer.sets is not None:
+            row["set size"] = answer.sets.sum(1)
+            if labels is not None:
+                row["held"] = answer.sets.gather(1, labels.to(answer.sets.device)[:, None]).squeeze(1)
         row |= answer.scores()
         self.columns = tuple(row)
         self.parts.append(torch.stack([column.double() for column in row.values()], dim=1))

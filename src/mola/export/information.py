@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,25 @@ from mola.export.graph import Exported
 from mola.posterior import MoLA
 from mola.schema import check, parse
 
-__all__ = ["FORMAT_VERSION", "PREFIX", "as_properties", "check_classes", "describe", "from_properties"]
+__all__ = ["FORMAT_VERSION", "PREFIX", "Thresholds", "as_properties", "check_classes", "describe", "from_properties"]
 
 FORMAT_VERSION = 1
 PREFIX = "mola."
 """Of the names of a file's properties; properties of the user's own have none."""
 
 SCHEMA = {"format_version": int, "signature": {"kind": str, "names": [str]}, "outputs": [str], "classes": [str]}
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Numbers by which whoever runs a file decides. They are not part of the graph, so that they can be changed later."""
+
+    ood_threshold: float | None = None
+    """Outlier score above which an input counts as an outlier."""
+    answer_threshold: float | None = None
+    """Confidence above which an input that is no outlier is answered."""
+    set_threshold: float | None = None
+    """Probability from which on classes are in the set of an input."""
 
 
 def check_classes(classes: Sequence[str] | None, count: int) -> list[str]:
@@ -47,7 +60,7 @@ def describe(
     graph: Exported,
     classes: Sequence[str] | None,
     count: int,
-    ood_threshold: float | None,
+    thresholds: Thresholds,
 ) -> dict[str, Any]:
     """The document of a file.
 
@@ -56,7 +69,7 @@ def describe(
         graph: as it is traced.
         classes: names of the classes, or None.
         count: how many classes there are.
-        ood_threshold: score above which an input counts as an outlier, if known.
+        thresholds: by which to decide, where they are known.
 
     Returns:
         JSON.
@@ -83,7 +96,7 @@ def describe(
         "rule": None if tuning is None else tuning.rule,
         "tuning_notes": [] if tuning is None else list(tuning.notes),
         "ood_score": graph.ood_score_name,
-        "ood_threshold": ood_threshold,
+        **asdict(thresholds),
         "float16": graph.float16,
         "preparation": None if graph.preparation is None else repr(graph.preparation),
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import ExportError, MissingExtraError, OptionError
-from mola.export.information import as_properties
+from mola.export.information import Thresholds, as_properties
 from mola.export.tracing import (
     Settings,
     Traced,
@@ -48,6 +48,8 @@ def export_onnx(
     preparation: nn.Module | None = None,
     metadata: Mapping[str, Any] | None = None,
     ood_threshold: float | None = None,
+    answer_threshold: float | None = None,
+    set_threshold: float | None = None,
     check: bool = True,
 ) -> Written:
     """Write a posterior as one ONNX file, from inputs to probabilities and uncertainty, that runs without PyTorch.
@@ -70,6 +72,8 @@ def export_onnx(
         preparation: a module that the input goes through first, such as `mola.export.Pixels`.
         metadata: of your own: strings, or JSON.
         ood_threshold: score above which you call an input an outlier.
+        answer_threshold: confidence above which you answer, of `mola.abstain_threshold`.
+        set_threshold: probability from which on classes are in a set, `least_probability` of `mola.prediction_sets`.
         check: run the file in onnxruntime against PyTorch before it is written.
 
     Returns:
@@ -84,7 +88,8 @@ def export_onnx(
     _require("onnxscript")
     if check:
         _require("onnxruntime")
-    settings = Settings(classes, outputs, float16, preparation, metadata, ood_threshold)
+    thresholds = Thresholds(ood_threshold, answer_threshold, set_threshold)
+    settings = Settings(classes, outputs, float16, preparation, metadata, thresholds)
     properties = as_properties({}, metadata)  # before the work, which takes longer
     traced = trace(posterior, example, settings)
     properties |= as_properties(traced.document, None)

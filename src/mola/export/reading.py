@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,39 @@ class LoadedExport:
             kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
             message = f"the exported file cannot take inputs of shapes {shapes} and types {kinds}: {_first_line(error)}"
             raise DataError(message) from error
+
+    def decide(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What to do with inputs, by the thresholds of the file; change `document` to decide by others.
+
+        Args:
+            outputs: what a call gave: "ood_score", "confidence" and "probabilities", as far as there are thresholds for them.
+
+        Returns:
+            Truth values by name, for each threshold that the file has: "outlying" (n,); "answer" (n,), of which nothing
+            outlying is; "set" (n, C).
+
+        Raises:
+            DataError: if an output is missing that a threshold is for.
+        """
+        found: dict[str, Tensor] = {}
+        for name, threshold, output in (
+            ("outlying", "ood_threshold", "ood_score"),
+            ("answer", "answer_threshold", "confidence"),
+            ("set", "set_threshold", "probabilities"),
+        ):
+            limit = self.document.get(threshold)  # older files lack some
+            if limit is None:
+                continue
+            if output not in outputs:
+                message = (
+                    f"the file has {threshold}, which is for the output {output!r}: export the file with this output."
+                )
+                raise DataError(message)
+            values = outputs[output].double()
+            found[name] = values >= limit if name == "set" else values > limit
+        if "answer" in found and "outlying" in found:
+            found["answer"] &= ~found["outlying"]
+        return found
 
     def __repr__(self) -> str:
         """What it is."""

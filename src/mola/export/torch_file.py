@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import StorageError
-from mola.export.information import as_properties
+from mola.export.information import Thresholds, as_properties
 from mola.export.tracing import Settings, Written, check_agreement, check_path, quietly, reason, trace, write_file
 from mola.network import Inputs
 from mola.posterior import MoLA
@@ -38,6 +38,8 @@ def export_torch(
     preparation: nn.Module | None = None,
     metadata: Mapping[str, Any] | None = None,
     ood_threshold: float | None = None,
+    answer_threshold: float | None = None,
+    set_threshold: float | None = None,
     check: bool = True,
 ) -> Written:
     """Write a posterior as one `.pt2` file, for `torch.export.load` or `mola.load_exported(path, trust=True)`; see `mola.export_onnx`.
@@ -52,6 +54,8 @@ def export_torch(
         preparation: a module that the input goes through first, such as `mola.export.Pixels`.
         metadata: of your own: strings, or JSON.
         ood_threshold: score above which you call an input an outlier.
+        answer_threshold: confidence above which you answer, of `mola.abstain_threshold`.
+        set_threshold: probability from which on classes are in a set, `least_probability` of `mola.prediction_sets`.
         check: run the file against the posterior before it is written.
 
     Returns:
@@ -59,7 +63,8 @@ def export_torch(
         disagrees, `DataError` and `OptionError` for arguments, `StorageError` for the path.
     """
     path = check_path(path)
-    settings = Settings(classes, outputs, float16, preparation, metadata, ood_threshold)
+    thresholds = Thresholds(ood_threshold, answer_threshold, set_threshold)
+    settings = Settings(classes, outputs, float16, preparation, metadata, thresholds)
     properties = as_properties({}, metadata)
     traced = trace(posterior, example, settings)
     properties |= as_properties(traced.document, None)

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mola.component import Component
 from mola.errors import ExportError, OptionError, StorageError
 from mola.export.graph import Exported, Signature
-from mola.export.information import describe
+from mola.export.information import Thresholds, describe
 from mola.network import Inputs, head_by_name, undisturbed
 from mola.posterior import MoLA
 from mola.saving.storage import write_atomically
@@ -50,7 +50,7 @@ class Settings:
     float16: bool = False
     preparation: nn.Module | None = None
     metadata: Mapping[str, Any] | None = None
-    ood_threshold: float | None = None
+    thresholds: Thresholds = field(default_factory=Thresholds)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def trace(posterior: MoLA, example: Inputs, settings: Settings) -> Traced:
         tensors = tuple(two_rows(tensor) for tensor in signature.tensors(example))
         graph(*tensors)  # makes the constants
         program = _program(graph, tensors)
-    document = describe(posterior, graph, settings.classes, width, settings.ood_threshold)
+    document = describe(posterior, graph, settings.classes, width, settings.thresholds)
     return Traced(program, graph, posterior, document)
 
 

@@ -12,7 +12,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
-from mola.app.cli.shared_options import RUN, Data, Device, Network, Quiet, Threads, Trust, set_threads
+from mola.app.cli.shared_options import (
+    RUN,
+    Certainty,
+    Data,
+    Device,
+    Network,
+    Quiet,
+    Threads,
+    Trust,
+    set_threads,
+)
 from mola.errors import OptionError
 
 __all__ = ["explore"]
@@ -31,6 +41,13 @@ def explore(
             metavar="DATA", help="Data whose outlier scores to compare with.  [default: the validation data of the fit]"
         ),
     ] = None,
+    error_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of answers that may be wrong, for what would be answered.  [default: 0.05, if it can be promised]"
+        ),
+    ] = None,
+    certainty: Certainty = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve the page on; 0 takes a free one.")] = 7860,
     host: Annotated[
         str, typer.Option(help="Address to serve the page on; 0.0.0.0 admits other machines.")
@@ -46,8 +63,9 @@ def explore(
 ) -> None:
     """Play with a posterior on a local page: turn, blur or draw a picture, and watch its confidence.
 
-    Shows what a single network (MAP), the deep ensemble (DE) and MoLA say of it, where MoLA's doubt comes from, and how outlying
-    the picture is beside the validation data. Without a folder, opens on the digits demo. Ctrl-C ends it.
+    Shows what a single network (MAP), the deep ensemble (DE) and MoLA say of it, where MoLA's doubt comes from, how outlying
+    the picture is beside the validation data, and whether it would be answered, handed over, or called strange. Without a
+    folder, opens on the digits demo. Ctrl-C ends it.
 
         mola explore posterior
     """
@@ -60,6 +78,7 @@ def explore(
 
     if posterior is None:
         _refuse_reference(reference)
+        _refuse_rates(error_rate, certainty)
     listening = listen(host, port)
     address = f"http://{'[' + host + ']' if ':' in host else host}:{listening.getsockname()[1]}/"
     set_threads(threads)
@@ -76,6 +95,8 @@ def explore(
                     device=device,
                     trust=trust,
                     network=network or (),
+                    error_rate=error_rate,
+                    certainty=certainty,
                 )
             app = make_app(Explorer(subject), everyone=host not in LOCAL)
         console = Console(highlight=False)
@@ -91,6 +112,17 @@ def explore(
         serve(app, listening, ready)
     finally:
         listening.close()
+
+
+def _refuse_rates(error_rate: float | None, certainty: float | None) -> None:
+    """The digits demo has its own.
+
+    Raises:
+        OptionError: if others were named.
+    """
+    if error_rate is not None or certainty is not None:
+        message = "--error-rate and --certainty go with a posterior's folder: the digits demo has its own."
+        raise OptionError(message)
 
 
 def _refuse_reference(reference: str | None) -> None:

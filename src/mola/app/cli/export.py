@@ -13,7 +13,19 @@ from rich.table import Table
 
 from mola.app.cli.progress import showing_progress
 from mola.app.cli.run_file import Config, check_run, write_run
-from mola.app.cli.shared_options import Device, FalseAlarmRate, Json, Network, Quiet, Threads, Trust, set_threads
+from mola.app.cli.shared_options import (
+    Certainty,
+    Coverage,
+    Device,
+    ErrorRate,
+    FalseAlarmRate,
+    Json,
+    Network,
+    Quiet,
+    Threads,
+    Trust,
+    set_threads,
+)
 from mola.export import Written
 
 __all__ = ["export"]
@@ -41,6 +53,9 @@ def export(
     ] = True,
     network: Network = None,
     false_alarm_rate: FalseAlarmRate = None,
+    error_rate: ErrorRate = None,
+    certainty: Certainty = None,
+    coverage: Coverage = None,
     trust: Trust = False,
     device: Device = "cpu",
     threads: Threads = None,
@@ -50,7 +65,8 @@ def export(
 ) -> None:
     """Write the networks and the Bayesian head as one file that takes inputs and gives probabilities and uncertainty.
 
-    The file takes batches of any size and holds class names and tuning. It is compared with PyTorch on random
+    The file takes batches of any size and holds class names, tuning, and the thresholds for what is asked for (--false-alarm-rate,
+    --error-rate, --coverage) as properties that can be changed. It is compared with PyTorch on random
     inputs first, and is not kept if it disagrees.
 
         mola export posterior --onnx model.onnx
@@ -73,6 +89,9 @@ def export(
             pixels=pixels,
             check=check,
             false_alarm_rate=false_alarm_rate,
+            error_rate=error_rate,
+            certainty=certainty,
+            coverage=coverage,
         )
         for one in written:
             write_run(context, one.path.with_name(f"{one.path.name}.toml"))

@@ -14,8 +14,11 @@ from mola.app.cli.progress import showing_progress
 from mola.app.cli.run_file import Config, check_run, write_run
 from mola.app.cli.shared_options import (
     RUN,
+    Certainty,
+    Coverage,
     Data,
     Device,
+    ErrorRate,
     FalseAlarmRate,
     Json,
     Network,
@@ -45,6 +48,12 @@ def predict(
         bool, typer.Option("--probabilities", help="Add the probabilities of all classes.")
     ] = False,
     false_alarm_rate: FalseAlarmRate = None,
+    error_rate: ErrorRate = None,
+    certainty: Certainty = None,
+    coverage: Coverage = None,
+    by_class: Annotated[
+        bool, typer.Option("--by-class", help="Keep the coverage for each class, not only on average.")
+    ] = False,
     data: Data = None,
     strict: Strict = False,
     network: Network = None,
@@ -62,13 +71,15 @@ def predict(
     """Predict with honest confidence: one row for each input.
 
     Each row has the name, label, class, confidence, entropy and its epistemic part, the outlier score, the distance from the
-    training classes (1 is usual), and whether the input is outlying: its score is one that at most 5 % (--false-alarm-rate) of
-    inputs like the validation data exceed. Inputs that cannot be read have a row with the error. Memory does not grow with the
-    data. The options are saved beside the output, in a file that ends in `.toml`; to repeat the run: `mola predict --config
-    FILE`. Where outputs are numbers, a row has the mean, standard deviation, ends of the 90 % interval and epistemic variance
-    of each.
+    training classes (1 is usual), and whether the input is outlying: its score is one that at most 5 % (--false-alarm-rate)
+    of inputs like the validation data exceed. With --error-rate, `answer` says whether to answer: the input is not outlying,
+    and the confidence high enough for what was promised. With --coverage, `set` names the classes that cannot be ruled out.
+    Both need no further data: `mola fit` kept what is needed of the validation data. Inputs that cannot be read have a row
+    with the error. Memory does not grow with the data. The options are saved beside the output, in a file that ends in
+    `.toml`; to repeat the run: `mola predict --config FILE`. Where outputs are numbers, a row has the mean, standard
+    deviation, ends of the 90 % interval and epistemic variance of each.
 
-        mola predict posterior images/ --output predictions.csv
+        mola predict posterior images/ --output predictions.csv --error-rate 0.01 --coverage 0.9
     """
     from mola.app.jobs.folder import open_posterior
     from mola.app.jobs.predict import NumbersResult, run_predict
@@ -89,6 +100,10 @@ def predict(
             directory=None if data is None else str(data),
             seed=seed,
             false_alarm_rate=false_alarm_rate,
+            error_rate=error_rate,
+            certainty=certainty,
+            coverage=coverage,
+            by_class=by_class,
             team=team,
         )
     if result is None:
@@ -101,6 +116,8 @@ def predict(
         else:
             words = f"mean confidence {result.confidence:.3f}, mean entropy {result.entropy:.3f} of which epistemic "
             words += f"{result.epistemic:.3f}"
+            outlying += "" if result.answered is None else f", {result.answered:.1%} to answer"
+            outlying += "" if result.set_size is None else f", {result.set_size:.2f} classes in a set"
         Console(highlight=False).print(
             f"Predicted {counted(result.count, 'input')} in {result.seconds:.1f} s: {words}{outlying}. Wrote "
             f"[bold]{escape(str(output))}[/bold].",

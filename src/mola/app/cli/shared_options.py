@@ -15,8 +15,11 @@ from mola.errors import OptionError
 
 __all__ = [
     "LEFT_OUT",
+    "Certainty",
+    "Coverage",
     "Data",
     "Device",
+    "ErrorRate",
     "FalseAlarmRate",
     "Json",
     "Network",
@@ -69,6 +72,20 @@ FalseAlarmRate = Annotated[
     float | None,
     typer.Option(
         help="Share of inputs like the validation data that may be called outlying.  [default: 0.05]",
+    ),
+]
+ErrorRate = Annotated[
+    float | None,
+    typer.Option(
+        help="Say which inputs to answer, so that at most this share of the answers is wrong, with --certainty, on inputs like the "
+        "validation data.",
+    ),
+]
+Certainty = Annotated[float | None, typer.Option(help="Of the error rate.  [default: 0.95]")]
+Coverage = Annotated[
+    float | None,
+    typer.Option(
+        help="Add a set of classes, so that this share of the sets holds the true one, on inputs like the validation data."
     ),
 ]
 Data = Annotated[

@@ -15,6 +15,7 @@ from mola.app.explore.changes import Changes
 from mola.app.explore.opinions import METHODS, Explorer, Opinions, Turned
 from mola.app.explore.pictures import LARGEST_FILE, decode, from_data_url, to_data_url, too_large
 from mola.app.explore.subject import Reference, Subject
+from mola.app.jobs.decisions import decide
 from mola.errors import DataError
 
 __all__ = ["SLIDERS", "Answers", "heading", "message", "percent", "thumbnails", "verdict"]
@@ -122,7 +123,12 @@ class Answers:
         subject = self.subject
         # A number and its unit stay on one line.
         said = [one.replace(" %", "\N{NO-BREAK SPACE}%") for one in verdict(opinions, subject)]
-        first = confidence_card(opinions, subject) + split_card(opinions) + score_card(opinions, subject.reference)
+        first = (
+            decision_card(opinions, subject)
+            + confidence_card(opinions, subject)
+            + split_card(opinions)
+            + score_card(opinions, subject.reference)
+        )
         second = classes_card(opinions, subject) + members_card(opinions, subject)
         return _render("verdict", said, _by_method(opinions, subject), seen), first, second
 
@@ -215,6 +221,30 @@ def confidence_card(opinions: Opinions, subject: Subject) -> str:
     """Label and confidence of each method."""
     rows = _by_method(opinions, subject)
     return _render("confidence", rows, _column([label for _, label, _ in rows]))
+
+
+def decision_card(opinions: Opinions, subject: Subject) -> str:
+    """Whether the picture would be answered, handed over, or called strange."""
+    if subject.decisions is None or subject.decisions.answer is None:
+        return _render("decision", "", "", "", subject.undecided)
+    answer = subject.decisions.answer
+    done = decide(subject.decisions, opinions.confidence("MoLA"), opinions.score)
+    label = subject.classes[opinions.label("MoLA")]
+    words = {
+        "answer": f"Would answer: {short(label)}",
+        "hand over": "Would hand over to a person",
+        "strange": "Strange: would not be answered",
+    }[done]
+    because = {
+        "answer": f"MoLA's confidence is above {percent(float(answer))}, and no alarm rings.",
+        "hand over": f"MoLA's confidence is not above {percent(float(answer))}.",
+        "strange": "The outlier score is above the alarm threshold.",
+    }[done]
+    promise = (
+        f"On pictures like the validation images, at most {percent(answer.error_rate)} of the answers are wrong, with a certainty of "
+        f"{percent(answer.certainty)}; {percent(answer.share)} of them would be answered."
+    )
+    return _render("decision", done, words, because, promise)
 
 
 def shown_classes(opinions: Opinions) -> list[int]:

@@ -6,6 +6,7 @@ here in seconds (`digits_subject`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mola.app.explore.pictures import Sight
 from mola.app.jobs.arrays import InMemory
+from mola.app.jobs.decisions import Decisions, gated_threshold, make_decisions
 from mola.app.jobs.fit import quantiles
 from mola.app.jobs.folder import open_posterior, usual_alarm
 from mola.app.jobs.job import Progress
@@ -25,7 +27,8 @@ from mola.app.jobs.pictures import Pictures
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import UserSet, some_of
 from mola.compare.demo_result import COOLED, DemoSettings
-from mola.errors import DataError, MolaError, OptionError, StorageError
+from mola.decisions.calibration import Calibration
+from mola.errors import DataError, MolaError, MolaWarning, OptionError, StorageError
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
 from mola.lab.data.images import even_places
 from mola.lab.demo import build_network, demo_methods, one_thread
@@ -38,6 +41,9 @@ NOISE_SEED = 0
 
 TRAINED = 0.95
 """Share of the work that training is, as measured."""
+
+ERROR_RATE = 0.05
+"""Of what would be answered, where the user asks for no other."""
 
 EXAMPLES = 10
 MOST_READ = 2000
@@ -161,6 +167,8 @@ class Subject:
         reference: outlier scores of validation data, or None where they are not known.
         examples: to begin with.
         notes: what was left out on the way, and why.
+        decisions: when pictures are answered, or called strange; None where that cannot be promised.
+        undecided: why it cannot.
     """
 
     title: str
@@ -171,6 +179,8 @@ class Subject:
     reference: Reference | None
     examples: tuple[Example, ...] = ()
     notes: tuple[str, ...] = ()
+    decisions: Decisions | None = None
+    undecided: str = ""
 
 
 def ood_examples(sight: Sight) -> tuple[Example, ...]:
@@ -224,7 +234,10 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
         )
         progress("fitting and tuning", TRAINED)
         posterior = demo_methods(networks, digits.train.batches(), digits.val.batches())[COOLED]
-        reference = Reference.of(posterior.predict(digits.val.inputs).ood_score, "digits:val")
+        said = posterior.predict(digits.val.inputs)
+        reference = Reference.of(said.ood_score, "digits:val")
+        known = Calibration.of(said, digits.val.labels)
+        answer = gated_threshold(known, said.ood_score.double(), reference.alarm, ERROR_RATE)
     sight = Sight.of((1, SIDE, SIDE), Intake(mode="L", shape=(1, SIDE, SIDE)))
     examples = []
     for label in range(CLASSES):
@@ -239,6 +252,7 @@ def digits_subject(progress: Progress = lambda doing, done: None, settings: Demo
         sight=sight,
         reference=reference,
         examples=(*examples, *ood_examples(sight)),
+        decisions=Decisions(reference.alarm, answer),
     )
 
 
@@ -251,6 +265,8 @@ def open_subject(
     device: str = "cpu",
     trust: bool = False,
     network: Sequence[str] = (),
+    error_rate: float | None = None,
+    certainty: float | None = None,
 ) -> Subject:
     """Open a posterior's folder, find out how outlier scores are distributed, and look for examples.
 
@@ -265,6 +281,8 @@ def open_subject(
         device: where to compute.
         trust: see `mola.app.jobs.folder.open_posterior`.
         network: likewise.
+        error_rate: of what would be answered; None is 0.05, if that can be promised.
+        certainty: of the error rate; None is 0.95.
 
     Returns:
         The subject.
@@ -289,6 +307,16 @@ def open_subject(
         raise OptionError(message)
     fitted.refuse_positions("the explorer shows one prediction for each picture")
     sight = Sight.of(tuple(fitted.example.shape[1:]), Intake.from_plain(fitted.preparation))
+    decisions, undecided = None, ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MolaWarning)  # that the alarm of an older folder promises less
+            rate = ERROR_RATE if error_rate is None else error_rate
+            decisions = make_decisions(fitted, error_rate=rate, certainty=certainty)
+    except OptionError as error:
+        if error_rate is not None:
+            raise
+        undecided = str(error).removeprefix("--error-rate: ")
     posterior, notes = fitted.posterior, []
     named = reference or fitted.job.val
     found = None
@@ -324,6 +352,8 @@ def open_subject(
         reference=found,
         examples=(*examples, *ood_examples(sight)),
         notes=tuple(notes),
+        decisions=decisions,
+        undecided=undecided,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mola import __version__
+from mola.app.jobs.decisions import CERTAINTY, kept_calibration, make_decisions
 from mola.app.jobs.fit import check_order, make_rule
 from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.job import Progress
@@ -27,16 +28,28 @@ from mola.app.jobs.sets import UserSet, divided, overlap
 from mola.baselines.temperature import as_classes, fit_temperature
 from mola.compare import Answer, Tally, tally_set
 from mola.compare.evaluation import short
-from mola.compare.record import Comparison, Record, SetInfo
-from mola.compare.results import labelled_leads, labelled_result, outlier_leads, outlier_result
+from mola.compare.record import AnswerResult, Comparison, DecisionResult, Record, SetInfo
+from mola.compare.results import (
+    labelled_leads,
+    labelled_result,
+    outlier_leads,
+    outlier_result,
+    risk_curve,
+    set_result,
+)
+from mola.decisions.sets import PredictionSets, sets_of
 from mola.distributed import Team
-from mola.errors import MolaWarning, OptionError
+from mola.errors import DataError, MolaWarning, OptionError
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import undisturbed
 from mola.posterior import MoLA
+from mola.prediction import Prediction
 from mola.tuning.candidates import HeldOut, read_held_out
 
 __all__ = ["run_evaluate"]
+
+ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
+"""What the report shows of decisions."""
 
 SINGLE, SINGLE_T, ENSEMBLE, ENSEMBLE_T, LAPLACE, MIXTURE = "MAP", "MAP-T", "DE", "DE-T", "LLLA", "MoLA"
 
@@ -50,6 +63,8 @@ class _Contest:
     """The first component alone."""
     temperatures: dict[str, float]
     outputs: int
+    sets: PredictionSets | None = None
+    """Of the posterior, where its folder has what they need."""
 
     def chosen(self, method: str) -> dict[str, Any]:
         """What was tuned of a method."""
@@ -72,13 +87,18 @@ class _Contest:
         if SINGLE_T in self.temperatures:
             answers[SINGLE_T] = _mixed(logits[:1] / self.temperatures[SINGLE_T], None, meaning)
         if len(logits) == 1:
-            return {**answers, LAPLACE: Answer(whole.probs, logits, None, whole.ood_score, likelihood=meaning)}
+            mine = Answer(whole.probs, logits, None, whole.ood_score, self._sets(whole), likelihood=meaning)
+            return {**answers, LAPLACE: mine}
         answers[ENSEMBLE] = _mixed(logits, weights, meaning)
         if ENSEMBLE_T in self.temperatures:
             answers[ENSEMBLE_T] = _mixed(logits / self.temperatures[ENSEMBLE_T], weights, meaning)
         (one,) = self.single.predict_batches([batch])
         answers[LAPLACE] = Answer(one.probs, one.logit_mean, None, one.ood_score, likelihood=meaning)
-        return {**answers, MIXTURE: Answer(whole.probs, logits, weights, whole.ood_score, likelihood=meaning)}
+        mine = Answer(whole.probs, logits, weights, whole.ood_score, self._sets(whole), likelihood=meaning)
+        return {**answers, MIXTURE: mine}
+
+    def _sets(self, prediction: Prediction) -> Tensor | None:
+        return None if self.sets is None else self.sets(prediction).to(prediction.probs.device)
 
 
 def _mixed(logits: Tensor, weights: Tensor | None, likelihood: Likelihood = CATEGORICAL) -> Answer:
@@ -150,6 +170,7 @@ def run_evaluate(
         None if exposed is None else loader(exposed, "tuning", 0, labelled=False),
         together,
     )
+    contest = replace(contest, sets=_usual_sets(fitted))
     tallies: dict[str, dict[str, Tally]] = {}
     for step, (name, source) in enumerate(sources.items(), 1):
         with together.work(f"evaluating on {name}"):
@@ -192,6 +213,7 @@ def run_evaluate(
         notes=(*notes, *_warnings(fitted, test, tuned_on)),
         left_out=account.left_out,
         noted=account.noted,
+        decisions=_decided(fitted, inside, classes),
         made={
             "components": len(fitted.posterior.components),
             "posterior": str(fitted.folder),
@@ -296,6 +318,48 @@ def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
         pairs = torch.stack([single["label"], single["predicted"]], 1).long()
         check_order(pairs, contest.outputs, None, loader.source.name)
     return tallies
+
+
+def _usual_sets(fitted: PosteriorFolder) -> PredictionSets | None:
+    """Sets at the usual coverage; None where the folder has not what they need, or too few data."""
+    try:
+        known, _ = kept_calibration(fitted, "decisions")
+        return sets_of(known, COVERAGE)
+    except (OptionError, DataError):
+        return None
+
+
+def _decided(fitted: PosteriorFolder, inside: Mapping[str, Tally], classes: Sequence[str]) -> DecisionResult | None:
+    """What the test data show of promises that were made on the validation data; None for folders of older versions."""
+    try:
+        kept_calibration(fitted, "decisions")
+    except OptionError:
+        return None
+    names = list(inside)
+    tally = inside[names[-1]]
+    alarm = make_decisions(fitted).alarm
+    assert alarm is not None  # there were validation data
+    rings = tally["ood score"] > alarm
+    answers = []
+    for rate in ERROR_RATES:
+        try:
+            threshold = make_decisions(fitted, error_rate=rate).answer
+        except OptionError as error:
+            answers.append(AnswerResult(rate, CERTAINTY, None, why=str(error).removeprefix("--error-rate: ")))
+            continue
+        assert threshold is not None
+        side = (tally["confidence"] > float(threshold)) & ~rings
+        wrong = float(1 - tally["correct"][side].mean()) if bool(side.any()) else None
+        answers.append(AnswerResult(rate, CERTAINTY, float(threshold), float(side.double().mean()), wrong))
+    validation = fitted.document["result"]["validation"]
+    shown = [name for name in names if name in (SINGLE, ENSEMBLE, LAPLACE, MIXTURE)]
+    return DecisionResult(
+        false_alarm_rate=float(validation["false_alarm_rate"]),
+        alarms=float(rings.double().mean()),
+        curves={name: risk_curve(inside[name]) for name in shown},
+        answers=answers,
+        sets=set_result(tally, COVERAGE, classes) if "held" in tally.columns else None,
+    )
 
 
 def _warnings(fitted: PosteriorFolder, test: str, tuned_on: str | None) -> list[str]:

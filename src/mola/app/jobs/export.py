@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mola.app.jobs.folder import PosteriorFolder, alarm
+from mola.app.jobs.decisions import make_decisions
+from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.preparation import Intake
 from mola.errors import OptionError
 from mola.export import Pixels, Written, export_onnx, export_torch
@@ -27,6 +28,9 @@ def run_export(
     pixels: bool = False,
     check: bool = True,
     false_alarm_rate: float | None = None,
+    error_rate: float | None = None,
+    certainty: float | None = None,
+    coverage: float | None = None,
 ) -> list[Written]:
     """Write the files that were asked for.
 
@@ -39,6 +43,9 @@ def run_export(
         pixels: the file takes bytes, and normalises them as the training data were.
         check: compare each file with PyTorch before it is kept.
         false_alarm_rate: of the threshold that the file holds; None is 0.05.
+        error_rate: of the answers, for the threshold of the confidence; None has none.
+        certainty: of the error rate; None is 0.95.
+        coverage: of sets, for the least probability of their classes; None has none.
 
     Returns:
         What was written.
@@ -50,12 +57,17 @@ def run_export(
         message = "nothing to write: expected --onnx FILE, --torch FILE, or both."
         raise OptionError(message)
     example = fitted.example
+    made = make_decisions(
+        fitted, false_alarm_rate=false_alarm_rate, error_rate=error_rate, certainty=certainty, coverage=coverage
+    )
     told: dict[str, Any] = {
         "classes": fitted.classes,
         "outputs": outputs,
         "float16": float16,
         "check": check,
-        "ood_threshold": alarm(fitted, false_alarm_rate),
+        "ood_threshold": made.alarm,
+        "answer_threshold": None if made.answer is None else float(made.answer),
+        "set_threshold": None if made.sets is None else made.sets.least_probability,
     }
     if pixels:
         if not isinstance(example, Tensor) or example.dim() != 4:

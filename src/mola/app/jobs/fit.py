@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mola import __version__
+from mola.app.jobs.decisions import decision_columns, decision_rows
 from mola.app.jobs.folder import (
     BUNDLED,
     describe_inputs,
@@ -240,7 +241,7 @@ def run_fit(
         posterior = posterior.with_doubt(shared_rows(seen, held))
     progress("checking", 0.85)
     measure = _measure if posterior.likelihood.discrete else _measure_numbers
-    measured, scores = (None, None) if held_out is None else measure(posterior, held_out)
+    measured, scores, columns = (None, None, None) if held_out is None else measure(posterior, held_out)
     with together.work("checking"):
         data.account = account = account.together(together)
     with together.work("writing"):
@@ -252,7 +253,7 @@ def run_fit(
         if together.first and measured is not None and scores is not None:
             # Named by what they hold, and written first: what is here stays intact until the new posterior names them.
             output.mkdir(parents=True, exist_ok=True)
-            measured["scores"] = keep_scores(output, scores)
+            measured["scores"] = keep_scores(output, scores, columns)
         document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
         if together.first:
             _write(posterior, document, output)
@@ -318,10 +319,13 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
     return posterior
 
 
-def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64]]:
-    """The networks alone and the posterior on the validation data, and the outlier scores of these."""
+def _measure(
+    posterior: MoLA, held_out: HeldOut
+) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor] | None]:
+    """The networks alone and the posterior on the validation data, their outlier scores, and what decisions need of each datum."""
     plain, whole, team = Tally(), Tally(), held_out.team
     given: list[Tensor] = []
+    known: list[Tensor] = []
     assert held_out.labels is not None
     with team.work("checking"):
         for start in range(0, len(held_out), ROWS):
@@ -333,8 +337,11 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArra
             plain.add(Answer(alone, likelihood=likelihood), held_out.labels[part])
             whole.add(Answer(probs, ood_score=score, likelihood=likelihood), held_out.labels[part])
             given.append(score)
+            if likelihood.competing:
+                known.append(decision_rows(probs, held_out.labels[part], score))
         plain, whole = plain.together(team), whole.together(team)
         scores = team.rows(torch.cat(given).double() if given else None).numpy()
+        rows = team.rows(torch.cat(known) if known else None) if posterior.likelihood.competing else None
     threshold, rate = usual_alarm(scores)
     measured = {
         "count": len(scores),
@@ -344,10 +351,10 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArra
         "false_alarm_rate": rate,
         "outlier_quantiles": quantiles(scores),
     }
-    return measured, scores
+    return measured, scores, None if rows is None else decision_columns(rows)
 
 
-def _measure_numbers(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64]]:
+def _measure_numbers(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64], None]:
     """The same for numbers: the networks alone have the noise that does best on these data, and the posterior's weights."""
     assert isinstance(posterior, RegressionMoLA)
     assert held_out.labels is not None
@@ -371,7 +378,7 @@ def _measure_numbers(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any]
         "false_alarm_rate": rate,
         "outlier_quantiles": quantiles(scores),
     }
-    return measured, scores
+    return measured, scores, None
 
 
 def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:

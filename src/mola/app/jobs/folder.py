@@ -5,7 +5,7 @@ inputs, checksums of the weights, outlier threshold). Both are therefore replace
 preparation of another. The `job.toml` beside it is for people and for `mola fit --config`; if it is edited, only its paths count.
 
 Outlier scores of the validation data are kept, sorted, in a file named after its checksum: thresholds for other false-alarm
-rates are read from it.
+rates are read from it. With them are the numbers of each labelled datum that other decisions need (`mola.app.jobs.decisions`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from mola.app.jobs.job import NAME, PATHS, Job, job_of, read_job
 from mola.app.jobs.networks import build_networks, check_unchanged, checksum, is_whole
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import UserSet, is_own_function, open_set
+from mola.decisions.alarm import alarm_rank, alarm_threshold
 from mola.errors import DataError, OptionError, StorageError, warn
 from mola.fitting import load
 from mola.lab.models import MODELS
@@ -39,7 +40,6 @@ from mola.posterior import MoLA
 from mola.saving import storage
 from mola.saving.archive import CLASSES, COOLING
 from mola.schema import SEAL, Optional, check
-from mola.uncertainty import alarm_rank, alarm_threshold
 
 __all__ = [
     "BUNDLED",
@@ -54,6 +54,7 @@ __all__ = [
     "open_posterior",
     "read_folder",
     "read_information",
+    "read_scores",
     "usual_alarm",
 ]
 Moved = TypeVar("Moved", bound=nn.Module)
@@ -83,6 +84,9 @@ FALSE_ALARMS = 0.05
 
 MOST_SCORES = 100_000
 """Scores that are kept; of more, about so many at even distances, the largest, and the threshold at the usual rate."""
+
+COLUMN = "datum."
+"""Before the names of numbers that are kept of each validation datum."""
 
 SCORES_FILE = re.compile(r"scores-[0-9a-f]{16}\.safetensors")
 """Names of their files; others in the folder are not ours to remove."""
@@ -521,12 +525,15 @@ def _state(path: Path, expected: str) -> str:
     return "as fitted" if checksum(path) == expected else "changed"
 
 
-def keep_scores(folder: Path, scores: NDArray[np.float64]) -> dict[str, Any]:
+def keep_scores(
+    folder: Path, scores: NDArray[np.float64], columns: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
     """Write the scores into a posterior's folder.
 
     Args:
         folder: that exists.
         scores: (n,), of the validation data.
+        columns: numbers of each validation datum (n,), in their order; of very many data, some at even distances are kept.
 
     Returns:
         What `job.toml` says of them.
@@ -538,7 +545,9 @@ def keep_scores(folder: Path, scores: NDArray[np.float64]) -> dict[str, Any]:
         even = np.linspace(1, count, MOST_SCORES).round().astype(np.int64)
         ranks = np.union1d(even, [alarm_rank(count, FALSE_ALARMS)])
     values = torch.from_numpy(np.sort(scores)[ranks - 1].copy())
-    content = save_tensors({"scores": values, "ranks": torch.from_numpy(ranks.astype(np.int64))})
+    places = torch.linspace(0, count - 1, min(count, MOST_SCORES), dtype=torch.float64).round().long()
+    kept = {f"{COLUMN}{name}": column[places].contiguous() for name, column in (columns or {}).items()}
+    content = save_tensors({"scores": values, "ranks": torch.from_numpy(ranks.astype(np.int64)), **kept})
     checksum = hashlib.sha256(content).hexdigest()
     name = f"scores-{checksum[:16]}.safetensors"
     storage.write_atomically(folder / name, content)
@@ -595,7 +604,7 @@ def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | No
         raise OptionError(message)
     if false_alarm_rate is None:
         return float(validation["outlier_threshold"])
-    scores, ranks, count = _read_scores(fitted.folder, validation)
+    scores, ranks, count, _ = read_scores(fitted.folder, validation)
     try:
         wanted = alarm_rank(count, false_alarm_rate)
     except DataError as error:
@@ -605,7 +614,19 @@ def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | No
     return float(scores[int(torch.searchsorted(ranks, wanted))])
 
 
-def _read_scores(folder: Path, validation: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+def read_scores(folder: Path, validation: dict[str, Any]) -> tuple[Tensor, Tensor, int, dict[str, Tensor]]:
+    """What `keep_scores` wrote.
+
+    Args:
+        folder: of the posterior.
+        validation: of the results.
+
+    Returns:
+        Sorted scores, their ranks, how many data there were, and numbers of each datum by name, which older versions did not keep.
+
+    Raises:
+        StorageError: if the file is missing or damaged.
+    """
     check(validation, SCORES_ENTRY, "result.validation")
     entry, count = validation["scores"], validation["count"]
     path = folder / Path(entry["file"].replace("\\", "/")).name  # inside the folder, whatever the document says
@@ -626,4 +647,5 @@ def _read_scores(folder: Path, validation: dict[str, Any]) -> tuple[torch.Tensor
     if not (sound and len(scores) and ranks.dtype == torch.int64 and int(ranks[-1]) == count):
         message = f"{path} does not hold the {count} validation scores of job.toml."
         raise StorageError(message)
-    return scores, ranks, count
+    columns = {name.removeprefix(COLUMN): value for name, value in tensors.items() if name.startswith(COLUMN)}
+    return scores, ranks, count, columns

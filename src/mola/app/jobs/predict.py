@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mola.app.jobs.decisions import Decisions, decide, make_decisions
 from mola.app.jobs.folder import PosteriorFolder, alarm
 from mola.app.jobs.job import Progress
 from mola.app.jobs.numbers import PROBABILITY
@@ -45,6 +46,7 @@ __all__ = [
     "Portion",
     "PredictResult",
     "Writer",
+    "decided",
     "in_order",
     "open_writer",
     "portions",
@@ -60,6 +62,8 @@ FIELDS = ("name", "label", "class", *NUMBERS, "outlying", "error")
 FORMATS = (".csv", ".jsonl", ".npz")
 OF_EACH = ("mean", "std", "lower", "upper", "epistemic")
 """Of each output that is a number: mean, standard deviation, ends of the 90 % interval, and the epistemic part of the variance."""
+BETWEEN = "|"
+"""Between the classes of a set, in a cell of a table."""
 COPIED = 2**16
 """Rows or bytes that are moved at a time."""
 
@@ -79,6 +83,10 @@ class PredictResult:
         outlying: share of the inputs that are; None without a threshold.
         labels: how many inputs were given each class.
         seconds: that predicting and writing took.
+        decisions: thresholds by which inputs were answered and sets were made, as plain values.
+        answered: share of the inputs that are answered; None if no error rate was asked for.
+        set_size: mean number of classes in the sets; None if no coverage was asked for.
+        empty: share of sets that are empty.
     """
 
     output: Path
@@ -91,6 +99,10 @@ class PredictResult:
     outlying: float | None
     labels: dict[str, int]
     seconds: float
+    decisions: dict[str, Any] = field(default_factory=dict)
+    answered: float | None = None
+    set_size: float | None = None
+    empty: float | None = None
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -104,6 +116,9 @@ class PredictResult:
             "outlying": self.outlying,
             "labels": self.labels,
             "seconds": self.seconds,
+            **({} if self.answered is None else {"answered": self.answered}),
+            **({} if self.set_size is None else {"set_size": self.set_size, "empty": self.empty}),
+            **({"decisions": self.decisions} if self.decisions else {}),
             **self.account.plain(),
         }
 
@@ -119,6 +134,10 @@ def run_predict(
     directory: str | None = None,
     seed: int | None = None,
     false_alarm_rate: float | None = None,
+    error_rate: float | None = None,
+    certainty: float | None = None,
+    coverage: float | None = None,
+    by_class: bool = False,
     team: Team | None = None,
 ) -> PredictResult | NumbersResult | None:
     """Predict every input of a set, batch by batch, and write a row for each as soon as it is known.
@@ -135,6 +154,10 @@ def run_predict(
         directory: that holds the built-in sets.
         seed: of links that draw; None uses the link's own.
         false_alarm_rate: how often inputs like the validation data may be called outlying; None is 0.05.
+        error_rate: how often answers may be wrong: rows say whether to answer; None does not.
+        certainty: of the error rate; None is 0.95.
+        coverage: how often sets are to hold the true class: rows have a set of classes; None has none.
+        by_class: whether each class is to be held so often.
         team: the processes that do it together, each on its own batches, with rank 0 writing. None is this one alone.
 
     Returns:
@@ -156,10 +179,19 @@ def run_predict(
     together = Team.alone() if team is None else team
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
     names = _class_names(fitted)
-    threshold = alarm(fitted, false_alarm_rate)
+    decisions = make_decisions(
+        fitted,
+        false_alarm_rate=false_alarm_rate,
+        error_rate=error_rate,
+        certainty=certainty,
+        coverage=coverage,
+        by_class=by_class,
+    )
+    threshold = decisions.alarm
     account = Account()
     several = not fitted.posterior.likelihood.competing
     sums, outlying, count, chosen = np.zeros(3), 0, 0, np.zeros(len(names), dtype=np.int64)
+    answered, held, empty = 0, 0, 0
     columns = len(names) if probabilities or several else 0
     progress("predicting", 0.0)
     with together.work("predicting"), ExitStack() as stack:
@@ -167,16 +199,20 @@ def run_predict(
             fitted.posterior,
             in_turns(source, together),
             strict=strict,
-            outputs=columns,
+            outputs=len(names) if probabilities or several or decisions.sets is not None else 0,
             seed=seed,
             tell=lambda share: progress("predicting", share),
         )
-        writer = stack.enter_context(open_writer(output, names, columns)) if together.first else None
+        fields = (*FIELDS, *decided(decisions))
+        writer = stack.enter_context(open_writer(output, names, columns, fields)) if together.first else None
         for portion in in_order(own, together):
             assert writer is not None  # only rank 0 is given any
             account.add(source.name, portion.rows())
-            for record in records(portion, names, threshold, several=several):
-                writer.add(record)
+            for record in records(portion, names, decisions, several=several):
+                writer.add(record if probabilities or several else record | {"probabilities": None})
+                answered += record.get("answer") is True
+                if record.get("set") is not None:
+                    held, empty = held + len(record["set"]), empty + (not record["set"])
             sums += portion.numbers[:, 1:4].sum(0)
             outlying += 0 if threshold is None else int((portion.numbers[:, 4] > threshold).sum())
             count += len(portion.numbers)
@@ -204,6 +240,10 @@ def run_predict(
         outlying=None if threshold is None else outlying / count,
         labels={name: int(number) for name, number in zip(names, chosen, strict=True)},
         seconds=time.perf_counter() - began,
+        decisions=decisions.plain(),
+        answered=None if decisions.answer is None else answered / count,
+        set_size=None if decisions.sets is None else held / count,
+        empty=None if decisions.sets is None else empty / count,
     )
 
 
@@ -305,6 +345,12 @@ def _run_numbers(
     return NumbersResult(output, count, account, std, epistemic, threshold, share, time.perf_counter() - began)
 
 
+def decided(decisions: Decisions) -> tuple[str, ...]:
+    """Fields that records have besides `FIELDS`, by what was asked for."""
+    asked = {"answer": decisions.answer, "set": decisions.sets}
+    return tuple(name for name, one in asked.items() if one is not None)
+
+
 def _class_names(fitted: PosteriorFolder) -> tuple[str, ...]:
     return fitted.classes or tuple(str(index) for index in range(fitted.outputs))
 
@@ -314,25 +360,29 @@ YES = 0.5
 
 
 def records(
-    portion: Portion, names: tuple[str, ...], threshold: float | None, *, several: bool = False
+    portion: Portion, names: tuple[str, ...], decisions: Decisions, *, several: bool = False
 ) -> Iterator[dict[str, Any]]:
     """A record for each input of a portion, used or not, in their order.
 
     Args:
-        portion: what is known of a batch.
+        portion: what is known of a batch, with probabilities if there are sets.
         names: of the classes.
-        threshold: outlier score above which an input is outlying, if that is known.
+        decisions: when an input is outlying or answered, and which classes a set holds.
         several: whether inputs have several labels, each yes or no: "class" then names those that are yes, and "label" counts them.
 
     Yields:
         The records: texts and numbers by name, None where there is nothing.
     """
+    threshold = decisions.alarm
     numbers = iter(portion.numbers.tolist())
+    sets = None
+    if decisions.sets is not None and len(portion.numbers):
+        sets = iter(decisions.sets(portion.numbers[:, len(COLUMNS) :]).tolist())
     for name, error in zip(portion.names, portion.errors, strict=True):
-        values = [None] * len(COLUMNS) if error else next(numbers)
+        values: list[Any] = [None] * len(COLUMNS) if error else next(numbers)
         label, confidence, entropy, epistemic, score, distance, *probs = values
         found = None if label is None else names[int(label)] if not several else _found(names, probs)
-        yield {
+        record = {
             "name": name,
             "label": None if label is None else int(label),
             "class": found,
@@ -343,8 +393,13 @@ def records(
             "distance": None if distance is None or math.isnan(distance) else distance,
             "outlying": None if threshold is None or score is None else score > threshold,
             "error": error,
-            "probabilities": probs or None,
         }
+        if decisions.answer is not None:
+            record["answer"] = None if confidence is None else decide(decisions, confidence, score) == "answer"
+        if decisions.sets is not None:
+            held = None if error or sets is None else next(sets)
+            record["set"] = None if held is None else [one for one, inside in zip(names, held, strict=True) if inside]
+        yield {**record, "probabilities": probs or None}
 
 
 @dataclass(frozen=True)
@@ -559,7 +614,8 @@ class CsvWriter(Writer):
     def add(self, record: Mapping[str, Any]) -> None:
         """Write a line."""
         values = record.get("probabilities") or [None] * self.probabilities
-        self._writer.writerow([_cell(record[name]) for name in self.fields] + [_cell(value) for value in values])
+        known = [_cell(record.get(name)) for name in self.fields]
+        self._writer.writerow(known + [_cell(value) for value in values])
 
     def end(self, *, whole: bool) -> None:
         """Close the file."""
@@ -571,6 +627,8 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, list):
+        return BETWEEN.join(value)
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
@@ -592,7 +650,7 @@ class JsonLinesWriter(Writer):
 
 
 class NpzWriter(Writer):
-    """An array for each field: nan, -1 and empty texts where there is nothing; and the classes' names."""
+    """An array for each field: nan, -1, empty texts and empty sets where there is nothing; and the classes' names."""
 
     def begin(self) -> None:
         """Open a file for each column."""
@@ -615,7 +673,9 @@ class NpzWriter(Writer):
                 column.write(json.dumps(text).encode() + b"\n")
             elif name == "label":
                 column.write(np.int64(-1 if value is None else value).tobytes())
-            elif name == "outlying":
+            elif name == "set":
+                column.write(np.isin(self.classes, value or []).astype(np.bool_).tobytes())
+            elif name in ("outlying", "answer"):
                 column.write(np.int8(-1 if value is None else value).tobytes())
             elif name == "probabilities":
                 column.write(np.asarray(value or [np.nan] * self.probabilities, dtype=np.float64).tobytes())
@@ -638,11 +698,17 @@ class NpzWriter(Writer):
 
     def _pack(self, archive: zipfile.ZipFile, name: str, column: IO[bytes]) -> None:
         column.seek(0)
-        kinds: dict[str, np.dtype[Any]] = {"label": np.dtype(np.int64), "outlying": np.dtype(np.int8)}
+        kinds: dict[str, np.dtype[Any]] = {
+            "label": np.dtype(np.int64),
+            "outlying": np.dtype(np.int8),
+            "answer": np.dtype(np.int8),
+            "set": np.dtype(np.bool_),
+        }
         dtype: np.dtype[Any] = (
             np.dtype(f"<U{self._widest[name]}") if name in self._widest else kinds.get(name, np.dtype(np.float64))
         )
-        shape = (self.count, self.probabilities) if name == "probabilities" else (self.count,)
+        wide = {"probabilities": self.probabilities, "set": len(self.classes)}
+        shape = (self.count, wide[name]) if name in wide else (self.count,)
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
         with archive.open(f"{name}.npy", "w", force_zip64=True) as target:
             np.lib.format.write_array_header_1_0(target, header)

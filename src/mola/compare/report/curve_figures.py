@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mola.compare.demo_result import METHODS, DemoResult
-from mola.compare.record import Record
+from mola.compare.record import Comparison, Record
 from mola.compare.report.estimate import (
     Estimate,
     On,
@@ -35,7 +35,15 @@ from mola.compare.report.style import (
 )
 from mola.compare.report.suite_tables import METRIC_NAMES
 
-__all__ = ["component_sweep", "demo_distance", "demo_rotation", "suite_ablation", "suite_components", "suite_shift"]
+__all__ = [
+    "component_sweep",
+    "demo_distance",
+    "demo_rotation",
+    "evaluation_decisions",
+    "suite_ablation",
+    "suite_components",
+    "suite_shift",
+]
 
 Points = Sequence[tuple[float, Estimate | None]]
 Stroke = Mapping[str, Any]
@@ -108,6 +116,32 @@ def _shared_legend(figure: Figure, panels: Sequence[Axes], used: int, shape: Sha
         # The legend adds to the height instead of taking it from the panels.
         figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(labels) // columns))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, columnspacing=1.4, **style)
+
+
+# --- against the share of answers ---------------------------------------------------------------------------------------
+
+
+def evaluation_decisions(comparison: Comparison, shape: Shape) -> Figure:
+    """Risk against coverage of every method, and the points that were chosen on validation data."""
+    found = comparison.decisions
+    assert found is not None  # asked for only where there are some
+    figure, (panel,) = canvas(shape, 1, 1, 3.4)
+    quiet_axes(panel)
+    drawn = strokes(comparison.runs)
+    for method, points in found.curves.items():
+        panel.plot(
+            [100 * x for x, _ in points], [100 * y for _, y in points], label=method, linewidth=1.5, **drawn[method]
+        )
+    for one in found.answers:
+        if one.answered is not None and one.realised is not None:
+            panel.axhline(100 * one.promised, color=INK, linestyle=DOTTED, linewidth=0.8)
+            panel.plot(100 * one.answered, 100 * one.realised, marker="x", markersize=8, color=INK, markeredgewidth=1.8)
+    panel.set_xlabel("answered, %")
+    panel.set_ylabel("of these wrong, %")
+    panel.set_xlim(0, 101)
+    panel.set_ylim(bottom=0)
+    panel.legend(loc="upper left", fontsize=8.5)
+    return figure
 
 
 # --- against a shift ----------------------------------------------------------------------------------------------------

@@ -7,13 +7,22 @@ from dataclasses import replace
 from typing import Literal
 
 from mola.compare.measured import CLEAR
-from mola.compare.record import Comparison, SetInfo
+from mola.compare.record import Comparison, SetInfo, SetResult
 from mola.compare.report.estimate import On, estimate
 from mola.compare.report.tables import Column, Number, Shown, Table, make_table, records_table
 from mola.compare.tally import SCORES
 from mola.options import counted
 
-__all__ = ["BOLD", "FEW", "SCORE_NAMES", "class_table", "demo_tables", "evaluation_tables", "worst_classes"]
+__all__ = [
+    "BOLD",
+    "FEW",
+    "SCORE_NAMES",
+    "class_table",
+    "decision_tables",
+    "demo_tables",
+    "evaluation_tables",
+    "worst_classes",
+]
 
 SCORE_NAMES = {
     "max probability": "max prob.",
@@ -68,7 +77,52 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
     shown = _labelled(test.name, (*TEST_DATA, *several))
     inside = records_table("On the test data", caption, comparison.runs, shown, leads=comparison.leads)
     outside = [table for one in comparison.of_role("outlier") for table in _against(comparison, one)]
-    return [inside, *outside]
+    return [inside, *decision_tables(comparison), *outside]
+
+
+def decision_tables(comparison: Comparison) -> list[Table]:
+    """Promises that were made on the validation data, and what the test data show of them."""
+    found = comparison.decisions
+    if found is None:
+        return []
+    values: dict[str, list[Number]] = {
+        "alarms on usual data": [100 * found.false_alarm_rate, 100 * found.alarms, None],
+    }
+    for one in found.answers:
+        realised, answered = (None if number is None else 100 * number for number in (one.realised, one.answered))
+        values[f"wrong answers, at most {one.promised:.0%}"] = [100 * one.promised, realised, answered]
+    if found.sets is not None:
+        values[f"sets that miss, at most {1 - found.sets.promised:.0%}"] = [
+            100 * (1 - found.sets.promised),
+            100 * (1 - found.sets.realised),
+            None,
+        ]
+    impossible = [one for one in found.answers if one.threshold is None]
+    caption = (
+        f"Thresholds were set on the validation data; the test data show what became of the promises, give or take chance. Wrong "
+        f"answers: promised with a certainty of {found.answers[0].certainty:.0%}, for inputs that do not ring the alarm."
+    )
+    caption += f" {impossible[-1].why[:1].upper()}{impossible[-1].why[1:]}" if impossible else ""
+    columns = [Column("promised %"), Column("on test data %", digits=2), Column("answered %")]
+    tables = [make_table("Decisions", caption, columns, values)]
+    if found.sets is not None:
+        tables.append(_set_table(found.sets, comparison.own))
+    return tables
+
+
+def _set_table(sets: SetResult, method: str) -> Table:
+    worst = sorted(sets.classes, key=lambda name: sets.classes[name])[:FEW]
+    values: dict[str, list[Number]] = {name: [100 * sets.classes[name]] for name in worst}
+    shares = ", ".join(f"{100 * share:.1f} % {_classes(size)}" for size, share in sets.sizes.items() if share > 0)
+    caption = (
+        f"Sets of {method} that hold the true class {100 * sets.promised:g} % of the time, over all classes: {sets.size:.2f} classes "
+        f"on average; {shares}. Classes that are held least often first; to hold each so often: `mola predict --by-class`."
+    )
+    return make_table("Prediction sets by class", caption, [Column("held %")], values)
+
+
+def _classes(size: str) -> str:
+    return {"0": "are empty", "1": "hold one", "more": "hold more"}.get(size, f"hold {size}")
 
 
 def _against(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:

@@ -105,6 +105,11 @@ DEMO_FIGURES = {
 EVALUATION_FIGURES = {
     "reliability": RELIABILITY,
     "confidence": ("How confidence is spread", "Shares of inputs by confidence, on a square-root scale."),
+    "decisions": (
+        "Answer less, err less",
+        "Error rate of the test data that are answered, if the surest are. Crosses: what would be answered so that the error rate is, "
+        "with 95 % certainty, at most that of the dotted line; inputs that ring the alarm are not answered.",
+    ),
     "scores": (
         "How outlier scores are spread: {}",
         "Shares of inputs by each outlier score, on a square-root scale, higher scores to the right. The less the two overlap, the "

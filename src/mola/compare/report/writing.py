@@ -22,6 +22,7 @@ from mola.compare.report.curve_figures import (
     component_sweep,
     demo_distance,
     demo_rotation,
+    evaluation_decisions,
     suite_ablation,
     suite_components,
     suite_shift,
@@ -173,7 +174,10 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Maker]:
         f"scores-{index}": partial(draw_score_histograms, comparison, one.name) for index, one in enumerate(outliers)
     }
     reliability = partial(draw_reliability_panels, comparison, panels, digits=2)
-    return {"reliability": reliability, "confidence": histograms, **scores}
+    decided: dict[str, Maker] = {}
+    if comparison.decisions is not None:
+        decided["decisions"] = partial(evaluation_decisions, comparison)
+    return {"reliability": reliability, "confidence": histograms, **decided, **scores}
 
 
 def write_evaluation(

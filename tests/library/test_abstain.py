@@ -1,0 +1,251 @@
+"""Answers are wrong no more often than promised, with the certainty asked for: by enumeration, and against a slow procedure."""
+
+import copy
+import math
+import pickle
+from fractions import Fraction
+from itertools import combinations_with_replacement, product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mola
+from mola.decisions.abstain import _starts, binomial_tail, threshold_of
+from mola.decisions.calibration import Calibration
+from mola.errors import DataError, OptionError
+
+
+def exact_tail(errors, count, rate):
+    p = Fraction(rate)
+    return sum(math.comb(count, k) * p**k * (1 - p) ** (count - k) for k in range(errors + 1))
+
+
+def made(confidence, correct):
+    """Binary predictions with these confidences: the first class is predicted, and true where that is correct."""
+    confidence = torch.as_tensor(confidence, dtype=torch.float64)
+    probs = torch.stack([confidence, 1 - confidence], 1)
+    return probs, (~torch.as_tensor(correct)).long()
+
+
+def slow(scores, wrong, rate, doubt):
+    """The procedure as it is written down: every threshold there is, each with its own exact p-value."""
+    starts = _starts(len(scores), rate, doubt)
+    thresholds = [*sorted(set(scores), reverse=True), -math.inf]
+    level, best = Fraction(0), None
+    descending = sorted(scores, reverse=True)
+    for threshold in thresholds:
+        for start in starts:
+            if (descending[start] if start < len(scores) else -math.inf) == threshold:
+                level += Fraction(doubt) / len(starts)
+        answered = [bad for score, bad in zip(scores, wrong, strict=True) if score > threshold]
+        if level and answered and exact_tail(sum(answered), len(answered), rate) <= level:
+            best = threshold
+        else:
+            level = Fraction(0)
+    return best
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_the_tail_is_exact(rate):
+    for count in (1, 2, 10, 57):
+        for errors in range(math.ceil(count * rate)):
+            assert binomial_tail(errors, count, rate) == pytest.approx(
+                float(exact_tail(errors, count, rate)), rel=1e-11
+            )
+        assert exact_tail(math.ceil(count * rate), count, rate) >= 0.5
+        assert binomial_tail(math.ceil(count * rate), count, rate) == 1
+
+
+def test_the_tail_of_many_data():
+    scipy = pytest.importorskip("scipy.stats")
+    for errors, count, rate in ((900, 100_000, 0.01), (9_700, 1_000_000, 0.01), (4_000, 10_000, 0.41)):
+        assert binomial_tail(errors, count, rate) == pytest.approx(scipy.binom.cdf(errors, count, rate), rel=1e-8)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=4, max_size=60),
+    st.sampled_from([0.1, 0.3, 0.5]),
+    st.sampled_from([0.5, 0.8, 0.95]),
+)
+def test_the_same_threshold_as_the_slow_procedure(data, rate, certainty):
+    scores = [float(score) for score, _ in data]
+    wrong = [bad for _, bad in data]
+    probs, labels = made(torch.full((len(data),), 0.7), ~torch.tensor(wrong))
+    expected = slow(scores, wrong, rate, 1 - certainty)
+    if expected is None:
+        with pytest.raises(DataError, match="no threshold can promise"):
+            mola.abstain_threshold(probs, labels, rate, certainty, score=scores)
+    else:
+        assert mola.abstain_threshold(probs, labels, rate, certainty, score=scores) == expected
+
+
+def broken(masses, risks, count, rate, certainty):
+    """Probability, over all draws of `count` data, that the threshold chosen has a higher error rate than promised; and of any choice.
+
+    Scores are 0, 1, ..., the surest last; each has a mass and an error rate. All multisets of (score, wrong) are gone through.
+    """
+    cells = list(product(range(len(masses)), (False, True)))
+    chance = {(s, bad): masses[s] * (risks[s] if bad else 1 - risks[s]) for s, bad in cells}
+
+    def true_risk(threshold):
+        above = [s for s in range(len(masses)) if s > threshold]
+        return sum(masses[s] * risks[s] for s in above) / sum(masses[s] for s in above)
+
+    wrong, chosen, total = 0.0, 0.0, 0.0
+    for draw in combinations_with_replacement(cells, count):
+        counts = [draw.count(cell) for cell in cells]
+        weight = math.factorial(count) / math.prod(map(math.factorial, counts))
+        weight *= math.prod(chance[cell] ** n for cell, n in zip(cells, counts, strict=True))
+        total += weight
+        probs, labels = made(torch.full((count,), 0.7), ~torch.tensor([bad for _, bad in draw]))
+        try:
+            threshold = mola.abstain_threshold(
+                probs, labels, rate, certainty, score=torch.tensor([float(score) for score, _ in draw])
+            )
+        except DataError:
+            continue
+        chosen += weight
+        wrong += weight * (true_risk(threshold) > rate + 1e-12)
+    assert total == pytest.approx(1)
+    return wrong, chosen
+
+
+@pytest.mark.parametrize(
+    ("masses", "risks", "rate"),
+    [
+        ((0.5, 0.5), (0.9, 0.35), 0.3),
+        ((0.3, 0.3, 0.4), (0.95, 0.51, 0.1), 0.3),
+        ((0.2, 0.2, 0.6), (1.0, 0.8, 0.31), 0.3),
+        ((0.6, 0.2, 0.2), (0.6, 0.2, 0.05), 0.4),
+        ((0.4, 0.3, 0.3), (0.7, 0.5, 0.45), 0.5),
+    ],
+)
+def test_the_promise_is_kept_by_enumeration(masses, risks, rate):
+    count, certainty = 9, 0.8
+    wrong, chosen = broken(masses, risks, count, rate, certainty)
+    assert wrong <= 1 - certainty + 1e-12
+    assert chosen > 0.01
+
+
+def test_sure_mistakes_cost_at_most_as_much_as_the_page_says():
+    """The one assumption broken: the surest predictions err most, so that R crosses the promised rate twice."""
+    wrong, _ = broken((0.5, 0.35, 0.15), (0.9, 0.02, 0.8), 9, 0.3, 0.8)
+    assert wrong <= 2 * 0.2
+
+
+@pytest.mark.parametrize("certainty", [0.8, 0.95])
+def test_the_promise_is_kept_by_simulation(certainty):
+    """Continuous scores, many draws; and it is no promise that is never used: violations are not far rarer than allowed."""
+    draw = np.random.default_rng(0)
+    count, rate, rounds = 400, 0.1, 600
+    # P(wrong | s) = 1 - s with s uniform: R(t) = (1 - t) / 2, so that t must be at least 1 - 2 rate.
+    violated, shares = 0, []
+    for _ in range(rounds):
+        s = draw.random(count)
+        wrong = draw.random(count) < 1 - s
+        probs, labels = made(torch.full((count,), 0.7), ~torch.from_numpy(wrong))
+        try:
+            answer = mola.abstain_threshold(probs, labels, rate, certainty, score=s)
+        except DataError:
+            continue
+        violated += answer < 1 - 2 * rate
+        shares.append(answer.share)
+    allowed = 1 - certainty
+    assert violated / rounds <= allowed + 3 * math.sqrt(allowed * certainty / rounds)
+    assert violated / rounds >= allowed / 20
+    assert np.mean(shares) > 0.08  # 0.2 could be answered if R were known
+
+
+def test_more_can_be_answered_with_a_higher_rate_or_less_certainty():
+    draw = np.random.default_rng(1)
+    s = draw.random(2000)
+    probs, labels = made((1 + s) / 2, torch.from_numpy(draw.random(2000) > (1 - s) / 2))
+    shares = [mola.abstain_threshold(probs, labels, rate).share for rate in (0.1, 0.15, 0.2, 0.4)]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    sure = [mola.abstain_threshold(probs, labels, 0.15, certainty).share for certainty in (0.5, 0.9, 0.99, 0.999)]
+    assert sure == sorted(sure, reverse=True)
+
+
+def test_the_threshold_is_a_number_and_a_rule():
+    draw = np.random.default_rng(2)
+    s = draw.random(1000)
+    probs, labels = made((1 + s) / 2, torch.from_numpy(draw.random(1000) > (1 - s) / 2))
+    prediction = mola.Prediction(probs, torch.zeros(1000), torch.zeros(1000), "max-probability")
+    by_confidence = mola.abstain_threshold(prediction, labels, error_rate=0.1, certainty=0.95)
+    by_entropy = mola.abstain_threshold(prediction, labels, error_rate=0.1, certainty=0.95, score="entropy")
+    own = mola.abstain_threshold(prediction, labels, 0.1, score=prediction.confidence)
+    answered = prediction.confidence > by_confidence
+    # With two classes, entropy and confidence are one order.
+    assert torch.equal(answered, prediction.entropy < by_entropy)
+    assert torch.equal(answered, by_confidence(prediction))
+    assert torch.equal(answered, by_entropy(prediction))
+    assert torch.equal(answered, own(prediction.confidence))
+    assert int(answered.sum()) == by_confidence.answered
+    assert int((labels[answered] != 0).sum()) == by_confidence.errors
+    for copied in (copy.deepcopy(by_entropy), pickle.loads(pickle.dumps(by_entropy))):
+        assert copied == by_entropy
+        assert vars(copied) == vars(by_entropy)
+    assert "wrong at most 0.1 of the time, with certainty 0.95" in repr(by_confidence)
+    with pytest.raises(OptionError, match="scores of your own"):
+        own(prediction)
+
+
+def test_where_all_can_be_answered():
+    probs, labels = made(torch.linspace(0.6, 0.9, 500), torch.ones(500, dtype=torch.bool))
+    answer = mola.abstain_threshold(probs, labels, 0.01)
+    assert (answer, answer.share) == (0.0, 1.0)
+    assert mola.abstain_threshold(probs, labels, 0.01, score="entropy") == math.inf
+    assert mola.abstain_threshold(probs, labels, 0.01, score=probs[:, 0]) == -math.inf
+
+
+def test_minus_infinity_is_never_answered():
+    """As where the alarm rings: what is gated is neither answered nor counted."""
+    probs, labels = made(torch.linspace(0.6, 0.9, 800), torch.arange(800) % 2 == 0)
+    score = torch.where(labels == 1, -math.inf, probs[:, 0])
+    answer = mola.abstain_threshold(probs, labels, 0.02, score=score)
+    assert (answer, answer.answered, answer.errors) == (-math.inf, 400, 0)
+    assert int(answer(score).sum()) == 400
+
+
+@pytest.mark.parametrize(("rate", "certainty", "needed"), [(0.01, 0.95, 299), (0.05, 0.95, 59), (0.1, 0.9, 22)])
+def test_too_few_data_are_refused_with_the_number_needed(rate, certainty, needed):
+    assert (1 - Fraction(rate)) ** needed <= 1 - Fraction(certainty) < (1 - Fraction(rate)) ** (needed - 1)
+    probs, labels = made(torch.linspace(0.6, 0.9, needed), torch.ones(needed, dtype=torch.bool))
+    with pytest.raises(DataError, match=f"it takes {needed}"):
+        mola.abstain_threshold(probs[1:], labels[1:], rate, certainty)
+    assert mola.abstain_threshold(probs, labels, rate, certainty).answered == needed
+
+
+def test_what_would_help_is_said():
+    probs, labels = made(torch.linspace(0.6, 0.9, 1000), torch.arange(1000) % 10 > 0)
+    with pytest.raises(DataError, match=r"More data would not help"):
+        mola.abstain_threshold(probs, labels, 0.05)
+    with pytest.raises(DataError, match=r"about [\d,]+ labelled data would do") as caught:
+        mola.abstain_threshold(probs, labels, 0.11)
+    told = int(str(caught.value).split("about ")[1].split(" labelled")[0].replace(",", ""))
+    more = [column.repeat(2 * told // 1000) for column in Calibration.of(probs, labels).columns().values()]
+    assert threshold_of(Calibration(*more, classes=2), 0.11).share > 0.1  # twice as many, since level is divided
+
+
+def test_what_cannot_be_used_is_refused():
+    probs, labels = made(torch.full((50,), 0.7), torch.ones(50, dtype=torch.bool))
+    with pytest.raises(OptionError, match=r"1 % is 0\.01"):
+        mola.abstain_threshold(probs, labels, 1)
+    with pytest.raises(OptionError, match="certainty must lie between 0 and 1"):
+        mola.abstain_threshold(probs, labels, 0.1, 95)
+    with pytest.raises(OptionError, match="Did you mean 'entropy'"):
+        mola.abstain_threshold(probs, labels, 0.1, score="entropi")
+    with pytest.raises(DataError, match="1 nan"):
+        mola.abstain_threshold(probs, labels, 0.1, score=[math.nan] + [0.0] * 49)
+    with pytest.raises(DataError, match="one class for each of the 50 predictions"):
+        mola.abstain_threshold(probs, labels[:-1], 0.1)
+    with pytest.raises(DataError, match="whole numbers from 0 to 1, got 2"):
+        mola.abstain_threshold(probs, labels + 2, 0.1)
+    with pytest.raises(DataError, match=r"row 0 with the sum 1\.4"):
+        mola.abstain_threshold(torch.full((50, 2), 0.7), labels, 0.1)
+    with pytest.raises(DataError, match="at least two classes"):
+        mola.abstain_threshold(probs[:, :1], labels, 0.1)
