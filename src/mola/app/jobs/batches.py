@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -52,6 +51,7 @@ class BatchPredictor:
     it until the files change. Takes pandas frames, Arrow tables, mappings of NumPy arrays, and arrays of inputs, and
     gives the same kind (a mapping for arrays) with the columns of `mola predict`: "label", "class" where classes have names,
     "confidence", "entropy", "epistemic", "ood_score", "distance" where it is known, and "outlying" where there is a threshold.
+    Inputs go to the networks as they are: prepare them as the training data were.
 
     Args:
         source: what every process can read: a folder of `mola fit --bundle`, a folder of `mola.save_to_hub_folder`, or a file of
@@ -236,23 +236,31 @@ class BatchPredictor:
                 f"process: put it where all processes can read it."
             )
             raise StorageError(message)
+        # A function by its name: engines that send it along make it anew for every batch.
+        name = (
+            "" if self.build is None else f"{self.build.__module__}:{getattr(self.build, '__qualname__', self.build)}"
+        )
+        key = (str(self.source), name, self.trust)
         with LOADING:  # several threads of one process read once
-            return _load(str(self.source), self.build, self.trust, times)
+            if key not in READ or READ[key][0] != times:
+                READ[key] = (times, _load(source, self.build, self.trust))
+            return READ[key][1]
 
 
 TYPES = ("float32", "float64", "float16", "int64", "int32", "uint8")
 
 LOADING = Lock()
 
+READ: dict[tuple[str, str, bool], tuple[tuple[int, ...], Loaded]] = {}
+"""What this process has read: by source, function and trust, the times of its files and what they held."""
 
-@lru_cache(maxsize=8)
-def _load(source: str, build: Any, trust: bool, times: tuple[int, ...]) -> Loaded:
-    """What a source says; `times` are those of its files, so that a changed one is read again.
+
+def _load(path: Path, build: Any, trust: bool) -> Loaded:
+    """What a source says.
 
     Raises:
         StorageError: if it is an exported file that lacks outputs.
     """
-    path = Path(source)
     if path.is_file():
         exported = load_exported(path, trust=trust)
         own = {"mutual_information": "epistemic"}
@@ -265,7 +273,8 @@ def _load(source: str, build: Any, trust: bool, times: tuple[int, ...]) -> Loade
             return {own.get(name, name): one for name, one in exported(inputs).items()}
 
         names = tuple(own.get(name, name) for name in exported.outputs if name not in ("probabilities", "label"))
-        return Loaded(run, tuple(exported.classes), names)
+        threshold = exported.document.get("ood_threshold") if "ood_score" in names else None
+        return Loaded(run, tuple(exported.classes), names, threshold)
     if is_hub_folder(path):
         posterior = load_from_hub_folder(path, build)  # checks the folder's own document, too
         return _of_posterior(posterior, tuple(json.loads((path / CONFIG).read_bytes())["classes"]))
