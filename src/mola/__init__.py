@@ -77,6 +77,7 @@ from mola.whole.fitting import fit_whole as fit_whole
 from mola.whole.posterior import WholeMoLA as WholeMoLA
 
 if TYPE_CHECKING:
+    from mola.app.jobs.batches import BatchPredictor as BatchPredictor
     from mola.hub import load_from_hub_folder as load_from_hub_folder
     from mola.hub import save_to_hub_folder as save_to_hub_folder
     from mola.sklearn import MolaClassifier as MolaClassifier
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ON_FIRST_USE = {
+    "BatchPredictor": "mola.app.jobs.batches",
     "MolaClassifier": "mola.sklearn",
     "MolaRegressor": "mola.sklearn",
     "load_from_hub_folder": "mola.hub",

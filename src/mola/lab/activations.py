@@ -187,8 +187,10 @@ class Activations:
         given: Iterable[Any] = (
             (inputs.to(device), labels.to(device)) if labelled else [inputs.to(device)] for inputs, labels in batches
         )
-        example = source.show(1)
-        networks = [fast_network(network.to(device), example) for network in networks]
+        networks = [network.to(device) for network in networks]
+        if source.show is not None:
+            example = source.show(1)
+            networks = [fast_network(network, example) for network in networks]
         with ExitStack() as stack:
             stack.enter_context(undisturbed(*networks))
             first, every = peek(given, source.title)
@@ -218,4 +220,4 @@ LARGEST_IN_MEMORY = 2**29
 
 
 def _fits(source: Source) -> bool:
-    return 4 * source.count * source.show(1)[0].numel() <= LARGEST_IN_MEMORY
+    return source.show is None or 4 * source.count * source.show(1)[0].numel() <= LARGEST_IN_MEMORY

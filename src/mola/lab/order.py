@@ -94,6 +94,7 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
         groups=comparisons,
         options=order.options,
         budget=budget,
+        measures=order.suite.measures(order.options),
     )
     store = Store(order.results)
     with together.work("the folder of results"):

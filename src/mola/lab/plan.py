@@ -12,6 +12,7 @@ from mola.compare.store import SUITE, Store
 from mola.errors import OptionError, StorageError
 from mola.lab.activations import Activations, Network
 from mola.lab.comparisons import COMPARISONS, SWEEP, SuiteMethod
+from mola.lab.measures import Measure
 from mola.lab.suite import Budget, DataOptions, Source, Suite
 from mola.lab.workshop import Workshop
 
@@ -33,6 +34,8 @@ class Plan:
     options: DataOptions = field(default_factory=DataOptions)
     budget: Budget | None = None
     """For methods that train; None is the suite's."""
+    measures: tuple[Measure, ...] = ()
+    """What is asked of every method of the main comparison beside the common metrics."""
 
     def __post_init__(self) -> None:
         """Check that there are networks enough, and that they and the sets differ.
@@ -167,7 +170,7 @@ def describe(plan: Plan, before: Mapping[str, Any] | None = None) -> dict[str, A
     }
     examples = {}
     for name, source in plan.sources.items():
-        if source.role in ("test", "shift", "outlier"):
+        if source.role in ("test", "shift", "outlier") and source.show is not None:
             pixels = source.show(EXAMPLES).contiguous()
             packed = base64.b64encode(pixels.numpy().tobytes()).decode()
             examples[name] = {"shape": list(pixels.shape), "pixels": packed, "label": list(source.labels)}
@@ -180,7 +183,7 @@ def describe(plan: Plan, before: Mapping[str, Any] | None = None) -> dict[str, A
         "components": plan.components,
         "runs": plan.runs,
         "threshold": suite.threshold,
-        "shift": {**asdict(suite.shift), "levels": list(suite.shift.levels)},
+        "shift": None if suite.shift is None else {**asdict(suite.shift), "levels": list(suite.shift.levels)},
         "sets": {**sets, **_others(plan, kept.get("sets", {}))},
         "classes": list(suite.classes),
         "examples": {**examples, **_others(plan, kept.get("examples", {}))},

@@ -6,6 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from mola.errors import MolaError, OptionError, StorageError, warn
 from mola.lab.activations import Activations, Network, Progress
 from mola.lab.comparisons import LONG, SuiteMethod
 from mola.lab.detectors import feature_scores
+from mola.lab.measures import Answers, Measure
 from mola.lab.plan import Plan, claim, describe
 from mola.lab.suite import Source
 from mola.lab.workshop import Context
@@ -98,14 +100,20 @@ def run_suite(
             networks = tuple(plan.members(group, run))
             identity = _identity(plan, method, networks)
             known = None if fresh else _known(store, plan.suite.name, method.name, run)
-            if known is not None and _counts(known, identity, plan):
+            there = known if known is not None and _counts(known, identity, plan) else None
+            unasked = [] if there is None else _unasked(there, plan)
+            if there is not None and not unasked:
                 progress(f"{doing} (there already)", done)
-                older.append(_lacking(known, plan))
+                older.append(_lacking(there, plan))
                 continue
             threshold = plan.suite.threshold
             context = Context(partial(read, networks), threshold, feature_scores, networks, run, workshop)
             try:
-                store.write(_run(plan, method, context, identity))
+                # The same settings, networks and data give the same method: what is new is asked, and the rest is kept.
+                made = (
+                    _run(plan, method, context, identity) if there is None else _asked(there, method, context, unasked)
+                )
+                store.write(made)
             except StorageError:
                 raise  # a damaged file is everybody's
             except MolaError as error:
@@ -165,6 +173,19 @@ def _lacking(known: Record, plan: Plan) -> list[str]:
     return found
 
 
+def _unasked(known: Record, plan: Plan) -> list[Measure]:
+    """Measures of the suite that a record lacks; methods that would have to be trained again are not asked."""
+    trained = {method.name for group in LONG for method in plan.methods(group)}
+    if known.group != "main" or known.method in trained:
+        return []
+    return [measure for measure in plan.measures if measure.name not in known.measures]
+
+
+def _asked(known: Record, method: SuiteMethod, context: Context, measures: list[Measure]) -> Record:
+    answers = _answers(method.fit(context))
+    return replace(known, measures=known.measures | {measure.name: measure(answers) for measure in measures})
+
+
 def _tell_older(lacking: list[list[str]]) -> None:
     some = [one for one in lacking if one]
     if some:
@@ -194,6 +215,7 @@ def _run(plan: Plan, method: SuiteMethod, context: Context, identity: Identity) 
         if detail:
             examples[source.name] = examples_of(tally)
     settings, networks, data = identity
+    measured = {measure.name: measure(_answers(fitted)) for measure in plan.measures if detail}
     return Record(
         suite=plan.suite.name,
         method=method.name,
@@ -207,6 +229,7 @@ def _run(plan: Plan, method: SuiteMethod, context: Context, identity: Identity) 
         labelled=labelled,
         outliers=outliers,
         examples=examples,
+        measures=measured,
         environment=environment(),
     )
 
@@ -222,6 +245,13 @@ def _tally(fitted: Fitted, source: Source, scores: bool, clock: list[float]) -> 
             yield {"": answer}, None if source.role == "outlier" else labels
 
     return tally_set(answers(), what=source.title)[""]
+
+
+def _answers(fitted: Fitted) -> Answers:
+    def answers(name: str) -> Iterator[tuple[Answer, Tensor]]:
+        return ((fitted.answer(batch, True), labels) for batch, labels in fitted.batches(name))
+
+    return answers
 
 
 def _finite(value: Any) -> Any:

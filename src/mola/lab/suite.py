@@ -21,6 +21,7 @@ from mola.compare.results import EXAMPLES
 from mola.errors import OptionError
 from mola.lab.data.images import NORMALISATIONS, Images
 from mola.lab.imported import import_builder
+from mola.lab.measures import Measure
 from mola.options import one_of
 from mola.training import Recipe
 from mola.training.labelled import Labelled
@@ -37,6 +38,7 @@ __all__ = [
     "TrainingData",
     "changed",
     "checksum",
+    "data_checksum",
     "first_labels",
     "from_memory",
     "image_checksum",
@@ -163,8 +165,8 @@ class Source:
     """Of the data and of all that is done to them: two sources with the same checksum give the same batches."""
     open: Callable[[], Batches]
     """Batches of (inputs, labels), in the same order every time."""
-    show: Callable[[int], Tensor]
-    """The first few images as bytes (n, channels, height, width)."""
+    show: Callable[[int], Tensor] | None
+    """The first few images as bytes (n, channels, height, width); None where the data are no images but rows in memory."""
     level: float = 0.0
     """How far the data are shifted."""
     labels: tuple[int, ...] = ()
@@ -252,13 +254,16 @@ class Suite:
     """For `mola train`."""
     threshold: float | None
     """Mean validation confidence that the paper's rule keeps; None is 0.01 below the networks' accuracy."""
-    shift: Shift
+    shift: Shift | None
+    """None if nothing is shifted."""
     make_sources: Callable[[DataOptions], dict[str, Source]]
     """All sets by name, "train", "validation" and "test" among them."""
     components: int = 5
     notes: tuple[str, ...] = ()
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
     """What `mola train` reads."""
+    measures: Callable[[DataOptions], tuple[Measure, ...]] = lambda _: ()
+    """Numbers beyond the common metrics that are asked of every method of the main comparison."""
     budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))
     """What methods that train may spend, unless the user says otherwise."""
 
@@ -277,9 +282,14 @@ def checksum(*parts: Any) -> str:
 
 def image_checksum(images: Images) -> str:
     """A checksum of pixels and labels."""
-    digest = hashlib.sha256(str(tuple(images.pixels.shape)).encode())
-    digest.update(images.pixels.contiguous().numpy().tobytes())
-    digest.update(images.labels.contiguous().numpy().tobytes())
+    return data_checksum(images.pixels, images.labels)
+
+
+def data_checksum(inputs: Tensor, labels: Tensor) -> str:
+    """A checksum of inputs and labels in memory."""
+    digest = hashlib.sha256(str(tuple(inputs.shape)).encode())
+    digest.update(inputs.contiguous().numpy().tobytes())
+    digest.update(labels.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

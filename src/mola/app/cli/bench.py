@@ -15,7 +15,7 @@ __all__ = ["bench"]
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10 or imagenet; or uci, for regression.")],
+    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10, imagenet or clinc; or uci, for regression.")],
     runs: Annotated[int, typer.Option(min=1, help="Runs, each with networks of its own.")] = 1,
     components: Annotated[
         int | None, typer.Option(min=1, help="Networks in each mixture.  [default: the paper's]")
