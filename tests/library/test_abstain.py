@@ -184,6 +184,8 @@ def test_the_threshold_is_a_number_and_a_rule():
     assert torch.equal(answered, by_confidence(prediction))
     assert torch.equal(answered, by_entropy(prediction))
     assert torch.equal(answered, own(prediction.confidence))
+    assert torch.equal(answered, by_confidence(probs.numpy()))
+    assert torch.equal(answered, by_entropy(probs))
     assert int(answered.sum()) == by_confidence.answered
     assert int((labels[answered] != 0).sum()) == by_confidence.errors
     for copied in (copy.deepcopy(by_entropy), pickle.loads(pickle.dumps(by_entropy))):

@@ -41,11 +41,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mola.decisions.calibration import Calibration
+from mola.decisions.calibration import Calibration, probs_of
 from mola.decisions.ranks import ROUNDING, as_numbers, checked_share
 from mola.errors import DataError, OptionError
 from mola.options import counted, did_you_mean
 from mola.prediction import Prediction
+from mola.uncertainty import entropy
 
 __all__ = ["SCORES", "AnswerThreshold", "abstain_threshold", "binomial_tail", "threshold_of"]
 
@@ -101,7 +102,7 @@ class AnswerThreshold(float):
         """Which inputs to answer.
 
         Args:
-            prediction: a `mola.Prediction`; or scores (n,), of the kind that the threshold was made with.
+            prediction: a `mola.Prediction`, or probabilities (n, C); or scores (n,), of the kind that the threshold was made with.
 
         Returns:
             (n,) of truth values.
@@ -118,6 +119,9 @@ class AnswerThreshold(float):
                 raise OptionError(message)
             scores = getattr(prediction, self.score)
         values = torch.as_tensor(scores)
+        if values.ndim == 2 and self.score in SCORES:  # probabilities of any library
+            probs = probs_of(values)
+            values = probs.amax(1) if self.score == "confidence" else entropy(probs)
         # In float64, as they were compared when the threshold was chosen.
         return values.double() < float(self) if self.score == "entropy" else values.double() > float(self)
 
