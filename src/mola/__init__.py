@@ -61,6 +61,7 @@ from mola.links import MonteCarlo as MonteCarlo
 from mola.links import Probit as Probit
 from mola.mixture import Mixture as Mixture
 from mola.mixture import Predictor as Predictor
+from mola.network.resized import Resized as Resized
 from mola.posterior import MoLA as MoLA
 from mola.prediction import Prediction as Prediction
 from mola.regression import RegressionMoLA as RegressionMoLA

@@ -16,7 +16,9 @@ __all__ = ["bench"]
 
 def bench(
     suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10, imagenet or clinc; or uci, for regression.")],
-    runs: Annotated[int, typer.Option(min=1, help="Runs, each with networks of its own.")] = 1,
+    runs: Annotated[
+        int | None, typer.Option(min=1, help="Runs, each with networks of its own.  [default: 1, or all folds]")
+    ] = None,
     components: Annotated[
         int | None, typer.Option(min=1, help="Networks in each mixture.  [default: the paper's]")
     ] = None,
@@ -24,11 +26,16 @@ def bench(
         str,
         typer.Option(
             help="What to compare, separated by commas: main, variants, structures, components, rules, weights, cost, or all "
-            "of these; beyond (SWAG and MIMO, which train) and whole (Laplace approximations of all layers) take long."
+            "of these; by name alone: tempered (a temperature first, then Laplace), many-classes (structures and links for a "
+            "thousand classes), beyond (SWAG and MIMO, which train) and whole (all layers), which take long."
         ),
     ] = "main",
     networks: Annotated[
-        Path | None, typer.Option(help="Folder of trained networks.  [default: networks/SUITE]")
+        str | None,
+        typer.Option(
+            help="Folder of trained networks; or their names, separated by commas: package.module:function, timm:NAME=FILE, "
+            "torchvision:NAME=FILE.  [default: networks/SUITE]"
+        ),
     ] = None,
     network: Annotated[str | None, typer.Option(help="Their architecture.  [default: the paper's]")] = None,
     data: Annotated[
@@ -48,6 +55,28 @@ def bench(
     train_images: Annotated[int | None, typer.Option(min=1, help="Fit on at most so many.")] = None,
     test_images: Annotated[int | None, typer.Option(min=1, help="Test on at most so many, shifted or not.")] = None,
     outliers: Annotated[int | None, typer.Option(min=1, help="At most so many of each outlier set.")] = None,
+    shifted_images: Annotated[int | None, typer.Option(min=1, help="At most so many of each shifted test set.")] = None,
+    types: Annotated[
+        str, typer.Option(help="Corruptions of ImageNet-C to use, separated by commas.  [default: all that are there]")
+    ] = "",
+    image_size: Annotated[
+        int | None, typer.Option(min=8, help="Pixels of the side of ImageNet's images as networks are given them.")
+    ] = None,
+    cross_fit: Annotated[
+        bool,
+        typer.Option(
+            "--cross-fit",
+            help="ImageNet without its training images: each class's validation images in five folds, two for the sums, one to "
+            "tune, two to test, in five rotations.",
+        ),
+    ] = False,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="Put training data into sums as they are read, and store nothing of them: less disk, fewer ablations.",
+        ),
+    ] = False,
     train: Annotated[bool, typer.Option("--train", help="Train networks that are missing first.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Make all records anew, in place of what is there.")] = False,
     swag: Annotated[
@@ -93,7 +122,7 @@ def bench(
         components=components or chosen.components,
         groups=groups,
         network=network,
-        networks=networks or Path("networks") / chosen.name,
+        networks=networks or str(Path("networks") / chosen.name),
         results=results,
         cache=cache,
         options=DataOptions(
@@ -101,12 +130,17 @@ def bench(
             train=train_images,
             outliers=outliers,
             test=test_images,
+            shifted=shifted_images,
+            image_size=image_size,
+            types=tuple(filter(None, (name.strip() for name in types.split(",")))),
+            cross_fit=cross_fit,
             download=download,
             normalisation=normalisation,
             corruptions=corruptions,
             conventions=conventions,
         ),
         train=train,
+        stream=stream,
         device=device,
         fresh=fresh,
         swag=swag,

@@ -390,6 +390,8 @@ GROUP_TITLES = {
     "components": "Number of components",
     "rules": "Rules for the prior precision",
     "weights": "Weights of the mixture",
+    "tempered": "A temperature first, then Laplace",
+    "many-classes": "Very many classes: structure and link",
 }
 
 
