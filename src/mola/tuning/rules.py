@@ -384,8 +384,8 @@ class Sharper(NamedTuple):
 
     temperature: float
     search: Search
-    index: int
-    """Of the best prior precision."""
+    best: int
+    """Place of the best prior precision."""
     notes: tuple[str, ...]
 
 
@@ -480,7 +480,8 @@ class ValidationScore:
         search, name = Search(lambda grid: problem.curve(data, grid), self.grid), f"ValidationScore({self.score!r})"
         index, meant = _smallest(search, self.score, meant=not data.guessed()), not data.guessed()
         sharper = sharpened(problem, data, search, index, self.score) if meant else None
-        temperature, also = 1.0, ()
+        temperature = 1.0
+        also: tuple[str, ...] = ()
         if sharper is not None:
             temperature, search, index, also = sharper
         notes = (*_told(search, index, self.score, name), *also)
