@@ -532,7 +532,7 @@ def test_corruptions_are_dealt_in_turn():
 
 def test_unknown_suites_and_networks_are_listed():
     with pytest.raises(
-        mola.OptionError, match=r"suite must be one of digits, mnist, cifar10, imagenet; got 'minst'. Did you"
+        mola.OptionError, match=r"suite must be one of digits, mnist, cifar10, imagenet, clinc; got 'minst'. Did you"
     ):
         find_suite("minst")
     with pytest.raises(mola.OptionError, match="network must be one of wrn-16-4, resnet-20"):
