@@ -43,6 +43,15 @@ def batches(rows, size=7):
         yield torch.stack([x for x, _ in some]), torch.stack([y for _, y in some])
 
 
+def targets(rows):
+    """The same with a number for each output, near what one of the networks says."""
+    network = networks(1)[0]
+    for x, y in batches(rows):
+        with torch.no_grad():
+            outputs = network(x)
+        yield x, outputs + 0.3 * torch.sin(7 * y[:, None] + 3 * outputs)
+
+
 def labelled(rows):
     """The same with four labels each, 0 or 1, some of them missing, and some data without any."""
     for x, y in batches(rows):
@@ -151,6 +160,17 @@ def laws(team):
         prediction = several.predict(labelled(held[division]), team=team)
         for name in ("probs", "label", "mutual_information", "ood_score", "distance"):
             found[f"{key}/{name}"] = getattr(prediction, name)
+        options = {"structure": "kron-exact", "likelihood": "gaussian", "progress": False, "team": team}
+        numbers = mola.fit(networks(2), targets(shard), **options)
+        found[f"{division}/gaussian/noise"] = numbers.noise
+        found[f"{division}/gaussian/evidence"] = numbers.log_evidence()
+        numbers = numbers.tune(targets(held[division]), "distance", progress=False, team=team)
+        found[f"{division}/gaussian/lambda"] = torch.tensor(numbers.prior_precision)
+        found[f"{division}/gaussian/exponent"] = torch.tensor(numbers.distance_exponent)
+        found[f"{division}/gaussian/chosen"] = numbers.noise
+        said = numbers.predict(targets(held[division]), team=team)
+        for name in ("mean", "variance", "ood_score", "distance"):
+            found[f"{division}/gaussian/{name}"] = getattr(said, name)
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 

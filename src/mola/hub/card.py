@@ -82,9 +82,15 @@ def measure(predictor: Callable[[Any], Tensor], loader: Iterable[Any], dataset: 
 
     Raises:
         DataError: if a batch has no labels.
+        OptionError: if the predictor is one of numbers, which have no accuracy.
     """
-    _, batches = peek(loader, "the test loader")
     likelihood: Likelihood = getattr(predictor, "likelihood", CATEGORICAL)
+    if not likelihood.discrete:
+        message = (
+            "numbers have neither accuracy nor confidence: pass mola.hub.Measured with your own scores to the card."
+        )
+        raise OptionError(message)
+    _, batches = peek(loader, "the test loader")
     probs, labels = [], []
     for index, raw in enumerate(batches):
         place = f"batch {index} of the test loader"
@@ -174,7 +180,7 @@ def model_card(
     parts = [
         f"---\n{as_yaml(front)}---\n\n# {_plain(name)}",
         _what_it_is(posterior, classes),
-        _how_to_load(name, build, own_builder, preparing),
+        _how_to_load(name, build, own_builder, preparing, discrete=posterior.likelihood.discrete),
         *_what_is_absent(pipeline_tag, preparing),
         *(_measured(one, picture if index == 0 else None) for index, one in enumerate(measured)),
         _how_it_was_made(posterior),
@@ -208,10 +214,13 @@ def _what_it_is(posterior: MoLA, classes: Sequence[str]) -> str:
     kind = "a plain ensemble" if posterior.structure is None else "last-layer Laplace approximations"
     networks = sorted({type(network).__name__ for network in posterior.networks})
     listed = ", ".join(map(_plain, classes[:20])) + (f" and {len(classes) - 20} more" if len(classes) > 20 else "")
+    likelihood = posterior.likelihood
+    what = "classifier" if likelihood.discrete else "predictor of numbers"
+    outputs = "Classes" if likelihood.competing else "Labels, each yes or no" if likelihood.discrete else "Numbers"
     return (
-        f"A classifier that says how sure it is: {count} trained network{'s' if count > 1 else ''} "
+        f"A {what} that says how sure it is: {count} trained network{'s' if count > 1 else ''} "
         f"({', '.join(networks)}) with {kind}, made with mola.\n\n"
-        f"{'Classes' if posterior.likelihood.competing else 'Labels, each yes or no'} ({len(classes)}): {listed}."
+        f"{outputs} ({len(classes)}): {listed}."
     )
 
 
@@ -227,7 +236,9 @@ def _what_is_absent(task: str | None, preparing: Mapping[str, Any]) -> list[str]
     ]
 
 
-def _how_to_load(name: str, build: str | None, own_builder: bool, preparing: Mapping[str, Any]) -> str:
+def _how_to_load(
+    name: str, build: str | None, own_builder: bool, preparing: Mapping[str, Any], *, discrete: bool = True
+) -> str:
     lines = ["import mola"]
     for helper in preparing.values():
         kind = type(helper)
@@ -249,7 +260,9 @@ def _how_to_load(name: str, build: str | None, own_builder: bool, preparing: Map
     lines += [
         f"posterior = mola.load_from_hub_folder({json.dumps(name, ensure_ascii=False)}{argument})   # this folder, downloaded",
         "prediction = posterior.predict(x)       # a batch of inputs, or a loader",
-        "prediction.probs, prediction.entropy, prediction.epistemic, prediction.ood_score",
+        "prediction.probs, prediction.entropy, prediction.epistemic, prediction.ood_score"
+        if discrete
+        else "prediction.mean, prediction.interval(0.9), prediction.epistemic, prediction.ood_score",
     ]
     note = (
         "`build` makes one network of the architecture, with any weights.\n\n" if own_builder and build is None else ""
