@@ -324,11 +324,11 @@ def test_evaluate_writes_a_page_that_stands_alone(posterior, tmp_path, mola_comm
         for score in found["outside"]["strange"]["scores"].values():
             assert f"{100 * score['auroc']:.1f} \N{PLUS-MINUS SIGN} {100 * score['auroc_error']:.1f}" in text
         assert f"{found['scores']['nll']:.4f}" in (output / "tables.md").read_text()
-    assert text.count("<table>") == len(re.findall(r'<div class="scroll[^>]*>\s*<table>', text)) == 4
+    assert text.count("<table>") == len(re.findall(r'<div class="scroll[^>]*>\s*<table>', text)) == 6
     assert text.count('class="hint') >= 2, "a phone cuts these, and says so"
     for name in numbers["methods"]["MoLA"]["classes"]:
         assert f'<th scope="row">{name}</th>' in text
-    for name in ("reliability", "confidence", "scores-0"):
+    for name in ("reliability", "confidence", "decisions", "scores-0"):
         assert (output / "figures" / f"{name}.png").stat().st_size > 1000
         assert f'id="{name}"' in text
 
