@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import mola
-from mola.app.jobs.folder import open_posterior
+from mola.app.jobs import batches
 from tests.own_work import CLASSES, build
 
 COLUMNS = [f"x{index}" for index in range(108)]
@@ -27,18 +28,22 @@ def _single_precision(_at_the_desk):
 
 
 @pytest.fixture(scope="module")
-def sources(desk, fitted, tmp_path_factory):
-    """The same posterior in every form."""
+def source_of(desk, fitted, tmp_path_factory):
+    """The same posterior in the form asked for, and the options that it needs."""
     folder = tmp_path_factory.mktemp("forms")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(desk.root)
-        patch.syspath_prepend(str(desk.root))
+
+    @cache
+    def make(form):
         torch.set_default_dtype(torch.float32)
-        opened = open_posterior(fitted)
-        mola.save_to_hub_folder(opened.posterior, folder / "hub", classes=CLASSES)
+        if form == "folder":
+            return fitted.folder, {}
+        if form == "hub":
+            return mola.save_to_hub_folder(fitted.posterior, folder / "hub", classes=CLASSES), {"build": build}
         inputs, _ = desk.inputs("test")
-        mola.export_onnx(opened.posterior, folder / "posterior.onnx", inputs[:2], classes=CLASSES, ood_threshold=1.0)
-    return {"folder": (fitted, {}), "hub": (folder / "hub", {"build": build}), "onnx": (folder / "posterior.onnx", {})}
+        mola.export_onnx(fitted.posterior, folder / "posterior.onnx", inputs[:2], classes=CLASSES, ood_threshold=1.0)
+        return folder / "posterior.onnx", {}
+
+    return make
 
 
 def frame_of(desk):
@@ -46,14 +51,14 @@ def frame_of(desk):
     return pd.DataFrame(inputs.flatten(1).numpy(), columns=COLUMNS).assign(id=np.arange(len(inputs)) + 7)
 
 
-@pytest.mark.parametrize("form", ["folder", "hub", "onnx"])
-def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted, sources, form):
-    source, more = sources[form]
+@pytest.mark.parametrize("form", ["folder", "hub", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted, source_of, form):
+    source, more = source_of(form)
     predictor = mola.BatchPredictor(source, inputs=COLUMNS, keep="id", shape=(3, 6, 6), probabilities=True, **more)
     assert len(pickle.dumps(predictor)) < 4000
     predictor = pickle.loads(pickle.dumps(predictor))  # as a worker gets it
     inputs, _ = desk.inputs("test")
-    plain = open_posterior(fitted).posterior.predict(inputs)
+    plain = fitted.posterior.predict(inputs)
     frame = frame_of(desk)
     found = predictor(frame)
     close = {"atol": 1e-5} if form == "onnx" else {"atol": 0, "rtol": 0}
@@ -86,8 +91,8 @@ def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted
     assert schema.endswith("probabilities array<double>")
 
 
-def test_what_cannot_be_predicted_is_told(desk, sources, tmp_path):
-    source, _ = sources["onnx"]
+def test_what_cannot_be_predicted_is_told(desk, source_of, tmp_path):
+    source, _ = source_of("folder")
     frame = frame_of(desk)
     predictor = mola.BatchPredictor(source, inputs=COLUMNS, shape=(3, 6, 6))
     with pytest.raises(mola.DataError, match="no column 'x0'"):
@@ -112,20 +117,18 @@ def test_what_cannot_be_predicted_is_told(desk, sources, tmp_path):
         predictor.spark_schema({"id": "long"})
 
 
-def test_a_source_is_read_once_and_again_when_it_changes(desk, sources, tmp_path, monkeypatch):
-    from mola.app.jobs import batches
-
-    source = Path(shutil.copy(sources["onnx"][0], tmp_path / "moved.onnx"))
+def test_a_source_is_read_once_and_again_when_it_changes(desk, source_of, tmp_path, monkeypatch):
+    source = Path(shutil.copytree(source_of("hub")[0], tmp_path / "moved"))
     reads = []
-    read = batches.load_exported
-    monkeypatch.setattr(batches, "load_exported", lambda *given, **options: reads.append(1) or read(*given, **options))
+    read = batches.load_from_hub_folder
+    monkeypatch.setattr(batches, "load_from_hub_folder", lambda *given: reads.append(1) or read(*given))
     inputs = desk.inputs("test")[0].numpy()
     for _ in range(3):
-        pickle.loads(pickle.dumps(mola.BatchPredictor(source)))(inputs)
+        pickle.loads(pickle.dumps(mola.BatchPredictor(source, build=build)))(inputs)
     assert len(reads) == 1
-    later = source.stat().st_mtime_ns + 10**9
-    os.utime(source, ns=(later, later))
-    mola.BatchPredictor(source)(inputs)
+    later = (source / "config.json").stat().st_mtime_ns + 10**9
+    os.utime(source / "config.json", ns=(later, later))
+    mola.BatchPredictor(source, build=build)(inputs)
     assert len(reads) == 2
 
 
@@ -162,9 +165,9 @@ def test_the_example_of_an_engine_gives_the_numbers_of_the_plain_call(engine, tm
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_arrow_tables(desk, sources):
+def test_arrow_tables(desk, source_of):
     arrow = require("pyarrow")
     frame = frame_of(desk)
-    predictor = mola.BatchPredictor(sources["onnx"][0], inputs=COLUMNS, keep=["id"], shape=(3, 6, 6))
+    predictor = mola.BatchPredictor(source_of("folder")[0], inputs=COLUMNS, keep=["id"], shape=(3, 6, 6))
     found = predictor(arrow.Table.from_pandas(frame, preserve_index=False)).to_pandas()
     pd.testing.assert_frame_equal(found, predictor(frame), check_dtype=False)

@@ -160,7 +160,11 @@ class BatchPredictor:
     def _frame(self, batch: Any) -> Any:
         pandas: Any = sys.modules["pandas"]
         found = self._predicted(batch, batch.columns, lambda name: batch[name].to_numpy())
-        cells = {name: list(one) if one.ndim > 1 else one for name, one in found.items()}
+        # Texts and lists stay objects: pandas would give texts another type in an empty frame, and partitions must agree.
+        cells = {
+            name: pandas.Series(list(one), index=batch.index, dtype=object if one.ndim > 1 else one.dtype)
+            for name, one in found.items()
+        }
         made = pandas.DataFrame(cells, index=batch.index)
         return pandas.concat([batch[list(self.keep)], made], axis=1) if self.keep else made
 
