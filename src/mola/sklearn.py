@@ -366,7 +366,9 @@ class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[m
         """
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)  # noqa: N806
         self._single = y.ndim == 1
-        targets = np.asarray(y, dtype=np.float64).reshape(len(X), -1)
+        targets = np.array(y, dtype=np.float64).reshape(
+            len(X), -1
+        )  # a copy: torch does not take memory that is read-only
         rule, hidden = self._chosen_rule(), self._checked_hidden()
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
@@ -427,6 +429,12 @@ class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[m
         )
         assert isinstance(made, RegressionMoLA)
         return made
+
+    def __sklearn_tags__(self) -> Any:
+        """Several targets are taken."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
 
     def _rows_of(self, X: Any) -> Tensor:  # noqa: N803
         check_is_fitted(self)

@@ -262,7 +262,7 @@ class Gaussian(Likelihood):
         means, told = exact(self.means(outputs)), self.relative_variance(outputs)
         targets = labels.to(means.device)
         squares = (targets - means).square()
-        logs = torch.zeros_like(squares[0])
+        logs = squares.new_zeros(squares.shape[1])
         if told is not None:
             told = exact(told)
             squares, logs = squares / told, told.log().sum(0)
