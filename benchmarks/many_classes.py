@@ -94,6 +94,9 @@ def cost(classes: int, count: int) -> dict[str, float]:
     found["candidates"] = len(posterior.tuning.curve["prior_precision"])
     posterior(batches[0][0])
     measured("predict", lambda: [posterior(inputs) for inputs, _ in batches])
+    cooled = posterior.with_distance_exponent(1.0)
+    cooled(batches[0][0])
+    measured("cooled", lambda: [cooled(inputs) for inputs, _ in batches])
     return found
 
 
@@ -111,6 +114,7 @@ def costs(sizes: tuple[tuple[int, int], ...]) -> Iterator[dict[str, Any]]:
         yield row | {
             "fit_ratio": row["fit_seconds"] / row["fit_inside_seconds"],
             "predict_ratio": row["predict_seconds"] / row["predict_inside_seconds"],
+            "cooled_ratio": row["cooled_seconds"] / row["cooled_inside_seconds"],
             "peak_in_heads": max(row["fit_peak"], row["predict_peak"]) / head,
             "head_bytes": head,
             "class_factor_of_kron_bytes": 8 * classes**2,
@@ -255,13 +259,14 @@ def main() -> int:
         return 0
     rows = []
     print(
-        f"{'C':>7} {'N':>5}   fit/bare  predict/bare   peak of fit, tune, predict   last layer   class factor of kron"
+        f"{'C':>7} {'N':>5}   fit/bare  predict/bare  cooled/bare   peak of fit, tune, predict   last layer   class factor of kron"
     )
     for row in costs(((8_000, 256),) if options.quick else COSTS):
         rows.append(row)
         peaks = " ".join(f"{row[f'{work}_peak'] / MEGABYTE:6.0f}" for work in ("fit", "tune", "predict"))
         print(
-            f"{row['classes']:7} {row['data']:5} {row['fit_ratio']:10.3f} {row['predict_ratio']:13.3f}   {peaks} MB       "
+            f"{row['classes']:7} {row['data']:5} {row['fit_ratio']:10.3f} {row['predict_ratio']:13.3f} {row['cooled_ratio']:12.3f}   "
+            f"{peaks} MB       "
             f"{row['head_bytes'] / MEGABYTE:5.0f} MB   {row['class_factor_of_kron_bytes'] / 1e9:6.1f} GB",
             flush=True,
         )

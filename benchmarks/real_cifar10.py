@@ -30,7 +30,7 @@ from cifar10 import Examples, load
 
 EVALUATED = ("test", "SVHN", "CIFAR-100")
 STRUCTURES = ("kron", "kron-exact", "diag", "full")
-RULES = {"threshold": mola.ConfidenceThreshold(), "NLL": mola.ValidationScore("nll")}
+RULES = {"threshold": mola.ConfidenceThreshold(), "NLL": mola.ValidationScore("nll"), "distance": mola.Distance()}
 
 
 def softmax_average(heads: Sequence[nn.Module], data: Examples, temperature: float) -> Tensor:
@@ -75,6 +75,7 @@ def predicted(posterior: mola.MoLA, data: dict[str, Examples]) -> dict[str, floa
             inside, outside = predictions["test"], predictions[name]
             row[f"{name} auroc, entropy"] = metrics.auroc(inside.entropy, outside.entropy)
             row[f"{name} auroc, ood_score"] = metrics.auroc(inside.ood_score, outside.ood_score)
+            row[f"{name} auroc, far field"] = metrics.auroc(inside.far_field, outside.far_field)
     return row
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from mola.compare.report.reading import read_suites
 from mola.compare.report.suite_tables import suite_tables
 from mola.compare.report.tables import Table, as_markdown
+from mola.lab.uci import METHODS, read_records
+from mola.lab.uci_tables import as_good, estimates, gap_table, published_table, score_table
 
 PLACE = re.compile(r"(<!-- table: (\w+) ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -41,6 +43,8 @@ def fill(page: str, results: Path) -> str:
 
     def place(match: re.Match[str]) -> str:
         start, suite, name, end = match.groups()
+        if suite == "uci":
+            return f"{start}\n{uci_table(name, results)}\n\n{end}"
         known = tables(suite)
         if name not in known:
             message = f"{suite} has no table {name!r}; it has {', '.join(known)}."
@@ -48,6 +52,32 @@ def fill(page: str, results: Path) -> str:
         return f"{start}\n{as_markdown(known[name]).strip()}\n\n{end}"
 
     return PLACE.sub(place, page)
+
+
+def uci_table(name: str, results: Path) -> str:
+    """A table of the regression sets, or what it says in words.
+
+    Raises:
+        KeyError: if there is no such table.
+    """
+    records = read_records(results)
+    if name == "gaps":
+        return gap_table(records)
+    if name == "published":
+        return published_table(list(estimates(records, "rmse")))
+    if name in ("rmse", "nll"):
+        return score_table(records, name)
+    if name != "findings":
+        message = f"uci has no table {name!r}; it has rmse, nll, findings, published, gaps."
+        raise KeyError(message)
+    lines = []
+    for score, words in (("rmse", "root mean squared error"), ("nll", "negative log-likelihood")):
+        found = estimates(records, score)
+        counts = [f"{method} in {len(as_good(found, method))}" for method in METHODS]
+        lines.append(
+            f"The best {words}, or within one standard error of it, in so many of {len(found)} sets: {', '.join(counts)}."
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -43,6 +43,15 @@ def batches(rows, size=7):
         yield torch.stack([x for x, _ in some]), torch.stack([y for _, y in some])
 
 
+def labelled(rows):
+    """The same with four labels each, 0 or 1, some of them missing, and some data without any."""
+    for x, y in batches(rows):
+        labels = torch.stack([(y + k) % 2 for k in range(4)], 1).double()
+        labels[y == 3, 1] = torch.nan
+        labels[(x[:, 0] > 1.5)] = torch.nan
+        yield x, labels
+
+
 def divisions(rows, team):
     """Ways to divide the data: evenly, very unevenly, and with a rank that has none."""
     start = [0, 3, 38, 41] if team is None or team.size == 3 else [0, 3, 41]
@@ -54,9 +63,36 @@ def divisions(rows, team):
     return {name: rows if team is None else rows[b[team.rank] : b[team.rank + 1]] for name, b in bounds.items()}
 
 
+def positions(team):
+    """What must not depend on the number of processes where networks have outputs at many positions."""
+    found = {}
+    generator = torch.Generator().manual_seed(6)
+    torch.manual_seed(6)
+    network = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
+    images, maps = torch.randn(9, 2, 5, 6, generator=generator), torch.randint(3, (9, 5, 6), generator=generator)
+    maps[1], maps[7, :3] = -100, -100
+    own = (
+        slice(None)
+        if team is None
+        else slice([0, 2, 5][team.rank], [2, 5, 9][team.rank] if team.rank < team.size - 1 else 9)
+    )
+    train = [(images[k : k + 1], maps[k : k + 1]) for k in range(9)[own]]
+    for used in ("all", "average"):
+        posterior = mola.fit(
+            network, train, [(images[own], maps[own])], positions=used, rule=RULE, team=team, progress=False
+        )
+        said = posterior.predict([images[own]], team=team)
+        found[f"positions {used} lambda"] = torch.tensor(posterior.prior_precision)
+        found[f"positions {used} evidence"] = posterior.log_evidence()
+        found[f"positions {used} probs"] = said.probs.contiguous()
+        found[f"positions {used} distance"] = said.distance.contiguous()
+        found[f"positions {used} label"] = said.label.double()
+    return found
+
+
 def laws(team):
     """Everything that must not depend on the number of processes; None for one process alone."""
-    found = {}
+    found = positions(team)
     train, val, outliers = data(3), data(4, 41), data(5, 41)
     held, strange = divisions(val, team), divisions(outliers, team)
     for division, shard in divisions(train, team).items():
@@ -102,6 +138,19 @@ def laws(team):
         plain = mola.ensemble(networks(2))
         found[f"{division}/ensemble"] = plain.reweight(batches(held[division]), progress=False, team=team).weights
         found[f"{division}/ensemble/probs"] = plain.predict(batches(held[division]), team=team).probs
+        for structure in STRUCTURES:
+            options = {"structure": structure, "likelihood": "bernoulli", "progress": False, "team": team}
+            several = mola.fit(networks(2), labelled(shard), **options)
+            key = f"{division}/bernoulli/{structure}"
+            found[f"{key}/evidence"] = several.log_evidence()
+            found |= {f"{key}/{name}": one for name, one in several.components[0].curvature.factors.saved().items()}
+        several = several.tune(labelled(held[division]), CAREFUL, progress=False, team=team)
+        found[f"{key}/lambda"] = torch.tensor(several.prior_precision)
+        found[f"{key}/exponent"] = torch.tensor(several.distance_exponent)
+        found[f"{key}/stacking"] = several.reweight(labelled(held[division]), progress=False, team=team).weights
+        prediction = several.predict(labelled(held[division]), team=team)
+        for name in ("probs", "label", "mutual_information", "ood_score", "distance"):
+            found[f"{key}/{name}"] = getattr(prediction, name)
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 

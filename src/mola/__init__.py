@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from mola.baselines.dropout import McDropout as McDropout
 from mola.baselines.mimo import Mimo as Mimo
 from mola.baselines.mimo import mimo_mola as mimo_mola
+from mola.baselines.noise import scale_noise as scale_noise
 from mola.baselines.swag import MultiSwag as MultiSwag
 from mola.baselines.swag import Swag as Swag
 from mola.baselines.swag import multi_swag as multi_swag
@@ -48,6 +49,10 @@ from mola.laplace import Kron as Kron
 from mola.laplace import KronDiag as KronDiag
 from mola.laplace import KronExact as KronExact
 from mola.laplace import Structure as Structure
+from mola.likelihood import Bernoulli as Bernoulli
+from mola.likelihood import Categorical as Categorical
+from mola.likelihood import Gaussian as Gaussian
+from mola.likelihood import Likelihood as Likelihood
 from mola.links import Bridge as Bridge
 from mola.links import CentredProbit as CentredProbit
 from mola.links import Link as Link
@@ -56,8 +61,11 @@ from mola.links import MonteCarlo as MonteCarlo
 from mola.links import Probit as Probit
 from mola.mixture import Mixture as Mixture
 from mola.mixture import Predictor as Predictor
+from mola.network.resized import Resized as Resized
 from mola.posterior import MoLA as MoLA
 from mola.prediction import Prediction as Prediction
+from mola.regression import RegressionMoLA as RegressionMoLA
+from mola.regression_prediction import RegressionPrediction as RegressionPrediction
 from mola.tuning.candidates import Tuning as Tuning
 from mola.tuning.distance import Distance as Distance
 from mola.tuning.rules import ConfidenceThreshold as ConfidenceThreshold
@@ -70,14 +78,18 @@ from mola.whole.fitting import fit_whole as fit_whole
 from mola.whole.posterior import WholeMoLA as WholeMoLA
 
 if TYPE_CHECKING:
+    from mola.app.jobs.batches import BatchPredictor as BatchPredictor
     from mola.hub import load_from_hub_folder as load_from_hub_folder
     from mola.hub import save_to_hub_folder as save_to_hub_folder
     from mola.sklearn import MolaClassifier as MolaClassifier
+    from mola.sklearn import MolaRegressor as MolaRegressor
 
 __version__ = "0.1.0"
 
 _ON_FIRST_USE = {
+    "BatchPredictor": "mola.app.jobs.batches",
     "MolaClassifier": "mola.sklearn",
+    "MolaRegressor": "mola.sklearn",
     "load_from_hub_folder": "mola.hub",
     "save_to_hub_folder": "mola.hub",
 }

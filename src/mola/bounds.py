@@ -18,6 +18,9 @@ and where s is known so does a sharper one:
 
 .. math:: |z_i| \le \frac{\|\mu_i\| \|\phi\|}{\sqrt{s^2 + \frac\pi8 \lambda_{\min}(\Sigma_{(i)}) \|\phi\|^2}}.
 
+A label that is yes or no by one logit has the probability :math:`\sigma(|z_i|)` of its answer, at most :math:`\sigma(b_i)`, and the
+mixture's is at most the weighted sum: the Lemma for two classes, one of which has all weights at 0 and no variance.
+
 With cooling by distance s grows at least like the square of the length of the features, so far away the bound and the limit are both
 1/C: a constant temperature alone leaves the limit where it is.
 """
@@ -77,7 +80,7 @@ def divided_bounds(component: Component, lengths: Tensor, divisors: Tensor) -> T
     smallest = curvature.spectrum.smallest_class_variance(component.precision)
     # Divided by the length: whose square may not be in range.
     relative = (divisors / lengths)[:, None].square()
-    return class_bounds(curvature.weights.norm(dim=1) / (relative + math.pi / 8 * smallest).sqrt())
+    return _bounds(component, curvature.weights.norm(dim=1) / (relative + math.pi / 8 * smallest).sqrt())
 
 
 def component_bounds(component: Component, classes: int) -> Tensor:
@@ -85,7 +88,12 @@ def component_bounds(component: Component, classes: int) -> Tensor:
     if component.head is None or component.curvature is None:
         return torch.ones(classes, dtype=torch.float64)
     smallest = component.curvature.spectrum.smallest_class_variance(component.precision)
-    return class_bounds(largest_logits(component.curvature.weights, smallest))
+    return _bounds(component, largest_logits(component.curvature.weights, smallest))
+
+
+def _bounds(component: Component, largest: Tensor) -> Tensor:
+    """Upper bound (..., C) on the probability of each class, or of the answer to each label."""
+    return class_bounds(largest) if component.likelihood.competing else torch.sigmoid(largest)
 
 
 def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMoments) -> Tensor:
@@ -103,7 +111,7 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
         BoundError: if the features do not scale.
     """
     head, curvature = component.require_curvature("the far-field limit")
-    width, spread = head.layer.in_features, once.spread
+    width, spread = head.inputs, once.spread
     assert isinstance(spread, FeatureSpread)  # where there is curvature
     assert isinstance(scaled.spread, FeatureSpread)
     near, far = (exact(one.features[:, :width]) for one in (spread, scaled.spread))
@@ -117,7 +125,7 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
     direction = spread.features.clone()
     direction[:, width:] = 0  # the constant 1 is nothing beside features that grow
     slope = direction @ curvature.weights.T.to(direction)
-    (limit,) = in_range([LogitMoments(slope, spread.posterior.at(direction), once.given)])
+    (limit,) = in_range([LogitMoments(slope, spread.posterior.at(direction), once.given, once.likelihood)])
     # Features of 0 stay 0 however far one goes: nothing is known there, and nothing is said.
     cooled = limit.mean / (math.pi / 8 * limit.variance).sqrt()
     return limit.returned(torch.where(limit.variance > 0, cooled, torch.zeros_like(cooled)))

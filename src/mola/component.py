@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -29,8 +29,8 @@ from mola.laplace import (
     check_precision,
 )
 from mola.laplace.memory import free_memory
-from mola.likelihood import CATEGORICAL, Likelihood
-from mola.network import Head, Inputs, capture
+from mola.likelihood import CATEGORICAL, Gaussian, Likelihood
+from mola.network import DenseFeatures, Features, Head, Inputs, capture
 from mola.network.fingerprint import Watch
 from mola.numerics import check_generator
 from mola.options import whole_number
@@ -71,6 +71,8 @@ class LaplaceComponent(nn.Module, ABC):
     """
 
     curvature: WeightCurvature | None
+    likelihood: Likelihood = CATEGORICAL
+    """What the outputs mean."""
 
     def __init__(self, network: nn.Module, curvature: WeightCurvature | None, precision: float) -> None:
         """Bind a network, its curvature and a prior precision."""
@@ -86,6 +88,10 @@ class LaplaceComponent(nn.Module, ABC):
     @abstractmethod
     def moments(self, inputs: Inputs) -> LogitMoments:
         """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
+
+    def observed(self, inputs: Inputs) -> LogitMoments | DenseFeatures:
+        """The same; of outputs at many positions, what moments are made of in portions."""
+        return self.moments(inputs)
 
     @abstractmethod
     def _changed(self, names: Sequence[str]) -> MolaError:
@@ -178,7 +184,8 @@ class Curvature:
     @property
     def log_likelihood(self) -> float | None:
         """Sum over the training labels, or None if there were none."""
-        return self.factors.log_likelihood
+        sums = self.factors.label_sums
+        return self.factors.log_likelihood if sums is None else self.likelihood.total_log_likelihood(sums, self.count)
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """Log determinant of the posterior precision matrix; differentiable in the prior precision."""
@@ -187,7 +194,19 @@ class Curvature:
     @cached_property
     def spectrum(self) -> Spectrum:
         """Solved once, shared by every prior precision that is tried."""
-        return self.structure.spectrum(self.factors, self.likelihood)
+        scale = self.likelihood.output_scale(len(self.trained))
+        factors = self.factors if scale is None else self.factors.weighted(scale)
+        return self.structure.spectrum(factors, self.likelihood)
+
+    def rescaled(self, factor: float) -> Curvature:
+        """The same at a noise that is so many times as large; the eigenproblem is not solved again."""
+        assert isinstance(self.likelihood, Gaussian)
+        twin = replace(self, likelihood=self.likelihood.scaled(factor, len(self.trained)))
+        if "spectrum" in vars(self):
+            vars(twin)["spectrum"] = self.spectrum.divided(factor**2)
+        if "geometry" in vars(self):
+            vars(twin)["geometry"] = self.geometry
+        return twin
 
 
 _door = threading.RLock()
@@ -202,21 +221,41 @@ class Component(LaplaceComponent):
         head: its last linear layer, or None without curvature.
         curvature: the last layer's, or None for a network that stands alone.
         precision: prior precision.
+        likelihood: what the outputs mean, where there is no curvature, which knows it.
     """
 
     curvature: Curvature | None
     _posterior: Posterior | None
 
-    def __init__(self, network: nn.Module, head: Head | None, curvature: Curvature | None, precision: float) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        head: Head | None,
+        curvature: Curvature | None,
+        precision: float,
+        likelihood: Likelihood = CATEGORICAL,
+    ) -> None:
         """Bind a network, its curvature and a prior precision."""
         super().__init__(network, curvature, precision)
         self.head = head
+        self.likelihood = likelihood if curvature is None else curvature.likelihood
         # Registered while it is empty, too: an attribute of that name would later hide the module.
         self.register_module("_posterior", None)
 
     def at(self, precision: float) -> Component:
         """The same network and curvature at another prior precision."""
-        return Component(self.network, self.head, self.curvature, precision)
+        return Component(self.network, self.head, self.curvature, precision, self.likelihood)
+
+    def of_likelihood(self, likelihood: Likelihood) -> Component:
+        """The same network and sums under a likelihood with other settings, such as another noise."""
+        curvature = None if self.curvature is None else replace(self.curvature, likelihood=likelihood)
+        return Component(self.network, self.head, curvature, self.precision, likelihood)
+
+    def rescaled(self, factor: float) -> Component:
+        """The same at a noise that is so many times as large."""
+        if self.curvature is None or factor == 1:
+            return self
+        return Component(self.network, self.head, self.curvature.rescaled(factor), self.precision)
 
     @property
     def distance(self) -> ClassDistance | None:
@@ -252,14 +291,23 @@ class Component(LaplaceComponent):
         )
 
     def moments(self, inputs: Inputs) -> LogitMoments:
-        """Gaussian over the logits of a batch. Call it inside `undisturbed(network)`."""
+        """Gaussian over the logits of a batch, at all positions if there are many. Call it inside `undisturbed(network)`."""
+        found = self.observed(inputs)
+        return self.moments_of(found.all_rows()) if isinstance(found, DenseFeatures) else found
+
+    def observed(self, inputs: Inputs) -> LogitMoments | DenseFeatures:
+        """The same; of outputs at many positions, what moments are made of in portions."""
+        seen = capture(self.network, self.head, inputs, self.likelihood)
+        return seen if isinstance(seen, DenseFeatures) else self.moments_of(seen)
+
+    def moments_of(self, seen: Features) -> LogitMoments:
+        """Gaussian over the logits of rows that the network has made of its inputs."""
         posterior = self.prepare()
-        seen = capture(self.network, self.head, inputs)
         if posterior is None or self.head is None:
             dtype = torch.promote_types(seen.logits.dtype, torch.float32)
-            return LogitMoments(seen.logits.to(dtype), None)
+            return LogitMoments(seen.logits.to(dtype), None, likelihood=self.likelihood)
         features = self.head.lift(seen.features.to(posterior.dtype))
-        return LogitMoments(seen.logits.to(posterior.dtype), posterior.at(features))
+        return LogitMoments(seen.logits.to(posterior.dtype), posterior.at(features), likelihood=self.likelihood)
 
     def require_curvature(self, what: str) -> tuple[Head, Curvature]:
         """Head and curvature; `OptionError` if this is a network that stands alone.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,10 @@ from mola.options import is_real
 __all__ = ["Cooling", "Usual", "check_exponent", "check_temperature"]
 
 LARGEST = 40.0
-"""Logarithm of the largest divisor: with it no logit is left, and its square is still in the range of float32."""
+"""Logarithm of the largest divisor by distance: with it no logit is left. Features may be longer than that, without any bound."""
+
+ROOM = 8.0
+"""Logarithm of the room that divisors leave below the largest number of their precision."""
 
 STEEPEST = 100.0
 """Exponent beyond which distances a hundredth above the usual one are as far as any."""
@@ -70,19 +73,32 @@ class Usual:
     """Of each network's features."""
     score: tuple[tuple[float, float], ...] | None = None
     """Mean and standard deviation of each term of the outlier score; None where there were no data to see it."""
+    energies: tuple[float, ...] | None = None
+    """Mean energy of each network, with which the mean of the second term follows other weights: each has a zero of its own."""
+
+    def score_at(self, weights: Tensor) -> tuple[tuple[float, float], ...] | None:
+        """Mean and standard deviation of each term of the outlier score of a mixture with these weights (K,)."""
+        if self.score is None or self.energies is None:
+            return self.score
+        far_field, (_, spread), distance = self.score
+        mean = sum(weight * energy for weight, energy in zip(weights.tolist(), self.energies, strict=True))
+        return far_field, (mean, spread), distance
 
     def as_json(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "scales": [list(scale) for scale in self.scales],
             "score": None if self.score is None else [list(term) for term in self.score],
+            "energies": None if self.energies is None else list(self.energies),
         }
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Usual:
         """What `as_json` made."""
         score = None if entry["score"] is None else tuple((float(a), float(b)) for a, b in entry["score"])
-        return Usual(tuple(Scale(float(a), float(b)) for a, b in entry["scales"]), score)
+        known = entry.get("energies")  # older files have none
+        energies = None if known is None else tuple(float(one) for one in known)
+        return Usual(tuple(Scale(float(a), float(b)) for a, b in entry["scales"]), score, energies)
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,9 @@ class Cooling:
     """gamma: how much caution distance asks for."""
     usual: Usual | None = None
     """Which distances and lengths are usual; None where nothing is known of distances."""
+    _logs: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -117,23 +136,40 @@ class Cooling:
         Returns:
             (K, n)
         """
-        steep = math.log(self.temperature) + self.exponent * self.mean_log(log_distance, weights).clamp_min(0)
-        return (steep + 2 * self._log_excess(log_length)).clamp_max(LARGEST).exp()
+        # In place from the first step on: there are few numbers, and each operation costs more than they do.
+        steep = self.mean_log(log_distance, weights).clamp_min_(0).mul_(self.exponent).clamp_max_(LARGEST)
+        if self.temperature != 1:
+            steep.add_(math.log(self.temperature))
+        # Not bounded but by the precision: logits grow with the features, and must vanish beside the divisor all the same.
+        return self._log_excess(log_length).mul_(2).add_(steep).clamp_max_(_log_largest(log_length)).exp_()
+
+    def _usual_logs(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Logarithms of the usual distances (K, 1) and lengths (K, 1), made once for a device and a precision."""
+        key = (like.device, like.dtype)
+        found = self._logs.get(key)
+        if found is None:
+            rows = [
+                [[_log(scale.distance)] for scale in self._scales],
+                [[_log(scale.length)] for scale in self._scales],
+            ]
+            found = like.new_tensor(rows[0]), like.new_tensor(rows[1])
+            if not torch.compiler.is_compiling():  # a trace's tensors are of no use outside of it
+                self._logs[key] = found
+        return found
 
     def _log_excess(self, log_length: Tensor) -> Tensor:
         """Logarithm (K, n) of how many times longer than usual features are; 0 for all that are not."""
-        usual = log_length.new_tensor([_log(scale.length) for scale in self._scales])
-        return (log_length - usual[:, None]).clamp_min(0)
+        return (log_length - self._usual_logs(log_length)[1]).clamp_min_(0)
 
     def excess(self, moments: Sequence[LogitMoments]) -> Tensor:
         """How many times longer than usual each network's features are (K, n), at least 1."""
         lengths = torch.stack([_spread(one).log_length() for one in moments])
-        return self._log_excess(lengths).clamp_max(LARGEST / 2).exp()
+        return self._log_excess(lengths).clamp_max(_log_largest(lengths) / 2).exp()
 
     def mean_log(self, log_distance: Tensor, weights: Tensor) -> Tensor:
         """Logarithm (n,) of the mixture's distance, relative to the usual one, from those of the networks (K, n)."""
-        usual = log_distance.new_tensor([_log(scale.distance) for scale in self._scales])
-        return weights.to(log_distance) @ (log_distance - usual[:, None])
+        relative = log_distance - self._usual_logs(log_distance)[0]
+        return relative[0] if len(relative) == 1 else weights.to(log_distance) @ relative
 
     @property
     def _scales(self) -> tuple[Scale, ...]:
@@ -159,6 +195,14 @@ class Cooling:
         distances = torch.stack([_spread(one).log_distance() for one in moments])
         return self.from_logs(distances, torch.stack([_spread(one).log_length() for one in moments]), weights)
 
+    def growth(self, moments: Sequence[LogitMoments], weights: Tensor) -> Tensor:
+        """What the standard deviations of numbers are multiplied by (n,), at least 1: distance alone, to the exponent.
+
+        Long features need nothing of their own there: variances grow with the square of their length.
+        """
+        steep = self.exponent * self.log_distance(moments, weights).clamp_min(0)
+        return steep.clamp_max(LARGEST).exp()
+
     def __call__(self, moments: Sequence[LogitMoments], weights: Tensor) -> list[LogitMoments]:
         """The moments of the cooled logits.
 
@@ -178,6 +222,11 @@ class Cooling:
 def _spread(moments: LogitMoments) -> Spread:
     assert moments.spread is not None  # where distances are known
     return moments.spread
+
+
+def _log_largest(like: Tensor) -> float:
+    """Logarithm of the largest divisor in a precision."""
+    return math.log(torch.finfo(like.dtype).max) - ROOM
 
 
 def _log(usual: float) -> float:

@@ -13,12 +13,13 @@ from mola.component import Component, Curvature, per_component
 from mola.distributed import Team, check_sampler
 from mola.errors import OptionError
 from mola.laplace import Structure, as_structure, check_precision
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import Gaussian, Likelihood, as_likelihood
 from mola.links import Link, as_link
 from mola.mixture import check_weighting
-from mola.network import check_loader, undisturbed
+from mola.network import IGNORED, check_loader, check_positions, undisturbed
 from mola.network.fingerprint import Watch
 from mola.posterior import MoLA
+from mola.regression import RegressionMoLA
 from mola.saving import archive, storage
 from mola.sums import SumsCheckpoint, sum_up
 from mola.tuning.choosing import check_rule
@@ -66,10 +67,13 @@ def fit(
     progress: bool = True,
     *,
     rule: Rule | str | None = None,
+    likelihood: str | Likelihood = "categorical",
     team: Team | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
     distances: bool = True,
+    positions: str | int = "all",
+    ignore_index: int = IGNORED,
 ) -> MoLA:
     """Put a Laplace approximation on the last layer of each trained network: one pass over the training data.
 
@@ -89,6 +93,9 @@ def fit(
             "nll", "brier", "ece", "distance" (logits are cooled by the distance from the training classes, too), "evidence" (which
             takes no validation data), or an object such as `mola.Distance(price=0.02)`. Without validation data, None keeps
             `prior_precision`.
+        likelihood: what the networks' outputs mean: "categorical" (one of C classes, by a softmax), "bernoulli" (yes or no, by one
+            logit, or for each of C labels by one logit each), "gaussian" (numbers), or a `Likelihood` such as
+            `mola.Gaussian(location=20.0, scale=5.0)`.
         team: the processes to fit with, from `mola.join()`: each passes the same networks and options and a shard of its own, of
             both loaders, and gets the same posterior, that of all the data. None fits alone.
         checkpoint: folder for the sums so far. A fit that was interrupted goes on from there when it is called again with the same
@@ -96,6 +103,10 @@ def fit(
         checkpoint_every: batches between two checkpoints.
         distances: whether to sum what `rule="distance"` and `prediction.distance` need, too: C x P numbers for each network, and
             P x P. False saves them where there are very many classes.
+        positions: for networks with outputs at many positions, (n, C, H, W) of a 1x1 convolution or (n, T, C) of a linear layer:
+            "all" counts each position as a datum, as if they were independent; "average" counts each input as one datum, and its
+            positions as parts of it; a number counts so many positions of each input, drawn at random and the same for all networks.
+        ignore_index: positions with this label are left out.
 
     Returns:
         The posterior.
@@ -115,9 +126,14 @@ def fit(
             raise OptionError(message)
         if val_loader is not None:
             check_loader(val_loader, "the validation loader")  # now, and not after the pass over the training data
-        check_rule(rule, val_loader)
+        chosen_likelihood = as_likelihood(likelihood)
+        check_rule(rule, val_loader, chosen_likelihood)
+        used = check_positions(positions)
+        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+            message = f"ignore_index must be a whole number, a label that no class has; got {ignore_index!r}."
+            raise OptionError(message)
         count = len(networks)
-        chosen_structure, chosen_link = as_structure(structure), as_link(link)
+        chosen_structure, chosen_link = as_structure(structure), as_link(link, chosen_likelihood)
         weighting = check_weighting(weights, count)
         precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
         single = head is None or isinstance(head, str) or not isinstance(head, Iterable)
@@ -133,6 +149,8 @@ def fit(
             "rule": None if rule is None else rule if isinstance(rule, str) else type(rule).__name__,
             "checkpoint": checkpoints.active,
             "distances": distances,
+            "positions": used,
+            "ignore_index": ignore_index,
         }
         if val_loader is not None and together.size == 1:  # each process of a team sees its own shards alone
             check_loader(train_loader, "the training loader")
@@ -144,24 +162,33 @@ def fit(
                 names,
                 train_loader,
                 chosen_structure,
-                CATEGORICAL,
+                chosen_likelihood,
                 team=together,
                 checkpoints=checkpoints,
                 options=options,
                 progress=progress,
                 distances=distances,
+                positions=used,
+                ignore_index=ignore_index,
             )
             trained = [head.trained_weights() for head in heads]
         # Not among the visited: some networks write into their buffers in every pass.
         curvatures = [
-            Curvature(chosen_structure, factors, weights, Watch(network), CATEGORICAL, classes)
+            Curvature(
+                chosen_structure,
+                factors,
+                weights[chosen_likelihood.rows(len(weights))],
+                Watch(network),
+                chosen_likelihood.settled(factors.label_sums, factors.count),
+                classes,
+            )
             for network, weights, (factors, classes) in zip(networks, trained, sums, strict=True)
         ]
     components = [
         Component(network, one, curvature, precision)
         for network, one, curvature, precision in zip(networks, heads, curvatures, precisions, strict=True)
     ]
-    posterior = MoLA(components, chosen_link, weighting)
+    posterior = _mixture(chosen_likelihood)(components, chosen_link, weighting)
     if val_loader is not None or rule is not None:
         posterior = posterior.tune(val_loader, rule, progress=progress, team=team)
         if isinstance(train_loader, Remembering) and isinstance(val_loader, Remembering):
@@ -173,17 +200,22 @@ def fit(
 def ensemble(
     models: nn.Module | Sequence[nn.Module],
     weights: str | Sequence[float] | Tensor = "uniform",
+    *,
+    likelihood: str | Likelihood = "categorical",
 ) -> MoLA:
     """The deep ensemble of trained networks, or of one network its plain (MAP) prediction: no data needed.
 
     Args:
         models: one trained classifier, or K of them.
         weights: "uniform", or K numbers that sum to 1.
+        likelihood: what the networks' outputs mean, as for `fit`.
 
     Returns:
         A posterior without covariance.
     """
-    return MoLA([Component(network, None, None, 1.0) for network in _as_networks(models)], "probit", weights)
+    meaning = as_likelihood(likelihood)
+    components = [Component(network, None, None, 1.0, meaning) for network in _as_networks(models)]
+    return _mixture(meaning)(components, "probit", weights)
 
 
 def load(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MoLA:
@@ -199,4 +231,9 @@ def load(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MoLA
     """
     networks = _as_networks(models)
     components, parts = archive.unpack(*storage.read(directory), networks)
-    return MoLA(components, *parts)
+    return _mixture(components[0].likelihood)(components, *parts)
+
+
+def _mixture(likelihood: Likelihood) -> type[MoLA]:
+    """The kind of mixture for what outputs mean."""
+    return RegressionMoLA if isinstance(likelihood, Gaussian) else MoLA

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from mola.errors import OptionError
 from mola.laplace import LogitMoments, or_nan
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import Likelihood
 from mola.options import one_of, resolve, whole_number
 
-__all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo", "Probit", "as_link", "cooled_softmax"]
+__all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo", "Probit", "as_link", "cooled_table"]
 
 PAIRS_AT_ONCE = 2**23
 """Pairs of classes, over all data, whose covariances are held at once by the mean-field link; more are taken in turns."""
@@ -44,7 +44,7 @@ class Link(ABC):
     needs_covariance = False
     """Whether it asks for more than the variance of each logit."""
     cooled_by: Literal["variance", "contrast_variance"] | None = None
-    """The variance by which it divides each logit before a softmax, where that is all it does (`cooled_softmax`)."""
+    """The variance by which it divides each logit before a softmax, where that is all it does (`cooled_table`)."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Where a class has its own rule, a short cut to that of a class above is not its own.
@@ -77,25 +77,27 @@ def _centre(mean: Tensor, dim: int = -1) -> Tensor:
     return mean - mean.mean(dim=dim, keepdim=True)
 
 
-def cooled_softmax(link: Link, mean: Tensor, variance: Tensor, squares: Tensor | None = None) -> Tensor:
-    """Probabilities for many variances of the same data at once, by a link that cools; data last, which is several times as fast.
+def cooled_table(
+    link: Link, likelihood: Likelihood, mean: Tensor, variance: Tensor, squares: Tensor | None = None
+) -> Tensor:
+    """Probabilities of all answers, for many variances of the same data at once, by a link that cools. Data last: faster.
 
     Args:
         link: one with `cooled_by`.
+        likelihood: what the logits mean.
         mean: logits (C, n).
         variance: as the link asks for it (L, C, n); its memory is used for the result.
         squares: of what the logits are divided by (L, 1, n), or one for all; None leaves them as they are.
 
     Returns:
-        (L, C, n)
+        (L, A, m): of A answers to m questions, which for a softmax are C classes of n data.
     """
     if link.cooled_by == "contrast_variance":
         mean = _centre(mean, dim=0)
     # m / s over sqrt(1 + pi/8 v / s^2)
     start = variance.new_ones(()) if squares is None else squares
     logits = torch.add(start, variance, alpha=math.pi / 8, out=variance).rsqrt_().mul_(mean)
-    weights = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
-    return weights.div_(weights.sum(dim=1, keepdim=True))
+    return likelihood.table_of_logits(logits)
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,8 @@ class Probit(Link):
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
         """Probabilities (n, C)."""
         if moments.spread is None:
-            return CATEGORICAL.probabilities(moments.mean)
-        return CATEGORICAL.probabilities(_cool(moments.mean, moments.variance))
+            return moments.likelihood.probabilities(moments.mean)
+        return moments.likelihood.probabilities(_cool(moments.mean, moments.variance))
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class CentredProbit(Link):
 
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
         """Probabilities (n, C)."""
-        return CATEGORICAL.probabilities(_cool(_centre(moments.mean), moments.contrast_variance))
+        return moments.likelihood.probabilities(_cool(_centre(moments.mean), moments.contrast_variance))
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,10 @@ class MeanField(Link):
         Raises:
             OptionError: if there are so many classes that the pairs of one datum do not fit.
         """
+        if (
+            not moments.likelihood.competing
+        ):  # each logit z has one rival, 0, which is certain: what is left is the probit
+            return DEFAULT(moments, seed)
         count, classes = moments.mean.shape
         if classes**2 > MOST_PAIRS:
             message = (
@@ -223,7 +229,8 @@ class Bridge(Link):
     averaged over all directions of the features, which for the structures `kron` and `kron-diag` is the limit.
 
     Args:
-        normalised: scale mean and variance to a common spread first (laplace-torch's `bridge_norm`).
+        normalised: scale mean and variance to a common spread first (laplace-torch's `bridge_norm`). What logits were divided by
+            is scaled away with it: neither a temperature nor cooling by distance changes these probabilities.
     """
 
     normalised: bool = False
@@ -248,6 +255,7 @@ class Bridge(Link):
         mean, variance = _centre(moments.mean), moments.relative_contrast_variance
         classes = mean.shape[1]
         if self.normalised:
+            mean = mean * moments.spread.relative_divisor()  # mean and variances of the same logits
             spread = variance.mean(1, keepdim=True) / (classes / 2) ** 0.5
             mean, variance = mean * spread.rsqrt(), variance / spread
         rest = mean.new_full((), 1 - 2 / classes).log()
@@ -288,13 +296,37 @@ class MonteCarlo(Link):
         total = torch.zeros_like(moments.mean, dtype=torch.float64)
         samples = self.samples if moments.spread is not None else 1
         for drawn in moments.draws(samples, generator, self.over):
-            total += CATEGORICAL.probabilities(drawn).sum(dim=1, dtype=torch.float64)
+            total += moments.likelihood.probabilities(drawn).sum(dim=1, dtype=torch.float64)
         return (total / samples).to(moments.mean.dtype)
 
+
+DEFAULT = Probit()
 
 LINKS: dict[str, type[Link]] = {kind.name: kind for kind in (Probit, CentredProbit, MeanField, Bridge, MonteCarlo)}
 
 
-def as_link(link: str | Link) -> Link:
-    """The link of that name, or the link itself."""
-    return resolve(link, Link, LINKS, "link")  # type: ignore[type-abstract]
+def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
+    """The link of that name, or the link itself.
+
+    Args:
+        link: a name, or a link.
+        likelihood: what the logits mean, where that is known.
+
+    Returns:
+        The link.
+
+    Raises:
+        OptionError: if the likelihood has no such link.
+    """
+    chosen = resolve(link, Link, LINKS, "link")  # type: ignore[type-abstract]
+    # A link of the user's own is taken at its word, and the default is no wish where there is nothing to choose.
+    if likelihood is None or chosen.name not in LINKS or (chosen == DEFAULT and not likelihood.links):
+        return chosen
+    if chosen.name not in likelihood.links:
+        known = ", ".join(likelihood.links) or "none: its predictive distribution is known exactly"
+        message = (
+            f"link {chosen.name!r} is not one of likelihood {likelihood.name!r}, whose links are {known}. Leave link= out for the "
+            f"default."
+        )
+        raise OptionError(message)
+    return chosen

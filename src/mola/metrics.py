@@ -22,8 +22,11 @@ __all__ = [
     "aupr_in",
     "aupr_out",
     "auroc",
+    "auroc_of_labels",
+    "average_precision_of_labels",
     "bin_confidences",
     "brier",
+    "calibration_error_of_labels",
     "classwise_calibration_error",
     "excess_area_under_risk_coverage",
     "expected_calibration_error",
@@ -285,6 +288,72 @@ def _average_precision(positives: Tensor, negatives: Tensor) -> float:
     true = torch.bincount(inverse[: len(positives)], minlength=int(inverse.max()) + 1).double()
     all_counts = torch.bincount(inverse).double()
     return float((true * true.cumsum(0) / all_counts.cumsum(0)).sum() / len(positives))
+
+
+def _by_label(probs: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """For each label the probabilities of yes where it is wrong and where it is right; missing labels (NaN, -100) are left out.
+
+    Raises:
+        DataError: if there are not as many labels as probabilities.
+    """
+    if probs.ndim != 2 or labels.shape != probs.shape:
+        message = f"labels that are yes or no need a probability (n, C) each; got {tuple(probs.shape)} and {tuple(labels.shape)}."
+        raise DataError(message)
+    truth, exact = labels.double(), probs.double()
+    return [
+        (column[answer == 0], column[answer == 1])
+        for column, answer in zip(exact.unbind(1), truth.unbind(1), strict=True)
+    ]
+
+
+def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
+    """Area under the ROC curve of each label: how often yes is more probable where it is right than where it is not.
+
+    Args:
+        probs: (n, C), of yes.
+        labels: (n, C), 0 or 1; NaN or -100 where one is missing.
+
+    Returns:
+        (C,) in float64; nan for a label that is always yes or always no. The mean over labels is the macro average.
+    """
+    pairs = _by_label(probs, labels)
+    return torch.tensor(
+        [auroc(no, yes) if len(no) and len(yes) else math.nan for no, yes in pairs], dtype=torch.float64
+    )
+
+
+def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
+    """Average precision of each label: the mean of the precision over the steps of recall, without interpolation.
+
+    Args:
+        probs: (n, C), of yes.
+        labels: (n, C), 0 or 1; NaN or -100 where one is missing.
+
+    Returns:
+        (C,) in float64; nan for a label that is never yes. It depends on how rare yes is.
+    """
+    pairs = _by_label(probs, labels)
+    return torch.tensor(
+        [_average_precision(yes, no) if len(yes) else math.nan for no, yes in pairs], dtype=torch.float64
+    )
+
+
+def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
+    """Calibration error of each label: mean |probability of yes - share of yes| over equal-width bins of that probability.
+
+    Args:
+        probs: (n, C), of yes.
+        labels: (n, C), 0 or 1; NaN or -100 where one is missing.
+        bins: equal-width, closed on the right.
+
+    Returns:
+        (C,) in float64; nan where every label is missing.
+    """
+    found = []
+    for no, yes in _by_label(probs, labels):
+        said, right = torch.cat([no, yes]), torch.cat([torch.zeros_like(no), torch.ones_like(yes)])
+        found.append(calibration_gap(bin_sums(said, right, bins)) if len(said) else math.nan)
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:

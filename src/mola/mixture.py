@@ -5,7 +5,7 @@ The weights pi are uniform, chosen by evidence or by stacking, or given by the u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,10 +15,12 @@ from tqdm.auto import tqdm
 
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
+from mola.likelihood import CATEGORICAL, Gaussian, Likelihood, as_likelihood
 from mola.network import Inputs, as_batch, batch_count, batches_of, one_batch, peek, undisturbed
 from mola.numerics import seed_from
 from mola.options import counted, one_of
 from mola.prediction import Prediction
+from mola.regression_prediction import RegressionPrediction
 from mola.uncertainty import max_probability_score, mutual_information
 
 __all__ = [
@@ -30,9 +32,13 @@ __all__ = [
     "describe_numbers",
     "describe_weights",
     "evidence_weights",
+    "stacked_in_turn",
     "stacking_weights",
     "uniform_weights",
 ]
+
+STACKING_GAP = 1e-10
+"""Nats of log-likelihood that stacking leaves to be gained, at most."""
 
 
 def uniform_weights(count: int) -> Tensor:
@@ -121,7 +127,7 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
     ratios = (likelihoods.double() / best).clamp_min(torch.finfo(torch.float64).tiny)
     weights = uniform_weights(count)
     barrier = 1.0
-    while barrier * count > 1e-10:
+    while barrier * count > STACKING_GAP:
         barrier *= 0.2
         for _ in range(50):
             step, decrement = _newton_step(ratios, weights, barrier)
@@ -130,6 +136,33 @@ def stacking_weights(likelihoods: Tensor) -> Tensor:
                 break
             weights = moved
     return weights / weights.sum()
+
+
+def stacked_in_turn(judged: Callable[[Tensor], tuple[Tensor, float]], starts: Sequence[Tensor]) -> Tensor:
+    """Stacking where what components say depends on the weights: in turn what they say at the weights, and weights for what they say.
+
+    A turn does not follow the slope of the log-likelihood, and may lower it: from each start turns are taken while they raise it. So
+    the result is at least as good as every start, and as a start it stays where it is.
+
+    Args:
+        judged: from weights (K,) to the probability (n, K) that each component then gives to each label, and the log-likelihood of
+            the mixture.
+        starts: weights to start from; of equal results, that of the first start is taken.
+
+    Returns:
+        (K,)
+    """
+    found = []
+    for start in starts:
+        weights, (likelihoods, score) = start, judged(start)
+        while True:
+            moved = stacking_weights(likelihoods)
+            likelihoods, raised = judged(moved)
+            if raised <= score + STACKING_GAP:
+                break
+            weights, score = moved, raised
+        found.append((weights, score))
+    return max(found, key=lambda pair: pair[1])[0]
 
 
 def _objective(ratios: Tensor, weights: Tensor, barrier: float) -> float:
@@ -179,12 +212,20 @@ class Mixture(nn.Module):
     Args:
         predictors: callables from inputs to probabilities (n, C); modules among them are registered.
         weights: "uniform", or K non-negative numbers that sum to 1.
+        likelihood: what the probabilities are of, by name or as an object; None asks the members, and is "categorical" where none
+            of them knows.
 
     Raises:
         OptionError: if there is no predictor, one is not callable, or the weights do not fit.
     """
 
-    def __init__(self, predictors: Sequence[Predictor], weights: str | Sequence[float] | Tensor = "uniform") -> None:
+    def __init__(
+        self,
+        predictors: Sequence[Predictor],
+        weights: str | Sequence[float] | Tensor = "uniform",
+        *,
+        likelihood: str | Likelihood | None = None,
+    ) -> None:
         """Keep the predictors and check the weights.
 
         Raises:
@@ -203,6 +244,12 @@ class Mixture(nn.Module):
                 self.add_module(f"predictor_{index}", member)
         count = len(members)
         self.weights = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
+        self._likelihood = _common_likelihood(members) if likelihood is None else as_likelihood(likelihood)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the probabilities are of."""
+        return self._likelihood
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
         """Probabilities (n, C); the generator is for members that draw."""
@@ -222,7 +269,9 @@ class Mixture(nn.Module):
 
         modules = [predictor for predictor in self.predictors if isinstance(predictor, nn.Module)]
         with undisturbed(*modules, passes_only=True), torch.no_grad():
-            members = [_as_probabilities(index, ask(member)) for index, member in enumerate(self.predictors)]
+            members = [
+                _as_probabilities(index, ask(member), self.likelihood) for index, member in enumerate(self.predictors)
+            ]
         shapes = [tuple(probs.shape) for probs in members]
         if len({classes for _, classes in shapes}) > 1:
             message = f"expected predictors with the same number of classes, got {[classes for _, classes in shapes]}."
@@ -232,11 +281,24 @@ class Mixture(nn.Module):
             raise DataError(message)
         return members
 
-    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
+    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
+        if isinstance(self.likelihood, Gaussian):
+            return self._predict_numbers(self.likelihood, inputs, seed, place)
         members = torch.stack(self._member_probs(inputs, seed))
         probs = self._mix(list(members))
-        spread = mutual_information(members, self.weights.to(members))
-        return Prediction(probs, spread, max_probability_score(probs), "max-probability")
+        likelihood = self.likelihood
+        spread = mutual_information(members, self.weights.to(members), likelihood)
+        score = max_probability_score(probs, likelihood)
+        return Prediction(probs, spread, score, "max-probability", likelihood=likelihood)
+
+    def _predict_numbers(
+        self, likelihood: Gaussian, inputs: Inputs, seed: int | None, place: str
+    ) -> RegressionPrediction:
+        """What members say of numbers: distributions, of those that are mixtures themselves, or means."""
+        if all(isinstance(member, Mixture) for member in self.predictors):
+            parts = [member._predict_batch(inputs, seed, place) for member in self.predictors]  # type: ignore[attr-defined]
+            return RegressionPrediction.mixed(parts, self.weights)
+        return RegressionPrediction.of_means(torch.stack(self._member_probs(inputs, seed)), self.weights, likelihood)
 
     def predict_batches(
         self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
@@ -288,13 +350,14 @@ class Mixture(nn.Module):
             for part in self.predict_batches(inputs, generator=generator, progress=progress):
                 held += part.held
                 parts.append(part if held <= KEPT else part.computed())
-            return Prediction.concatenate(parts)
+            return type(parts[0]).concatenate(parts)
         with team.work("predict"):
             seed, parts = seed_from(generator), []
             for place, batch in _batches(inputs, progress=progress, some=False):
                 parts.append(self._predict_batch(batch, seed, place).cpu().computed())
                 team.check()
-            return Prediction.gather(parts, team)
+            kind: Any = Prediction if self.likelihood.discrete else RegressionPrediction
+            return kind.gather(parts, team, self.likelihood)
 
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
         """Probabilities (n, C) as a NumPy array.
@@ -386,7 +449,21 @@ def _is_labelled(inputs: list[Any]) -> bool:
     return bool(whole and second.dim() == 1 and first.dim() > 1 and len(first) == len(second))
 
 
-def _as_probabilities(index: int, output: Any) -> Tensor:
+def _common_likelihood(members: Sequence[Any]) -> Likelihood:
+    """What the members' probabilities are of.
+
+    Raises:
+        OptionError: if they are of different things.
+    """
+    known = [found for one in members if isinstance(found := getattr(one, "likelihood", None), Likelihood)]
+    other = next((one for one in known if one.name != known[0].name), None)
+    if other is not None:
+        message = f"predictors: expected probabilities of the same kind, got {known[0].name!r} and {other.name!r}."
+        raise OptionError(message)
+    return known[0] if known else CATEGORICAL
+
+
+def _as_probabilities(index: int, output: Any, likelihood: Likelihood = CATEGORICAL) -> Tensor:
     """What a predictor gave, as a tensor of probabilities (n, C).
 
     Raises:
@@ -403,9 +480,17 @@ def _as_probabilities(index: int, output: Any) -> Tensor:
             f"predictors[{index}]: expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}."
         )
         raise DataError(message)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not likelihood.discrete:
         return probs  # a trace has no numbers to look at
     off = float((probs.sum(1) - 1).abs().max()) if len(probs) else 0.0
+    if not likelihood.competing:
+        if bool(((probs < 0) | (probs > 1)).any()):
+            message = (
+                f"predictors[{index}]: probabilities of yes must lie between 0 and 1, got values from {float(probs.min()):.3g} to "
+                f"{float(probs.max()):.3g}. A network that returns logits goes through mola.ensemble or mola.fit."
+            )
+            raise DataError(message)
+        return probs
     if not off < 1e-2:
         message = (
             f"predictors[{index}]: rows must be probabilities that sum to 1, got rows off by {off:.3g}. "

@@ -42,13 +42,14 @@ def ood_score(
     """The best closed-form score of what is known: of features and validation data, of features, of probabilities alone."""
     name = score_name(moments, cooling.usual)
     if name == LEAST_SURE:
-        return OutlierScore(max_probability_score(probs), None)
+        return OutlierScore(max_probability_score(probs, moments[0].likelihood), None)
     lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
     if name == FAR_FIELD:
-        far_field = far_field_score(mean, lengths, weights)
+        far_field = far_field_score(mean, lengths, weights, moments[0].likelihood)
         return OutlierScore(far_field, far_field)
     assert cooling.usual is not None
-    assert cooling.usual.score is not None
+    usual = cooling.usual.score_at(weights)
+    assert usual is not None  # by its name
     distance, excess = cooling.log_distance(moments, weights), cooling.excess(moments)
-    terms = outlier_terms(mean, lengths, distance, excess, weights)
-    return OutlierScore(outlier_score(terms, cooling.usual.score), terms[0])
+    terms = outlier_terms(mean, lengths, distance, excess, weights, moments[0].likelihood)
+    return OutlierScore(outlier_score(terms, usual), terms[0])

@@ -19,9 +19,9 @@ from mola.bounds import SCALE, component_bounds, divided_bounds, far_field_logit
 from mola.component import Component, LaplaceComponent, WeightSamples, draw_weights, per_component
 from mola.cooling import Cooling, Usual
 from mola.distributed import Team
-from mola.errors import DataError, OptionError, located, warn
+from mola.errors import BoundError, DataError, OptionError, located, warn
 from mola.laplace import ClassGeometry, FeatureSpread, LogitMoments, in_range
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import Likelihood
 from mola.links import Link, as_link
 from mola.mixture import (
     Mixture,
@@ -30,21 +30,20 @@ from mola.mixture import (
     describe_numbers,
     describe_weights,
     evidence_weights,
+    stacked_in_turn,
     stacking_weights,
+    uniform_weights,
 )
-from mola.network import Inputs, check_finite, one_batch, undisturbed, without_autocast
+from mola.network import DenseFeatures, Inputs, check_finite, one_batch, undisturbed, without_autocast
 from mola.numerics import exact, seed_from
 from mola.outliers import LEAST_SURE, OutlierScore, ood_score, score_name
+from mola.positions import DenseBatch
 from mola.prediction import Prediction, later
 from mola.saving import archive, storage
 from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, LastLayerProblem, Problem, Tuning, read_held_out
 from mola.tuning.choosing import choose_together
 from mola.tuning.rules import Rule
-from mola.uncertainty import (
-    entropy,
-    epistemic_share,
-    outlier_terms,
-)
+from mola.uncertainty import energies, entropy, epistemic_share, outlier_terms
 
 __all__ = ["LaplaceMixture", "MoLA"]
 
@@ -97,9 +96,8 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
 
     # --- what each kind says for itself -----------------------------------------------------------------------------
 
-    @staticmethod
     @abstractmethod
-    def _as_link(link: Any) -> Any:
+    def _as_link(self, link: Any) -> Any:
         """The link of that name, or the link itself; `OptionError` if it is unknown."""
 
     @abstractmethod
@@ -160,6 +158,11 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         return tuple(component.precision for component in self.components)
 
     @property
+    def likelihood(self) -> Likelihood:
+        """What the networks' outputs mean."""
+        return self.components[0].likelihood
+
+    @property
     def networks(self) -> tuple[nn.Module, ...]:
         """The trained networks."""
         return tuple(component.network for component in self.components)
@@ -193,11 +196,14 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         return (
             f"{name}({networks}, fitted on {curvature.count:,} training data\n"
             f"  structure: {self._described()}\n"
-            f"  link: {self.link.name}\n"
+            f"{self._described_link()}"
             f"  prior precision: {describe_numbers(self.prior_precision)}, {tuned}\n"
             f"{self._described_cooling()}"
             f"  weights: {weights}\n)"
         )
+
+    def _described_link(self) -> str:
+        return f"  link: {self.link.name}\n"
 
     def _described_cooling(self) -> str:
         parts = [f"temperature {self.temperature:.4g}"] if self.temperature != 1 else []
@@ -231,6 +237,11 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         self._look()
         with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
+        if isinstance(moments, DenseBatch):
+            return moments.gather(lambda some: [self._returned_probabilities(some, seed)])[0]
+        return self._returned_probabilities(moments, seed)
+
+    def _returned_probabilities(self, moments: Sequence[LogitMoments], seed: int | None) -> Tensor:
         with without_autocast(moments[0].mean.device):
             return moments[0].returned(self._probabilities(moments, seed))
 
@@ -241,12 +252,24 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
     def _cooled(self, moments: Sequence[LogitMoments]) -> list[LogitMoments]:
         return list(moments) if self._cooling.changes_nothing else self.cooling(moments, self.weights)
 
-    def _moments(self, inputs: Inputs) -> list[LogitMoments]:
-        moments = []
+    def _moments(self, inputs: Inputs) -> list[LogitMoments] | DenseBatch:
+        """Moments of each network's logits; of outputs at many positions, what gives them in portions.
+
+        Raises:
+            DataError: if the networks' numbers of classes differ.
+        """
+        moments: list[LogitMoments] = []
+        dense: list[tuple[Any, DenseFeatures]] = []
         for index, component in enumerate(self.components):
             with located(f"models[{index}]"):
-                moments.append(component.moments(inputs))
+                found = component.observed(inputs)
+                if isinstance(found, DenseFeatures):
+                    dense.append((component, found))
+                    continue
+                moments.append(found)
                 check_finite(moments[-1].mean)
+        if dense:
+            return DenseBatch.of(dense, others=len(moments))
         classes = [one.mean.shape[1] for one in moments]
         if len(set(classes)) > 1:
             message = f"expected networks with the same number of classes, got {classes}."
@@ -257,6 +280,12 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         self._look()
         with located(place), undisturbed(*self.networks, passes_only=True):
             moments = self._moments(inputs)
+        if isinstance(moments, DenseBatch):
+            return moments.prediction(lambda some: self._said_of(some, seed))
+        return self._said_of(moments, seed)
+
+    def _said_of(self, moments: Sequence[LogitMoments], seed: int | None) -> Prediction:
+        """What the mixture says, from the moments of its logits."""
         with without_autocast(moments[0].mean.device):
             probs, weights = self._probabilities(moments, seed), self.weights
             mean = torch.stack([one.mean for one in moments])
@@ -266,6 +295,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         def share() -> Tensor:
             return epistemic_share(self._cooled(kept), weights.tolist(), seed or 0)
 
+        likelihood = self.likelihood
         name = score_name(kept, self._cooling.usual)
 
         def score() -> OutlierScore:
@@ -278,7 +308,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
 
         return Prediction(
             back(probs),
-            later(lambda: back(entropy(probs) * share()), mean.device),
+            later(lambda: back(entropy(likelihood.answer_probabilities(probs)) * share()), mean.device),
             later(lambda: back(score().values), mean.device),
             name,
             back(mean),
@@ -288,6 +318,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
             else None,
             None if name == LEAST_SURE else later(far_field, mean.device),
             held=probs.nbytes + sum(one.nbytes for one in kept),
+            likelihood=likelihood,
         )
 
     # --- new values from this one -----------------------------------------------------------------------------------
@@ -393,10 +424,19 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
             tuning = choose_together(rule, problem, val_loader, together, check=self.check_networks)
         tuning = replace(tuning, notes=(*doubts, *tuning.notes))
         cooling = Cooling(tuning.temperature, tuning.distance_exponent, usual[0] if usual else self._cooling.usual)
-        return self.with_prior_precision(tuning.prior_precision)._with(tuning=tuning, cooling=cooling)
+        return self._at(tuning)._with(tuning=tuning, cooling=cooling)
+
+    def _at(self, tuning: Tuning) -> Self:
+        """The same mixture with what a rule chose of its components."""
+        return self.with_prior_precision(tuning.prior_precision)
 
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
         """Stacking: the weights that maximise the mixture's log-likelihood on validation data.
+
+        Cooling by distance depends on the weights, through the mixture's distance. The log-likelihood is then not concave in them:
+        distances and weights are found in turn, from these weights and from uniform ones, while the log-likelihood of the mixture as
+        it predicts rises. The result is no worse than either start, though perhaps not the best there is; doing it again changes
+        nothing.
 
         Args:
             val_loader: validation data with labels, read once, or what was read of them.
@@ -410,9 +450,24 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         with together.work("reweight"), torch.no_grad():
             data = self._read(val_loader, "validation loader", labelled=True, progress=progress, team=together)
             self._doubts(data)
-            labels = data.labels[:, None]  # type: ignore[index]
-            chosen = [probs.gather(1, labels).squeeze(1) for probs in self._members_on(data)]
-            weights = stacking_weights(together.rows(torch.stack(chosen, dim=1)))
+            asked = self.likelihood.asked(data.labels)  # type: ignore[arg-type]
+            known = (asked >= 0).nonzero().flatten()
+
+            def likelihoods(posterior: Self) -> Tensor:
+                tables = (self.likelihood.table(probs.T[None])[0] for probs in posterior._members_on(data))
+                return together.rows(torch.stack([table[asked[known], known] for table in tables], dim=1))
+
+            def judged(weights: Tensor) -> tuple[Tensor, float]:
+                # One process speaks for all, of the score too: they take the same number of turns.
+                at = self.with_weights(together.share(weights.tolist()))
+                found = likelihoods(at)
+                mixed = (found.double() @ at.weights.cpu()).clamp_min(torch.finfo(torch.float64).tiny)
+                return found, together.share(float(mixed.log().mean()))
+
+            if self.distance_exponent == 0:
+                weights = stacking_weights(likelihoods(self))
+            else:
+                weights = stacked_in_turn(judged, [self.weights.cpu(), uniform_weights(len(self.components))])
             return self.with_weights(together.share(weights.tolist()))
 
     def _read(
@@ -493,9 +548,8 @@ class MoLA(LaplaceMixture[Component]):
 
     link: Link
 
-    @staticmethod
-    def _as_link(link: str | Link) -> Link:
-        return as_link(link)
+    def _as_link(self, link: str | Link) -> Link:
+        return as_link(link, self.likelihood)
 
     @property
     def structure(self) -> str | None:
@@ -508,13 +562,23 @@ class MoLA(LaplaceMixture[Component]):
 
     def _held_out(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
         heads = [component.head for component in self.components]
-        return read_held_out(self.networks, heads, loader, where=where, labelled=labelled, progress=progress, team=team)
+        return read_held_out(
+            self.networks,
+            heads,
+            loader,
+            where=where,
+            labelled=labelled,
+            progress=progress,
+            team=team,
+            likelihood=self.likelihood,
+        )
 
     def _problem(self, **shared: Any) -> LastLayerProblem:
         curvatures = [component.curvature for component in self.components if component.curvature is not None]
         return LastLayerProblem(
             spectra=[one.spectrum for one in curvatures],
             link=self.link,
+            likelihood=self.likelihood,
             geometries=self._geometries(),
             **shared,
         )
@@ -543,17 +607,22 @@ class MoLA(LaplaceMixture[Component]):
         ]
         for _, features, logits in data.portions(ROWS_AT_ONCE):
             pairs = zip(logits, posteriors, features, strict=True)
-            moments = [LogitMoments(mean, posterior.at(values)) for mean, posterior, values in pairs]
+            moments = [
+                LogitMoments(mean, posterior.at(values), None, self.likelihood) for mean, posterior, values in pairs
+            ]
             lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
             distance, excess = cooling.log_distance(moments, self.weights), cooling.excess(moments)
-            parts.append(outlier_terms(torch.stack(logits), lengths, distance, excess, self.weights).T)
+            every = torch.stack(logits)
+            terms = outlier_terms(every, lengths, distance, excess, self.weights, self.likelihood)
+            parts.append(torch.cat([terms, energies(every, excess, self.likelihood)]).T)
         rows = data.team.rows(torch.cat(parts) if parts else None)
         # One datum has no spread, and equal scores have none but rounding: they are then taken as they are.
-        middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros(3, dtype=rows.dtype)
+        middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
         spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
         pairs_of = zip(middle.tolist(), spread.tolist(), strict=True)
         score = data.team.share([list(pair) for pair in pairs_of])
-        return replace(usual, score=tuple((mean, deviation) for mean, deviation in score))
+        pairs_known = tuple((mean, deviation) for mean, deviation in score)
+        return replace(usual, score=pairs_known[:3], energies=tuple(mean for mean, _ in pairs_known[3:]))
 
     def _why_no_distances(self) -> str:
         if self.components[0].curvature is None:
@@ -571,7 +640,7 @@ class MoLA(LaplaceMixture[Component]):
             if curvature is not None:
                 posterior = curvature.spectrum.posterior(component.precision).measured_by(component.distance)
                 spread = posterior.at(features.double())
-            moments.append(LogitMoments(logits.double(), spread))
+            moments.append(LogitMoments(logits.double(), spread, None, self.likelihood))
         return (self.link(one) for one in self._cooled(moments))
 
     def of_held_out(self, data: HeldOut, part: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -590,7 +659,7 @@ class MoLA(LaplaceMixture[Component]):
             own = logits.device, torch.promote_types(logits.dtype, torch.float32)
             device, dtype = own if posterior is None else (posterior.device, posterior.dtype)
             spread = None if posterior is None else posterior.at(features[part].to(device, dtype))
-            moments.append(LogitMoments(logits[part].to(device, dtype), spread))
+            moments.append(LogitMoments(logits[part].to(device, dtype), spread, None, self.likelihood))
         moments = in_range(moments)
         with torch.no_grad(), without_autocast(moments[0].mean.device):
             mean = torch.stack([one.mean for one in moments])
@@ -624,17 +693,28 @@ class MoLA(LaplaceMixture[Component]):
             lemma: give the bound of each component (the paper's Lemma) instead of the mixture's (its Theorem).
 
         Returns:
-            (n,), or (K, n) with `lemma`; `BoundError` for a link other than the probit.
+            (n,), or (K, n) with `lemma`; for yes or no (n, C) and (K, n, C). `BoundError` for a link other than the probit.
         """
         require_probit(self.link)
         self._look()
         with undisturbed(*self.networks, passes_only=True):
             moments = self._moments(one_batch(inputs))
+        if isinstance(moments, DenseBatch):
+            if not (lemma and self.likelihood.competing):
+                return moments.gather(lambda some: [self._bound(some, lemma=lemma)])[0]
+            (found,) = moments.gather(lambda some: [self._bound(some, lemma=True)[:, :, None]])
+            return found.squeeze(2 if moments.layout.axis == 1 else -1)
+        return self._bound(moments, lemma=lemma)
+
+    def _bound(self, moments: Sequence[LogitMoments], *, lemma: bool) -> Tensor:
+        """Bounds (n,) of the mixture, or (K, n) of its components."""
         with without_autocast(moments[0].mean.device):
             members = [one.returned(self.link(one)).cpu() for one in self._cooled(moments)]
         if not self._cooling.changes_nothing and self.structure is not None:
             return self._divided_bound(moments, members, lemma=lemma)
         bounds = torch.stack([component_bounds(component, members[0].shape[1]) for component in self.components])
+        if not self.likelihood.competing:
+            return self._of_answers(bounds[:, None].expand(-1, len(members[0]), -1), members, lemma=lemma)
         if lemma:
             return torch.stack([bound[probs.argmax(1)] for bound, probs in zip(bounds, members, strict=True)])
         return torch.einsum("k,kc->c", self.weights, bounds)[self._mix(members).argmax(1)]
@@ -647,10 +727,16 @@ class MoLA(LaplaceMixture[Component]):
             assert isinstance(one.spread, FeatureSpread)  # where there is curvature
             lengths = torch.linalg.vector_norm(exact(one.spread.features), dim=1).cpu()
             bounds.append(divided_bounds(component, lengths, exact(divisor).cpu().expand_as(lengths)))
+        return self._of_answers(torch.stack(bounds), members, lemma=lemma)
+
+    def _of_answers(self, bounds: Tensor, members: Sequence[Tensor], *, lemma: bool) -> Tensor:
+        """Of bounds (K, n, C) those of what is answered: of the predicted class (n,), or of each label (n, C), be it yes or no."""
+        mixed = torch.einsum("k,knc->nc", self.weights, bounds)
+        if not self.likelihood.competing:
+            return bounds if lemma else mixed
         if lemma:
             each = zip(bounds, members, strict=True)
             return torch.stack([bound.gather(1, probs.argmax(1)[:, None]).squeeze(1) for bound, probs in each])
-        mixed = torch.einsum("k,knc->nc", self.weights, torch.stack(bounds))
         return mixed.gather(1, self._mix(list(members)).argmax(1)[:, None]).squeeze(1)
 
     def far_field_limit(self, inputs: Tensor) -> Tensor:
@@ -663,25 +749,34 @@ class MoLA(LaplaceMixture[Component]):
             inputs: a batch, as one tensor.
 
         Returns:
-            Probabilities (n, C); `BoundError` if a network's features do not scale, or the link is not the probit.
+            Probabilities (n, C).
+
+        Raises:
+            BoundError: if a network's features do not scale, outputs are at many positions, or the link is not the probit.
         """
         require_probit(self.link)
         self._look()
         with undisturbed(*self.networks, passes_only=True):
-            pairs = zip(self.components, self._moments(inputs), self._moments(SCALE * inputs), strict=True)
+            moments, scaled_moments = self._moments(inputs), self._moments(SCALE * inputs)
+            if isinstance(moments, DenseBatch) or isinstance(scaled_moments, DenseBatch):
+                message = (
+                    "the far-field limit is not computed for outputs at many positions: pass a network that gives one row for each "
+                    "input. posterior.confidence_bound(inputs) holds everywhere."
+                )
+                raise BoundError(message)
+            pairs = zip(self.components, moments, scaled_moments, strict=True)
             limits = [far_field_logits(component, once, scaled) for component, once, scaled in pairs]
             if self.distance_exponent > 0:
-                moments = self._moments(inputs)
                 members = zip(moments, self._cooled(moments), limits, strict=True)
                 return self._mix([self._cooled_limit(*one) for one in members])
-        return self._mix([CATEGORICAL.probabilities(logits) for logits in limits])
+        return self._mix([self.likelihood.probabilities(logits) for logits in limits])
 
     def _cooled_limit(self, moments: LogitMoments, cooled: LogitMoments, logits: Tensor) -> Tensor:
         """1/C where features grow, and what is said of the input where there are none."""
         assert isinstance(moments.spread, FeatureSpread)
         width = moments.spread.posterior.distance.geometry.width  # type: ignore[union-attr]
         grow = moments.spread.features[:, :width].any(1, keepdim=True).to(logits.device)
-        return torch.where(grow, 1 / logits.shape[1], cooled.returned(self.link(cooled)))
+        return torch.where(grow, 1 / self.likelihood.answers(logits.shape[1]), cooled.returned(self.link(cooled)))
 
     # --- files ------------------------------------------------------------------------------------------------------
 

@@ -24,12 +24,16 @@ from mola.distributed import Team
 from mola.errors import DataError, OptionError, StorageError, StructureTooLargeError, warn
 from mola.laplace import ClassSums, Factors, Structure
 from mola.laplace.memory import free_memory
+from mola.laplace.symmetric import packed_size
 from mola.likelihood import Likelihood
 from mola.network import (
+    IGNORED,
     Features,
     Head,
     Lifted,
+    Positions,
     RowBuffer,
+    Seen,
     as_batch,
     batch_count,
     batches_of,
@@ -42,7 +46,7 @@ from mola.network.fingerprint import NETWORK, fingerprint, same_signature, signa
 from mola.saving import storage
 from mola.saving.archive import CLASSES
 from mola.saving.storage import DOCUMENT
-from mola.schema import Optional
+from mola.schema import Optional, check
 
 __all__ = [
     "START",
@@ -85,6 +89,7 @@ def identity_of(networks: Sequence[nn.Module], structure: Structure, likelihood:
         "networks": [signature(network) for network in networks],
         "structure": {"name": structure.name, **structure.settings()},
         "likelihood": likelihood.name,
+        **({"likelihood_settings": likelihood.settings()} if likelihood.settings() else {}),
     }
 
 
@@ -96,6 +101,7 @@ def describe_heads(heads: Sequence[Head]) -> list[dict[str, Any]]:
             "classes": head.classes,
             "features": head.width,
             "every_position": head.every_position,
+            **({} if head.positions is None else {"positions": head.positions.as_json()}),
             "weights": fingerprint(head.weights())["float64"],
         }
         for head in heads
@@ -105,7 +111,11 @@ def describe_heads(heads: Sequence[Head]) -> list[dict[str, Any]]:
 def heads_from(networks: Sequence[nn.Module], described: Sequence[dict[str, Any]]) -> list[Head]:
     """The heads that were described, without a pass of the networks; `HeadError` if a network has none of that name."""
     return [
-        replace(head_by_name(network, entry["name"]), every_position=entry["every_position"])
+        replace(
+            head_by_name(network, entry["name"]),
+            every_position=entry["every_position"],
+            positions=Positions(**entry["positions"]) if "positions" in entry else None,
+        )
         for network, entry in zip(networks, described, strict=True)
     ]
 
@@ -216,6 +226,10 @@ class Kept:
     """How far a fit is."""
 
     batches: int = 0
+    inputs: int = 0
+    """In these batches."""
+    used_inputs: int = 0
+    """Of these, with rows in the sums: all, but for outputs at many positions of which none counts."""
     checksum: str = START
     labelled: bool | None = None
     heads: list[dict[str, Any]] | None = None
@@ -259,12 +273,13 @@ class SumsCheckpoint:
         """The folder of this process."""
         return Path(self.folder or "") / f"rank-{self.rank}-of-{self.size}"
 
-    def load(self, identity: dict[str, Any], structure: Structure) -> Kept:
+    def load(self, identity: dict[str, Any], structure: Structure, likelihood: Likelihood) -> Kept:
         """What was kept of this fit; nothing, if none was.
 
         Args:
-            identity: of networks and structure.
+            identity: of networks, structure and likelihood.
             structure: makes factors of saved tensors.
+            likelihood: says how many groups of data there are sums of.
 
         Returns:
             How far the fit was.
@@ -290,12 +305,18 @@ class SumsCheckpoint:
             message = f"{self.place} is garbled: entries for {lengths} networks. Delete the folder to start from zero."
             raise StorageError(message)
         totals = [
-            self._factors(index, entry, document, tensors, structure) for index, entry in enumerate(document["heads"])
+            self._factors(index, entry, document, tensors, structure, likelihood.latent(entry["classes"]))
+            for index, entry in enumerate(document["heads"])
         ]
-        classes = [self._class_sums(index, entry, tensors) for index, entry in enumerate(document["heads"])]
+        groups = [likelihood.groups(entry["classes"]) for entry in document["heads"]]
+        classes = [
+            self._class_sums(index, entry, tensors, some)
+            for index, (entry, some) in enumerate(zip(document["heads"], groups, strict=True))
+        ]
         known = [one for one in classes if one is not None]
         return Kept(
             document["batches"],
+            *self._inputs(document),
             document["trail"],
             document["labelled"],
             document["heads"],
@@ -303,7 +324,16 @@ class SumsCheckpoint:
             known if len(known) == len(classes) else None,
         )
 
-    def _class_sums(self, index: int, head: dict[str, Any], tensors: dict[str, Tensor]) -> ClassSums | None:
+    def _inputs(self, document: dict[str, Any]) -> tuple[int, int]:
+        """Inputs that were read, and those with rows in the sums; older versions knew no difference, and counted rows."""
+        if "inputs" not in document:
+            return document["counts"][0], document["counts"][0]
+        check(document, {"inputs": {"read": int, "used": int}}, "")
+        return document["inputs"]["read"], document["inputs"]["used"]
+
+    def _class_sums(
+        self, index: int, head: dict[str, Any], tensors: dict[str, Tensor], groups: int
+    ) -> ClassSums | None:
         """What was kept for distances.
 
         Raises:
@@ -315,7 +345,7 @@ class SumsCheckpoint:
         # The head's description says how many features there are with the constant 1, which has no direction.
         given = found["directions"]
         width = 0 if given is None else given.shape[-1]
-        for name, shape in ClassSums.shapes(width, head["classes"]).items():
+        for name, shape in ClassSums.shapes(width, groups).items():
             one = found[name]
             if one is None or one.shape != shape or one.dtype != torch.float64 or width > head["features"]:
                 message = (
@@ -347,8 +377,9 @@ class SumsCheckpoint:
         document: dict[str, Any],
         tensors: dict[str, Tensor],
         structure: Structure,
+        outputs: int,
     ) -> Factors:
-        empty = empty_factors(structure, head["features"], head["classes"], None)
+        empty = empty_factors(structure, head["features"], outputs, None)
         own, others = f"{index}.", f"{index}.{CLASSES}"
         named = {
             name.partition(".")[2]: one
@@ -375,6 +406,7 @@ class SumsCheckpoint:
             "identity": identity,
             "heads": kept.heads,
             "batches": kept.batches,
+            "inputs": {"read": kept.inputs, "used": kept.used_inputs},
             "trail": kept.checksum,
             "labelled": bool(kept.labelled),
             "counts": [total.count for total in totals],
@@ -399,6 +431,8 @@ LOST = (
     "classes. Delete the checkpoint and fit again to have them."
 )
 
+NO_LABELS = "the training data: every label is missing (NaN or -100), so there is nothing to fit. Yield some labels, or inputs alone."
+
 NO_DATA = "the training loader is empty: it yielded no batch. An iterator read before has nothing left; pass the loader itself."
 
 
@@ -413,6 +447,8 @@ class Work:
     checkpoints: SumsCheckpoint
     identity: dict[str, Any]
     distances: bool
+    positions: Positions
+    """How outputs at many positions are used, where there are such."""
 
 
 @dataclass
@@ -437,6 +473,8 @@ def sum_up(
     options: dict[str, Any],
     progress: bool,
     distances: bool = True,
+    positions: str | int = "all",
+    ignore_index: int = IGNORED,
 ) -> tuple[list[Head], list[tuple[Factors, ClassSums | None]]]:
     """The head of every network, and its sums over all the training data of all processes.
 
@@ -453,6 +491,8 @@ def sum_up(
         options: what else must be the same on every rank, as JSON.
         progress: whether to show a progress bar on stderr, if that is a terminal.
         distances: whether to sum what distances need, too.
+        positions: of outputs at many positions, which are summed: "all", "average", or so many of each input.
+        ignore_index: label of positions that are left out.
 
     Returns:
         Heads and sums, the same bits on every rank.
@@ -476,17 +516,19 @@ def sum_up(
         checkpoints,
         {} if plain else identity_of(networks, structure, likelihood),
         distances,
+        Positions(0, positions, ignore_index),
     )
-    kept = checkpoints.load(work.identity, structure)
+    kept = checkpoints.load(work.identity, structure, likelihood)
     batches = batches_of(loader, "the training loader")
     _skip(batches, kept)
     first = next(batches, None)
-    seen: list[Features] | None = None
+    seen: list[Seen] | None = None
     labelled = kept.labelled
     heads = None if kept.heads is None else heads_from(networks, kept.heads)
     if first is not None:
         batch = as_batch(first, f"batch {kept.batches} of the training loader")
-        heads, seen = first_passes(networks, names, batch.inputs)
+        heads, seen = first_passes(networks, names, batch.inputs, likelihood)
+        heads = [_with_positions(head, work) for head in heads]
         labelled = batch.labels is not None
         batches = chain([first], batches)
     if heads is not None and not plain:
@@ -496,14 +538,53 @@ def sum_up(
     if not plain:
         heads, labelled = _agree(work, heads, labelled, options)
     assert heads is not None  # one process alone has data, and several have agreed
-    structure.check_size([one.width for one in heads], heads[0].classes)
+    structure.check_size([one.width for one in heads], likelihood.latent(heads[0].classes))
     if distances:
-        _check_room(heads)
-    totals = _taken_up(kept)
+        _check_room(heads, likelihood)
+    totals, inputs = _taken_up(kept), kept.used_inputs
     if seen is not None:
-        totals = _stream(work, heads, batches, seen, kept, batch_count(loader), labelled=labelled, progress=progress)
+        totals, inputs = _stream(
+            work, heads, batches, seen, kept, batch_count(loader), labelled=labelled, progress=progress
+        )
     factors = _over_all(work, heads, [one.factors for one in totals], labelled=labelled)
-    return heads, list(zip(factors, _classes_over_all(work, heads, totals, factors), strict=True))
+    if factors[0].count == 0:
+        raise DataError(NO_LABELS)
+    classes = _classes_over_all(work, heads, totals, factors)
+    if positions == "average" and heads[0].positions is not None:
+        (count,) = team.sum([torch.tensor(float(inputs), dtype=torch.float64, device="cpu")])
+        factors, classes = _averaged(int(count), factors, classes)
+    return heads, list(zip(factors, classes, strict=True))
+
+
+def _with_positions(head: Head, work: Work) -> Head:
+    """A head that knows how its outputs at many positions are used.
+
+    Raises:
+        OptionError: if there are such, and an average runs over batches.
+    """
+    if head.positions is None:
+        return head
+    if work.structure.settings().get("running_average") is not None:
+        message = (
+            "a running average takes each batch as a whole, and a batch of outputs at many positions is read in portions. Use Kron() "
+            "without running_average."
+        )
+        raise OptionError(message)
+    return replace(head, positions=replace(work.positions, axes=head.positions.axes))
+
+
+def _averaged(
+    inputs: int, factors: Sequence[Factors], classes: Sequence[ClassSums | None]
+) -> tuple[list[Factors], list[ClassSums | None]]:
+    """Sums over positions as if each input were one datum: its positions' average, where all inputs have equally many."""
+    scaled: list[Factors] = []
+    for one in factors:
+        share = inputs / one.count
+        score = None if one.log_likelihood is None else share * one.log_likelihood
+        scaled.append(with_tensors(one, inputs, score, {name: share * own for name, own in one.tensors().items()}))
+    shares = [inputs / one.count for one in factors]
+    pairs = zip(classes, shares, strict=True)
+    return scaled, [None if one is None else one.scaled(share) for one, share in pairs]
 
 
 def _taken_up(kept: Kept) -> list[Totals]:
@@ -513,17 +594,17 @@ def _taken_up(kept: Kept) -> list[Totals]:
     return [Totals(*one) for one in zip(totals, classes, strict=True)]
 
 
-def _check_room(heads: Sequence[Head]) -> None:
+def _check_room(heads: Sequence[Head], likelihood: Likelihood) -> None:
     """Refuse sums for distances that do not fit in memory.
 
     Raises:
         StructureTooLargeError: if they do not.
     """
-    needed = sum(8 * head.classes * head.width for head in heads)
+    needed = sum(8 * (likelihood.groups(head.classes) * head.width + packed_size(head.width)) for head in heads)
     free = free_memory()
     if free is not None and needed > free:
         message = (
-            f"the class means for distances take {needed / 1e9:.1f} GB ({heads[0].classes:,} classes x {heads[0].width:,} features), "
+            f"the sums for distances take {needed / 1e9:.1f} GB ({heads[0].classes:,} classes x {heads[0].width:,} features), "
             f"and {free / 1e9:.1f} GB are free. Fit with distances=False: all but rule='distance' works without them."
         )
         raise StructureTooLargeError(message)
@@ -615,13 +696,14 @@ def _stream(
     work: Work,
     heads: Sequence[Head],
     batches: Iterable[Any],
-    first: Sequence[Features],
+    first: Sequence[Seen],
     kept: Kept,
     total: int | None,
     *,
     labelled: bool | None,
     progress: bool,
-) -> list[Totals]:
+) -> tuple[list[Totals], int]:
+    """Sums, and the number of inputs that have rows in them."""
     structure, likelihood, checkpoints = work.structure, work.likelihood, work.checkpoints
     # A checkpoint comes back in main memory; sums go on where the features are.
     places = [device_of_sums(one) for one in first]
@@ -631,13 +713,14 @@ def _stream(
         under_way.classes = None if under_way.classes is None else under_way.classes.to(place)
     if not totals:
         totals = [
-            Totals(None, ClassSums.empty(one.features.shape[1], head.classes, place) if work.distances else None)
+            Totals(None, _no_sums(work, head, one.features.shape[-1], place) if work.distances else None)
             for head, one, place in zip(heads, first, places, strict=True)
         ]
     rows = structure.rows(max(head.width for head in heads), heads[0].classes)
     buffers = [RowBuffer(head, rows or 1) for head in heads]
     checksums = [kept.checksum]
     done = saved = kept.batches
+    inputs, used = kept.inputs, kept.used_inputs
     coming = 0
 
     def with_checksums() -> Iterator[Any]:
@@ -645,14 +728,16 @@ def _stream(
             checksums.append(batch_checksum(checksums[-1], batch))
             yield batch
 
-    def told(count: int) -> None:
-        nonlocal coming
-        coming = count
+    def told(count: int, some_inputs: int, all_inputs: int) -> None:
+        nonlocal coming, used, inputs
+        coming, used, inputs = count, used + some_inputs, inputs + all_inputs
 
     def save() -> None:
+        if any(total.factors is None for total in totals):  # no datum with a label yet
+            return
         factors = [total.factors.cpu() for total in totals]
         classes = [total.classes.to("cpu") for total in totals if total.classes is not None]
-        kept_now = Kept(done, checksums[0], labelled, describe_heads(heads), factors, classes or None)
+        kept_now = Kept(done, inputs, used, checksums[0], labelled, describe_heads(heads), factors, classes or None)
         checkpoints.save(work.identity, kept_now)
 
     for seen, labels in stream(
@@ -667,6 +752,8 @@ def _stream(
         first=first,
         start=kept.batches,
         told=told,
+        positions=work.positions.used if isinstance(work.positions.used, int) else None,
+        start_input=kept.inputs,
     ):
         for index, (buffer, one) in enumerate(zip(buffers, seen, strict=True)):
             _absorb(work, totals[index], _portions(buffer, one, labels, rows))
@@ -680,23 +767,35 @@ def _stream(
         work.team.check()
     if checkpoints.active and done > saved:
         save()
-    return totals
+    return totals, used
+
+
+def _no_sums(work: Work, head: Head, width: int, place: torch.device) -> ClassSums:
+    """Sums for distances over nothing, of so many features."""
+    return ClassSums.empty(width, work.likelihood.groups(head.classes), place)
 
 
 @torch.no_grad()  # a loader may need gradients of its own: not around the whole pass
 def _absorb(work: Work, total: Totals, portions: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> None:
     """Take portions of a batch into the sums."""
     for features, logits, labels in portions:
+        known = None if labels is None else work.likelihood.known(labels)
+        if labels is not None and known is not None:  # data without any label leave no trace
+            features, logits, labels = features[known], logits[known], labels[known]
+        if not len(features):
+            continue
+        score, sums = None, None
         if labels is None:
-            score, curvature = None, work.likelihood.curvature(logits)
+            curvature = work.likelihood.curvature(logits)
         else:
             scores, curvature = work.likelihood.scored_curvature(logits, labels)
-            score = float(scores.sum())
-        total.factors = work.structure.absorb(total.factors, features, curvature, score)
+            score, sums = float(scores.sum()), work.likelihood.label_sums(logits, labels)
+        total.factors = work.structure.absorb(total.factors, features, curvature, score).with_labels(sums)
         if total.classes is not None:  # last: it writes into the features
-            answers = logits.argmax(1) if labels is None else labels
+            groups = work.likelihood.group_of(logits, labels)
             width = total.classes.directions.shape[1]
-            total.classes.absorb(features[:, :width], answers, predicted=labels is None)
+            predicted = labels is None and len(total.classes.counts) > 1
+            total.classes.absorb(features[:, :width], groups, predicted=predicted)
 
 
 def _portions(
@@ -719,7 +818,7 @@ def _classes_over_all(
     if not work.distances:
         return [None] * len(heads)
     own = (
-        [ClassSums.empty(head.layer.in_features, head.classes, torch.device("cpu")) for head in heads]
+        [_no_sums(work, head, head.inputs, torch.device("cpu")) for head in heads]
         if not totals
         else [total.classes for total in totals]
     )
@@ -739,12 +838,19 @@ def _classes_over_all(
     return found
 
 
-def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, labelled: bool | None) -> list[Factors]:
+def _over_all(
+    work: Work, heads: Sequence[Head], totals: Sequence[Factors | None], *, labelled: bool | None
+) -> list[Factors]:
     """Sums of all ranks, in main memory."""
-    if work.team.size == 1:
-        return [total.cpu() for total in totals]
     nothing = 0.0 if labelled else None
-    own = totals or [empty_factors(work.structure, head.width, head.classes, nothing) for head in heads]
+    # No sums: of a rank without data, or of data that all lack labels.
+    given: Sequence[Factors | None] = totals or [None] * len(heads)
+    own = [
+        empty_factors(work.structure, head.width, work.likelihood.latent(head.classes), nothing) if one is None else one
+        for head, one in zip(heads, given, strict=True)
+    ]
+    if work.team.size == 1:
+        return [total.cpu() for total in own]
     # A rank without data may lack sums that the others have.
     forms: list[dict[str, list[int]]] = [{} for _ in own]
     described = [{name: list(tensor.shape) for name, tensor in total.tensors().items()} for total in own]
@@ -753,10 +859,10 @@ def _over_all(work: Work, heads: Sequence[Head], totals: Sequence[Factors], *, l
     forms = work.team.share(forms)
     parts: list[Tensor] = []
     for total, form in zip(own, forms, strict=True):
-        given = total.tensors()
-        like = next(iter(given.values()))
+        tensors = total.tensors()
+        like = next(iter(tensors.values()))
         parts.append(like.new_tensor([total.count, total.log_likelihood or 0.0]))
-        parts += [given[name] if name in given else like.new_zeros(shape) for name, shape in form.items()]
+        parts += [tensors[name] if name in tensors else like.new_zeros(shape) for name, shape in form.items()]
     sums = iter(work.team.sum(parts))
     summed = []
     for total, form in zip(own, forms, strict=True):

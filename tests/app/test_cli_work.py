@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from mola.__main__ import main
 from mola.app.cli import app
-from mola.app.cli.shared_options import sides, texts
+from mola.app.cli.shared_options import a_price, sides, texts
 from mola.app.jobs.folder import open_posterior
 from mola.errors import OptionError
 from tests.own_work import CLASSES, make_desk
@@ -423,6 +423,24 @@ def test_classes_as_users_write_them(tmp_path):
             texts(strange)
         with pytest.raises(OptionError, match="--resize must be a length"):
             sides(strange)
+
+
+def test_prices_as_users_write_them():
+    assert (a_price(None), a_price("loss"), a_price("0.02"), a_price("1")) == (None, "loss", 0.02, 1.0)
+    for strange in ("cheap", "", "2 %", "Loss"):
+        with pytest.raises(OptionError, match=r"--price must be a number between 0 and 1, .* or loss; got"):
+            a_price(strange)
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_price_of_the_paper_s_rule_from_the_command_line(desk, tmp_path, mola_command):
+    place, again = tmp_path / "posterior", tmp_path / "again"
+    code, out, _ = mola_command(*arguments(desk, place, "--rule", "distance", "--price", "loss"))
+    assert code == 0
+    assert "no more log loss than by the paper's rule" in " ".join(out.split())
+    assert mola_command("fit", "--config", place / "job.toml", "--output", again, "--quiet")[0] == 0
+    first, second = (json.loads((folder / "posterior.json").read_text()) for folder in (place, again))
+    assert first == second
 
 
 def test_classes_from_a_file_and_numbers_from_flags(desk, tmp_path, mola_command):

@@ -66,7 +66,8 @@ def test_toml_is_read_back_to_the_same_values():
         to_toml({"a": object()})
 
 
-def test_a_job_comes_back_from_its_file(desk, tmp_path):
+@pytest.mark.parametrize("price", [0.02, "loss", None])
+def test_a_job_comes_back_from_its_file(desk, tmp_path, price):
     job = job_for(
         desk,
         classes=CLASSES,
@@ -74,7 +75,7 @@ def test_a_job_comes_back_from_its_file(desk, tmp_path):
         mean=(0.5, 0.4, 0.3),
         std=(1.0, 2.0, 3.0),
         threshold=0.8,
-        price=0.02,
+        price=price,
         distances=False,
         seed=3,
         strict=True,
@@ -104,6 +105,7 @@ def test_a_job_comes_back_from_its_file(desk, tmp_path):
         ("[method]\nrule = 3", "rule in .method. must be a text, got 3"),
         ("[preparation]\nresize = [1, 2, 3]", "a whole number, or .height, width."),
         ("[preparation]\nmean = 'a'", "must be a list of numbers"),
+        ("[method]\nprice = 'cheap'", "price in .method. must be a number, or 'loss', got 'cheap'"),
         ("[networks]\nweights = [1]", "must be a list of texts"),
         ("[networks]\nclasses = true", "a whole number, or a list of names"),
         ("[run]\nseed = -1", "must be a whole number"),
@@ -168,6 +170,7 @@ def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form
         ({"rule": "threshold", "threshold": 0.6}, mola.ConfidenceThreshold(confidence=0.6)),
         ({"rule": "distance"}, mola.Distance()),
         ({"rule": "distance", "price": 0.3}, mola.Distance(price=0.3)),
+        ({"rule": "distance", "price": "loss"}, mola.Distance(price="loss")),
     ],
     ids=lambda one: one.get("rule") if isinstance(one, dict) else "",
 )
@@ -179,7 +182,7 @@ def test_rules_are_those_of_the_library(desk, tmp_path, changes, rule):
     assert chosen["prior_precision"] == pytest.approx(expected.prior_precision, rel=1e-6)
     assert chosen["temperature"] == pytest.approx(expected.temperature, rel=1e-6)
     assert chosen["distance_exponent"] == pytest.approx(expected.distance_exponent, rel=1e-3)
-    if "price" in changes:
+    if changes.get("price") == 0.3:
         assert expected.distance_exponent > 0, "something is paid"
 
 

@@ -78,3 +78,24 @@ def test_damaged_files_are_named(tmp_path, change):
     path.write_bytes(content[:-5] if change == "cut" else content)
     with pytest.raises(StorageError, match=r"is not a whole file of activations.*Delete it"):
         TensorFile(path)
+
+
+def test_a_set_in_several_files_is_the_set_in_one(tmp_path):
+    found = tensors(count=250)
+    write(tmp_path / "one", found, 100)
+    for index, (start, stop) in enumerate([(0, 100), (100, 200), (200, 250)]):
+        rows = {name: tensor if name == "weight" else tensor[start:stop] for name, tensor in found.items()}
+        write(tmp_path / f"part {index}", rows, 30)
+    one = Stored.open([tmp_path / "one"])
+    several = Stored.open([[tmp_path / f"part {index}" for index in range(3)]])
+    assert several.count == one.count == 250
+    places = torch.randperm(250, generator=torch.Generator().manual_seed(1))[:77].tolist()
+    for whole, parts in ((one, several), (one.at(places), several.at(places))):
+        for (features, labels), (same, also) in zip(whole, parts, strict=True):
+            assert torch.equal(features, same)
+            assert torch.equal(labels, also)
+        assert torch.equal(whole.logits(), parts.logits())
+        assert torch.equal(whole.heads[0].head.weight, parts.heads[0].head.weight)
+    assert torch.equal(several.at(places).labels, found["labels"][places])
+    assert torch.equal(several.files[0].read("features", 90, 210), found["features"][90:210])
+    assert several.at([]).count == 0

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_examples_say_how_to_run_them(path):
     text = path.read_text()
     assert re.match(r'"""[^\n]+\n\n    python examples/' + path.name, text), "what it shows, and the command"
     assert f"examples/{path.name}" in (ROOT / "docs" / "howto" / "index.md").read_text()
+
+
+def test_segmentation(run, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # networks that were trained for a moment may be less sure than right
+        printed = run("segmentation.py", "--steps", "40")
+    plain, careful = numbers(printed, "MAP"), numbers(printed, "MoLA, distance")
+    assert careful[-1] < 2  # the median distance of the test pictures; that of the shifted ones is farther
+    assert numbers(printed, "MoLA, distance", 1)[-1] > careful[-1]
+    assert plain[0] > 0.7
+    assert drawn(tmp_path, "segmentation.png")
 
 
 def test_two_moons(run, tmp_path):

@@ -110,6 +110,17 @@ def test_the_table_of_exports_is_that_of_the_record():
         assert f"| {' | '.join(row)} |" in page
 
 
+def test_what_is_said_of_the_outlier_score_s_rank_is_so():
+    """Second by a twentieth of a rank where it was to be chosen, level with the first where that was to be confirmed."""
+    text = " ".join((DOCS / "outliers.md").read_text(encoding="utf-8").split())
+    halves = [_record("outlier_score")["mean_rank"][half] for half in ("chosen on", "confirmed on")]
+    ours, rival = "F + E + r(D - 1)", "F + E + r(D)"
+    for ranks in halves:
+        assert set(sorted(ranks, key=ranks.get)[:2]) == {ours, rival}
+    assert [round(ranks[ours] - ranks[rival], 6) for ranks in halves] == [0.05, 0]
+    assert "better by a twentieth of a rank on the choosing half, and the two are level on the confirming half" in text
+
+
 def test_the_constants_of_scale_are_those_of_the_record():
     page = (DOCS / "scale.md").read_text(encoding="utf-8")
     found = _record("scale_out")

@@ -42,6 +42,11 @@ def test_the_tables_of_the_page_are_those_of_the_records():
     assert _filler().fill(page, RESULTS) == page, "run: python docs/tables.py docs/results.md results"
 
 
+def test_the_regression_pages_tables_are_those_of_the_records():
+    page = (ROOT / "docs" / "regression.md").read_text(encoding="utf-8")
+    assert _filler().fill(page, RESULTS) == page, "run: python docs/tables.py docs/regression.md results"
+
+
 def test_a_number_that_is_not_a_records_is_noticed():
     page = PAGE.read_text(encoding="utf-8")
     number = re.search(r"\| MoLA \|.*?(\d\d\.\d)", page)
@@ -53,6 +58,9 @@ def test_a_place_for_a_table_that_there_is_not_is_an_error():
     with pytest.raises(KeyError, match="has no table 'nothing'"):
         _filler().fill("<!-- table: mnist nothing -->\n<!-- end -->", RESULTS)
 
+
+RUNS = {"mnist": 5, "cifar10": 4}
+"""Of each suite, as many times as five networks."""
 
 TRAINED = {"SWAG", "MultiSWAG", "MIMO", "MIMO-MoLA"}
 WHOLE = {"MoLA (all layers)", "MoLA (subnetwork)"}
@@ -128,6 +136,69 @@ def test_the_page_claims_a_lead_in_every_run_only_where_the_records_have_it():
     assert leads("svhn", ("MAP", "DE", "LLLA"), doubt) == [False, True, True, True], "in the first run LLLA is lower"
     gap = 100 * (doubt("LLLA", 0, "svhn") - doubt("MoLA", 0, "svhn"))
     assert f"in the first run LLLA is {gap:.1f} points lower on SVHN" in text
+
+
+def test_the_page_on_distance_says_in_every_run_only_where_the_records_have_it():
+    """What its sentences say of runs is counted in the records: where the rule is better than the paper's, and where worse."""
+    text = " ".join((ROOT / "docs" / "distance.md").read_text(encoding="utf-8").split())
+    found = {
+        (suite, record.method, record.run): record
+        for suite in ("mnist", "cifar10")
+        for record in Store(RESULTS).records(suite)
+        if record.group == "main"
+    }
+    runs = {suite: sorted(run for one, method, run in found if (one, method) == (suite, "MoLA")) for suite in RUNS}
+    assert {suite: len(some) for suite, some in runs.items()} == RUNS
+    five, one = ("MoLA (distance)", "MoLA"), ("LLLA (distance)", "LLLA")
+
+    def worse(suite, name, metric, pair):
+        """In how many runs the loss is not smaller than by the paper's rule."""
+        losses = [[found[suite, method, run].labelled[name].metrics[metric] for method in pair] for run in runs[suite]]
+        return sum(ours >= paper for ours, paper in losses)
+
+    def turned(metric, pair, *angles):
+        return [worse("mnist", f"rotation {angle}", metric, pair) for angle in angles]
+
+    assert "Under corruption of CIFAR-10 from severity 3 on, in every run, in log-likelihood and in calibration" in text
+    assert (
+        "On every set of outliers of both suites, in every run, by confidence alone: their mean confidence falls"
+        in text
+    )
+    assert "All this for one network as for five." in text
+    for ours, paper in (five, one):
+        for metric in ("nll", "ece"):
+            assert [worse("cifar10", f"severity {level}", metric, (ours, paper)) for level in (3, 4, 5)] == [0, 0, 0]
+        for suite in RUNS:
+            for run in runs[suite]:
+                for name, before in found[suite, paper, run].outliers.items():
+                    after = found[suite, ours, run].outliers[name]
+                    assert after.confidence < before.confidence, (suite, ours, run, name)
+                    area, other = (each.scores["max probability"]["auroc"] for each in (after, before))
+                    assert area > other, (suite, ours, run, name)
+
+    assert "rotated by 45 to 135 degrees, with five networks in every run, in log-likelihood and in calibration" in text
+    middle = range(45, 136, 15)
+    assert not any(turned("nll", five, *middle) + turned("ece", five, *middle))
+    assert "with one network in calibration in every run, in log-likelihood in every run up to 75 degrees." in text
+    assert not any(turned("ece", one, *middle) + turned("nll", one, 45, 60, 75))
+
+    assert "than the paper's rule at the same mean confidence, in every run" in text
+    assert worse("cifar10", "test", "nll", five) == RUNS["cifar10"]
+    assert "On MNIST's test data it is better in both" in text
+    assert [worse("mnist", "test", metric, five) for metric in ("nll", "ece")] == [0, 0]
+    assert "On MNIST at 15 and 30 degrees, which the networks cope with, it doubts too early" in text
+    assert turned("nll", five, 15, 30) == [5, 5]
+    assert "calibration is better there in every run" in text
+    assert turned("ece", five, 150, 165, 180) == [0, 0, 0]
+    assert "the log-likelihood worse, at 150 degrees in three runs of five and from 165 on in all" in text
+    assert turned("nll", five, 150, 165, 180) == [3, 5, 5]
+    assert (
+        "in one run of five at 90 and 105 degrees, in two at 120 and 135, in three at 150, and from 165 degrees on in all"
+        in text
+    )
+    assert turned("nll", one, 90, 105, 120, 135, 150, 165, 180) == [1, 1, 2, 2, 3, 5, 5]
+    assert "from 165 degrees on in all, where in one run calibration is worse, too" in text
+    assert turned("ece", one, 165, 180) == [1, 1]
 
 
 # --- the numbers themselves, made again -------------------------------------------------------------------------------------

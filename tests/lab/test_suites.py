@@ -79,6 +79,7 @@ def imagenet(tmp_path_factory):
     sys.path.remove(str(root))
 
 
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
 @pytest.mark.filterwarnings("ignore:ImageNet-C lacks:mola.MolaWarning")
 def test_imagenet_runs_from_folders_to_records_with_a_thousand_classes(imagenet, tmp_path):
     arguments = ["bench", "imagenet", "--network", "thousand_for_test:thousand", "--components", "2", "--quiet"]
@@ -98,7 +99,12 @@ def test_imagenet_runs_from_folders_to_records_with_a_thousand_classes(imagenet,
     assert mola_record.labelled["severity 3"].count == 28
     assert len(mola_record.networks) == 2
     document = store.read_document("imagenet", "suite.json")
-    assert document["examples"]["test"]["shape"] == [8, 3, 224, 224]
+    assert document["examples"]["test"]["shape"] == [
+        8,
+        3,
+        64,
+        64,
+    ]  # small ones: a page shows them, and git may hold them
 
 
 # --- CIFAR-10 and MNIST in their standard layouts

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import mola
-from mola.laplace import ClassDistance, ClassGeometry, ClassSums
+from mola.laplace import ClassDistance, ClassGeometry, ClassSums, LogitMoments
 from mola.laplace import distance as distances
 from mola.links import LINKS
+from mola.tuning.distance import FAR
 from tests.conftest import STRUCTURES, make_problem
 from tests.reference import distance as reference
 
@@ -57,6 +58,12 @@ def loader(seed=0, size=50, **options):
 
 def fitted(networks, **options):
     return mola.fit(networks, loader(), progress=False, **options)
+
+
+def score_of(probs, labels, name):
+    truth = nn.functional.one_hot(labels, probs.shape[1])
+    losses = {"nll": -(probs.log() * truth).sum(1), "brier": (probs - truth).square().sum(1)}
+    return float(losses[name].mean())
 
 
 def features_of(network, inputs):
@@ -131,11 +138,43 @@ class TestAgainstTheFormulas:
         assert posterior.cooling.usual.scales[0].distance == pytest.approx(np.sqrt(np.mean(squares)), rel=1e-9)
         assert posterior.predict(inputs).ood_score_name == "far-field"
 
-    @pytest.mark.parametrize("link", LINKS)
-    def test_a_divided_gaussian_is_the_gaussian_of_the_quotient(self, link):
-        """By every link: dividing logits by one number for all is the posterior of a network whose head is divided."""
+    @pytest.mark.parametrize("link", [*LINKS, mola.Bridge(normalised=True), mola.MonteCarlo(20, "weights")])
+    def test_links_see_the_gaussian_of_the_quotient(self, structure, link):
+        """Halved weights give at any features what the weights themselves give at half of these, the constant 1 included."""
         problem = make_problem()
-        posterior = mola.fit(problem.network, problem.loader, prior_precision=2.0, link=link, progress=False)
+        posterior = mola.fit(
+            problem.network, problem.loader, structure=structure, prior_precision=2.0, link=link, progress=False
+        )
+        moments = posterior._moments(problem.inputs)[0]
+        halved = LogitMoments(moments.mean / 2, moments.spread.posterior.at(moments.spread.features / 2))
+        quotients = (
+            moments.divided(torch.tensor(2.0)),
+            moments.divided(torch.full((len(moments.mean),), 2.0)),
+            moments.divided(torch.tensor(4.0)).divided(torch.tensor(0.5)),
+        )
+        for quotient in quotients:
+            assert torch.allclose(posterior.link(quotient), posterior.link(halved), atol=1e-10)
+        if link != mola.Bridge(normalised=True):
+            assert not torch.allclose(posterior.link(moments), posterior.link(halved), atol=1e-3)
+
+    def test_the_normalised_bridge_is_the_same_at_every_temperature(self, networks):
+        """Also where squares of divisors leave the range of float32."""
+        posterior = fitted(networks[:1], link=mola.Bridge(normalised=True))
+        asked = 3 * torch.randn(20, 3)
+        expected = posterior(asked)
+        for made in (posterior.with_temperature(0.01), posterior.with_distance_exponent(3.0)):
+            assert torch.allclose(made(asked), expected, atol=1e-10)
+        moments = posterior._moments(asked)[0]
+        coarse = LogitMoments(
+            moments.mean.float(),
+            moments.spread.posterior.to(torch.device("cpu"), torch.float32).at(moments.spread.features.float()),
+        )
+        assert torch.allclose(posterior.link(coarse.divided(torch.tensor(1e17))).double(), expected, atol=1e-4)
+
+    def test_a_divided_gaussian_is_the_gaussian_of_the_quotient(self):
+        """Dividing logits by one number for all is the posterior of a network whose head is divided."""
+        problem = make_problem()
+        posterior = mola.fit(problem.network, problem.loader, prior_precision=2.0, progress=False)
         halved = make_problem().network
         with torch.no_grad():
             for parameter in halved[-1].parameters():
@@ -200,6 +239,29 @@ class TestLaws:
         assert torch.allclose(one(asked), three(asked), atol=1e-12)
         assert torch.allclose(one.predict(asked).distance, three.predict(asked).distance)
 
+    @pytest.mark.parametrize("exponent", [0.5, 2.0, 6.0])
+    @pytest.mark.parametrize("before", [(1 / 3, 1 / 3, 1 / 3), (0.98, 0.01, 0.01), (0.0, 0.3, 0.7)])
+    def test_stacking_ends_where_it_stays_and_is_no_worse_than_where_it_began(self, networks, before, exponent):
+        """The distance depends on the weights: weights for the distances of others are not yet those for their own."""
+        held = loader(1, spread=2.5)
+        inputs, labels = blobs(1, spread=2.5)
+        tuned = fitted(networks, link="probit-centered", prior_precision=3.0).tune(
+            held, rule=mola.ValidationScore(grid=[3.0]), progress=False
+        )
+        posterior = tuned.with_distance_exponent(exponent).with_weights(before)
+
+        def score(one):
+            return float(one(inputs).gather(1, labels[:, None]).log().mean())
+
+        stacked = posterior.reweight(held, progress=False)
+        assert torch.allclose(stacked.reweight(held, progress=False).weights, stacked.weights, atol=1e-12)
+        assert score(stacked) >= max(score(posterior), score(posterior.with_weights("uniform"))) - 1e-9
+        if exponent < 6:  # there was something to gain; where distances count for very much, turns lead downhill
+            assert score(stacked) > score(posterior.with_weights("uniform")) + 1e-4
+        # The same as without turns where distances do not count.
+        plain = tuned.with_weights(before).reweight(held, progress=False)
+        assert torch.equal(plain.weights, tuned.reweight(held, progress=False).weights)
+
     def test_a_prediction_does_not_depend_on_its_batch(self, networks):
         asked = 3 * torch.randn(20, 3)
         posterior = fitted(networks).tune(loader(1), rule="distance", progress=False)
@@ -244,11 +306,11 @@ class TestLaws:
         asked = asked[features_of(network, 1e6 * asked).norm(dim=1) > 1e3]
         assert len(asked) > 10
         last = 1.0
-        for scale in (1e2, 1e4, 1e6, 1e8):
+        for scale in (1e2, 1e4, 1e6, 1e8, 1e12, 1e20, 1e30):
             confidence = float(cautious(scale * asked).max())
-            assert confidence <= last
+            assert confidence <= last + 1e-12
             last = confidence
-        assert last == pytest.approx(1 / CLASSES, abs=1e-3)
+        assert last == pytest.approx(1 / CLASSES, abs=1e-6)
         assert float(posterior(1e8 * asked).max()) > 0.5
 
     def test_limit_and_bound_are_those_of_the_cooled_posterior(self):
@@ -257,7 +319,8 @@ class TestLaws:
         cautious = posterior.with_distance_exponent(1.0)
         asked = torch.randn(20, 3)
         limit = cautious.far_field_limit(asked)
-        assert torch.allclose(limit, cautious(1e9 * asked), atol=1e-6)
+        for scale in (1e9, 1e18, 1e30):
+            assert torch.allclose(limit, cautious(scale * asked), atol=1e-6)
         for made in (
             cautious,
             posterior.with_temperature(0.5),
@@ -269,7 +332,8 @@ class TestLaws:
                 assert (made(scale * asked).max(1).values <= bound + 1e-12).all()
                 members = made.confidence_bound(scale * asked, lemma=True)
                 assert members.shape == (2, 20)
-        assert float(cautious.confidence_bound(1e9 * asked).max()) == pytest.approx(1 / CLASSES, abs=1e-6)
+        for scale in (1e9, 1e18, 1e30):
+            assert float(cautious.confidence_bound(scale * asked).max()) == pytest.approx(1 / CLASSES, abs=1e-6)
         # A temperature alone changes nothing far away.
         assert torch.allclose(posterior.with_temperature(3.0).far_field_limit(asked), posterior.far_field_limit(asked))
 
@@ -282,6 +346,19 @@ class TestLaws:
         near, far = posterior.predict(asked), posterior.predict(1e25 * asked)
         assert torch.allclose(near.distance, far.distance, rtol=1e-3)
         assert far.distance.dtype == torch.float32
+        cautious = posterior.with_distance_exponent(1.0)
+        for scale in (1e12, 1e18, 1e25):
+            assert float(cautious(scale * asked).max()) == pytest.approx(1 / CLASSES, abs=1e-5)
+
+    def test_features_below_the_range_of_float32(self):
+        """Under a head with a bias, whose constant 1 is in the range: directions have all their digits."""
+        torch.manual_seed(3)
+        network = nn.Sequential(nn.Linear(3, 8, bias=False), nn.ReLU(), nn.Linear(8, CLASSES)).float()
+        inputs, labels = blobs()
+        posterior = mola.fit(network, [(inputs.float(), labels)], progress=False)
+        asked = torch.randn(10, 3).float()
+        near, tiny = posterior.predict(asked), posterior.predict(1e-25 * asked)
+        assert torch.allclose(near.distance, tiny.distance, rtol=1e-3)
 
     def test_more_exponent_is_more_caution(self, networks):
         asked = 4 * torch.randn(40, 3)
@@ -411,56 +488,170 @@ class TestTheRule:
         with torch.no_grad():
             network[0].weight.zero_()
             network[0].bias.fill_(1.0)
-        posterior = mola.fit(network, loader(), progress=False)
+        # So many that the sums lose more to rounding than a few do.
+        posterior = mola.fit(network, 80 * list(loader()), progress=False)
         with pytest.warns(mola.MolaWarning):
             posterior = posterior.tune(loader(1), rule="distance", progress=False)
         assert any("alike" in note for note in posterior.tuning.notes)
-        assert torch.isfinite(posterior(torch.randn(4, 3))).all()
+        assert not any("times as far" in note for note in posterior.tuning.notes)
+        assert "whose features are longer than usual" in posterior.tuning.notes[-1]
+        asked = torch.randn(4, 3)
+        assert torch.allclose(posterior(asked), posterior.with_distance_exponent(0.0)(asked), atol=1e-12)
         assert torch.equal(posterior.predict(torch.randn(4, 3)).distance, torch.ones(4))
 
-    def test_few_validation_data_of_one_class(self, networks):
-        inputs, labels = blobs(1)
-        few = [(inputs[labels == 2][:3], labels[labels == 2][:3])]
-        posterior = fitted(networks)
-        with pytest.warns() as caught:
-            tuned = posterior.tune(few, rule="distance", progress=False)
-        assert torch.isfinite(tuned(inputs)).all()
-        assert caught or tuned.tuning.notes
-
-    def test_validation_data_unlike_the_training_data(self, networks, monkeypatch):
-        strange = 6 * torch.randn(60, 3, generator=torch.Generator().manual_seed(5))
+    @pytest.mark.parametrize("spread", [1e-3, 1e-5, 1e-6, 1e-7, 1e-9, 0.0])
+    def test_features_that_are_almost_alike(self, spread):
+        """Down to where rounding is all that is left, there is an answer."""
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(3, 16), nn.Linear(16, CLASSES))
         with torch.no_grad():
-            labels = networks[0](strange).argmax(1)
-        posterior, rule = fitted(networks), mola.Distance(price=0.05)
-        tuned = posterior.tune([(strange, labels)], rule=rule, progress=False)
-        assert torch.isfinite(tuned(strange)).all()
-        assert not any("times as far" in note for note in tuned.tuning.notes[:-1])
-        monkeypatch.setattr("mola.tuning.distance.FAR", 0.1)
-        warned = posterior.tune([(strange, labels)], rule=rule, progress=False)
-        assert any(
-            "times as far from the training classes as the training data" in note for note in warned.tuning.notes
+            network[0].weight.mul_(spread)
+            network[0].bias.copy_(torch.rand(16))
+        posterior = mola.fit(network, 40 * list(loader()), list(loader(1)), progress=False)
+        assert torch.isfinite(posterior.with_distance_exponent(1.0)(torch.randn(4, 3))).all()
+
+    def test_validation_data_that_are_mostly_copies(self, networks):
+        """More than half of them lie where a class is so tight that their distance is rounding: no unit for all others."""
+        inputs, labels = blobs()
+        inputs[labels == 0] = inputs[labels == 0][:1]
+        copies = inputs[labels == 0][:1].repeat(100, 1), torch.zeros(100, dtype=torch.int64)
+        others = inputs[labels != 0][:60], labels[labels != 0][:60]
+        posterior = mola.fit(networks, [(inputs, labels)], progress=False)
+        with pytest.warns(mola.MolaWarning, match="almost copies"):
+            tuned = posterior.tune([copies, others], rule=mola.Distance(price=0.05), progress=False)
+        found = tuned.predict(torch.cat([copies[0], others[0]])).distance
+        assert float(found[:100].max()) < 1
+        assert float(found.max()) < 100
+
+    @pytest.mark.parametrize("link", [*LINKS, mola.Bridge(normalised=True)])
+    def test_it_says_where_confidence_tends_to_and_no_more(self, networks, link):
+        """What the note claims of inputs far away is what the posterior does there."""
+        posterior = fitted(networks[:1], link=link, prior_precision=1.0)
+        rule = mola.Distance(price=0.2, rule=mola.ValidationScore(grid=[1.0]))
+        tuned = posterior.tune(loader(1), rule=rule, progress=False)
+        note = tuned.tuning.notes[-1]
+        assert tuned.distance_exponent > 0
+        assert (
+            f"2 times as far from the training classes as usual are divided by {2**tuned.distance_exponent:.3g}" in note
         )
-        assert warned.distance_exponent == tuned.distance_exponent
+        asked = 1e9 * torch.randn(20, 3)
+        grow = features_of(networks[0], asked).norm(dim=1) > 1e6
+        assert grow.sum() > 5
+        level = float(tuned(asked[grow]).max()) < 1 / CLASSES + 1e-3
+        assert (f"where features grow without bound, confidence tends to 1/{CLASSES}" in note) is level
+        changed = not torch.allclose(tuned(asked), tuned.with_distance_exponent(0.0)(asked))
+        assert any("changes no probability" in one for one in tuned.tuning.notes) is not changed
+
+    def test_of_a_link_of_one_s_own_it_says_nothing(self, networks):
+        class Sure(mola.links.Probit):
+            def __call__(self, moments, seed=None):
+                return torch.softmax(moments.mean + torch.arange(4), 1)
+
+        posterior = fitted(networks[:1], link=Sure())
+        note = posterior.tune(loader(1), rule=mola.Distance(price=0.5), progress=False).tuning.notes[-1]
+        assert "4 times as far" in note
+        assert "without bound" not in note
+
+    @pytest.mark.parametrize("label", range(CLASSES))
+    def test_few_validation_data_of_one_class(self, networks, label):
+        """The rule means the same for three data as for many, and says that they are few."""
+        inputs, labels = blobs(1)
+        few = inputs[labels == label][:3]
+        truth = torch.full((3,), label)
+        tuned = fitted(networks).tune([(few, truth)], rule="distance", progress=False)
+        assert any(note.startswith("few validation data") for note in tuned.tuning.notes)
+        for network, component, scale in zip(networks, tuned.components, tuned.cooling.usual.scales, strict=True):
+            found = component.distance.logs(features_of(network, few))[0].exp()
+            assert scale.distance == pytest.approx(float(found.median()), rel=1e-9)
+        accuracy = np.mean([float((one(few).argmax(1) == label).double().mean()) for one in networks])
+        target, confidence = max(accuracy - 0.01, 1 / CLASSES), float(tuned(few).max(1).values.mean())
+        if tuned.distance_exponent > 0:
+            assert target <= confidence <= target + 1e-3
+        else:
+            assert confidence < target
+            assert "nothing is left to spend" in tuned.tuning.notes[-1]
+
+    def test_one_validation_datum(self, networks):
+        """It is what is usual, and is not cooled whatever the exponent; others are."""
+        inputs, labels = blobs(1)
+        one = inputs[1:2]
+        tuned = fitted(networks).tune([(one, labels[1:2])], rule=mola.Distance(price=0.02), progress=False)
+        assert float(tuned.predict(one).distance) == pytest.approx(1, rel=1e-9)
+        assert torch.allclose(tuned(one), tuned.with_distance_exponent(0.0)(one), atol=1e-12)
+        assert float(tuned.predict(inputs).distance.max()) > 1.5
+
+    def test_validation_data_unlike_the_training_data(self, networks):
+        """Training data close around their classes, validation data that are not: it is told, and by how much."""
+        rule = mola.Distance(price=0.05)
+        posterior = mola.fit(networks, loader(spread=0.2), progress=False)
+        held = loader(1)
+        with pytest.warns(mola.MolaWarning, match="times as far from the training classes as the training data"):
+            far = posterior.tune(held, rule=rule, progress=False)
+        pairs = zip(far.cooling.usual.scales, posterior.cooling.usual.scales, strict=True)
+        ratio = np.exp(np.mean([np.log(here.distance / there.distance) for here, there in pairs]))
+        assert ratio > FAR
+        assert any(note.startswith(f"the validation data are {ratio:.1f} times as far") for note in far.tuning.notes)
+        # Distances count from the validation data's median all the same.
+        assert float(far.predict(blobs(1)[0]).distance.median()) == pytest.approx(1, abs=0.15)
+        for usual in (
+            fitted(networks).tune(held, rule=rule, progress=False),
+            posterior.tune(loader(1, spread=0.2), rule=rule, progress=False),
+        ):
+            assert not any(note.startswith("the validation data are") for note in usual.tuning.notes)
+
+
+def timid(networks, by):
+    """The same networks with logits divided by a number: as right, and less sure."""
+    made = [copy.deepcopy(network) for network in networks]
+    with torch.no_grad():
+        for network in made:
+            network[-1].weight /= by
+            network[-1].bias /= by
+    return made
 
 
 class TestTemperature:
+    @pytest.mark.parametrize("rule", ["nll", "brier"])
+    @pytest.mark.parametrize("grid", [None, [0.5, 1.0, 2.0]])
+    def test_what_is_told_of_the_prior_precision_is_told_at_the_temperature(self, networks, rule, grid):
+        """The curve is that of the posterior as it predicts, its best is what was chosen, and the grid grew for it."""
+        posterior = mola.fit(timid(networks, 8), loader(), progress=False)
+        tuned = posterior.tune(loader(1), rule=mola.ValidationScore(rule, grid=grid), progress=False)
+        assert tuned.temperature < 1
+        inputs, labels = blobs(1)
+        curve = tuned.tuning.curve
+        place = curve["prior_precision"].index(tuned.prior_precision[0])
+        assert place == int(torch.tensor(curve[rule]).argmin())
+        probs = tuned(inputs)
+        loss = -float(probs.gather(1, labels[:, None]).log().mean())
+        assert loss == pytest.approx(curve["nll"][place], rel=1e-9)
+        assert float(probs.max(1).values.mean()) == pytest.approx(curve["confidence"][place], rel=1e-9)
+        grew = len(curve["prior_precision"]) > len(grid or mola.tuning.rules.PAPER_GRID)
+        assert any("reached the end of its grid" in note for note in tuned.tuning.notes) == grew
+        at_end = place in (0, len(curve["prior_precision"]) - 1)
+        assert any("no interior optimum" in note for note in tuned.tuning.notes) == at_end
+        if grid is not None:
+            assert grew
+        assert score_of(probs, labels, rule) < score_of(tuned.with_temperature(1.0)(inputs), labels, rule)
+
+    def test_the_lowest_temperature_is_told(self, networks):
+        posterior = mola.fit(timid(networks, 100), loader(), progress=False)
+        with pytest.warns(mola.MolaWarning, match="lowest temperature"):
+            lowest = posterior.tune(loader(1), rule="nll", progress=False)
+        assert lowest.temperature == pytest.approx(0.1)
+        assert "lowest temperature" in lowest.tuning.notes[-1]
+        higher = mola.fit(timid(networks, 4), loader(), progress=False).tune(loader(1), rule="nll", progress=False)
+        assert 0.1 < higher.temperature < 1
+        assert not any("lowest temperature" in note for note in higher.tuning.notes)
+
+    def test_a_link_that_does_not_depend_on_temperatures_gets_none(self, networks):
+        posterior = mola.fit(timid(networks, 8), loader(), link=mola.Bridge(normalised=True), progress=False)
+        assert posterior.tune(loader(1), rule="nll", progress=False).temperature == 1
+
     def test_networks_that_are_less_sure_than_right_are_sharpened(self, networks):
         """Logits of an eighth: the temperature brings them back, and the note says so."""
-
-        class Timid(nn.Module):
-            def __init__(self, network):
-                super().__init__()
-                self.body, self.head = network[:-1], nn.Linear(8, CLASSES)
-                with torch.no_grad():
-                    self.head.weight.copy_(network[-1].weight / 8)
-                    self.head.bias.copy_(network[-1].bias / 8)
-
-            def forward(self, inputs):
-                return self.head(self.body(inputs))
-
-        timid = [Timid(network) for network in networks]
         inputs, labels = blobs(1)
-        posterior = mola.fit(timid, loader(), progress=False)
+        posterior = mola.fit(timid(networks, 8), loader(), progress=False)
         sharper = posterior.tune(loader(1), rule="nll", progress=False)
         assert 0.1 < sharper.temperature < 0.7
         assert any("less sure than they are right" in note for note in sharper.tuning.notes)
@@ -551,5 +742,27 @@ def test_scaled_up_nothing_becomes_less_outlying(networks):
     posterior = fitted(networks).tune(loader(1), progress=False)
     inside, _ = blobs(2)
     usual = posterior.predict(inside).ood_score
-    for scale in (1e2, 1e4, 1e8):
+    for scale in (1e2, 1e4, 1e8, 1e16, 1e30):
         assert float((posterior.predict(scale * inside).ood_score > usual.median()).double().mean()) > 0.9
+
+
+def test_a_trace_leaves_nothing_behind(networks):
+    """A posterior that shares its components with one that was traced goes on to measure."""
+    posterior = fitted(networks).tune(loader(1), progress=False)
+    inside, _ = blobs(2)
+    posterior(inside)
+    torch.export.export(posterior.with_distance_exponent(1.0), (inside,), strict=False)
+    assert type(posterior.predict(inside).distance) is torch.Tensor
+    assert torch.isfinite(posterior.predict(inside).ood_score).all()
+
+
+def test_other_weights_leave_usual_data_usual(networks):
+    """A shift common to all logits of one network says nothing, whatever its weight."""
+    moved = copy.deepcopy(networks[1])
+    with torch.no_grad():
+        moved[-1].bias.add_(50.0)
+    posterior = fitted([networks[0], moved]).tune(loader(1), progress=False)
+    inside, _ = blobs(1)
+    assert abs(float(posterior.predict(inside).ood_score.mean())) < 1
+    other = posterior.with_weights([0.99, 0.01])
+    assert abs(float(other.predict(inside).ood_score.mean())) < 1

@@ -205,9 +205,11 @@ def test_a_link_of_ones_own_that_needs_variances_alone_is_tuned_too(trained):
     members, train, validation = trained
     posterior = mola.fit(members, train).with_link(Halved())
     grid = log_grid(1e-4, 1e3, 20)
-    curve = posterior.tune(validation, mola.ValidationScore("nll", grid=grid)).tuning.curve
+    tuned = posterior.tune(validation, mola.ValidationScore("nll", grid=grid))
+    curve = tuned.tuning.curve
+    assert tuned.temperature < 1, "halved logits are sharpened, and the curve is that at the temperature"
     inputs, labels = (torch.cat(parts) for parts in zip(*validation, strict=True))
-    tried = {value: posterior.with_prior_precision(value)(inputs).double() for value in (grid[3], grid[15])}
+    tried = {value: tuned.with_prior_precision(value)(inputs).double() for value in (grid[3], grid[15])}
     for value, probs in tried.items():
         expected = -probs.gather(1, labels[:, None]).log().mean()
         assert curve["nll"][curve["prior_precision"].index(value)] == pytest.approx(float(expected), rel=1e-5)
@@ -337,7 +339,7 @@ def test_rules_that_need_data_say_so(trained):
 
 
 def test_unknown_score_is_refused():
-    with pytest.raises(mola.OptionError, match=r"one of nll, brier, ece; got"):
+    with pytest.raises(mola.OptionError, match=r"one of nll, brier, ece, crps; got"):
         mola.ValidationScore("auc")
 
 

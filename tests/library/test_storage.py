@@ -515,7 +515,7 @@ FOREIGN = {
     "no version": (without("version"), r"version None"),
     "unknown structure": (inside("structure", name="ekfac"), r"unknown structure 'ekfac'.*'kron'"),
     "unknown link": (inside("link", name="sigmoid"), r"unknown link 'sigmoid'.*'probit'"),
-    "unknown likelihood": (document(likelihood="bernoulli"), r"likelihood 'bernoulli'.*categorical"),
+    "unknown likelihood": (document(likelihood="poisson"), r"likelihood 'poisson'.*categorical"),
     "unknown setting": (inside("link", colour=1), r"colour"),
     "more components": (
         lambda folder: edit(folder, lambda document: document["components"].append(document["components"][0])),

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from mola.baselines.noise import only_means, require_answers
 from mola.baselines.sgd import check_seed, derived_seeds
 from mola.errors import OptionError, located
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import CATEGORICAL, Likelihood, as_likelihood
 from mola.mixture import Mixture
-from mola.network import Inputs, call, check_finite, check_logits, undisturbed
+from mola.network import Inputs, call, check_finite, undisturbed
 from mola.network.fingerprint import NETWORK, require_network, signature_of
 from mola.options import whole_number
 from mola.saving import storage
@@ -51,16 +52,24 @@ class McDropout(Mixture):
             relatives): calls of `torch.nn.functional.dropout` cannot be seen. The first dimension holds the data.
         samples: number of draws.
         seed: of the masks.
+        likelihood: what the outputs mean, as for `mola.fit`.
 
     Raises:
-        OptionError: if there is no dropout layer, or the number of draws is not positive.
+        OptionError: if there is no dropout layer, the network says variances, too, or the number of draws is not positive.
     """
 
-    def __init__(self, model: nn.Module, samples: int = 30, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: int = 30,
+        *,
+        seed: int = 0,
+        likelihood: str | Likelihood = "categorical",
+    ) -> None:
         """Borrow the network.
 
         Raises:
-            OptionError: if it has no dropout.
+            OptionError: if it has no dropout, or says variances, too.
         """
         samples = whole_number(samples, "samples")
         if not _active(model):
@@ -69,13 +78,18 @@ class McDropout(Mixture):
                 f"same. Expected nn.Dropout or its relatives as layers; calls of torch.nn.functional.dropout cannot be seen."
             )
             raise OptionError(message)
-        super().__init__([partial(_one_draw, self, index) for index in range(samples)])
+        meaning = only_means(as_likelihood(likelihood), "Monte Carlo dropout")
+        super().__init__([partial(_one_draw, self, index) for index in range(samples)], likelihood=meaning)
         self.network, self.samples, self.seed = model, samples, check_seed(seed)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of this module alone: every pass sets the network's modes itself, and puts them back."""
         self.training = mode
         return self
+
+    def of_likelihood(self, likelihood: Likelihood) -> McDropout:
+        """The same network for outputs that mean something else, such as numbers with another noise."""
+        return McDropout(self.network, self.samples, seed=self.seed, likelihood=likelihood)
 
     def extra_repr(self) -> str:
         """Draws and seed."""
@@ -91,10 +105,10 @@ class McDropout(Mixture):
             for seed in seeds:
                 with _masked(self.network, seed):
                     logits = call(self.network, inputs)
-                check_logits(logits)
+                logits = self.likelihood.check_outputs(logits)
                 check_finite(logits)
                 dtype = torch.promote_types(logits.dtype, torch.float32)
-                members.append(CATEGORICAL.probabilities(logits.to(dtype)))
+                members.append(self.likelihood.probabilities(logits.to(dtype)))
         return members
 
     def save(self, directory: str | Path) -> Path:
@@ -106,7 +120,10 @@ class McDropout(Mixture):
         Returns:
             The folder, for `mola.McDropout.load(directory, model)`.
         """
+        require_answers(self.likelihood, "Monte Carlo dropout")
         document = {"samples": self.samples, "seed": self.seed, "network": signature_of(self.network)}
+        if self.likelihood != CATEGORICAL:
+            document["likelihood"] = self.likelihood.name
         return storage.write(directory, document, {}, kind="mc-dropout")
 
     @classmethod
@@ -122,7 +139,8 @@ class McDropout(Mixture):
         """
         document, _ = storage.read(directory, "mc-dropout", SCHEMA)
         require_network(model, document["network"], "model")
-        return cls(model, document["samples"], seed=document["seed"])
+        meaning = document.get("likelihood", CATEGORICAL.name)
+        return cls(model, document["samples"], seed=document["seed"], likelihood=meaning)
 
 
 def _one_draw(predictor: McDropout, index: int, inputs: Inputs) -> Tensor:

@@ -66,6 +66,9 @@ def widen(network: nn.Module, members: int, example: Tensor, seed: int) -> Widen
     """
     with undisturbed(network):
         head = find_head(network, example)
+        if not isinstance(head.layer, nn.Linear) or head.positions is not None:
+            message = "MIMO needs a network that ends in an nn.Linear and gives one row of logits for each input, not many positions."
+            raise OptionError(message)
         name, first = _first_layer(network, head, example)
         generator = torch.Generator("cpu").manual_seed(seed)
         heads = [_drawn_head(head.layer, generator) for _ in range(members)]

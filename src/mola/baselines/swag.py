@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mola.baselines.noise import only_means, require_answers
 from mola.baselines.sgd import (
     LearningRateTuning,
     as_rates,
@@ -32,9 +33,9 @@ from mola.baselines.sgd import (
 from mola.baselines.swag_path import Moments, SgdPath, trainable
 from mola.errors import OptionError, StorageError, located
 from mola.fitting import ensemble
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import CATEGORICAL, Likelihood, as_likelihood
 from mola.mixture import Mixture
-from mola.network import Inputs, call, check_finite, check_logits, undisturbed
+from mola.network import Inputs, call, check_finite, undisturbed
 from mola.network.calling import WithTensors
 from mola.network.fingerprint import signature_of
 from mola.options import is_real, whole_number
@@ -234,6 +235,7 @@ class Swag(Mixture):
         scale: of the covariance.
         seed: of the draws.
         tuning: how the learning rate was chosen, if it was.
+        likelihood: what the outputs mean.
     """
 
     def __init__(
@@ -245,9 +247,10 @@ class Swag(Mixture):
         scale: float,
         seed: int,
         tuning: LearningRateTuning | None = None,
+        likelihood: Likelihood = CATEGORICAL,
     ) -> None:
         """Bind a network, its moments, and the statistics of the draws."""
-        super().__init__([partial(_sampled, self, index) for index in range(samples)])
+        super().__init__([partial(_sampled, self, index) for index in range(samples)], likelihood=likelihood)
         parameters = dict(network.named_parameters())
         with torch.no_grad():
             for name, mean in moments.mean.items():
@@ -274,6 +277,7 @@ class Swag(Mixture):
         seed: int = 0,
         checkpoint: str | Path | None = None,
         progress: bool = True,
+        likelihood: str | Likelihood = "categorical",
     ) -> Swag:
         """Walk from a trained network by SGD with constant learning rate, one snapshot an epoch, and draw.
 
@@ -295,6 +299,8 @@ class Swag(Mixture):
             checkpoint: folder to keep the path in after every epoch, and the statistics of every draw; what was
                 interrupted goes on from there to the same bits, and what is complete if more epochs are asked for.
             progress: whether to show a progress bar on stderr, if that is a terminal.
+            likelihood: what the outputs mean, as for `mola.fit`. Of numbers, `mola.Gaussian(noise=...)`, or `mola.scale_noise`
+                afterwards; several learning rates are chosen among by confidence, and so for classes alone.
 
         Returns:
             The predictor.
@@ -305,6 +311,12 @@ class Swag(Mixture):
         rates, several = as_rates(learning_rate)
         if not several and (val_loader is not None or rule is not None):
             raise OptionError(ONE_RATE)
+        meaning = only_means(as_likelihood(likelihood), "SWAG")
+        if several and not meaning.discrete:
+            message = (
+                "SWAG chooses among learning rates by the confidence in classes: for numbers, pass one learning_rate."
+            )
+            raise OptionError(message)
         paths = {rate: SgdPath(rate, rank, momentum, weight_decay, check_seed(seed)) for rate in rates}
         trainable(model)
         epochs, samples = whole_number(epochs, "epochs", 2), whole_number(samples, "samples")
@@ -316,8 +328,11 @@ class Swag(Mixture):
                 folder = folder / f"learning-rate-{rate:g}"
             with torch.inference_mode(False), torch.enable_grad():
                 network = _own_copy(model)
-                moments = paths[rate].follow(network, train_loader, epochs, folder, progress=progress)
-            return _drawn(network, moments, train_loader, samples, own_scale, seed, folder, progress=progress)
+                moments = paths[rate].follow(
+                    network, train_loader, epochs, folder, progress=progress, likelihood=meaning
+                )
+            made = _drawn(network, moments, train_loader, samples, own_scale, seed, folder, progress=progress)
+            return made.of_likelihood(meaning)
 
         if not several:
             return make(rates[0])
@@ -352,7 +367,12 @@ class Swag(Mixture):
         network = _own_copy(self.network)
         made = _drawn(network, self.moments, train_loader, samples, scale, chosen, None, progress=progress)
         made.tuning = self.tuning
-        return made
+        return made.of_likelihood(self.likelihood)
+
+    def of_likelihood(self, likelihood: Likelihood) -> Swag:
+        """This predictor, for outputs that mean something else, such as numbers with another noise."""
+        self._likelihood = likelihood
+        return self
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
@@ -406,6 +426,7 @@ class Swag(Mixture):
         Returns:
             The folder, for `mola.Swag.load(directory, model)`.
         """
+        require_answers(self.likelihood, "SWAG")
         parts = SwagParts(self.moments, self.statistics, self.samples, self.scale, self.seed, self.tuning)
         return write_swag(directory, self.network, parts)
 
@@ -427,10 +448,9 @@ class Swag(Mixture):
 def _sampled(swag: Swag, index: int, inputs: Inputs) -> Tensor:
     """Probabilities of one draw."""
     with located(f"draw {index}"):
-        logits = call(WithTensors(swag.network, swag.sample(index)), inputs)
-        check_logits(logits)
+        logits = swag.likelihood.check_outputs(call(WithTensors(swag.network, swag.sample(index)), inputs))
         check_finite(logits)
-    return CATEGORICAL.probabilities(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    return swag.likelihood.probabilities(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
 
 def _own_copy(model: nn.Module) -> nn.Module:

@@ -25,8 +25,8 @@ from tqdm.auto import tqdm
 
 from mola.baselines.sgd import derived_seeds, seeded
 from mola.errors import DataError, OptionError
-from mola.likelihood import CATEGORICAL
-from mola.network import as_batch, batch_count, call, check_logits, peek
+from mola.likelihood import CATEGORICAL, Likelihood
+from mola.network import as_batch, batch_count, call, peek
 from mola.network.calling import Differentiable
 from mola.network.fingerprint import signature_of
 from mola.options import is_real
@@ -186,7 +186,14 @@ class SgdPath:
             raise OptionError(message)
 
     def follow(
-        self, network: nn.Module, loader: Iterable[Any], epochs: int, checkpoint: Path | None, *, progress: bool
+        self,
+        network: nn.Module,
+        loader: Iterable[Any],
+        epochs: int,
+        checkpoint: Path | None,
+        *,
+        progress: bool,
+        likelihood: Likelihood = CATEGORICAL,
     ) -> Moments:
         """Train a network of your own and collect its moments.
 
@@ -199,6 +206,7 @@ class SgdPath:
             epochs: number of snapshots.
             checkpoint: folder to keep the state in after every epoch, and to take it up from; None keeps nothing.
             progress: whether to show a progress bar on stderr, if that is a terminal.
+            likelihood: what the outputs mean, and so what is minimised; of numbers, the squared error.
 
         Returns:
             The moments of the parameters that require gradients.
@@ -231,7 +239,7 @@ class SgdPath:
         )
         for epoch in bar:
             with seeded(network, seeds[epoch]):
-                loss, chance = walk_epoch(network, loader, optimiser)
+                loss, chance = walk_epoch(network, loader, optimiser, likelihood)
             snapshot = {name: tensor.detach() for name, tensor in weights.items()}
             finite = math.isfinite(loss) and all(bool(torch.isfinite(tensor).all()) for tensor in snapshot.values())
             if not (finite and loss <= LOST * chance):
@@ -272,8 +280,13 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def walk_epoch(network: nn.Module, loader: Iterable[Any], optimiser: torch.optim.Optimizer) -> tuple[float, float]:
-    """One epoch; the mean loss of its batches, and that of guessing.
+def walk_epoch(
+    network: nn.Module,
+    loader: Iterable[Any],
+    optimiser: torch.optim.Optimizer,
+    likelihood: Likelihood = CATEGORICAL,
+) -> tuple[float, float]:
+    """One epoch; the mean loss of its batches, and that of guessing: for numbers, of the mean of all targets.
 
     Raises:
         DataError: if a batch has no labels.
@@ -287,15 +300,14 @@ def walk_epoch(network: nn.Module, loader: Iterable[Any], optimiser: torch.optim
         if batch.labels is None:
             message = f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
             raise DataError(message)
-        logits = call(differentiable, batch.inputs)
-        check_logits(logits)
-        labels = CATEGORICAL.check_labels(batch.labels, logits, place)
+        logits = likelihood.check_outputs(call(differentiable, batch.inputs))
+        labels = likelihood.check_labels(batch.labels, logits, place)
         optimiser.zero_grad()
         with torch.enable_grad():
-            loss = -CATEGORICAL.log_likelihood(logits, labels).mean()
+            loss = -likelihood.training_score(logits, labels).mean()
             loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-        total, batches, chance = total + float(loss.detach()), batches + 1, math.log(logits.shape[1])
+        total, batches, chance = total + float(loss.detach()), batches + 1, likelihood.loss_of_guessing(logits, labels)
         if not math.isfinite(total):
             blame_inputs(batch.inputs, place)
             break

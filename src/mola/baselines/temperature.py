@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from mola.component import per_component
 from mola.errors import DataError, OptionError, StorageError, located, warn
 from mola.fitting import ensemble
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import CATEGORICAL, LIKELIHOODS, Likelihood, as_likelihood
 from mola.mixture import Mixture, check_weights, uniform_weights
-from mola.network import Inputs, check_finite, one_batch, undisturbed, without_autocast
+from mola.network import DenseFeatures, Inputs, check_finite, one_batch, undisturbed, without_autocast
 from mola.network.fingerprint import NETWORK, Watch, require_network
 from mola.numerics import exact
 from mola.options import counted, one_of
@@ -37,6 +37,7 @@ from mola.uncertainty import entropy, max_probability_score, mutual_information
 
 __all__ = [
     "TemperatureScaled",
+    "as_classes",
     "fit_member_temperatures",
     "fit_pooled_temperature",
     "fit_temperature",
@@ -125,6 +126,20 @@ def pooled_log_probabilities(logits: Tensor, weights: Tensor) -> Tensor:
     return torch.logsumexp(torch.log_softmax(logits, dim=-1) + log_weights, dim=0)
 
 
+def _questions(logits: Tensor, likelihood: Likelihood) -> Tensor:
+    """Logits (K, ..., C) as those of classes: for yes or no (K, ..., C, 2), where no has the logit 0."""
+    return logits if likelihood.competing else torch.stack([torch.zeros_like(logits), logits], dim=-1)
+
+
+def as_classes(logits: Tensor, labels: Tensor, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
+    """Logits (K, n, C) and labels as those of classes, a row for each question whose answer is known."""
+    if likelihood.competing:
+        return logits, labels
+    asked = likelihood.asked(labels)
+    known = asked >= 0
+    return _questions(logits.transpose(1, 2).flatten(1), likelihood)[:, known], asked[known]
+
+
 def _checked(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Logits as (K, n, C) in float64, and labels as indices.
 
@@ -196,6 +211,7 @@ class TemperatureScaled(Mixture):
         temperatures: one number above 0, or one for each network.
         weights: "uniform", or K numbers that sum to 1.
         pooled: whether probabilities are averaged first, and their logarithm divided by the temperature.
+        likelihood: what the networks' outputs mean: "categorical" or "bernoulli".
 
     Raises:
         OptionError: if a temperature is not a finite number above 0, or there are several for a pool.
@@ -208,14 +224,15 @@ class TemperatureScaled(Mixture):
         weights: str | Sequence[float] | Tensor = "uniform",
         *,
         pooled: bool = False,
+        likelihood: str | Likelihood = "categorical",
     ) -> None:
         """Bind networks and temperatures.
 
         Raises:
             OptionError: if they do not fit.
         """
-        plain = ensemble(models, weights)
-        super().__init__(plain.components, plain.weights)
+        plain = ensemble(models, weights, likelihood=_discrete(likelihood))
+        super().__init__(plain.components, plain.weights, likelihood=plain.likelihood)
         self.components, self.pooled = plain.components, pooled
         self.temperatures = tuple(
             float(value) for value in per_component(temperatures, len(plain.components), "temperatures")
@@ -264,12 +281,24 @@ class TemperatureScaled(Mixture):
             return self._probabilities(logits)[0]
 
     def _logits(self, inputs: Inputs) -> Tensor:
+        """Logits (K, n, C).
+
+        Raises:
+            DataError: if the numbers of classes differ, or outputs are at many positions.
+        """
         members = []
         self._check_networks()
         with undisturbed(*self.networks, passes_only=True):
             for index, component in enumerate(self.components):
                 with located(f"models[{index}]"):
-                    members.append(component.moments(inputs).mean)
+                    found = component.observed(inputs)
+                    if isinstance(found, DenseFeatures):
+                        message = (
+                            "temperature scaling gives one row for each input, and this network has outputs at many positions. Use "
+                            "mola.ensemble(models).with_temperature(temperature), which keeps their layout."
+                        )
+                        raise DataError(message)
+                    members.append(found.mean)
                     check_finite(members[-1])
         classes = [logits.shape[1] for logits in members]
         if len(set(classes)) > 1:
@@ -279,10 +308,13 @@ class TemperatureScaled(Mixture):
 
     def _probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Of the whole (n, C), and of each member (K, n, C)."""
+        said = self.likelihood.probabilities
         if self.pooled:
-            pool = pooled_log_probabilities(logits, self.weights)
-            return torch.softmax(pool / self.temperatures[0], dim=-1), torch.softmax(logits, dim=-1)
-        members = torch.softmax(logits / logits.new_tensor(self.temperatures)[:, None, None], dim=-1)
+            asked = _questions(logits, self.likelihood)
+            pool = pooled_log_probabilities(asked.flatten(1, -2), self.weights).view(asked.shape[1:])
+            probs = torch.softmax(pool / self.temperatures[0], dim=-1)
+            return probs if self.likelihood.competing else probs[..., 1], said(logits)
+        members = said(logits / logits.new_tensor(self.temperatures)[:, None, None])
         return self._mix(list(members)), members
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
@@ -291,13 +323,15 @@ class TemperatureScaled(Mixture):
         with without_autocast(logits.device):
             probs, members = self._probabilities(logits)
             weights = self.weights.to(members)
-            spread = mutual_information(members, weights)
+            spread = mutual_information(members, weights, self.likelihood)
             if self.pooled:
                 # The share of the plain mixture's entropy: scaled with it, it stays between 0 and the whole.
-                total = entropy(self._mix(list(members)))
+                answers = self.likelihood.answer_probabilities
+                total = entropy(answers(self._mix(list(members))))
                 share = torch.where(total > 0, spread / total, torch.zeros_like(total)).clamp(0, 1)
-                spread = entropy(probs) * share
-        return Prediction(probs, spread, max_probability_score(probs), "max-probability", logits)
+                spread = entropy(answers(probs)) * share
+            score = max_probability_score(probs, self.likelihood)
+        return Prediction(probs, spread, score, "max-probability", logits, likelihood=self.likelihood)
 
     def save(self, directory: str | Path) -> Path:
         """Save all but the networks.
@@ -314,6 +348,7 @@ class TemperatureScaled(Mixture):
             "weights": self.weights.tolist(),
             "pooled": self.pooled,
             "networks": [watch.signature for watch in self._watches],
+            **({} if self.likelihood == CATEGORICAL else {"likelihood": self.likelihood.name}),
         }
         return storage.write(directory, document, {}, kind="temperature")
 
@@ -340,8 +375,11 @@ class TemperatureScaled(Mixture):
             raise StorageError(message)
         for index, (network, saved) in enumerate(zip(networks, document["networks"], strict=True)):
             require_network(network, saved, f"models[{index}]")
+        meaning = document.get("likelihood", CATEGORICAL.name)  # said only where it is another
         try:
-            loaded = cls(networks, document["temperatures"], document["weights"], pooled=document["pooled"])
+            loaded = cls(
+                networks, document["temperatures"], document["weights"], pooled=document["pooled"], likelihood=meaning
+            )
         except OptionError as error:
             message = f"the saved document holds a value that cannot be used: {error}"
             raise StorageError(message) from error
@@ -356,6 +394,7 @@ def temperature_scaled(
     weights: str | Sequence[float] | Tensor = "uniform",
     *,
     progress: bool = True,
+    likelihood: str | Likelihood = "categorical",
 ) -> TemperatureScaled:
     """Choose temperatures on validation data, by exact one-dimensional optimisation of the log-likelihood.
 
@@ -366,12 +405,13 @@ def temperature_scaled(
             "pooled" one for the logarithm of the averaged probabilities.
         weights: "uniform", or K numbers that sum to 1.
         progress: whether to show a progress bar on stderr, if that is a terminal.
+        likelihood: what the networks' outputs mean: "categorical" or "bernoulli".
 
     Returns:
         The predictor.
     """
     one_of(mode, MODES, "mode")
-    plain = ensemble(models, weights)
+    plain = ensemble(models, weights, likelihood=_discrete(likelihood))
     with undisturbed(*plain.networks):
         data = read_held_out(
             plain.networks,
@@ -380,13 +420,30 @@ def temperature_scaled(
             where="validation loader",
             labelled=True,
             progress=progress,
+            likelihood=plain.likelihood,
         )
     data.check_labels("validation loader")
-    logits, labels = torch.stack(list(data.logits)), data.labels
-    assert labels is not None  # read_held_out asked for them
+    assert data.labels is not None  # read_held_out asked for them
+    logits, labels = as_classes(torch.stack(list(data.logits)), data.labels, plain.likelihood)
     if mode == "members":
-        return TemperatureScaled(plain.networks, fit_member_temperatures(logits, labels), plain.weights)
-    choose = fit_pooled_temperature if mode == "pooled" else fit_temperature
+        chosen: Any = fit_member_temperatures(logits, labels)
+    else:
+        choose = fit_pooled_temperature if mode == "pooled" else fit_temperature
+        chosen = choose(logits, labels, plain.weights)
     return TemperatureScaled(
-        plain.networks, choose(logits, labels, plain.weights), plain.weights, pooled=mode == "pooled"
+        plain.networks, chosen, plain.weights, pooled=mode == "pooled", likelihood=plain.likelihood
     )
+
+
+def _discrete(likelihood: str | Likelihood) -> Likelihood:
+    """The likelihood, if its outputs are logits.
+
+    Raises:
+        OptionError: if they are numbers.
+    """
+    chosen = as_likelihood(likelihood)
+    if not chosen.discrete or type(chosen) is not LIKELIHOODS.get(chosen.name):
+        known = ", ".join(repr(name) for name, kind in LIKELIHOODS.items() if kind.discrete)
+        message = f"a temperature divides logits, and likelihood {chosen.name!r} has none: it is for {known}."
+        raise OptionError(message)
+    return chosen

@@ -24,7 +24,7 @@ from mola.errors import DataError, StorageError
 from mola.saving.storage import partial_file
 from mola.schema import SEAL
 
-__all__ = ["HeadOnly", "RowWriter", "Seen", "Stored", "TensorFile", "written_rows"]
+__all__ = ["HeadOnly", "RowWriter", "Seen", "Stored", "TensorFile", "TensorFiles", "written_rows"]
 
 BATCH = 1024
 """Rows of a batch that is fitted on or predicted."""
@@ -34,6 +34,9 @@ NUMBERS_AT_ONCE = 2**23
 
 BYTES_AT_ONCE = 2**24
 """Of a file whose checksum is computed."""
+
+WHOLE = ("weight", "bias")
+"""Of the head: not a row for each datum."""
 
 KINDS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64}
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
@@ -151,6 +154,58 @@ class TensorFile:
         offset = self.layout.place(name) + start * width * kind.itemsize
         return torch.from_numpy(np.fromfile(self.path, kind, rows * width, offset=offset)).reshape(rows, *rest)
 
+    def rows(self, name: str, places: Tensor) -> Tensor:
+        """The rows of a tensor at some places, in their order; neighbours are read at once."""
+        if len(places) == 0:
+            return self.read(name, 0, 0)
+        breaks = torch.nonzero(places[1:] != places[:-1] + 1).flatten().add(1).tolist()
+        runs = zip([0, *breaks], [*breaks, len(places)], strict=True)
+        return torch.cat([self.read(name, int(places[one]), int(places[end - 1]) + 1) for one, end in runs])
+
+
+class TensorFiles:
+    """Several files that hold the rows of one set, one after the other; read like one.
+
+    Args:
+        paths: of the files, in the order of their rows.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.parts = [TensorFile(path) for path in paths]
+        ends = torch.tensor([part.shape("labels")[0] for part in self.parts]).cumsum(0).tolist()
+        self.starts, self.count = [0, *ends[:-1]], int(ends[-1])
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return name in self.parts[0]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor with a row for each datum."""
+        return self.count, *self.parts[0].shape(name)[1:]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Some rows of a tensor, or all of one that every file holds (`WHOLE`)."""
+        if name in WHOLE:
+            return self.parts[0].read(name)
+        last = self.count if stop is None else min(stop, self.count)
+        found = [
+            part.read(name, max(0, start - first), last - first)
+            for part, first in zip(self.parts, self.starts, strict=True)
+            if first < last and start < first + part.shape("labels")[0]
+        ]
+        return torch.cat(found) if found else self.parts[0].read(name, 0, 0)
+
+    def rows(self, name: str, places: Tensor) -> Tensor:
+        """The rows of a tensor at some places, in their order."""
+        if len(places) == 0:
+            return self.read(name, 0, 0)
+        part = torch.searchsorted(torch.tensor(self.starts), places, right=True) - 1
+        found = torch.empty(len(places), *self.shape(name)[1:], dtype=self.parts[0].read(name, 0, 0).dtype)
+        for index in sorted(set(part.tolist())):
+            mine = torch.nonzero(part == index).flatten()
+            found[mine] = self.parts[index].rows(name, places[mine] - self.starts[index])
+        return found
+
 
 @contextmanager
 def written_rows(
@@ -258,20 +313,27 @@ class Seen:
 class Stored:
     """What the heads of K networks see of a set; a loader of (features, labels) for networks that are `HeadOnly`."""
 
-    files: tuple[TensorFile, ...]
+    files: tuple[TensorFile | TensorFiles, ...]
+    places: tuple[int, ...] | None = None
+    """Which data of the files, and in which order; None is all of them."""
 
     @classmethod
-    def open(cls, paths: Sequence[Path]) -> Stored:
-        """From one file for each network, of the same set."""
-        return cls(tuple(TensorFile(path) for path in paths))
+    def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:
+        """From one file for each network, or from its files in the order of their rows; all of the same set."""
+        listed = [[one] if isinstance(one, Path) else list(one) for one in paths]
+        return cls(tuple(TensorFile(one[0]) if len(one) == 1 else TensorFiles(one) for one in listed))
 
     def first(self, count: int | None) -> Stored:
         """The first `count` networks alone; None is all of them."""
-        return Stored(self.files[:count])
+        return Stored(self.files[:count], self.places)
 
     def only(self, network: int) -> Stored:
         """One network alone; its features are still (n, 1, P)."""
-        return Stored(self.files[network : network + 1])
+        return Stored(self.files[network : network + 1], self.places)
+
+    def at(self, places: Sequence[int]) -> Stored:
+        """Some of the data, in this order."""
+        return Stored(self.files, tuple(places))
 
     @cached_property
     def heads(self) -> tuple[HeadOnly, ...]:
@@ -284,12 +346,17 @@ class Stored:
     @cached_property
     def labels(self) -> Tensor:
         """Class of each datum (n,)."""
-        return self.files[0].read("labels")
+        return self._read(self.files[0], "labels", 0, self.count)
 
     @property
     def count(self) -> int:
         """Number of data."""
-        return self.files[0].shape("labels")[0]
+        return self.files[0].shape("labels")[0] if self.places is None else len(self.places)
+
+    def _read(self, file: TensorFile | TensorFiles, name: str, start: int, stop: int) -> Tensor:
+        if self.places is None:
+            return file.read(name, start, stop)
+        return file.rows(name, torch.tensor(self.places[start:stop], dtype=torch.int64))
 
     def slices(self) -> Iterator[Seen]:
         """All data, in slices of a bounded size that are whole batches but for the last."""
@@ -297,7 +364,7 @@ class Stored:
         rows = max(1, NUMBERS_AT_ONCE // width // BATCH) * BATCH
         for start in range(0, self.count, rows):
             features, logits = (
-                torch.stack([file.read(name, start, start + rows) for file in self.files], dim=1)
+                torch.stack([self._read(file, name, start, start + rows) for file in self.files], dim=1)
                 for name in ("features", "logits")
             )
             yield Seen(features, logits, self.labels[start : start + rows])
@@ -309,4 +376,5 @@ class Stored:
 
     def logits(self) -> Tensor:
         """(K, n, C), of all data: for sets as small as validation data."""
-        return torch.stack([file.read("logits") for file in self.files], dim=1).transpose(0, 1)
+        every = [self._read(file, "logits", 0, self.count) for file in self.files]
+        return torch.stack(every, dim=1).transpose(0, 1)

@@ -47,14 +47,21 @@ def evaluation_document(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+LABELS = ("auroc", "average_precision")
+"""Scores of inputs that have several labels, averaged over these."""
+
+
 def _method(record: Record, test: str) -> dict[str, Any]:
     found = record.labelled[test]
     return {
-        "scores": {name: found.metrics[name] for name in found.errors},
+        "scores": {name: found.metrics[name] for name in (*found.errors, *LABELS) if name in found.metrics},
         "errors": found.errors,
         "reliability": found.reliability,
         "histogram": _shares(found.histogram, found.count),
-        "classes": {name: asdict(one) for name, one in found.classes.items()},
+        "classes": {
+            name: {key: value for key, value in asdict(one).items() if value is not None}
+            for name, one in found.classes.items()
+        },
         "outside": {name: _outside(one) for name, one in record.outliers.items()},
     }
 

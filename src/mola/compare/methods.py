@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ import mola
 from mola.baselines.temperature import fit_temperature
 from mola.compare.activations_file import Seen, Stored
 from mola.compare.tally import Answer, gen_score
-from mola.errors import MolaWarning
+from mola.errors import MolaWarning, OptionError
 from mola.options import one_of
 from mola.uncertainty import entropy_score, max_probability_score
 
@@ -41,6 +41,9 @@ class Material:
     """Of the paper's rule."""
     detectors: Callable[[Stored, Stored], FeatureScores]
     """Made from what the networks see of the training and of the validation set."""
+    sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = field(default=None, kw_only=True)
+    """Gives the posterior with a structure over some heads, where training data went into sums and are stored nowhere; None where
+    "train" can be read."""
 
 
 @dataclass(frozen=True)
@@ -145,16 +148,24 @@ class LastLayer:
         return settings
 
     def fit(self, material: Material) -> Fitted:
-        """Fit on stored training activations and tune on stored validation activations."""
-        train, validation = self._read(material, "train"), self._read(material, "validation")
+        """Fit on stored training activations, or on sums, and tune on stored validation activations.
+
+        Raises:
+            OptionError: if there are sums alone, of logits that would have to be divided first.
+        """
+        validation = self._read(material, "validation")
+        train = self._read(material, "train") if material.sums is None else None
+        if train is None and self.temperature and self.structure is not None:
+            message = f"{self.name} divides the logits before they are summed, which takes stored training data: leave --stream out."
+            raise OptionError(message)
         start = time.perf_counter()
         with noting() as notes:
-            networks = train.heads
+            networks = validation.heads
             chosen: dict[str, Any] = {}
             if self.temperature:
                 temperature = fit_temperature(validation.logits(), validation.labels)
                 networks, chosen["temperature"] = tuple(one.cooled(temperature) for one in networks), temperature
-            posterior = self.posterior(networks, train, validation, material.threshold)
+            posterior = self.posterior(networks, train or (), validation, material.threshold, material.sums)
         chosen |= self.tuned(posterior)
         chosen["notes"] = notes
         seconds = time.perf_counter() - start
@@ -164,8 +175,8 @@ class LastLayer:
 
         @cache
         def detectors() -> FeatureScores:
-            """Made when a set of outliers first asks for them."""
-            return material.detectors(train, validation)
+            """Made when a set of outliers first asks for them; none without stored training data."""
+            return {} if train is None else material.detectors(train, validation)
 
         def answer(seen: Seen, scores: bool) -> Answer:
             if not (scores and self.detectors):
@@ -202,6 +213,7 @@ class LastLayer:
         train: Iterable[Any],
         validation: Iterable[Any],
         threshold: float | None = None,
+        sums: Callable[[str, Sequence[Any]], mola.MoLA] | None = None,
     ) -> mola.MoLA:
         """The predictor, fitted and tuned.
 
@@ -210,6 +222,7 @@ class LastLayer:
             train: batches to fit on.
             validation: batches to tune on.
             threshold: of the paper's rule; None is 0.01 below the networks' accuracy.
+            sums: gives the posterior at its first prior precision, in place of batches to fit on.
 
         Returns:
             The predictor.
@@ -217,7 +230,12 @@ class LastLayer:
         if self.structure is None:
             return mola.ensemble(networks)
         weights = "evidence" if self.weights == "evidence" else "uniform"
-        posterior = mola.fit(networks, train, structure=self.structure, link=self.link, weights=weights, progress=False)
+        if sums is None:
+            posterior = mola.fit(
+                networks, train, structure=self.structure, link=self.link, weights=weights, progress=False
+            )
+        else:
+            posterior = sums(self.structure, networks).with_link(self.link).with_weights(weights)
         needs_data = self.rule != "evidence"
         posterior = posterior.tune(validation if needs_data else None, RULES[self.rule](threshold), progress=False)
         return posterior.reweight(validation, progress=False) if self.weights == "stacking" else posterior

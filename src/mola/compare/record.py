@@ -66,6 +66,12 @@ class ClassResult:
     accuracy: float
     confidence: float
     """Mean of the largest probability."""
+    auroc: float | None = None
+    """Of a label that is yes or no: area under the ROC curve."""
+    average_precision: float | None = None
+    """Likewise."""
+    ece: float | None = None
+    """Likewise: calibration error of the probability of yes."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,8 @@ class Record:
     outliers: dict[str, OutlierResult]
     examples: dict[str, Examples] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    measures: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By name of what a suite asks beyond the metrics, its numbers. Absent from files where nothing was asked."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values of a suite's record, without what only comparisons of one run have (errors over data, classes)."""
@@ -165,6 +173,8 @@ class Record:
                 one: {key: value for key, value in result.items() if key not in optional or (key in KEPT and value)}
                 for one, result in document[name].items()
             }
+        if not self.measures:
+            del document["measures"]
         return document
 
     @classmethod
@@ -183,11 +193,13 @@ class Record:
                 raise StorageError(message)
         for name, one in document["labelled"].items():
             check(one.get("types", {}), TYPES, f"labelled.{name}.types")
+        check(document.get("measures", {}), TYPES, "measures")
         return cls(
             **{name: document[name] for name in PLAIN},
             labelled={name: LabelledResult(**one) for name, one in document["labelled"].items()},
             outliers={name: OutlierResult(**one) for name, one in document["outliers"].items()},
             examples={name: Examples(**one) for name, one in document["examples"].items()},
+            measures=document.get("measures", {}),
         )
 
 

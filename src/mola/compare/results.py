@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -46,6 +47,8 @@ METRICS = (
     "mce_legacy",
     "confidence",
     "aurc",
+    "auroc",
+    "average_precision",
 )
 """Of labelled data, as `mola.metrics` defines them."""
 
@@ -94,7 +97,7 @@ def labelled_result(
         level=level,
         count=tally.count,
         # The legacy errors count nothing where every prediction is sure.
-        metrics={name: found[name] for name in METRICS if not math.isnan(found[name])},
+        metrics={name: found[name] for name in METRICS if not math.isnan(found.get(name, math.nan))},
         reliability=tally.bins.tolist() if detail else [],
         histogram=_histogram(tally) if detail else [],
         errors={name: one.error for name, one in tally.measured().items()} if errors else {},
@@ -106,6 +109,10 @@ def labelled_result(
 def _metrics(tally: Tally) -> dict[str, float]:
     confidence, correct, bins = tally["confidence"], tally["correct"], tally.bins
     nll = float(tally["nll"].mean())
+    several = {}
+    if "question" in tally.columns:  # of inputs with several labels, the means over labels
+        by_label = tally.by_label()
+        several = {name: _mean_of_known(by_label[name]) for name in ("auroc", "average_precision")}
     legacy = metrics.bin_sums_legacy(confidence, correct, 100)
     counted = bool(legacy[:, 0].sum() > 0)
     return {
@@ -119,8 +126,14 @@ def _metrics(tally: Tally) -> dict[str, float]:
         "mce": metrics.largest_gap(bins),
         "mce_legacy": metrics.largest_gap(legacy) if counted else math.nan,
         "confidence": float(confidence.mean()),
-        "aurc": metrics.area_under_risk_coverage(tally["max probability"], correct),
+        "aurc": metrics.area_under_risk_coverage(1 - confidence if several else tally["max probability"], correct),
+        **several,
     }
+
+
+def _mean_of_known(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors: bool = False) -> OutlierResult:
@@ -231,7 +244,24 @@ def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> 
 
 def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, ClassResult]:
     rows = zip(classes, *tally.by_class(len(classes)), strict=True)
-    return {name: ClassResult(count, right / count, sure / count) for name, count, right, sure in rows if count}
+    found = {name: ClassResult(count, right / count, sure / count) for name, count, right, sure in rows if count}
+    if "question" not in tally.columns:
+        return found
+    measured = tally.by_label()
+
+    def value(measure: str, place: int) -> float | None:
+        found = measured[measure][place]
+        return None if math.isnan(found) else found
+
+    return {
+        name: replace(
+            one,
+            auroc=value("auroc", place),
+            average_precision=value("average_precision", place),
+            ece=value("ece", place),
+        )
+        for place, (name, one) in enumerate(found.items())
+    }
 
 
 BY_TYPE = ("accuracy", "nll", "ece")

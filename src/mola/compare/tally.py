@@ -16,8 +16,9 @@ from torch import Tensor
 from mola.compare.measured import Measurement, calibration_error, mean_of
 from mola.distributed import Team
 from mola.errors import DataError
-from mola.metrics import bin_sums
-from mola.uncertainty import energy_score, entropy_score, max_logit_score, max_probability_score
+from mola.likelihood import CATEGORICAL, Likelihood
+from mola.metrics import auroc_of_labels, average_precision_of_labels, bin_sums, calibration_error_of_labels
+from mola.uncertainty import energy_score, entropy_score, label_energy_score, max_logit_score, max_probability_score
 
 __all__ = ["BINS", "SCORES", "Answer", "Tally", "gen_score", "tally_set"]
 
@@ -26,8 +27,9 @@ BINS = 15
 SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
 """Outlier scores by which every method is shown that has what they are made from, higher for what is more outlying."""
 
-FIXED = ("confidence", "predicted", "label", "correct", "nll", "brier", "set size", "held")
-"""Columns of a tally that are not outlier scores: some are there where there are labels, the last two where there are sets."""
+FIXED = ("confidence", "predicted", "question", "label", "correct", "yes", "nll", "brier", "set size", "held")
+"""Columns of a tally that are not outlier scores. Those from "label" on are there where there are labels; "question", which of
+several labels of an input it is, and "yes", its probability, only where inputs have several; the last two where there are sets."""
 
 
 def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tensor:
@@ -69,6 +71,8 @@ class Answer:
     """(n, C), which classes the prediction set of each input holds, where there are such sets."""
     given: Mapping[str, Tensor] | None = None
     """Outlier scores (n,) by name, where the method computes them itself; None derives `SCORES`."""
+    likelihood: Likelihood = CATEGORICAL
+    """What the probabilities are of."""
 
     def scores(self) -> dict[str, Tensor]:
         """The scores that are given, or every one of `SCORES` that the answer allows, (n,) in float64.
@@ -78,12 +82,21 @@ class Answer:
         if self.given is not None:
             return {name: score.double() for name, score in self.given.items()}
         probs = self.probs.double()
-        found = {"max probability": max_probability_score(probs), "entropy": entropy_score(probs)}
+        if not self.likelihood.competing:
+            answers = self.likelihood.answer_probabilities(probs)
+            found = {
+                "max probability": max_probability_score(probs, self.likelihood),
+                "entropy": entropy_score(answers).mean(-1),
+            }
+        else:
+            found = {"max probability": max_probability_score(probs), "entropy": entropy_score(probs)}
         if self.logits is not None:
             logits = self.logits.double()
             count = len(logits)
             weights = torch.full((count,), 1 / count) if self.weights is None else self.weights
-            for name, score in (("energy", energy_score), ("maximum logit", max_logit_score)):
+            competing = self.likelihood.competing
+            energy = energy_score if competing else label_energy_score
+            for name, score in (("energy", energy), ("maximum logit", max_logit_score)):
                 found[name] = torch.einsum("k,kn->n", weights.to(logits), score(logits))
         if self.ood_score is not None:
             found["ood score"] = self.ood_score.double()
@@ -106,6 +119,9 @@ class Tally:
             answer: what the method says of it.
             labels: (n,), where there are any.
         """
+        if not answer.likelihood.competing:
+            self._add_questions(answer, labels)
+            return
         probs = answer.probs
         exact = probs.double()
         confidence, predicted = exact.max(1)
@@ -123,6 +139,29 @@ class Tally:
         row |= answer.scores()
         self.columns = tuple(row)
         self.parts.append(torch.stack([column.double() for column in row.values()], dim=1))
+
+    def _add_questions(self, answer: Answer, labels: Tensor | None) -> None:
+        """Take a batch of inputs with several labels each: a row for each label that is known, or for all where none is given."""
+        count, outputs = answer.probs.shape
+        (table,) = answer.likelihood.table(answer.probs.double().T[None])
+        confidence, predicted = table.max(0)
+        row = {
+            "confidence": confidence,
+            "predicted": predicted,
+            "question": torch.arange(outputs).repeat_interleave(count),
+        }
+        keep = torch.ones(count * outputs, dtype=torch.bool)
+        if labels is not None:
+            asked = answer.likelihood.asked(answer.likelihood.check_labels(labels, answer.probs, "the labels"))
+            keep = asked >= 0
+            own = table.gather(0, asked.clamp_min(0)[None])[0]
+            row |= {"label": asked, "correct": predicted == asked, "yes": table[1]}
+            # Probabilities of single precision: 1 - p may have rounded to 0.
+            row["nll"] = -own.clamp_min(torch.finfo(answer.probs.dtype).eps).log()
+            row["brier"] = 2 * (1 - own).square()
+        row |= {name: score.repeat(outputs) for name, score in answer.scores().items()}
+        self.columns = tuple(row)
+        self.parts.append(torch.stack([column.double() for column in row.values()], dim=1)[keep])
 
     def __add__(self, other: Tally) -> Tally:
         """Of both sets of data, those of the first one first."""
@@ -180,9 +219,23 @@ class Tally:
         """The numbers on labelled data, as `mola.metrics` defines them."""
         return {name: one.value for name, one in self.measured().items()}
 
+    def by_label(self) -> dict[str, list[float]]:
+        """Area under the ROC curve, average precision and calibration error of each label that is yes or no; nan where not defined."""
+        labels = self["question"].long()
+        each = [(self["yes"][labels == one], self["label"][labels == one]) for one in sorted(set(labels.tolist()))]
+        measures = {
+            "auroc": auroc_of_labels,
+            "average_precision": average_precision_of_labels,
+            "ece": calibration_error_of_labels,
+        }
+        return {
+            name: [float(measure(probs[:, None], truth[:, None])[0]) for probs, truth in each]
+            for name, measure in measures.items()
+        }
+
     def by_class(self, classes: int) -> tuple[list[int], list[float], list[float]]:
         """Number of data, correct predictions and sum of confidences of each class."""
-        labels = self["label"].long()
+        labels = self["question" if "question" in self.columns else "label"].long()
         counts = torch.bincount(labels, minlength=classes)
         right, sure = (torch.bincount(labels, self[name], classes) for name in ("correct", "confidence"))
         return counts.tolist(), right.tolist(), sure.tolist()

@@ -3,6 +3,7 @@
 A graph holds the K networks and, as constants, all that the closed-form Bayesian head needs at one prior precision.
 """
 
+from mola.export.graph import NUMBERS as NUMBERS
 from mola.export.graph import OUTPUTS as OUTPUTS
 from mola.export.graph import Exported as Exported
 from mola.export.graph import Pixels as Pixels

@@ -18,20 +18,23 @@ from torch import Tensor, nn
 from mola.errors import DataError, OptionError
 from mola.export.moments import GraphPosterior, Joint
 from mola.laplace import SPARE, LogitMoments
-from mola.network import Inputs, capture, undisturbed
+from mola.likelihood import Likelihood
+from mola.network import DenseFeatures, Inputs, capture, undisturbed
 from mola.options import did_you_mean
 from mola.outliers import COMBINED, FAR_FIELD, LEAST_SURE
 from mola.posterior import MoLA
 from mola.uncertainty import (
     energy_score,
     entropy_of_all,
+    expected_sigmoid,
+    label_energy_score,
     outlier_score,
     share_of,
     softmax_and_entropy,
     spread_draws,
 )
 
-__all__ = ["OUTPUTS", "Exported", "Pixels", "Signature", "check_outputs"]
+__all__ = ["NUMBERS", "OUTPUTS", "Exported", "Pixels", "Signature", "check_outputs"]
 
 LABELS = "labels"
 
@@ -189,12 +192,15 @@ DISTANCE = "distance"
 OUTPUTS = ("probabilities", "label", "confidence", "entropy", "mutual_information", "ood_score", DISTANCE)
 """What a graph can give; "distance" where the posterior knows how far inputs are from the training classes."""
 
+NUMBERS = ("mean", "variance", "epistemic", "aleatoric", "ood_score", DISTANCE)
+"""The same where outputs are numbers: in the targets' units, and variances that add up."""
+
 
 def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, ...]:
-    """Names of outputs, in the order of `OUTPUTS`.
+    """Names of outputs, in the order of `OUTPUTS`, or of `NUMBERS` where the posterior predicts numbers.
 
     Args:
-        outputs: some of `OUTPUTS`; None: all that the posterior has.
+        outputs: some of them; None: all that the posterior has.
         posterior: what is exported.
 
     Returns:
@@ -203,18 +209,19 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
     Raises:
         OptionError: if there is none, one is unknown, or the posterior does not have it.
     """
+    known = OUTPUTS if posterior.likelihood.discrete else NUMBERS
     if outputs is None:
-        return tuple(name for name in OUTPUTS if name != DISTANCE or posterior.has_distances)
+        return tuple(name for name in known if name != DISTANCE or posterior.has_distances)
     wanted = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    unknown = [name for name in wanted if name not in OUTPUTS]
+    unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:
-        message = f"outputs: expected some of {', '.join(OUTPUTS)}; got {', '.join(map(str, unknown)) or 'none'}."
-        message += did_you_mean(unknown[0], OUTPUTS) if unknown else ""
+        message = f"outputs: expected some of {', '.join(known)}; got {', '.join(map(str, unknown)) or 'none'}."
+        message += did_you_mean(unknown[0], known) if unknown else ""
         raise OptionError(message)
     if DISTANCE in wanted and not posterior.has_distances:
         message = f"outputs: {DISTANCE!r} cannot be given: {posterior._why_no_distances()}"
         raise OptionError(message)
-    return tuple(name for name in OUTPUTS if name in wanted)
+    return tuple(name for name in known if name in wanted)
 
 
 class Exported(nn.Module):
@@ -257,6 +264,9 @@ class Exported(nn.Module):
             )
             raise OptionError(message)
         components = posterior.components
+        self.likelihood: Likelihood = posterior.likelihood
+        self.likelihoods = [component.likelihood for component in components]
+        self.has_distances = posterior.has_distances
         self.signature, self.outputs, self.float16 = signature, check_outputs(outputs, posterior), float16
         self.link, self.cooling, self.preparation = posterior.link, posterior.cooling, preparation
         self.networks = nn.ModuleList(posterior.networks)
@@ -267,7 +277,7 @@ class Exported(nn.Module):
             raise OptionError(message)
         self.has_curvature = ready[0] is not None
         usual = self.cooling.usual
-        self.usual_score = None if usual is None or not posterior.has_distances else usual.score
+        self.usual_score = None if usual is None or not posterior.has_distances else usual.score_at(posterior.weights)
         self.posteriors = [
             GraphPosterior(one, bias=head.has_bias)
             for one, head in zip(ready, self.heads, strict=True)
@@ -290,7 +300,8 @@ class Exported(nn.Module):
             tensors: the inputs, in the signature's order.
 
         Returns:
-            "probabilities" (n, C), and (n,) of all others.
+            "probabilities" (n, C), and (n,) of all others; for yes or no (n, C) of all that is said of an answer. Of numbers, mean
+            and variances (n, D). Of outputs at many positions, all of them in the networks' layout.
         """
         if self.preparation is not None:
             tensors = tuple(self.preparation(tensor) for tensor in tensors)
@@ -298,7 +309,10 @@ class Exported(nn.Module):
             tensors = tuple(tensor.half() if tensor.is_floating_point() else tensor for tensor in tensors)
         inputs = self.signature.inputs(tensors)
         with undisturbed(*self.networks):
-            seen = [capture(network, head, inputs) for network, head in zip(self.networks, self.heads, strict=True)]
+            pairs = zip(self.networks, self.heads, strict=True)
+            found = [capture(network, head, inputs, self.likelihood) for network, head in pairs]
+        # A graph has no turns: all positions of a batch are rows at once.
+        seen = [one.all_rows() if isinstance(one, DenseFeatures) else one for one in found]
         logits = [one.logits.to(torch.promote_types(one.logits.dtype, torch.float32)) for one in seen]
         mean = torch.cat(logits)
         joint = None
@@ -307,17 +321,62 @@ class Exported(nn.Module):
             lifted = [head.lift(values) for head, values in zip(self.heads, features, strict=True) if head is not None]
             joint = Joint(self.posteriors, lifted)
         spreads = [None] * len(logits) if joint is None else joint.spreads
-        each = [LogitMoments(values, spread) for values, spread in zip(logits, spreads, strict=True)]
+        each = [
+            LogitMoments(values, spread, None, self.likelihood) for values, spread in zip(logits, spreads, strict=True)
+        ]
+        layout = found[0].layout if isinstance(found[0], DenseFeatures) else None
+        made = self._answers(each, mean, joint) if self.likelihood.discrete else self._numbers(each, joint)
+        if layout is None:
+            return made
+        return {name: layout.map(rows) if rows.dim() == 1 else layout.outputs(rows) for name, rows in made.items()}
+
+    def _answers(self, each: Sequence[LogitMoments], mean: Tensor, joint: Joint | None) -> dict[str, Tensor]:
+        """What is said of classes, or of yes or no."""
         divisors = self._divisors(each)
-        moments = LogitMoments(mean, joint)
+        moments = LogitMoments(mean, joint, None, self.likelihood)
         probs = self._mixed(self.link(moments if divisors is None else moments.divided(divisors)))
+        answers = self.likelihood.answer_probabilities(probs)
         make: dict[str, Callable[[], Tensor]] = {
             "probabilities": lambda: probs,
-            "label": lambda: probs.argmax(-1),
-            "confidence": lambda: probs.amax(-1),
-            "entropy": lambda: _entropy(probs),
-            "mutual_information": lambda: _entropy(probs) * self._epistemic_share(mean, joint, divisors),
-            "ood_score": lambda: self._ood_score(each, mean, joint, probs),
+            "label": lambda: answers.argmax(-1),
+            "confidence": lambda: answers.amax(-1),
+            "entropy": lambda: _entropy(answers),
+            "mutual_information": lambda: _entropy(answers) * self._epistemic_share(mean, joint, divisors),
+            "ood_score": lambda: self._ood_score(each, mean, joint, answers),
+            DISTANCE: lambda: self.cooling.log_distance(each, self._weights).exp(),
+        }
+        return {name: make[name]() for name in self.outputs}
+
+    def _numbers(self, each: Sequence[LogitMoments], joint: Joint | None) -> dict[str, Tensor]:
+        """What is said of numbers: the moments of a mixture of normal distributions, in the targets' units."""
+        likelihoods: list[Any] = self.likelihoods
+        units, pairs = likelihoods[0].variance_in_units, list(zip(likelihoods, each, strict=True))
+        means = torch.stack([likelihood.probabilities(one.mean) for likelihood, one in pairs])
+        noises = self.cooling.temperature**2 * torch.stack([one.noise_variance(own.mean) for one, own in pairs])
+        variances = noises
+        if joint is not None:
+            variances = noises + self.cooling.temperature**2 * self._by_component(joint.variance())
+        if self.cooling.exponent > 0:
+            variances = variances * self.cooling.growth(each, self._weights).square()[:, None]
+        shares = self._weights.to(means.dtype)[:, None, None]
+        mean = (shares * means).sum(0)
+        between = (shares * (means - mean).square()).sum(0)
+        aleatoric, total = units((shares * noises).sum(0)), units((shares * variances).sum(0))
+
+        def score() -> Tensor:
+            if joint is None:
+                return (between / aleatoric).log1p().mean(1)
+            if not self.has_distances:
+                return self._mixed(joint.length().log())
+            excess = self.cooling.excess(each).log()
+            return self.cooling.log_distance(each, self._weights) + self._weights.to(excess.dtype) @ excess
+
+        make: dict[str, Callable[[], Tensor]] = {
+            "mean": lambda: mean,
+            "variance": lambda: total + between,
+            "epistemic": lambda: total - aleatoric + between,
+            "aleatoric": lambda: aleatoric,
+            "ood_score": score,
             DISTANCE: lambda: self.cooling.log_distance(each, self._weights).exp(),
         }
         return {name: make[name]() for name in self.outputs}
@@ -345,6 +404,8 @@ class Exported(nn.Module):
         """`mola.uncertainty.epistemic_share`, on the same draws."""
         if divisors is not None:
             mean = mean / divisors[:, None]
+        if not self.likelihood.competing:
+            return self._share_of_each_label(mean, joint, divisors)
         if joint is None:
             probs, entropies = softmax_and_entropy(mean, 1)
             by_quarter = self._mixed(probs)[:, None].expand(-1, 4, -1)
@@ -363,31 +424,45 @@ class Exported(nn.Module):
         mixed = self._mixed(by_quarter.flatten(1)).view(-1, 4, mean.shape[1])
         return share_of(entropy_of_all(mixed), self._mixed(within))
 
+    def _share_of_each_label(self, mean: Tensor, joint: Joint | None, divisors: Tensor | None) -> Tensor:
+        """The same for labels that are yes or no, without draws: each logit is one Gaussian number."""
+        variance = torch.zeros_like(mean) if joint is None else joint.variance()
+        if divisors is not None:
+            variance = variance / divisors[:, None].square()
+        yes, within = (self._mixed(values) for values in expected_sigmoid(mean, variance, mean.dtype))
+        return share_of(_entropy(torch.stack([1 - yes, yes], -1)), within)
+
     @property
     def ood_score_name(self) -> str:
         """Which outlier score it gives: the posterior's."""
+        if not self.likelihood.discrete:
+            return "variance" if not self.has_curvature else "distance" if self.has_distances else "length"
         if not self.has_curvature:
             return LEAST_SURE
         return FAR_FIELD if self.usual_score is None else COMBINED
 
-    def _ood_score(self, each: Sequence[LogitMoments], mean: Tensor, joint: Joint | None, probs: Tensor) -> Tensor:
+    def _ood_score(self, each: Sequence[LogitMoments], mean: Tensor, joint: Joint | None, answers: Tensor) -> Tensor:
+        competing = self.likelihood.competing
         if joint is None:
-            return 1 - probs.amax(-1)
+            sure = answers.amax(-1)
+            return 1 - (sure if competing else sure.mean(-1))
         far_field = self._far_field(mean, joint)
         if self.usual_score is None:
             return far_field
         excess = self.cooling.excess(each).flatten()[:, None]
-        energy = self._mixed(energy_score(mean / excess.square()))
+        energy = self._mixed((energy_score if competing else label_energy_score)(mean / excess.square()))
         terms = [far_field, energy, self.cooling.log_distance(each, self._weights)]
         return outlier_score(torch.stack(terms), self.usual_score)
 
     def _far_field(self, mean: Tensor, joint: Joint) -> Tensor:
         # Where a length is 0, all features are, and so are the logits: nothing is known there, and 0 over little is 0. A length
         # whose square is next to nothing has lost its digits.
-        length, centred = joint.length()[:, None], mean - mean.mean(-1, keepdim=True)
+        competing = self.likelihood.competing
+        length, centred = joint.length()[:, None], mean - mean.mean(-1, keepdim=True) if competing else mean
         least = (torch.finfo(mean.dtype).tiny * SPARE) ** 0.5
         scaled = torch.where((length < least) & (centred != 0), math.nan, centred / length.clamp_min(least))
-        return -self._mixed(scaled).amax(-1)
+        mixed = self._mixed(scaled)
+        return -mixed.amax(-1) if competing else -mixed.abs().mean(-1) / 2
 
 
 def _by_quarter(drawn: Tensor) -> tuple[Tensor, Tensor]:

@@ -85,6 +85,7 @@ def describe(
         "signature": graph.signature.as_json(),
         "outputs": list(graph.outputs),
         "networks": [type(network).__name__ for network in posterior.networks],
+        "likelihood": posterior.likelihood.name,
         "structure": posterior.structure,
         "link": {"name": posterior.link.name, **posterior.link.settings()},
         "temperature": posterior.temperature,

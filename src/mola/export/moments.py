@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +23,10 @@ __all__ = ["GraphPosterior", "Joint"]
 class GraphDistance(ClassDistance):
     """Distances in a graph, which holds one table of class means however many there are: it has no portions, and makes none anew."""
 
-    @cached_property
+    @property
     def _means(self) -> Tensor:
         """The whitened class means (C, P)."""
-        geometry = self.geometry
-        return torch.cat([self._here(geometry.means(part) @ geometry.root) for part in geometry.portions()])
-
-    def logs(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Logarithms of distance and length; features whose squares leave the precision's range are scaled first."""
-        largest = features[:, : self.geometry.width].abs().amax(1, keepdim=True)
-        scale = torch.where(largest > 0, largest, 1)
-        distance, length = super().logs(features / scale)
-        return distance, length + scale.squeeze(1).log()
+        return self._all_means()
 
 
 class GraphPosterior(nn.Module):

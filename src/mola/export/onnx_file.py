@@ -64,8 +64,9 @@ def export_onnx(
         example: one batch of inputs: a tensor (its input is called "input"), a tuple (inputs are called as in the
             network's `forward`), or a mapping (as its keys).
         classes: names, in the order of the networks' outputs.
-        outputs: which of `mola.export.OUTPUTS`; None: all that the posterior has. "mutual_information" is the one that costs
-            something, and "distance" is there where distances from the training classes are known.
+        outputs: which of `mola.export.OUTPUTS`, or of `mola.export.NUMBERS` where outputs are numbers; None: all that the posterior
+            has. "mutual_information" is the one that costs something, and "distance" is there where distances from the training
+            classes are known.
         float16: networks in half precision. Inputs and outputs stay in float32, and so does the Bayesian head.
         opset: version of ONNX's operators.
         preparation: a module that the input goes through first, such as `mola.export.Pixels`.

@@ -89,16 +89,16 @@ def trace(posterior: MoLA, example: Inputs, settings: Settings) -> Traced:
     if settings.float16:
         posterior = in_half_precision(posterior)
     with torch.inference_mode(False), torch.no_grad(), undisturbed(*posterior.networks):
-        probs = posterior.predict(
-            network_inputs(example, signature, settings)
-        ).probs  # every check of shapes and numbers
+        # Every check of shapes and numbers.
+        said: Any = posterior.predict(network_inputs(example, signature, settings))
+        width = (said.probs if posterior.likelihood.discrete else said.mean).shape[said.axis]
         graph = Exported(
             posterior, signature, settings.outputs, float16=settings.float16, preparation=settings.preparation
         )
         tensors = tuple(two_rows(tensor) for tensor in signature.tensors(example))
         graph(*tensors)  # makes the constants
         program = _program(graph, tensors)
-    document = describe(posterior, graph, settings.classes, probs.shape[1], settings.thresholds)
+    document = describe(posterior, graph, settings.classes, width, settings.thresholds)
     return Traced(program, graph, posterior, document)
 
 
@@ -286,8 +286,9 @@ def _remedy(traced: Traced) -> str:
 
 def _tied(traced: Traced, inputs: Inputs) -> Tensor:
     """Whether the two most probable classes differ by no more than rounding."""
-    probs = traced.posterior.predict(network_inputs(inputs, traced.graph.signature, traced.graph)).probs
-    first, second = probs.double().topk(2).values.T
+    prediction = traced.posterior.predict(network_inputs(inputs, traced.graph.signature, traced.graph))
+    first, second = prediction._answers.double().topk(2).values.unbind(-1)
+    first, second = prediction._placed(first), prediction._placed(second)
     return first - second < (FLOAT16_TOLERANCE if traced.graph.float16 else TOLERANCE)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mola import metrics
 from mola.errors import DataError, OptionError
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import as_batch, peek
 from mola.posterior import MoLA
 from mola.reliability import draw_reliability
@@ -84,6 +84,7 @@ def measure(predictor: Callable[[Any], Tensor], loader: Iterable[Any], dataset: 
         DataError: if a batch has no labels.
     """
     _, batches = peek(loader, "the test loader")
+    likelihood: Likelihood = getattr(predictor, "likelihood", CATEGORICAL)
     probs, labels = [], []
     for index, raw in enumerate(batches):
         place = f"batch {index} of the test loader"
@@ -92,8 +93,11 @@ def measure(predictor: Callable[[Any], Tensor], loader: Iterable[Any], dataset: 
             message = f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
             raise DataError(message)
         probs.append(predictor(batch.inputs).cpu())
-        labels.append(CATEGORICAL.check_labels(batch.labels.cpu(), probs[-1], place))
+        labels.append(likelihood.check_labels(batch.labels.cpu(), probs[-1], place))
     every, known = torch.cat(probs), torch.cat(labels)
+    if not likelihood.competing:  # every label that is known is a question with two answers
+        (table,), known = likelihood.table(every.T[None]), likelihood.asked(known)
+        every, known = table.T[known >= 0], known[known >= 0]
     binned = metrics.bin_confidences(every, known, bins)
     rows = [(int(count), total / count, right / count) for count, total, right in binned.tolist() if count]
     values = {name: function(every, known) for name, (_, function) in METRICS.items()}
@@ -207,7 +211,7 @@ def _what_it_is(posterior: MoLA, classes: Sequence[str]) -> str:
     return (
         f"A classifier that says how sure it is: {count} trained network{'s' if count > 1 else ''} "
         f"({', '.join(networks)}) with {kind}, made with mola.\n\n"
-        f"Classes ({len(classes)}): {listed}."
+        f"{'Classes' if posterior.likelihood.competing else 'Labels, each yes or no'} ({len(classes)}): {listed}."
     )
 
 
@@ -273,6 +277,8 @@ def _how_it_was_made(posterior: MoLA) -> str:
         ("networks", str(len(posterior.components))),
         ("mixture weights", ", ".join(f"{weight:.4g}" for weight in posterior.weights.tolist())),
     ]
+    if not posterior.likelihood.competing:
+        rows.append(("likelihood", posterior.likelihood.name))
     if posterior.structure is not None:
         counts = {one.curvature.factors.count for one in posterior.components if one.curvature is not None}
         rows += [

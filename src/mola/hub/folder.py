@@ -23,6 +23,7 @@ from mola.cooling import check_temperature
 from mola.errors import MissingExtraError, OptionError, StorageError
 from mola.fitting import ensemble, load
 from mola.hub.card import Measured, model_card, write_reliability
+from mola.likelihood import CATEGORICAL
 from mola.posterior import MoLA
 from mola.saving.storage import write_atomically
 from mola.saving.weights_files import load_weights, save_weights
@@ -138,6 +139,7 @@ def save_to_hub_folder(
             "classes": names,
             "weights": posterior.weights.tolist(),
             **({"temperature": posterior.temperature} if cooled else {}),
+            **({} if posterior.likelihood == CATEGORICAL else {"likelihood": posterior.likelihood.name}),
             "build": build,
             "networks": described,
         }
@@ -237,7 +239,7 @@ def load_from_hub_folder(
     else:
         models = [_load_network(folder, index, entry, build) for index, entry in enumerate(config["networks"])]
     if config["kind"] == "ensemble":
-        plain = ensemble(models, config["weights"])
+        plain = ensemble(models, config["weights"], likelihood=config.get("likelihood", CATEGORICAL.name))
         return plain.with_temperature(config["temperature"]) if "temperature" in config else plain
     return load(folder / "posterior", models)
 

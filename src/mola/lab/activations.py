@@ -1,7 +1,8 @@
 """The networks of a suite, and what each makes of each set: computed once and kept on disk for every method and ablation.
 
 One file for each network and set, named by their checksums, so that nothing stale is ever read and an interrupted run
-loses the file under way alone. Files are written batch by batch and read in slices.
+loses the file under way alone. Files are written batch by batch and read in slices. A set that is larger than `SLICE` is kept in
+several files: the processes of a job divide them among them, each read once for all networks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,16 +66,25 @@ class Keyed(Protocol):
 
 @dataclass(frozen=True)
 class Network:
-    """A trained network on disk; built when it is asked for, in the precision of its inputs."""
+    """A trained network; built when it is asked for, in the precision of its inputs."""
 
-    path: Path
+    path: Path | None
+    """Of its weights; None where what builds it brings them."""
     build: Callable[[], nn.Module]
     checksum: str
+    name: str = ""
+    """As the user wrote it, where networks are named one by one."""
+
+    @property
+    def label(self) -> str:
+        """For messages and progress."""
+        return self.name or (self.path.name if self.path is not None else self.checksum)
 
     def load(self) -> nn.Module:
         """The network with its trained weights, in eval mode."""
         network = self.build()
-        load_weights(network, self.path)
+        if self.path is not None:
+            load_weights(network, self.path)
         return network.float().eval()
 
 
@@ -113,8 +123,16 @@ class Activations:
         self.directory, self.device = directory, torch.device(device)
 
     def path(self, network: Keyed, source: Source) -> Path:
-        """Where they are kept."""
-        return self.directory / network.checksum / f"{source.checksum}.safetensors"
+        """Where they are kept: a file, or a folder of files of `SLICE` data each."""
+        folder = self.directory / network.checksum
+        return folder / (source.checksum if _sliced(source) else f"{source.checksum}.safetensors")
+
+    def paths(self, network: Keyed, source: Source) -> list[Path]:
+        """All the files of a set."""
+        if not _sliced(source):
+            return [self.path(network, source)]
+        folder = self.path(network, source)
+        return [folder / f"{start:09d}.safetensors" for start in range(0, source.count, SLICE)]
 
     def compute(
         self,
@@ -129,7 +147,8 @@ class Activations:
             networks: the trained networks.
             sources: the sets.
             progress: told what is being done, and which share of the images is done.
-            team: the processes that divide the work among them: a network on a set is the work of one. None is this one alone.
+            team: the processes that divide the work among them: a network on a set, or all networks on a slice of a large set,
+                is the work of one. None is this one alone.
         """
         together = Team.alone() if team is None else team
         with together.work("activations"):
@@ -137,11 +156,36 @@ class Activations:
                 (index, place)
                 for place, source in enumerate(sources)
                 for index, network in enumerate(networks)
-                if not self.path(network, source).exists()
+                if not _sliced(source) and not self.path(network, source).exists()
+            ]
+            slices = [
+                (place, number)
+                for place, source in enumerate(sources)
+                for number in range(-(-source.count // SLICE) if _sliced(source) else 0)
+                if not all(self.paths(network, source)[number].exists() for network in networks)
             ]
             # Listed by one: others may see files that were written meanwhile.
-            mine = together.share(missing)[together.rank :: together.size]
+            missing, slices = together.share((missing, slices))
+            mine = missing[together.rank :: together.size]
             self._compute([(networks[index], sources[place]) for index, place in mine], sources, progress)
+            ours = slices[together.rank :: together.size]
+            loaded = {network.checksum: network.load() for network in networks} if ours else {}
+            for done, (place, number) in enumerate(ours):
+                source = sources[place]
+                progress(f"all networks on {source.title}, slice {number + 1}", done / len(ours))
+                waiting = [one for one in networks if not self.paths(one, source)[number].exists()]
+                self._compute_slice(waiting, [loaded[one.checksum] for one in waiting], source, number)
+            progress("activations are ready", 1.0)
+
+    def _compute_slice(
+        self, networks: Sequence[Network], loaded: Sequence[nn.Module], source: Source, number: int
+    ) -> None:
+        """Networks over a slice of a set, which is read once for all."""
+        start, stop = number * SLICE, min((number + 1) * SLICE, source.count)
+        assert source.open_part is not None  # else the set is in one file
+        paths = [self.paths(network, source)[number] for network in networks]
+        names = [network.label for network in networks]
+        self._run(paths, loaded, source.open_part(start, stop), replace(source, count=stop - start), names)
 
     def _compute(self, todo: list[tuple[Network, Source]], sources: Sequence[Source], progress: Progress) -> None:
         total, done = sum(source.count for _, source in todo), 0
@@ -150,13 +194,12 @@ class Activations:
             if not waiting:
                 continue
             progress(f"preparing {source.title}", done / total)
-            batches = list(source.open()) if len(waiting) > 1 and _fits(source) else None
+            batches = _held(source) if len(waiting) > 1 else None
             for network in waiting:
-                progress(f"{network.path.stem} on {source.title}", done / total)
+                progress(f"{network.label} on {source.title}", done / total)
                 given = source.open() if batches is None else batches
-                self._run([self.path(network, source)], [network.load()], given, source, [network.path.name])
+                self._run([self.path(network, source)], [network.load()], given, source, [network.label])
                 done += source.count
-        progress("activations are ready", 1.0)
 
     def compute_together(self, keys: Sequence[Keyed], load: Callable[[], Sequence[nn.Module]], source: Source) -> None:
         """Run networks that share a trunk over a set, all in one pass, where that has not been done.
@@ -187,8 +230,10 @@ class Activations:
         given: Iterable[Any] = (
             (inputs.to(device), labels.to(device)) if labelled else [inputs.to(device)] for inputs, labels in batches
         )
-        example = source.show(1)
-        networks = [fast_network(network.to(device), example) for network in networks]
+        networks = [network.to(device) for network in networks]
+        if source.show is not None:
+            example = source.show(1)
+            networks = [fast_network(network, example) for network in networks]
         with ExitStack() as stack:
             stack.enter_context(undisturbed(*networks))
             first, every = peek(given, source.title)
@@ -205,17 +250,33 @@ class Activations:
                     writer.add({"features": one.features, "logits": one.logits, "labels": known})
 
     def read(self, networks: Sequence[Keyed], source: Source) -> Stored:
-        """What the networks' heads see of a set that was computed already."""
-        return Stored.open([self.path(network, source) for network in networks])
+        """What the networks' heads see of a set that was computed already, or of a part of one."""
+        whole = source.whole or source
+        stored = Stored.open([self.paths(network, whole) for network in networks])
+        return stored if source.whole is None else stored.at(source.places)
 
 
-def _layer(head: nn.Linear) -> dict[str, Tensor]:
+def _layer(head: nn.Module) -> dict[str, Any]:
     return {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+
+
+SLICE = 1024
+"""Data of a file, of sets that can be read from any place on: what an interrupted run loses."""
+
+
+def _sliced(source: Source) -> bool:
+    return source.open_part is not None and source.count > SLICE
 
 
 LARGEST_IN_MEMORY = 2**29
 """Bytes of a set that is prepared once for all networks, rather than once for each."""
 
 
-def _fits(source: Source) -> bool:
-    return 4 * source.count * source.show(1)[0].numel() <= LARGEST_IN_MEMORY
+def _held(source: Source) -> list[tuple[Tensor, Tensor]] | None:
+    """All batches of a set, if they are small enough to be held."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    for inputs, labels in source.open():
+        if not kept and inputs.nbytes / len(labels) * source.count > LARGEST_IN_MEMORY:
+            return None
+        kept.append((inputs, labels))
+    return kept

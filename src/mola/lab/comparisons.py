@@ -10,7 +10,7 @@ from mola.lab.swag_mimo import MimoHeads, SwagMixture
 from mola.lab.whole import WholeNetworks
 from mola.lab.workshop import Context
 
-__all__ = ["COMPARISONS", "LONG", "SWEEP", "SuiteMethod"]
+__all__ = ["COMPARISONS", "LONG", "NAMED", "SWEEP", "SuiteMethod"]
 
 SuiteMethod = Method[Context]
 
@@ -80,6 +80,24 @@ def _components(_: Budget) -> list[SuiteMethod]:
     ]
 
 
+def _tempered(_: Budget) -> list[SuiteMethod]:
+    return [
+        LastLayer("LLLA-T", "tempered", 1, "kron", temperature=True, detectors=True),
+        *(
+            LastLayer(f"MoLA-T by {rule}", "tempered", None, "kron", rule=rule, temperature=True, detectors=True)
+            for rule in ("threshold", "nll", "distance")
+        ),
+    ]
+
+
+def _many_classes(_: Budget) -> list[SuiteMethod]:
+    return [
+        LastLayer(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
+        for structure in ("diag", "kron", "kron-diag", "kron-exact")
+        for link in ("probit", "probit-centered", "mean-field")
+    ]
+
+
 def _rules(_: Budget) -> list[SuiteMethod]:
     return [LastLayer(f"MoLA by {rule}", "rules", None, "kron", rule=rule) for rule in RULES]
 
@@ -97,10 +115,16 @@ COMPARISONS: dict[str, Callable[[Budget], list[SuiteMethod]]] = {
     "components": _components,
     "rules": _rules,
     "weights": _weights,
+    "tempered": _tempered,
+    "many-classes": _many_classes,
 }
 """By name: the paper's methods on a last layer; those that train further or anew, and Laplace approximations of whole
 networks, which stand in the same tables; LLLA with every structure and link; MoLA with every structure; 1 to 10 components;
-ways to choose the prior precision; ways to choose the mixture weights."""
+ways to choose the prior precision; ways to choose the mixture weights; Laplace approximations of networks whose logits were
+divided by a temperature before, for networks that are not sure enough; structures and links that a thousand classes leave."""
 
 LONG = ("beyond", "whole")
-"""Comparisons that take hours where the others take minutes: they are run where they are named."""
+"""Comparisons that take hours where the others take minutes."""
+
+NAMED = (*LONG, "tempered", "many-classes")
+"""Comparisons that are run where they are named."""

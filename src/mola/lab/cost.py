@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -179,11 +179,17 @@ def _entries(models: list[nn.Module], fitting: Loader, testing: Loader, short: L
             name, predictor, (), [work for model in given for work in _walks(model, part, budget.swag)], short
         )
 
-    heads = {"LLLA": models[:1], "MoLA": models}
+    def cooled(entry: _Entry) -> _Entry:
+        assert isinstance(entry.predict, mola.MoLA)
+        # Any exponent costs the same.
+        return replace(entry, name=f"{entry.name} (distance)", predict=entry.predict.with_distance_exponent(1.0))
+
+    laplace = [fitted("LLLA", models[:1]), fitted("MoLA", models)]
     return [
         _Entry("MAP", mola.ensemble(models[:1]), models[:1], test=testing),
         _Entry("DE", mola.ensemble(models), models, test=testing),
-        *(fitted(name, given) for name, given in heads.items()),
+        *laplace,
+        *(cooled(entry) for entry in laplace),
         walked("SWAG", swags[0], models[:1]),
         walked("MultiSWAG", mola.MultiSwag(swags), models),
         _Entry("MIMO", mimo, (), test=testing),

@@ -10,8 +10,7 @@ from typing import Any
 
 from mola.distributed import Team
 from mola.errors import OptionError, StorageError
-from mola.lab.data.images import Images
-from mola.lab.suite import DataOptions, Suite, TrainingData, image_checksum
+from mola.lab.suite import DataOptions, Suite, TrainingData, data_checksum
 from mola.saving.training_checkpoint import TrainingCheckpoint
 from mola.saving.weights_files import read_metadata, save_weights
 from mola.schema import check, parse
@@ -85,7 +84,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
     name, build = training.suite.builder(training.network)
     progress(f"reading {training.suite.title}", 0.0)
     data = training.read_data()
-    images = image_checksum(Images(data.data.inputs, data.data.labels))
+    images = data_checksum(data.data.inputs, data.data.labels)
     moved = Labelled(data.data.inputs.to(training.device), data.data.labels.to(training.device))
     together = Team.alone() if team is None else team
     paths = [directory / f"{index:02d}.safetensors" for index in range(training.count)]

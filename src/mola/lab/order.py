@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mola.compare.store import COST, SUITE, Store
 from mola.distributed import Team
 from mola.errors import OptionError
 from mola.lab.activations import Activations, Progress, open_networks
-from mola.lab.comparisons import COMPARISONS, LONG, SWEEP
+from mola.lab.comparisons import COMPARISONS, NAMED, SWEEP
 from mola.lab.cost import measure_cost
+from mola.lab.named_networks import are_names, open_named
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
 from mola.lab.plan import Plan, claim, describe
 from mola.lab.runner import run_suite
-from mola.lab.suite import Budget, DataOptions, Suite, changed
+from mola.lab.suite import Budget, DataOptions, Folds, Suite, changed
 from mola.options import one_of
 
 __all__ = ["Order", "carry_out"]
@@ -27,11 +28,13 @@ class Order:
     """What a user asks for."""
 
     suite: Suite
-    runs: int
+    runs: int | None
+    """None is one, or as many as a cross-fit has folds."""
     components: int
     groups: str
-    """Names separated by commas; "all" is all that do not take hours."""
-    networks: Path
+    """Names separated by commas; "all" is all but those that must be named."""
+    networks: Path | str
+    """Their folder, or their names, see `mola.lab.named_networks`."""
     results: Path
     cache: Path
     network: str | None = None
@@ -40,6 +43,8 @@ class Order:
     """Whether to train networks that are missing."""
     device: str = "cpu"
     """Where the networks are run."""
+    stream: bool = False
+    """Whether training data go into sums as they are read, and are stored nowhere."""
     fresh: bool = False
     """Whether to make all records anew."""
     swag: str = ""
@@ -56,7 +61,7 @@ class Order:
         """The groups by name, each once; `OptionError` for one that is not known."""
         names = [one_of(name.strip(), (*GROUPS, "all"), "groups") for name in self.groups.split(",")]
         if "all" in names:
-            names = [*(group for group in GROUPS if group not in LONG), *(name for name in names if name in LONG)]
+            names = [*(group for group in GROUPS if group not in NAMED), *(name for name in names if name in NAMED)]
         return tuple(dict.fromkeys(names))
 
 
@@ -69,31 +74,51 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
         team: the processes that divide the work among them; the records are those of one process. None is this one alone.
 
     Returns:
-        The folder of the suite's results; `OptionError` at the end, if methods refused their task.
+        The folder of the suite's results.
+
+    Raises:
+        OptionError: if the order contradicts itself; at the end, if methods refused their task.
     """
     groups, budget, together = order.chosen_groups(), order.budget(), Team.alone() if team is None else team
-    name, build = order.suite.builder(order.network)
+    named = isinstance(order.networks, str) and are_names(order.networks)
+    # Networks that are named one by one bring images to their own size, and normalise them.
+    options = replace(order.options, normalisation=order.options.normalisation or "none") if named else order.options
+    name, build = order.suite.builder(None if named else order.network)
     trained = 0.0
     if order.train:
+        if named:
+            message = "--train makes networks in a folder: leave it out where --networks names trained ones."
+            raise OptionError(message)
         trained = 0.5
-        count = max(order.runs * order.components, SWEEP if "components" in groups else 0)
+        count = max((order.runs or 1) * order.components, SWEEP if "components" in groups else 0)
         training = Training(order.suite, count, order.suite.recipe, order.network, options=order.options)
-        train_networks(training, order.networks, lambda doing, done: progress(doing, trained * done), together)
-    paths = find_networks(order.networks)
-    check_networks(paths, order.suite, name, order.options)
+        train_networks(training, Path(order.networks), lambda doing, done: progress(doing, trained * done), together)
+    if named:
+        networks = open_named(str(order.networks), order.suite.outputs)
+        name = ", ".join(network.label for network in networks)
+    else:
+        paths = find_networks(Path(order.networks))
+        check_networks(paths, order.suite, name, order.options)
+        networks = open_networks(paths, build, name)
     progress(f"reading {order.suite.title}", trained)
-    sources = order.suite.make_sources(order.options)
+    folds = _folds(order.suite, options)
+    sources = order.suite.make_sources(options) if folds is None else folds.sources[0]
+    runs = order.runs or (1 if folds is None else len(folds.sources))
     comparisons = tuple(group for group in groups if group in COMPARISONS)
     plan = Plan(
         suite=order.suite,
         network=name,
-        networks=open_networks(paths, build, name),
+        networks=networks,
         sources=sources,
-        runs=order.runs,
+        runs=runs,
         components=order.components,
         groups=comparisons,
-        options=order.options,
+        options=options,
         budget=budget,
+        measures=order.suite.measures(options),
+        folds=() if folds is None else folds.sources,
+        notes=() if folds is None else folds.notes,
+        stream=order.stream,
     )
     store = Store(order.results)
     with together.work("the folder of results"):
@@ -127,3 +152,17 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
         raise refused
     progress("done", 1.0)
     return order.results / order.suite.name
+
+
+def _folds(suite: Suite, options: DataOptions) -> Folds | None:
+    """The folds of a cross-fit, if one is asked for.
+
+    Raises:
+        OptionError: if the suite has none.
+    """
+    if not options.cross_fit:
+        return None
+    if suite.make_folds is None:
+        message = f"the {suite.name} suite has training data of its own: leave --cross-fit out."
+        raise OptionError(message)
+    return suite.make_folds(options)

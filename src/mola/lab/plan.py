@@ -12,7 +12,8 @@ from mola.compare.store import SUITE, Store
 from mola.errors import OptionError, StorageError
 from mola.lab.activations import Activations, Network
 from mola.lab.comparisons import COMPARISONS, SWEEP, SuiteMethod
-from mola.lab.suite import Budget, DataOptions, Source, Suite
+from mola.lab.measures import Measure
+from mola.lab.suite import Budget, DataOptions, Source, Suite, checksum
 from mola.lab.workshop import Workshop
 
 __all__ = ["Plan", "claim", "describe"]
@@ -33,6 +34,14 @@ class Plan:
     options: DataOptions = field(default_factory=DataOptions)
     budget: Budget | None = None
     """For methods that train; None is the suite's."""
+    measures: tuple[Measure, ...] = ()
+    """What is asked of every method of the main comparison beside the common metrics."""
+    folds: tuple[dict[str, Source], ...] = ()
+    """The sets of each run, where runs differ in their data and not in their networks; `sources` are those of the first."""
+    stream: bool = False
+    """Whether training data go into sums as they are read, and are stored nowhere."""
+    notes: tuple[str, ...] = ()
+    """What readers must know besides the suite's own notes."""
 
     def __post_init__(self) -> None:
         """Check that there are networks enough, and that they and the sets differ.
@@ -40,9 +49,14 @@ class Plan:
         Raises:
             OptionError: if not.
         """
-        _refuse_repeats("networks", {network.path.name: network.checksum for network in self.networks})
-        _refuse_repeats("sets", {name: source.checksum for name, source in self.sources.items()})
-        needed = max(self.runs * self.components, SWEEP if "components" in self.groups else 0)
+        _refuse_repeats("networks", {network.label: network.checksum for network in self.networks})
+        for sources in self.folds or (self.sources,):
+            _refuse_repeats("sets", {name: source.checksum for name, source in sources.items()})
+        if self.folds and self.runs > len(self.folds):
+            message = f"a cross-fit of {len(self.folds)} folds has at most as many runs, got --runs {self.runs}."
+            raise OptionError(message)
+        several = self.components if self.folds else self.runs * self.components
+        needed = max(several, SWEEP if "components" in self.groups else 0)
         if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
             message = (
                 f"--runs {self.runs} --components {self.components} in {', '.join(self.groups)} need {max(needed, 1)} networks, "
@@ -52,22 +66,39 @@ class Plan:
             raise OptionError(message)
 
     def members(self, group: str, run: int) -> Sequence[Network]:
-        """The networks of a run: no two runs share one."""
+        """The networks of a run: no two runs share one, except in a cross-fit, whose runs differ in their data."""
         size = SWEEP if group == "components" else self.components
-        return self.networks[run * size : (run + 1) * size]
+        first = 0 if self.folds else run * size
+        return self.networks[first : first + size]
+
+    def sources_of(self, run: int) -> dict[str, Source]:
+        """The sets of a run."""
+        return self.folds[run] if self.folds else self.sources
+
+    def computed(self) -> list[Source]:
+        """The sets that networks are run over, each once: parts share what was computed for the whole."""
+        every = [
+            source.whole or source
+            for run in range(self.runs)
+            for source in self.sources_of(run).values()
+            if not (self.stream and source.role == "train")
+        ]
+        return list({source.checksum: source for source in every}.values())
 
     def runs_of(self, group: str) -> int:
         """How many runs there are networks for."""
+        if self.folds:
+            return self.runs
         return min(self.runs, len(self.networks) // SWEEP) if group == "components" else self.runs
 
     def methods(self, group: str) -> list[SuiteMethod]:
         """The methods of a group."""
         return COMPARISONS[group](self.budget or self.suite.budget)
 
-    def workshop(self, activations: Activations) -> Workshop:
-        """Where methods work that need whole networks."""
+    def workshop(self, activations: Activations, run: int) -> Workshop:
+        """Where methods of a run work that need whole networks."""
         build = self.networks[0].build
-        return Workshop(self.suite, self.network, build, self.options, self.sources, activations)
+        return Workshop(self.suite, self.network, build, self.options, self.sources_of(run), activations)
 
     def experiment(self) -> dict[str, Any]:
         """What all records of a folder have in common: numbers of different experiments are not to be averaged."""
@@ -76,8 +107,13 @@ class Plan:
             "components": self.components,
             "threshold": self.suite.threshold,
             "options": self.options.describe(),
-            "data": {name: source.checksum for name, source in self.sources.items()},
+            "data": {name: self._checksum(name) for name in self.sources},
         }
+
+    def _checksum(self, name: str) -> str:
+        """Of a set, in all folds together."""
+        every = [self.sources_of(run)[name].checksum for run in range(len(self.folds) or 1)]
+        return every[0] if len(set(every)) == 1 else checksum(every)
 
 
 def _refuse_repeats(what: str, checksums: Mapping[str, str]) -> None:
@@ -167,7 +203,7 @@ def describe(plan: Plan, before: Mapping[str, Any] | None = None) -> dict[str, A
     }
     examples = {}
     for name, source in plan.sources.items():
-        if source.role in ("test", "shift", "outlier"):
+        if source.role in ("test", "shift", "outlier") and source.show is not None:
             pixels = source.show(EXAMPLES).contiguous()
             packed = base64.b64encode(pixels.numpy().tobytes()).decode()
             examples[name] = {"shape": list(pixels.shape), "pixels": packed, "label": list(source.labels)}
@@ -180,11 +216,11 @@ def describe(plan: Plan, before: Mapping[str, Any] | None = None) -> dict[str, A
         "components": plan.components,
         "runs": plan.runs,
         "threshold": suite.threshold,
-        "shift": {**asdict(suite.shift), "levels": list(suite.shift.levels)},
+        "shift": None if suite.shift is None else {**asdict(suite.shift), "levels": list(suite.shift.levels)},
         "sets": {**sets, **_others(plan, kept.get("sets", {}))},
         "classes": list(suite.classes),
         "examples": {**examples, **_others(plan, kept.get("examples", {}))},
-        "notes": list(suite.notes),
+        "notes": [*suite.notes, *plan.notes],
         "experiment": experiment,
     }
 

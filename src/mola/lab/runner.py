@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import mola
-from mola.compare.activations_file import Stored
+from mola.compare.activations_file import HeadOnly, Stored
 from mola.compare.methods import Fitted
 from mola.compare.record import Record
 from mola.compare.results import METRICS, examples_of, labelled_result, outlier_result
@@ -24,7 +25,9 @@ from mola.errors import MolaError, OptionError, StorageError, warn
 from mola.lab.activations import Activations, Network, Progress
 from mola.lab.comparisons import LONG, SuiteMethod
 from mola.lab.detectors import feature_scores
+from mola.lab.measures import Answers, Measure
 from mola.lab.plan import Plan, claim, describe
+from mola.lab.streamed_sums import StreamedSums
 from mola.lab.suite import Source
 from mola.lab.workshop import Context
 
@@ -71,9 +74,12 @@ def run_suite(
         if together.first:
             before = claim(plan, store, fresh=fresh)
             store.write_document(plan.suite.name, SUITE, describe(plan, before))
-    needed = plan.networks[: max(plan.runs_of(group) * len(plan.members(group, 0)) for group in plan.groups)]
-    sources = list(plan.sources.values())
-    activations.compute(needed, sources, lambda doing, done: progress(doing, FIRST_PART * done), together)
+    members = [one for group in plan.groups for run in range(plan.runs_of(group)) for one in plan.members(group, run)]
+    needed = list({network.checksum: network for network in members}.values())
+    activations.compute(needed, plan.computed(), lambda doing, done: progress(doing, FIRST_PART * done), together)
+    sums = StreamedSums(activations.directory / "sums", activations.device)
+    if plan.stream:
+        _stream(plan, sums, progress, together)
     work = [
         (group, run, method)
         for group in plan.groups
@@ -82,10 +88,10 @@ def run_suite(
     ]
 
     @cache
-    def read(networks: tuple[Network, ...], name: str) -> Stored:
-        return activations.read(networks, plan.sources[name])
+    def read(networks: tuple[Network, ...], run: int, name: str) -> Stored:
+        return activations.read(networks, plan.sources_of(run)[name])
 
-    workshop = plan.workshop(activations)
+    workshops = [plan.workshop(activations, run) for run in range(plan.runs)]
     refused: list[str] = []
     older: list[list[str]] = []
     with together.work("the methods"):
@@ -96,16 +102,25 @@ def run_suite(
             doing, done = f"run {run + 1}: {method.name}", FIRST_PART + (1 - FIRST_PART) * index / len(work)
             progress(doing, done)
             networks = tuple(plan.members(group, run))
-            identity = _identity(plan, method, networks)
+            identity = _identity(plan, method, networks, run)
             known = None if fresh else _known(store, plan.suite.name, method.name, run)
-            if known is not None and _counts(known, identity, plan):
+            sources = plan.sources_of(run)
+            there = known if known is not None and _counts(known, identity, sources) else None
+            unasked = [] if there is None else _unasked(there, plan)
+            if there is not None and not unasked:
                 progress(f"{doing} (there already)", done)
-                older.append(_lacking(known, plan))
+                older.append(_lacking(there, sources))
                 continue
             threshold = plan.suite.threshold
-            context = Context(partial(read, networks), threshold, feature_scores, networks, run, workshop)
+            given = partial(_given, sums, networks, plan.sources_of(run)["train"]) if plan.stream else None
+            read_run = partial(read, networks, run)
+            context = Context(read_run, threshold, feature_scores, networks, run, workshops[run], sums=given)
             try:
-                store.write(_run(plan, method, context, identity))
+                # The same settings, networks and data give the same method: what is new is asked, and the rest is kept.
+                made = (
+                    _run(plan, method, context, identity) if there is None else _asked(there, method, context, unasked)
+                )
+                store.write(made)
             except StorageError:
                 raise  # a damaged file is everybody's
             except MolaError as error:
@@ -121,15 +136,34 @@ def run_suite(
     return [record for record in found if record is not None]
 
 
+def _stream(plan: Plan, sums: StreamedSums, progress: Progress, team: Team) -> None:
+    """The sums that the methods of a plan ask for: one pass over the training data for each structure and run."""
+    asked = {
+        (run, tuple(plan.members(group, run)), structure): None
+        for group in plan.groups
+        for run in range(plan.runs_of(group))
+        for method in plan.methods(group)
+        if (structure := method.settings().get("structure")) is not None
+    }
+    for run, networks, structure in asked:
+        sums.compute(networks, plan.sources_of(run)["train"], structure, progress, team)
+
+
+def _given(
+    sums: StreamedSums, networks: tuple[Network, ...], source: Source, structure: str, heads: Sequence[HeadOnly]
+) -> mola.MoLA:
+    return sums.read(networks, source, structure, heads)
+
+
 Identity = tuple[dict[str, Any], list[str], dict[str, str]]
 """Settings, checksums of networks and checksums of data: what a record that is there must agree in."""
 
 
-def _identity(plan: Plan, method: SuiteMethod, networks: tuple[Network, ...]) -> Identity:
+def _identity(plan: Plan, method: SuiteMethod, networks: tuple[Network, ...], run: int) -> Identity:
     used = networks if method.components is None else networks[: method.components]
     settings = {"components": len(used), "threshold": plan.suite.threshold, **method.settings()}
     settings |= {"network": plan.network, "protocol": PROTOCOL, "metrics": list(METRICS)}
-    data = {name: source.checksum for name, source in plan.sources.items()}
+    data = {name: source.checksum for name, source in plan.sources_of(run).items()}
     return settings, [network.checksum for network in used], data
 
 
@@ -142,27 +176,40 @@ def _known(store: Store, suite: str, method: str, run: int) -> Record | None:
         return None
 
 
-def _counts(known: Record, identity: Identity, plan: Plan) -> bool:
+def _counts(known: Record, identity: Identity, sources: Mapping[str, Source]) -> bool:
     """Whether a record is of the same method, networks and data; it may lack sets of outliers, or have more of them."""
     settings, networks, data = identity
-    optional = {*known.outliers, *(name for name, source in plan.sources.items() if source.role == "outlier")}
+    optional = {*known.outliers, *(name for name, source in sources.items() if source.role == "outlier")}
     return (known.settings, known.networks) == (settings, networks) and all(
         known.data.get(name) == data.get(name) or (name in optional and (name not in known.data or name not in data))
         for name in {*known.data, *data}
     )
 
 
-def _lacking(known: Record, plan: Plan) -> list[str]:
+def _lacking(known: Record, sources: Mapping[str, Source]) -> list[str]:
     """What the record of today would have more."""
-    outliers = [source for source in plan.sources.values() if source.role == "outlier"]
+    outliers = [source for source in sources.values() if source.role == "outlier"]
     found = [source.title for source in outliers if source.name not in known.outliers]
     scores = [numbers for result in known.outliers.values() for numbers in result.scores.values()]
     if any("fpr95_out" not in numbers for numbers in scores):
         found.append("FPR95 with outliers as positives and the scores that came with it")
-    typed = [name for name, source in plan.sources.items() if source.types and name in known.labelled]
+    typed = [name for name, source in sources.items() if source.types and name in known.labelled]
     if known.group == "main" and any(not known.labelled[name].types for name in typed):
         found.append("results by type of shift")
     return found
+
+
+def _unasked(known: Record, plan: Plan) -> list[Measure]:
+    """Measures of the suite that a record lacks; methods that would have to be trained again are not asked."""
+    trained = {method.name for group in LONG for method in plan.methods(group)}
+    if known.group != "main" or known.method in trained:
+        return []
+    return [measure for measure in plan.measures if measure.name not in known.measures]
+
+
+def _asked(known: Record, method: SuiteMethod, context: Context, measures: list[Measure]) -> Record:
+    answers = _answers(method.fit(context))
+    return replace(known, measures=known.measures | {measure.name: measure(answers) for measure in measures})
 
 
 def _tell_older(lacking: list[list[str]]) -> None:
@@ -180,9 +227,10 @@ def _run(plan: Plan, method: SuiteMethod, context: Context, identity: Identity) 
     clock = [0.0]
     labelled, outliers, examples = {}, {}, {}
     detail = method.group == "main"  # figures show no more than these
-    scored = any(source.role == "outlier" for source in plan.sources.values())
-    inside = _tally(fitted, plan.sources["test"], scored, clock)
-    for source in plan.sources.values():
+    sources = plan.sources_of(context.run)
+    scored = any(source.role == "outlier" for source in sources.values())
+    inside = _tally(fitted, sources["test"], scored, clock)
+    for source in sources.values():
         if source.role in ("train", "validation"):
             continue
         tally = inside if source.role == "test" else _tally(fitted, source, source.role == "outlier", clock)
@@ -194,6 +242,7 @@ def _run(plan: Plan, method: SuiteMethod, context: Context, identity: Identity) 
         if detail:
             examples[source.name] = examples_of(tally)
     settings, networks, data = identity
+    measured = {measure.name: measure(_answers(fitted)) for measure in plan.measures if detail}
     return Record(
         suite=plan.suite.name,
         method=method.name,
@@ -207,6 +256,7 @@ def _run(plan: Plan, method: SuiteMethod, context: Context, identity: Identity) 
         labelled=labelled,
         outliers=outliers,
         examples=examples,
+        measures=measured,
         environment=environment(),
     )
 
@@ -222,6 +272,13 @@ def _tally(fitted: Fitted, source: Source, scores: bool, clock: list[float]) -> 
             yield {"": answer}, None if source.role == "outlier" else labels
 
     return tally_set(answers(), what=source.title)[""]
+
+
+def _answers(fitted: Fitted) -> Answers:
+    def answers(name: str) -> Iterator[tuple[Answer, Tensor]]:
+        return ((fitted.answer(batch, True), labels) for batch, labels in fitted.batches(name))
+
+    return answers
 
 
 def _finite(value: Any) -> Any:

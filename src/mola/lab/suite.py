@@ -21,6 +21,7 @@ from mola.compare.results import EXAMPLES
 from mola.errors import OptionError
 from mola.lab.data.images import NORMALISATIONS, Images
 from mola.lab.imported import import_builder
+from mola.lab.measures import Measure
 from mola.options import one_of
 from mola.training import Recipe
 from mola.training.labelled import Labelled
@@ -37,6 +38,7 @@ __all__ = [
     "TrainingData",
     "changed",
     "checksum",
+    "data_checksum",
     "first_labels",
     "from_memory",
     "image_checksum",
@@ -163,14 +165,20 @@ class Source:
     """Of the data and of all that is done to them: two sources with the same checksum give the same batches."""
     open: Callable[[], Batches]
     """Batches of (inputs, labels), in the same order every time."""
-    show: Callable[[int], Tensor]
-    """The first few images as bytes (n, channels, height, width)."""
+    show: Callable[[int], Tensor] | None
+    """The first few images as bytes (n, channels, height, width); None where the data are no images but rows in memory."""
     level: float = 0.0
     """How far the data are shifted."""
     labels: tuple[int, ...] = ()
     """Of the first few images; none for outliers, which belong to no class."""
     types: tuple[str, ...] = ()
     """Kinds of shift that were dealt over the data in turn: datum i has type i modulo their number."""
+    open_part: Callable[[int, int], Batches] | None = None
+    """Batches of the data from one place up to another; None where the data can only be read from the first on."""
+    whole: Source | None = None
+    """The set that this one is a part of, if networks are run over that one and its activations are shared."""
+    places: tuple[int, ...] = ()
+    """Where the data of this part lie in the whole, in this order."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +208,14 @@ class DataOptions:
     """Of the inputs, by name, in distribution and out of it; None is the suite's."""
     corruptions: str = "paper"
     """"paper" is the 16 types it speaks of, "all" the 19 that were published."""
+    shifted: int | None = None
+    """At most so many images of each shifted test set."""
+    image_size: int | None = None
+    """Pixels of the side of the images that networks are given, where they lie in folders; None is the suite's."""
+    types: tuple[str, ...] = ()
+    """Corruptions to shift test sets by, where there is a choice; none is the suite's."""
+    cross_fit: bool = False
+    """Whether to divide the labelled images into folds instead of reading training data."""
     conventions: str = "consistent"
     """"consistent" normalises outliers like the training data, as a deployed network would; "authors" does as the paper's
     scripts: each set with statistics of its own, and EMNIST's digits, untransposed, instead of its letters."""
@@ -226,7 +242,21 @@ class DataOptions:
     def describe(self) -> dict[str, Any]:
         """What matters of it for the numbers, as plain JSON values."""
         names = ("train", "outliers", "test", "normalisation", "corruptions", "conventions")
-        return {name: getattr(self, name) for name in names}
+        described = {name: getattr(self, name) for name in names}
+        # Left out where they were not chosen: records of before did not know them.
+        later = {"shifted": self.shifted, "image_size": self.image_size, "types": list(self.types)}
+        later |= {"cross_fit": self.cross_fit}
+        return described | {name: value for name, value in later.items() if value}
+
+
+@dataclass(frozen=True)
+class Folds:
+    """Cross-fitting: the same data in several divisions, each of which is a run."""
+
+    sources: tuple[dict[str, Source], ...]
+    """The sets of each fold, by the same names."""
+    notes: tuple[str, ...] = ()
+    """What readers of the numbers must know."""
 
 
 @dataclass(frozen=True)
@@ -252,15 +282,27 @@ class Suite:
     """For `mola train`."""
     threshold: float | None
     """Mean validation confidence that the paper's rule keeps; None is 0.01 below the networks' accuracy."""
-    shift: Shift
+    shift: Shift | None
+    """None if nothing is shifted."""
     make_sources: Callable[[DataOptions], dict[str, Source]]
     """All sets by name, "train", "validation" and "test" among them."""
+    make_folds: Callable[[DataOptions], Folds] | None = None
+    """The same for each fold of a cross-fit; None where the suite has training data."""
     components: int = 5
+    class_count: int = 0
+    """Where the classes have no names here; 0 counts these."""
     notes: tuple[str, ...] = ()
     training_data: Callable[[DataOptions, Recipe], TrainingData] | None = None
     """What `mola train` reads."""
+    measures: Callable[[DataOptions], tuple[Measure, ...]] = lambda _: ()
+    """Numbers beyond the common metrics that are asked of every method of the main comparison."""
     budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))
     """What methods that train may spend, unless the user says otherwise."""
+
+    @property
+    def outputs(self) -> int:
+        """Number of classes that networks of the suite tell apart."""
+        return self.class_count or len(self.classes)
 
     def builder(self, network: str | None) -> tuple[str, Callable[[], nn.Module]]:
         """Name and builder of the network asked for: one of the suite's, or the user's own `package.module:function`."""
@@ -277,9 +319,14 @@ def checksum(*parts: Any) -> str:
 
 def image_checksum(images: Images) -> str:
     """A checksum of pixels and labels."""
-    digest = hashlib.sha256(str(tuple(images.pixels.shape)).encode())
-    digest.update(images.pixels.contiguous().numpy().tobytes())
-    digest.update(images.labels.contiguous().numpy().tobytes())
+    return data_checksum(images.pixels, images.labels)
+
+
+def data_checksum(inputs: Tensor, labels: Tensor) -> str:
+    """A checksum of inputs and labels in memory."""
+    digest = hashlib.sha256(str(tuple(inputs.shape)).encode())
+    digest.update(inputs.contiguous().numpy().tobytes())
+    digest.update(labels.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

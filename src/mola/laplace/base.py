@@ -17,7 +17,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -101,6 +101,8 @@ class Factors:
     """Number of data N."""
     log_likelihood: float | None
     """Sum of the log-likelihoods of the labels, or None if there were none."""
+    label_sums: Tensor | None = field(default=None, kw_only=True)
+    """What else a likelihood sums of labels, as `Likelihood.label_sums` gives it; None where it needs nothing else."""
 
     def __add__(self, other: Self) -> Self:
         """Factors of both sets of data together."""
@@ -120,8 +122,30 @@ class Factors:
 
     def tensors(self) -> dict[str, Tensor]:
         """The additive tensors by name."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)[2:]}
+        given = {one.name: getattr(self, one.name) for one in fields(self)[2:]}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    def with_labels(self, sums: Tensor | None) -> Self:
+        """The same with more sums of labels."""
+        if sums is None:
+            return self
+        return replace(self, label_sums=sums if self.label_sums is None else self.label_sums + sums)
+
+    def weighted(self, weights: Tensor) -> Self:
+        """The factors of outputs whose own curvature is multiplied by `weights` (C,), as by a noise that is chosen after the sums.
+
+        Args:
+            weights: above 0.
+
+        Returns:
+            New factors; only for likelihoods whose outputs do not interact.
+        """
+        changes: dict[str, Any] = {}
+        for name in ("separate", "diagonal"):
+            tensor = getattr(self, name, None)
+            if isinstance(tensor, Tensor) and name in self.tensors():
+                changes[name] = tensor * weights.to(tensor).view(-1, *[1] * (tensor.dim() - 1))
+        return replace(self, **changes)
 
     def saved(self) -> dict[str, Tensor]:
         """What is written to disk, in shapes that `Structure.empty` names; `Structure.restore` reads it."""
@@ -244,6 +268,20 @@ class Spectrum(ABC):
     @abstractmethod
     def posterior(self, precision: float) -> Posterior:
         """The posterior at one prior precision, ready to predict."""
+
+    def divided(self, by: float) -> Self:
+        """The spectrum of the curvature divided by a number, as by a noise that is larger; the eigenvectors are the same.
+
+        Args:
+            by: above 0.
+
+        Raises:
+            OptionError: if the structure does not say how.
+        """
+        message = (
+            f"{type(self).__name__} has no `divided`: a structure needs it for a noise that is chosen after the fit."
+        )
+        raise OptionError(message)
 
     def variance_range(self, precision: float) -> tuple[float, float]:
         """Bounds on the variance of a visible logit at features of length 1; the lower one is 1 where it is not known."""

@@ -2,9 +2,10 @@ r"""Diagonal curvature: :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`, al
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -118,6 +119,12 @@ class DiagSpectrum(Spectrum):
     def variance_range(self, precision: float) -> tuple[float, float]:
         """The smallest variance of a weight, and the prior's."""
         return float(1 / (self.diagonal.max() + precision)), 1 / precision
+
+    def divided(self, by: float) -> Self:
+        """The spectrum of the curvature divided by a number."""
+        twin = copy.copy(self)
+        twin.diagonal = self.diagonal / by
+        return twin
 
     def posterior(self, precision: float) -> Posterior:
         """The posterior at one prior precision."""

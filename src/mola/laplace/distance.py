@@ -16,6 +16,7 @@ features are: an input may be far along a familiar direction. So the length |h| 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
@@ -33,8 +34,8 @@ RIDGE = 1e-4
 1e-3 gives the same ranking, on few data or few features (two moons, two images a class) less is too little, and float32 holds
 distances with this much."""
 
-ROUNDING = 1e-14
-"""Norm of a covariance of directions, whose length is 1, that is rounding alone."""
+ROUNDING = 16 * torch.finfo(torch.float64).eps
+"""What sums of directions, whose length is 1, lose to rounding, over the root of the number of data."""
 
 KEPT = 2**23
 """Numbers of a table of class means that is kept ready in the precision of predictions; larger ones are made in portions when they
@@ -97,10 +98,14 @@ class ClassSums:
         """The same sums on another device."""
         return ClassSums(**{name: one.to(device) for name, one in self.tensors().items()})
 
+    def scaled(self, share: float) -> ClassSums:
+        """The same sums as if each datum were a share of one."""
+        return ClassSums(**{name: share * one for name, one in self.tensors().items()})
+
     @property
     def count(self) -> int:
         """Number of data."""
-        return int(self.counts.sum())
+        return round(float(self.counts.sum()))
 
     @property
     def predicted(self) -> int:
@@ -171,12 +176,12 @@ class ClassGeometry:
             some = self.sums.directions[part]
             within -= (some / counts[part, None].clamp_min(1)).T @ some
         within /= counts.sum()
-        size = float(torch.linalg.matrix_norm(within))
-        if size <= ROUNDING:
-            return torch.zeros_like(within), 0.0
-        ridge = RIDGE * size
+        size, rounding = float(torch.linalg.matrix_norm(within)), ROUNDING * math.sqrt(float(counts.sum()))
+        ridge = max(RIDGE * size, rounding)
         within.diagonal().add_(ridge)
-        lower = torch.linalg.cholesky(within)
+        lower, failed = torch.linalg.cholesky_ex(within)
+        if size <= rounding or bool(failed):  # all that is left is what the sums have lost
+            return torch.zeros_like(within), 0.0
         identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
         return torch.linalg.solve_triangular(lower, identity, upper=False).T.contiguous(), ridge
 
@@ -248,42 +253,64 @@ class ClassDistance:
     def _here(self, values: Tensor) -> Tensor:
         return values.to(self.dtype).to(self.device)
 
-    @cached_property
+    def _table(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """A table, made once; in a trace, whose tensors are of no use outside of it, each time."""
+        found: Tensor | None = vars(self).get(name)
+        if found is None:
+            found = make()
+            if not torch.compiler.is_compiling():
+                vars(self)[name] = found
+        return found
+
+    @property
     def _root(self) -> Tensor:
-        return self._here(self.geometry.root)
+        return self._table("root", lambda: self._here(self.geometry.root))
 
-    @cached_property
+    @property
     def _shift(self) -> Tensor:
-        return self._here(-self.geometry.centre @ self.geometry.root)
+        return self._table("shift", lambda: self._here(-self.geometry.centre @ self.geometry.root))
 
-    @cached_property
+    @property
     def _squares(self) -> Tensor:
-        return self._here(self.geometry.squares)
+        return self._table("squares", lambda: self._here(self.geometry.squares))
 
-    @cached_property
+    @property
+    def _steps(self) -> Tensor:
+        """-2 over the number of data of each class (C,): what makes a product with a mean of one with a sum, as squares ask for it."""
+        return self._table("steps", lambda: self._here(-2 / self.geometry.sums.counts.clamp_min(1)))
+
+    @property
     def _means(self) -> Tensor | None:
         """The whitened class means (C, P), where they are small enough to be kept."""
         if self.geometry.sums.directions.numel() > KEPT:
             return None
-        return torch.cat(
-            [self._here(self.geometry.means(part) @ self.geometry.root) for part in self.geometry.portions()]
+        return self._all_means()
+
+    def _all_means(self) -> Tensor:
+        geometry = self.geometry
+        parts = geometry.portions()
+        return self._table(
+            "means", lambda: torch.cat([self._here(geometry.means(part) @ geometry.root) for part in parts])
         )
 
     def logs(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithms of distance and length of features (n, P), the constant 1 included or not.
 
         Args:
-            features: whose squares the precision holds; also 0: these have no length, and a direction of which nothing is known.
+            features: finite; also 0: these have no length, and a direction of which nothing is known.
 
         Returns:
             (n,) and (n,). Distances are 1 where all training features are alike: nothing is known of them.
         """
         given, least = features[:, : self.geometry.width], torch.finfo(self.dtype).tiny
-        length = torch.linalg.vector_norm(given, dim=1, keepdim=True).clamp_min(least)
-        log_length = length.squeeze(1).log()
+        # By the largest of them first: the squares of features may leave the range of the precision, where the features are in it.
+        largest = torch.linalg.vector_norm(given, math.inf, dim=1, keepdim=True).clamp_min_(least)
+        given = given / largest
+        length = torch.linalg.vector_norm(given, dim=1, keepdim=True).clamp_min_(least)
+        log_length = length.log().add_(largest.log()).squeeze(1)
         if not self.geometry.known:
             return torch.zeros_like(log_length), log_length
-        return self._distances(given / length).clamp_min(least).log(), log_length
+        return self._distances(given.div_(length)).clamp_min_(least).log_(), log_length
 
     def _distances(self, directions: Tensor) -> Tensor:
         """Distance (n,) of normalised features to the nearest class.
@@ -295,12 +322,14 @@ class ClassDistance:
         means = self._means
         if means is not None:
             nearest = torch.addmm(self._squares, whitened, means.T, alpha=-2).argmin(1)
-            return torch.linalg.vector_norm(whitened - means[nearest], dim=1)
+            return torch.linalg.vector_norm(whitened.sub_(means[nearest]), dim=1)
         turned = whitened @ self._root.T
         least = torch.full_like(whitened[:, 0], math.inf)
         which = torch.zeros_like(least, dtype=torch.int64)
         for part in self.geometry.portions():
-            found = torch.addmm(self._squares[part], turned, self._here(self.geometry.means(part)).T, alpha=-2).min(1)
+            # Sums and not means, and the centre left out, which all classes share: a table is cast, and nothing else is made of it.
+            products = turned @ self._here(self.geometry.sums.directions[part]).T
+            found = products.mul_(self._steps[part]).add_(self._squares[part]).min(1)
             which = torch.where(found.values < least, found.indices + part.start, which)
             least = torch.minimum(found.values, least)
         own = self.geometry.means(which.to(self.geometry.centre.device))

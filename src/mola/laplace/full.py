@@ -13,10 +13,11 @@ the posterior is the prior: :math:`\Sigma = (F \otimes I)(H_F + \lambda I)^{-1}(
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -270,6 +271,12 @@ class FullSpectrum(Spectrum):
     def variance_range(self, precision: float) -> tuple[float, float]:
         """The extreme eigenvalues of the posterior covariance."""
         return float(1 / (self.values.max() + precision)), 1 / precision
+
+    def divided(self, by: float) -> Self:
+        """The spectrum of the curvature divided by a number."""
+        twin = copy.copy(self)
+        twin.values = self.values / by
+        return twin
 
     def posterior(self, precision: float) -> Posterior:
         """The posterior at one prior precision."""

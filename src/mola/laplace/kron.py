@@ -15,11 +15,12 @@ The side of the features is the same for every class factor and comes first in t
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -342,10 +343,12 @@ class Kron(Structure):
         means = {
             name: beta * (tensor / max(total.count, 1)) + (1 - beta) * getattr(batch, name) / batch.count
             for name, tensor in total.tensors().items()
+            if name != "label_sums"  # which are sums, whatever the order of the batches
         }
         labelled = total.log_likelihood is not None and batch.log_likelihood is not None
         log_likelihood = total.log_likelihood + batch.log_likelihood if labelled else None
-        return RunningKronFactors(count, log_likelihood, **{name: count * mean for name, mean in means.items()})
+        scaled = {name: count * mean for name, mean in means.items()}
+        return RunningKronFactors(count, log_likelihood, **scaled, label_sums=total.label_sums)
 
     def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the saved tensors."""
@@ -387,6 +390,13 @@ class KronSpectrum(Spectrum):
         self.class_vectors = torch.cat([seen @ vectors, unseen], dim=1)
         self.feature_values, self.feature_vectors = eigensystem(gram / self.count)
         self._class_variances: dict[tuple[float, bool], Tensor] = {}
+
+    def divided(self, by: float) -> Self:
+        """The spectrum of the curvature divided by a number."""
+        twin = copy.copy(self)
+        twin.class_values = self.class_values / by
+        twin._class_variances = {}
+        return twin
 
     def project(self, features: Tensor) -> Tensor:
         """Squared coordinates (n, P) of the features in B's eigenbasis."""

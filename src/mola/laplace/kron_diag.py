@@ -36,8 +36,9 @@ Likelihoods whose outputs have curvature s of their own add s to the diagonal, s
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -246,6 +247,13 @@ class KronDiagSpectrum(Damped):
         if not self.hidden:
             return drawn
         return drawn - drawn.mean(1, keepdim=True) + noise[:, -1:] / (self.outputs * precision**0.5) ** 0.5
+
+    def divided(self, by: float) -> Self:
+        """The spectrum of the curvature divided by a number: the graph's and each output's own."""
+        twin = copy.copy(self)
+        twin.total = self.total / by
+        twin.separate = None if self.separate is None else self.separate / by
+        return twin
 
     def posterior(self, precision: float) -> Posterior:
         """The posterior at one prior precision."""

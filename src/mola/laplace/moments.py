@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mola.errors import located
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.numerics import even_normals, exact
 
 __all__ = ["Divided", "LogitMoments", "Spread", "in_range", "or_nan"]
@@ -68,6 +69,10 @@ class Spread(Protocol):
         if not (torch.compiler.is_compiling() or bool(nothing.any())):
             return variance
         return torch.where(nothing, self.average_contrast_variance().to(variance), variance)
+
+    def relative_divisor(self) -> Tensor | float:
+        """What logits are divided by (n, 1), compared with those whose variances `relative_contrast_variance` gives."""
+        return 1.0
 
     def difference_variances(self) -> Callable[[slice, slice, slice], Tensor]:
         """Variances of the differences of logits: by data, first and second logits, to (rows, first, second)."""
@@ -185,7 +190,12 @@ class Divided(Spread):
 
     def relative_contrast_variance(self) -> Tensor:
         """Variance (n, C) of each centred logit, up to a factor common to those of a datum."""
+        # Undivided: squares of large divisors would take variances out of the range of float32, and their ratios with them.
         return self.spread.relative_contrast_variance()
+
+    def relative_divisor(self) -> Tensor | float:
+        """What logits are divided by (n, 1), compared with those whose variances `relative_contrast_variance` gives."""
+        return self.divisor * self.spread.relative_divisor()
 
     def difference_variances(self) -> Callable[[slice, slice, slice], Tensor]:
         """Variances of the differences of logits: by data, first and second logits, to (rows, first, second)."""
@@ -226,11 +236,14 @@ class LogitMoments:
     """None: all the mass is on the mean."""
     given: tuple[torch.device, torch.dtype] | None = None
     """The network's device and precision, where the moments are not there."""
+    likelihood: Likelihood = CATEGORICAL
+    """What the logits mean."""
 
     def lifted(self) -> LogitMoments:
         """The same in float64."""
         given = self.given or (self.mean.device, self.mean.dtype)
-        return LogitMoments(exact(self.mean), None if self.spread is None else self.spread.exactly(), given)
+        spread = None if self.spread is None else self.spread.exactly()
+        return LogitMoments(exact(self.mean), spread, given, self.likelihood)
 
     def returned(self, values: Tensor) -> Tensor:
         """What was made of the moments, where the network is and in its precision."""
@@ -246,14 +259,14 @@ class LogitMoments:
             The Gaussian of the quotients: the mean by the divisor, the covariance by its square.
         """
         divisors = divisor.to(self.mean).expand(self.mean.shape[0])[:, None]
-        return LogitMoments(
-            self.mean / divisors, None if self.spread is None else Divided(self.spread, divisors), self.given
-        )
+        spread = None if self.spread is None else Divided(self.spread, divisors)
+        return LogitMoments(self.mean / divisors, spread, self.given, self.likelihood)
 
     def rows(self, start: int, count: int) -> LogitMoments:
         """The moments of some of the data, for links that need the covariance."""
         part = slice(start, start + count)
-        return LogitMoments(self.mean[part], None if self.spread is None else self.spread[part], self.given)
+        spread = None if self.spread is None else self.spread[part]
+        return LogitMoments(self.mean[part], spread, self.given, self.likelihood)
 
     def kept(self, mean: Tensor) -> LogitMoments:
         """The same moments for later: in memory of their own, with all that was computed of them.
@@ -264,7 +277,7 @@ class LogitMoments:
         Returns:
             The moments.
         """
-        twin = LogitMoments(mean, None if self.spread is None else self.spread.kept(), self.given)
+        twin = LogitMoments(mean, None if self.spread is None else self.spread.kept(), self.given, self.likelihood)
         vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
         return twin
 

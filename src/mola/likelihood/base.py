@@ -1,6 +1,7 @@
 r"""What the last layer's outputs mean: probabilities, log-likelihood and curvature. The structures ask here alone.
 
-A likelihood says how outputs become probabilities, how labels score them, and how the negative log-likelihood curves.
+A likelihood says which outputs and labels it takes, how outputs become probabilities, how labels score them, and how the negative
+log-likelihood curves. It also says what tuning, distances and links need to know, so that nothing else asks which likelihood it is.
 For one datum the curvature with respect to the outputs f is always of the form
 
 .. math:: \Lambda = \mathrm{diag}(d) + L(u u^\top), \qquad L(W) = \mathrm{diag}(W 1) - W,
@@ -18,15 +19,21 @@ Independent outputs (Bernoulli, Gaussian) have only the separate part.
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from mola.errors import OptionError
+from mola.errors import HeadError, OptionError
 
-__all__ = ["Likelihood", "OutputCurvature", "laplacian"]
+__all__ = ["Likelihood", "OutputCurvature", "Ran", "laplacian", "matrix_of"]
+
+Ran = Sequence[tuple[str, torch.Size]]
+"""Names and output shapes of the linear layers that ran in a pass, to name the last."""
 
 
 @dataclass(frozen=True)
@@ -63,34 +70,216 @@ class OutputCurvature:
         return coupling.sum(1) @ coupling - coupling.square().sum(0)
 
 
-class Likelihood(Protocol):
-    """How outputs become probabilities, are scored, and curve the loss."""
+class Likelihood(ABC):
+    """How outputs become probabilities, are scored, and curve the loss.
 
-    @property
-    def name(self) -> str:
-        """Of the likelihood, for files."""
+    Attributes:
+        name: for files and messages.
+        hides_shift: whether a shift common to all outputs changes nothing.
+        discrete: whether labels are answers to choose from, and not numbers.
+        competing: whether outputs compete: one is probable only at the cost of the others.
+        links: names of the links that apply.
+        rules: names of the rules that mean something.
+        default_rule: the rule that is taken where none is named.
+    """
 
-    @property
-    def hides_shift(self) -> bool:
-        """Whether a shift common to all outputs changes nothing."""
+    name: str
+    hides_shift: bool = False
+    discrete: bool = True
+    competing: bool = False
+    links: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ("threshold", "nll", "brier", "ece", "evidence", "distance")
+    default_rule: str = "threshold"
 
+    def settings(self) -> dict[str, Any]:
+        """What it takes to rebuild the likelihood, as JSON."""
+        return {}
+
+    # --- outputs and labels -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
+        """Outputs of a network as rows (n, C), or `HeadError` where they do not fit.
+
+        Args:
+            outputs: as the network returned them.
+            ran: linear layers that ran, where they were watched: then what comes after the last is found in another way.
+
+        Returns:
+            The same numbers in the same memory.
+        """
+
+    @abstractmethod
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Labels as the likelihood reads them, on the device of the outputs (n, C); `DataError` naming `where` if it cannot."""
+
+    def readable(self, labels: Tensor) -> Tensor:
+        """Which rows (n,) of labels from a file, (n,) or (n, C) in float64, hold what `check_labels` takes: finite numbers."""
+        return labels.reshape(len(labels), -1).isfinite().all(1)
+
+    def known(self, labels: Tensor) -> Tensor | None:
+        """Which data (n,) have a label at all, of labels that were checked; None where all must have one."""
+        return None
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def probabilities(self, outputs: Tensor) -> Tensor:
-        """Predictive probabilities (n, C) of outputs (n, C)."""
+        """Predictive probabilities (..., C) of outputs (..., C)."""
 
+    @abstractmethod
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Log-likelihood (n,) of each label."""
+        """Log-likelihood (n,) of each datum's labels."""
+
+    @abstractmethod
+    def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
+        """Second derivative of the negative log-likelihood at outputs (n, C); labels say which outputs have one."""
 
     def scored_curvature(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, OutputCurvature]:
-        """Log-likelihood (n,) of each label and the curvature: both, for less than each by itself."""
+        """Log-likelihood (n,) and curvature: both, where that costs less than each by itself."""
+        return self.log_likelihood(outputs, labels), self.curvature(outputs, labels)
 
-    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
-        """Return labels as the likelihood reads them, or raise `DataError` naming `where`."""
+    # --- training further, as some baselines do ---------------------------------------------------------------------
 
-    def curvature(self, outputs: Tensor) -> OutputCurvature:
-        """Second derivative of the negative log-likelihood at outputs (n, C)."""
+    def training_score(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """What training makes as large as can be (n,): the log-likelihood."""
+        return self.log_likelihood(outputs, labels)
+
+    def loss_of_guessing(self, outputs: Tensor, labels: Tensor) -> float:
+        """Mean loss of whoever knows nothing of the inputs."""
+        return math.log(self.answers(outputs.shape[1])) * (1 if self.competing else outputs.shape[1])
+
+    # --- sums that depend on a number that is chosen after them ------------------------------------------------------
+
+    def latent(self, outputs: int) -> int:
+        """How many of a network's outputs are uncertain: all of them."""
+        return outputs
+
+    def rows(self, outputs: int) -> slice:
+        """Which of a network's outputs these are."""
+        return slice(outputs)
+
+    def label_sums(self, outputs: Tensor, labels: Tensor) -> Tensor | None:
+        """What is summed of labels beside their log-likelihood, in float64; None for nothing."""
+        return None
+
+    def settled(self, sums: Tensor | None, count: int) -> Self:
+        """The likelihood once the sums of all training data are known: itself, where nothing is estimated from them."""
+        return self
+
+    def output_scale(self, width: int) -> Tensor | None:
+        """What the curvature of each output, as it was summed, is multiplied by (C,); None for nothing."""
+        return None
+
+    def total_log_likelihood(self, sums: Tensor, count: int) -> float:
+        """Log-likelihood of all data whose `label_sums` these are.
+
+        Raises:
+            OptionError: if the likelihood has no such sums.
+        """
+        message = f"likelihood {self.name!r} has no sums of labels."
+        raise OptionError(message)
+
+    # --- what it sees -----------------------------------------------------------------------------------------------
 
     def visible(self, outputs: int) -> Tensor:
-        """Orthonormal directions (C, R) of output space that change the probabilities, in float64."""
+        """Orthonormal directions (C, R) of output space that change the probabilities, in float64: all of them."""
+        return torch.eye(outputs, dtype=torch.float64, device="cpu")
+
+    # --- which group of the training data a datum belongs to --------------------------------------------------------
+
+    @abstractmethod
+    def groups(self, outputs: int) -> int:
+        """Number of groups of training data whose centres distances are measured from."""
+
+    @abstractmethod
+    def group_of(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
+        """The group (n,) of each datum, in int64: by its label, or by the outputs (n, C) where there is none."""
+
+    # --- questions with a few answers -------------------------------------------------------------------------------
+
+    def answers(self, outputs: int) -> int:
+        """Number of answers to each question that the outputs put: C for one of C classes, 2 for yes or no.
+
+        Raises:
+            OptionError: if there are no such questions.
+        """
+        raise OptionError(self._no_answers())
+
+    def answer_probabilities(self, probs: Tensor) -> Tensor:
+        """Probabilities (..., A) of all answers to each question, from what `probabilities` gives.
+
+        Raises:
+            OptionError: if there are no such questions.
+        """
+        raise OptionError(self._no_answers())
+
+    def asked(self, labels: Tensor) -> Tensor:
+        """The right answers (m,) in int64 to all questions of n data, from their labels; -1 where none is known.
+
+        Questions are in the order in which `table` puts them.
+
+        Raises:
+            OptionError: if there are no such questions.
+        """
+        raise OptionError(self._no_answers())
+
+    def answered(self, outputs: Tensor) -> Tensor:
+        """The most probable answers (m,) to all questions of n data, from their outputs (n, C), in the same order.
+
+        Raises:
+            OptionError: if there are no such questions.
+        """
+        raise OptionError(self._no_answers())
+
+    def table(self, probs: Tensor) -> Tensor:
+        """Probabilities (L, A, m) of the answers to all questions of n data, from (L, C, n).
+
+        Raises:
+            OptionError: if there are no such questions.
+        """
+        raise OptionError(self._no_answers())
+
+    def table_of_logits(self, logits: Tensor) -> Tensor:
+        """The same from logits (L, C, n), with all digits of small probabilities; the memory of the logits may be used.
+
+        Raises:
+            OptionError: if there are no such questions.
+        """
+        raise OptionError(self._no_answers())
+
+    def _no_answers(self) -> str:
+        return f"likelihood {self.name!r} has numbers as outputs, and no answers to choose from."
+
+
+def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:
+    """Outputs that must be a matrix.
+
+    Args:
+        outputs: of a network.
+        ran: linear layers that were watched.
+        expected: what they should be, for the message.
+
+    Returns:
+        The same.
+
+    Raises:
+        HeadError: if they are of another shape.
+    """
+    if outputs.dim() == 1 and not ran:
+        message = (
+            f"expected {expected}, got shape {tuple(outputs.shape)}. A single input needs a batch around "
+            f"it: inputs[None]."
+        )
+        raise HeadError(message)
+    if outputs.dim() != 2:
+        near = f" Its last linear layer, {ran[-1][0]!r}, gives shape {tuple(ran[-1][1])}." if ran else ""
+        message = (
+            f"expected {expected}, got shape {tuple(outputs.shape)}.{near} "
+            f"Pass a network that returns the output of its last linear layer as it is, without reshaping."
+        )
+        raise HeadError(message)
+    return outputs
 
 
 def laplacian(weights: Tensor) -> Tensor:

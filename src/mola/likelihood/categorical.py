@@ -7,18 +7,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mola.errors import DataError
-from mola.likelihood.base import OutputCurvature
+from mola.errors import DataError, HeadError
+from mola.likelihood.base import Likelihood, OutputCurvature, Ran, matrix_of
 
 __all__ = ["CATEGORICAL", "Categorical"]
 
 
+ENOUGH = 4
+"""Rows that tell probabilities from logits."""
+
+
 @dataclass(frozen=True)
-class Categorical:
+class Categorical(Likelihood):
     """One of C classes, by a softmax over C logits."""
 
-    name: str = "categorical"
-    hides_shift: bool = True
+    name = "categorical"
+    hides_shift = True
+    competing = True
+    links = ("probit", "probit-centered", "mean-field", "bridge", "mc")
+
+    def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
+        """Logits (n, C).
+
+        Args:
+            outputs: a network's output.
+            ran: names and output shapes of the linear layers that ran, to name the last.
+
+        Returns:
+            The same.
+
+        Raises:
+            HeadError: unless they are (batch, classes) with at least two classes, and no probabilities.
+        """
+        matrix_of(outputs, ran, "logits of shape (batch, classes)")
+        if outputs.shape[1] < 2:
+            message = (
+                f"expected at least 2 classes, got a network with {outputs.shape[1]} output. A network that says yes or no by one "
+                f"logit is for likelihood='bernoulli', one that predicts a number for likelihood='gaussian'."
+            )
+            raise HeadError(message)
+        if not ran and _are_probabilities(outputs):  # where layers were watched, it is known which comes after the last
+            message = (
+                "the network's outputs are probabilities already: they sum to 1. Pass a network that returns logits."
+            )
+            raise HeadError(message)
+        return outputs
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Softmax over the last axis."""
@@ -44,7 +77,11 @@ class Categorical:
         """
         count, classes = outputs.shape
         if labels.shape != (count,):
-            remedy = " Pass class indices, not one-hot or soft labels." if labels.dim() > 1 else ""
+            remedy = ""
+            if labels.dim() > 1:
+                remedy = " Pass class indices, not one-hot or soft labels."
+                if labels.shape == outputs.shape:
+                    remedy += " If several classes of an input may be right at once, use likelihood='bernoulli'."
             message = (
                 f"{where}: expected {count} class indices of shape ({count},), got shape {tuple(labels.shape)}.{remedy}"
             )
@@ -64,8 +101,8 @@ class Categorical:
             raise DataError(message)
         return labels
 
-    def curvature(self, outputs: Tensor) -> OutputCurvature:
-        """`diag(p) - p p'`, as the Laplacian of `p p'`."""
+    def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
+        """`diag(p) - p p'`, as the Laplacian of `p p'`; it does not depend on labels."""
         return _softmax(outputs)[2]
 
     def scored_curvature(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, OutputCurvature]:
@@ -89,6 +126,47 @@ class Categorical:
             basis[:size, column] = 1 / (size * (size + 1)) ** 0.5
             basis[size, column] = -((size / (size + 1)) ** 0.5)
         return basis
+
+    def groups(self, outputs: int) -> int:
+        """The classes."""
+        return outputs
+
+    def group_of(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
+        """The class, given or predicted."""
+        return outputs.argmax(1) if labels is None else labels
+
+    def answers(self, outputs: int) -> int:
+        """One question, and C answers to it."""
+        return outputs
+
+    def answer_probabilities(self, probs: Tensor) -> Tensor:
+        """Those of the classes."""
+        return probs
+
+    def asked(self, labels: Tensor) -> Tensor:
+        """The labels."""
+        return labels
+
+    def answered(self, outputs: Tensor) -> Tensor:
+        """The classes with the largest logits."""
+        return outputs.argmax(1)
+
+    def table(self, probs: Tensor) -> Tensor:
+        """The probabilities themselves."""
+        return probs
+
+    def table_of_logits(self, logits: Tensor) -> Tensor:
+        """Softmax over the classes, in the memory of the logits."""
+        weights = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
+        return weights.div_(weights.sum(dim=1, keepdim=True))
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    """Whether a network seems to end in a softmax. Of a few rows that cannot be told: logits may sum to 1 by chance."""
+    if torch.compiler.is_compiling() or len(outputs) < ENOUGH or not bool((outputs >= 0).all()):
+        return False
+    rounding = 4 * torch.finfo(outputs.dtype).eps * outputs.shape[1] ** 0.5
+    return bool((outputs.float().sum(1) - 1).abs().max() < max(1e-5, rounding))
 
 
 def _softmax(outputs: Tensor) -> tuple[Tensor, Tensor, OutputCurvature]:

@@ -13,9 +13,11 @@ from mola.network.calling import (
     without_autocast,
 )
 from mola.network.features import (
+    DenseFeatures,
     Features,
     Lifted,
     RowBuffer,
+    Seen,
     Watched,
     batch_count,
     batches_of,
@@ -28,17 +30,24 @@ from mola.network.features import (
     peek,
     stream,
 )
-from mola.network.head import Carried, Head, LayerCall, check_logits, find_head, first_pass, head_by_name
+from mola.network.head import Carried, Head, LayerCall, find_head, first_pass, head_by_name
+from mola.network.layout import IGNORED, Layout, Portion, Positions, check_positions
 
 __all__ = [
+    "IGNORED",
     "Batch",
     "Carried",
+    "DenseFeatures",
     "Features",
     "Head",
     "Inputs",
     "LayerCall",
+    "Layout",
     "Lifted",
+    "Portion",
+    "Positions",
     "RowBuffer",
+    "Seen",
     "Watched",
     "as_batch",
     "batch_count",
@@ -47,7 +56,7 @@ __all__ = [
     "capture",
     "check_finite",
     "check_loader",
-    "check_logits",
+    "check_positions",
     "device_of",
     "device_of_sums",
     "find_head",

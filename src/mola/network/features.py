@@ -2,11 +2,15 @@
 
 Small batches are gathered, so that they are copied, checked and summed together; if a check fails, the batch is named. Rows are
 written into memory that is used again, since allocating new memory took longer than copying into it.
+
+Networks with outputs at many positions give `DenseFeatures`. They are never copied as a whole: `stream` turns them into rows, a few
+thousand positions at a time.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
@@ -18,14 +22,17 @@ from tqdm.auto import tqdm
 from mola.errors import DataError, HeadError, located
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network.calling import Inputs, as_batch, call, device_of
-from mola.network.head import Carried, Head, LayerCall, check_logits, first_pass
+from mola.network.head import Carried, Head, LayerCall, first_pass
+from mola.network.layout import IGNORED, Layout, Portion, chosen_positions
 from mola.numerics import exact_device
 
 __all__ = [
+    "DenseFeatures",
     "Features",
     "Gathered",
     "Lifted",
     "RowBuffer",
+    "Seen",
     "Watched",
     "batch_count",
     "batches_of",
@@ -49,6 +56,45 @@ class Features(NamedTuple):
     """(n, C): output of the network."""
 
 
+class DenseFeatures(NamedTuple):
+    """What one network with outputs at many positions makes of one batch."""
+
+    features: Tensor
+    """(n, positions, P): input of the head."""
+    logits: Tensor
+    """(n, positions, C): output of the network."""
+    layout: Layout
+
+    @staticmethod
+    def of(features: Tensor | None, outputs: Tensor, axis: int) -> DenseFeatures:
+        """Input, if there is a head, and output of a network, whose classes stand at an axis: views of them."""
+        layout = Layout.of(outputs, axis)
+        logits = layout.by_position(outputs)
+        return DenseFeatures(logits[..., :0] if features is None else layout.by_position(features), logits, layout)
+
+    def rows(self, part: Portion) -> Features:
+        """Some of the positions of some of the inputs, as rows."""
+        features, logits = (values[part.inputs, part.positions].flatten(0, 1) for values in self[:2])
+        return Features(features, logits)
+
+    def chosen(self, index: int, positions: Tensor) -> Features:
+        """Some positions of one input, as rows."""
+        return Features(*(values[index].index_select(0, positions.to(values.device)) for values in self[:2]))
+
+    def all_rows(self) -> Features:
+        """Every position of every input, as rows: copies, mostly."""
+        return Features(self.features.flatten(0, 1), self.logits.flatten(0, 1))
+
+
+Seen = Features | DenseFeatures
+"""What one network makes of one batch."""
+
+
+def seen_by(head: Head, features: Tensor, outputs: Tensor) -> Seen:
+    """Input and output of a head as rows, or as they stand at many positions."""
+    return Features(features, outputs) if head.positions is None else DenseFeatures.of(features, outputs, head.axis)
+
+
 class Watched:
     """A network whose head is watched: every pass gives the logits and what the head saw.
 
@@ -58,11 +104,12 @@ class Watched:
     Args:
         network: the trained classifier.
         head: its last linear layer, or None where the logits are all that is wanted.
+        likelihood: what the outputs mean; refuses those that do not fit.
     """
 
-    def __init__(self, network: nn.Module, head: Head | None) -> None:
+    def __init__(self, network: nn.Module, head: Head | None, likelihood: Likelihood = CATEGORICAL) -> None:
         """Get ready to watch `head`."""
-        self.network, self.head = network, head
+        self.network, self.head, self.likelihood = network, head, likelihood
         self.device = device_of(network)
         self._calls: list[LayerCall] | None = None
         self._carried = Carried(head) if head is not None and head.every_position else None
@@ -89,7 +136,7 @@ class Watched:
         if self._calls is not None:  # else somebody else runs the network between two passes
             self._calls.append(LayerCall.of(arguments, keywords[0] if keywords else {}, output))
 
-    def __call__(self, inputs: Inputs) -> Features:
+    def __call__(self, inputs: Inputs) -> Seen:
         """One forward pass.
 
         Args:
@@ -109,55 +156,87 @@ class Watched:
             logits = call(self.network, inputs, self.device)
         finally:
             self._calls = None
-        if self.head is None or logits.dim() != 2:
-            check_logits(logits)
+        if self.head is None and logits.dim() > 2:
+            return self._without_head(logits, inputs)
+        flat = logits.dim() == 1
+        axes = 0 if self.head is None or self.head.positions is None else self.head.positions.axes
+        if self.head is None or logits.dim() != 2 + axes:
+            logits = self.likelihood.check_outputs(logits)
+        if self.head is None:
             return Features(logits[:, :0], logits)
         for seen in reversed(calls):
-            if seen.gave(logits):
+            # In a trace nothing has an address: (n,) is then taken to be the head's (n, 1), as it was when the head was found.
+            if seen.gave(logits) or (flat and torch.compiler.is_compiling()):
                 seen.check_untouched(self.head.name)
-                return Features(seen.features, logits)
+                return seen_by(self.head, seen.features, logits)
         message = f"the network's output is not the output of its head {self.head.name!r} in this pass. Was the network changed?"
         raise HeadError(message)
 
+    def _without_head(self, outputs: Tensor, inputs: Inputs) -> DenseFeatures:
+        """Outputs at many positions of a network of which no head is known: the layer that gave them says where classes stand."""
+        known, axis = _class_axes.get(id(self.network), (None, 0))
+        if known is None or known() is not self.network:
+            axis = first_pass(self.network, inputs, None, self.likelihood)[0].axis
+            _class_axes[id(self.network)] = (weakref.ref(self.network), axis)
+        return DenseFeatures.of(None, outputs, axis)
 
-def capture(network: nn.Module, head: Head | None, inputs: Inputs) -> Features:
+
+_class_axes: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+"""Where classes stand in the outputs of networks of which no head is known, by identity, as their first pass showed it."""
+
+
+def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: Likelihood = CATEGORICAL) -> Seen:
     """What a network and its head make of one batch; see `Watched`."""
-    with Watched(network, head) as watched:
+    with Watched(network, head, likelihood) as watched:
         return watched(inputs)
 
 
-def find_heads(networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs) -> list[Head]:
+def find_heads(
+    networks: Sequence[nn.Module],
+    names: Sequence[str | None],
+    inputs: Inputs,
+    likelihood: Likelihood = CATEGORICAL,
+) -> list[Head]:
     """The head of every network; see `first_passes`."""
-    return first_passes(networks, names, inputs)[0]
+    return first_passes(networks, names, inputs, likelihood)[0]
 
 
 def first_passes(
-    networks: Sequence[nn.Module], names: Sequence[str | None], inputs: Inputs
-) -> tuple[list[Head], list[Features]]:
+    networks: Sequence[nn.Module],
+    names: Sequence[str | None],
+    inputs: Inputs,
+    likelihood: Likelihood = CATEGORICAL,
+) -> tuple[list[Head], list[Seen]]:
     """The head of every network, and what each makes of the first batch. Call it inside `undisturbed(*networks)`.
 
     Args:
         networks: the trained classifiers.
         names: for each, the dotted name of its head, or None to find it.
         inputs: one batch of inputs.
+        likelihood: what the outputs mean; refuses those that do not fit.
 
     Returns:
-        One head, and one `Features`, for each network.
+        One head, and what each network makes of the batch.
 
     Raises:
         HeadError: if a network has none, or if the numbers of classes differ.
     """
-    heads, seen = [], []
+    heads: list[Head] = []
+    seen: list[Seen] = []
     for index, (network, name) in enumerate(zip(networks, names, strict=True)):
         with located(f"models[{index}] ({type(network).__name__})"):
-            head, features, logits = first_pass(network, inputs, name)
+            head, features, logits = first_pass(network, inputs, name, likelihood)
         heads.append(head)
-        seen.append(Features(features, logits))
+        seen.append(seen_by(head, features, logits))
     classes = [head.classes for head in heads]
     if len(set(classes)) > 1:
         message = (
             f"expected networks with the same number of classes, got {classes}. A mixture averages their probabilities."
         )
+        raise HeadError(message)
+    axes = [0 if head.positions is None else head.positions.axes for head in heads]
+    if len(set(axes)) > 1:
+        message = f"expected networks with outputs of one kind, got outputs with {axes} axes of positions."
         raise HeadError(message)
     return heads, seen
 
@@ -175,7 +254,7 @@ class Lifted(Features):
     __slots__ = ()
 
 
-def device_of_sums(seen: Features) -> torch.device:
+def device_of_sums(seen: Seen) -> torch.device:
     """Where float64 sums over these rows are made: on the CPU where the network's device has no float64."""
     return exact_device(seen.logits.device)
 
@@ -279,19 +358,18 @@ class Gathered:
         """Wait for the first batch."""
         self._buffers = [RowBuffer(head, rows) for head in heads if head is not None]
         self.rows, self.likelihood = rows if len(self._buffers) == len(heads) else 1, likelihood
-        self.count = 0
+        self.count, self.ended = 0, (0, 0, 0)
         self._waiting: list[Waiting] = []
-        self._without_rows = 0
 
     @property
     def full(self) -> bool:
         """Whether it is time to take what was gathered."""
         return self.count >= self.rows
 
-    @property
-    def batches(self) -> int:
-        """How many batches wait, those of which nothing was left included."""
-        return len(self._waiting) + self._without_rows
+    def finish(self, used_inputs: int, inputs: int) -> None:
+        """Note that all of a batch of the loader was added, of how many inputs there were rows, and how many inputs it had."""
+        batches, used, every = self.ended
+        self.ended = batches + 1, used + used_inputs, every + inputs
 
     def fits(self, count: int) -> bool:
         """Whether a batch of so many rows may join."""
@@ -313,7 +391,6 @@ class Gathered:
             message = f"{place}: the networks gave {counts} rows; a mixture needs the same data from each."
             raise DataError(message)
         if counts[0] == 0:  # such as a text of which every position is masked
-            self._without_rows += 1
             return
         if counts[0] < self.rows:
             # A network or a loader may use its memory again for the next batch, or features be a part of something large.
@@ -330,7 +407,7 @@ class Gathered:
     def take(self) -> tuple[list[Features], Tensor | None]:
         """All that was gathered, checked; the next batch that is added overwrites it."""
         waiting, count = self._waiting, self.count
-        self._waiting, self.count, self._without_rows = [], 0, 0
+        self._waiting, self.count, self.ended = [], 0, (0, 0, 0)
         joined: list[Features] = list(waiting[0].seen)
         if len(waiting) > 1:
             joined = [buffer.first(count) for buffer in self._buffers]
@@ -456,6 +533,103 @@ def batch_count(loader: Iterable[Any]) -> int | None:
         return None
 
 
+class BatchRows(NamedTuple):
+    """One batch as rows, piece by piece."""
+
+    pieces: Iterator[tuple[Sequence[Features], Tensor | None]]
+    """What each network makes of some rows, and their labels."""
+    most_rows: int
+    """How many rows there may be."""
+    used_inputs: int
+    """How many inputs there are rows of."""
+    inputs: int
+    """How many inputs there are."""
+
+
+def _read(
+    place: str,
+    seen: Sequence[Seen],
+    labels: Tensor | None,
+    heads: Sequence[Head | None],
+    rows: int,
+    most: int | None,
+    start_input: int,
+) -> BatchRows:
+    """What networks make of one batch, as rows.
+
+    Args:
+        place: words for the error message.
+        seen: by each network.
+        labels: as the loader yielded them.
+        heads: of the networks.
+        rows: of a piece, at most.
+        most: how many positions of each input are drawn; None: all are taken.
+        start_input: number of inputs that were read before.
+
+    Returns:
+        The batch in pieces: in one, if the networks gave rows.
+
+    Raises:
+        DataError: if labels, or the networks among each other, do not belong to the same positions.
+    """
+    plain = [one for one in seen if isinstance(one, Features)]
+    if len(plain) == len(seen):
+        count = len(plain[0].logits)
+        return BatchRows(iter([(plain, labels)]), count, count, count)
+    dense = [one for one in seen if isinstance(one, DenseFeatures)]
+    if len(dense) < len(seen):
+        message = f"{place}: some networks have outputs at many positions and others do not; a mixture needs the same from each."
+        raise DataError(message)
+    layout, outputs = dense[0].layout, dense[0].logits.shape[-1]
+    for index, one in enumerate(dense[1:], 1):
+        layout.check_same(one.layout, f"{place}: models[{index}]")
+    given = None if labels is None else layout.labels(labels, outputs, place)
+    head = heads[0]
+    ignored = IGNORED if head is None or head.positions is None else head.positions.ignore_index
+    used = None
+    if given is not None:
+        used = given != ignored
+        used = used.any(2) if used.dim() == 3 else used
+    inputs = layout.inputs if used is None else int(used.any(1).sum())
+    if most is None:
+        pieces = _all_positions(dense, given, used, max(rows, ROWS) if rows == 1 else rows)
+        return BatchRows(pieces, layout.rows, inputs, layout.inputs)
+    pieces = _some_positions(dense, given, used, most, start_input)
+    return BatchRows(pieces, layout.inputs * min(most, layout.count), inputs, layout.inputs)
+
+
+def _all_positions(
+    seen: Sequence[DenseFeatures], labels: Tensor | None, used: Tensor | None, rows: int
+) -> Iterator[tuple[Sequence[Features], Tensor | None]]:
+    """All positions that are used, at most so many rows at a time."""
+    if used is not None and bool(used.all()):
+        used = None
+    for part in seen[0].layout.portions(rows):
+        pieces = [one.rows(part) for one in seen]
+        own = None if labels is None else labels[part.inputs, part.positions].flatten(0, 1)
+        if used is not None and own is not None:
+            which = used[part.inputs, part.positions].flatten().nonzero().squeeze(1)
+            if len(which) < len(own):
+                own = own[which]
+                pieces = [Features(*(values[which.to(values.device)] for values in one)) for one in pieces]
+        yield pieces, own
+
+
+def _some_positions(
+    seen: Sequence[DenseFeatures], labels: Tensor | None, used: Tensor | None, most: int, start_input: int
+) -> Iterator[tuple[Sequence[Features], Tensor | None]]:
+    """So many positions of each input, drawn among those that are used."""
+    layout = seen[0].layout
+    for index in range(layout.inputs):
+        if used is None:
+            which = chosen_positions(layout.count, most, start_input + index)
+        else:
+            known = used[index].cpu().nonzero().squeeze(1)
+            which = known[chosen_positions(len(known), most, start_input + index)]
+        pieces = [one.chosen(index, which) for one in seen]
+        yield pieces, None if labels is None else labels[index][which.to(labels.device)]
+
+
 def stream(
     networks: Sequence[nn.Module],
     heads: Sequence[Head | None],
@@ -467,9 +641,11 @@ def stream(
     labelled: bool = False,
     likelihood: Likelihood = CATEGORICAL,
     rows: int = 1,
-    first: Sequence[Features] | None = None,
+    first: Sequence[Seen] | None = None,
     start: int = 0,
-    told: Callable[[int], None] = lambda batches: None,
+    told: Callable[[int, int, int], None] = lambda batches, used_inputs, inputs: None,
+    positions: int | None = None,
+    start_input: int = 0,
 ) -> Iterator[tuple[list[Features], Tensor | None]]:
     """Read the loader once and yield what every network makes of it.
 
@@ -490,10 +666,12 @@ def stream(
             is then paid more rarely.
         first: what the networks make of the first batch, where that is known: they are not run on it again.
         start: number of batches of the loader that were read before.
-        told: told how many batches there are in what is about to be yielded.
+        told: told of what is about to be yielded how many batches end there, how many inputs they have rows of, and how many inputs.
+        positions: of outputs at many positions, so many of each input, drawn at random; None: all.
+        start_input: number of inputs in the batches that were read before: which positions are drawn depends on it.
 
     Yields:
-        One `Features` for each network, and the labels (n,) or None.
+        One `Features` for each network, and the labels as the likelihood reads them, or None.
 
     Raises:
         DataError: for an empty batch, labels that are missing or out of range, or activations that are not finite.
@@ -506,11 +684,12 @@ def stream(
     def take() -> tuple[list[Features], Tensor | None]:
         nonlocal any_rows
         any_rows = True
-        told(gathered.batches)
+        told(*gathered.ended)
         return gathered.take()
 
     with ExitStack() as stack:
-        watched = [stack.enter_context(Watched(network, head)) for network, head in zip(networks, heads, strict=True)]
+        pairs = zip(networks, heads, strict=True)
+        watched = [stack.enter_context(Watched(network, head, likelihood)) for network, head in pairs]
         bar = stack.enter_context(
             tqdm(batches, desc=where, total=total, initial=start, disable=None if progress else True, leave=False)
         )
@@ -524,20 +703,29 @@ def stream(
                 message = f"{place} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
                 raise DataError(message)
             had_labels = batch.labels is not None
+            seen: list[Seen] = []
             if first is not None:
                 seen, first = list(first), None
             else:
-                seen = []
                 try:
                     for network in watched:
                         seen.append(network(batch.inputs))
                 except (DataError, HeadError):
                     with located(f"{place}, models[{len(seen)}]"):
                         raise
-            if not gathered.fits(len(seen[0].logits)):
-                yield take()
-            gathered.add(place, seen, batch.labels)
+            read = _read(place, seen, batch.labels, heads, rows, positions, start_input)
+            start_input += read.inputs
             del seen, batch, raw  # not kept while the next is made
+            # A batch that comes in pieces shares no turn with those before it: so much of the data is always whole batches.
+            if not gathered.fits(read.most_rows):
+                yield take()
+            for some, labels in read.pieces:
+                if not gathered.fits(len(some[0].logits)):
+                    yield take()
+                gathered.add(place, some, labels)
+                del some, labels
+            gathered.finish(read.used_inputs, read.inputs)
+            del read
             if gathered.full:
                 yield take()
     if gathered.count:

@@ -8,14 +8,17 @@ One change is allowed: a layer that runs at every position of a sequence, of whi
 averages several. Language models classify in this way: their last layer gives scores (n, T, C) at all positions, and those at the last
 token of each text are returned. What the layer received there is found by sending it along: during one pass the layer's input is
 appended to its output as further columns, so whatever picks or averages positions does it to both alike.
+
+A network may also return what its last layer gives at every position: pixels of an image, by a 1x1 convolution, or tokens of a text,
+by a linear layer. Then each position is a datum (`layout.py`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +26,28 @@ from torch.nn import functional
 from torch.nn.utils.weight_norm import WeightNorm
 
 from mola.errors import DataError, HeadError
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network.calling import Inputs, call, without_autocast
+from mola.network.layout import Layout, Positions
 
 __all__ = [
     "Carried",
     "Head",
     "LayerCall",
     "NamedCall",
-    "check_logits",
     "explain",
     "find_head",
     "first_pass",
     "head_by_name",
+    "why_not_linear",
 ]
 
 CPU = torch.device("cpu")
+
+CONVOLUTIONS = {nn.Conv1d: functional.conv1d, nn.Conv2d: functional.conv2d, nn.Conv3d: functional.conv3d}
+"""Layers that are linear on every position if their kernel has size 1, and what they compute."""
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 @dataclass(frozen=True)
@@ -45,14 +55,26 @@ class Head:
     """The last linear layer of a network, seen as a matrix over features that include the constant 1."""
 
     name: str
-    layer: nn.Linear
+    layer: nn.Linear | Convolution
     every_position: bool = False
     """Whether it runs at every position of a sequence, and the network picks (or averages) positions afterwards."""
+    positions: Positions | None = None
+    """Where the network returns outputs at many positions of each input: each is a datum then."""
 
     @property
     def classes(self) -> int:
         """Number of outputs C."""
-        return self.layer.out_features
+        return self.layer.out_features if isinstance(self.layer, nn.Linear) else self.layer.out_channels
+
+    @property
+    def inputs(self) -> int:
+        """Number of features that the layer takes, without the constant 1."""
+        return self.layer.in_features if isinstance(self.layer, nn.Linear) else self.layer.in_channels
+
+    @property
+    def axis(self) -> int:
+        """Where classes stand in the outputs, and features in what the layer takes: 1 for a convolution, else last."""
+        return -1 if isinstance(self.layer, nn.Linear) else 1
 
     @property
     def has_bias(self) -> bool:
@@ -62,7 +84,7 @@ class Head:
     @property
     def width(self) -> int:
         """Number of features P, the constant 1 of the bias trick included."""
-        return self.layer.in_features + self.has_bias
+        return self.inputs + self.has_bias
 
     def weights(self) -> Tensor:
         """Trained weights (C, P) in float64 on the CPU, the bias as last column.
@@ -75,7 +97,7 @@ class Head:
         """The same in the layer's own precision, as a copy."""
         # Without autocast, which refuses to join tensors of another half precision than its own.
         with torch.no_grad(), without_autocast(CPU):
-            weight = _weight_of(self.layer).detach().cpu()
+            weight = _weight_of(self.layer).detach().flatten(1).cpu()
             if self.layer.bias is None:
                 return weight.clone()
             return torch.cat([weight, self.layer.bias.detach().cpu()[:, None]], dim=1)
@@ -89,7 +111,7 @@ class Head:
             return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1)
 
 
-def _weight_of(layer: nn.Linear) -> Tensor:
+def _weight_of(layer: nn.Linear | Convolution) -> Tensor:
     """The weight that the layer's next pass will use: torch's older weight normalisation leaves that of the last one behind."""
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm) and hook.name == "weight":
@@ -143,13 +165,19 @@ class NamedCall(LayerCall):
     """A call of a layer that may turn out to be the head."""
 
     name: str
-    layer: nn.Linear
+    layer: nn.Linear | Convolution
 
     def recomputed(self) -> Tensor:
         """Weight times input plus bias, in float32 or better: the network may mix precisions."""
         dtype = torch.promote_types(self.layer.weight.dtype, torch.float32)
         bias = None if self.layer.bias is None else self.layer.bias.detach().to(dtype)
-        return functional.linear(self.features.detach().to(dtype), self.layer.weight.detach().to(dtype), bias)
+        kinds = (compute for kind, compute in CONVOLUTIONS.items() if isinstance(self.layer, kind))
+        compute: Callable[..., Tensor] = next(kinds, functional.linear)
+        return compute(self.features.detach().to(dtype), self.layer.weight.detach().to(dtype), bias)
+
+    def of_first_input(self) -> NamedCall:
+        """The same call as if one input had been in the batch."""
+        return replace(self, features=self.features[:1], output=self.output[:1])
 
     def is_linear(self) -> bool:
         """Whether the output is what the layer makes of its input; no numbers, or such as are not finite, do not tell."""
@@ -199,10 +227,38 @@ def head_by_name(network: nn.Module, name: str) -> Head:
         message = f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}."
         raise HeadError(message)
     layer = modules[name]
+    if isinstance(layer, Convolution):
+        reason = why_not_linear(layer)
+        if reason is not None:
+            message = f"head={name!r} {reason}"
+            raise HeadError(message)
+        return Head(name, layer)
     if not isinstance(layer, nn.Linear):
         message = f"head={name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are {linear[-8:]}."
         raise HeadError(message)
     return Head(name, layer)
+
+
+def why_not_linear(layer: Convolution) -> str | None:
+    """Why a convolution is not a linear layer on every position, and what to do; None if it is."""
+    found = {
+        "kernel size": (tuple(layer.kernel_size), 1),
+        "stride": (tuple(layer.stride), 1),
+        "padding": (layer.padding if isinstance(layer.padding, str) else tuple(layer.padding), 0),
+        "groups": (layer.groups, 1),
+    }
+    odd = [
+        f"{name} {value}"
+        for name, (value, plain) in found.items()
+        if not isinstance(value, str) and value != plain and value != (plain,) * len(layer.kernel_size)
+    ]
+    if not odd:
+        return None
+    return (
+        f"is a {type(layer).__name__} with {', '.join(odd)}. A posterior needs a last layer that is linear on every position by "
+        f"itself: a 1x1 convolution with kernel size 1, stride 1, no padding and groups=1. End the network in one, as in "
+        f"nn.Conv2d(features, classes, 1), and train it."
+    )
 
 
 class Carried:
@@ -259,7 +315,7 @@ class Carried:
         Raises:
             HeadError: if the network did more than to pick or average positions.
         """
-        classes, width = self.head.classes, self.head.layer.in_features
+        classes, width = self.head.classes, self.head.inputs
         if joined.dim() != 2 or joined.shape[1] != classes + width:
             message = (
                 f"the network does more to the output of its head {self.head.name!r} than to pick or average positions: "
@@ -267,52 +323,6 @@ class Carried:
             )
             raise HeadError(message)
         return joined[:, classes:], joined[:, :classes].to(self._dtype)
-
-
-ENOUGH = 4
-"""Rows that tell probabilities from logits."""
-
-
-def check_logits(logits: Tensor, ran: Sequence[tuple[str, torch.Size]] = ()) -> None:
-    """Refuse outputs that are not the logits of a classifier.
-
-    Args:
-        logits: a network's output.
-        ran: names and output shapes of the linear layers that ran, to name the last.
-
-    Raises:
-        HeadError: unless they are (batch, classes) with at least two classes, and no probabilities.
-    """
-    if logits.dim() == 1 and not ran:
-        message = (
-            f"expected logits of shape (batch, classes), got shape {tuple(logits.shape)}. A single input needs a batch around "
-            f"it: inputs[None]."
-        )
-        raise HeadError(message)
-    if logits.dim() != 2:
-        near = f" Its last linear layer, {ran[-1][0]!r}, gives shape {tuple(ran[-1][1])}." if ran else ""
-        message = (
-            f"expected logits of shape (batch, classes), got shape {tuple(logits.shape)}.{near} "
-            f"Pass a network that returns the output of its last linear layer as it is, without reshaping."
-        )
-        raise HeadError(message)
-    if logits.shape[1] < 2:
-        message = (
-            f"expected at least 2 classes, got a network with {logits.shape[1]} output. A binary classifier with one "
-            f"logit z becomes a two-class one with logits (0, z)."
-        )
-        raise HeadError(message)
-    if not ran and _are_probabilities(logits):  # where layers were watched, `explain` says which comes after the last
-        message = "the network's outputs are probabilities already: they sum to 1. Pass a network that returns logits."
-        raise HeadError(message)
-
-
-def _are_probabilities(outputs: Tensor) -> bool:
-    """Whether a network seems to end in a softmax. Of a few rows that cannot be told: logits may sum to 1 by chance."""
-    if torch.compiler.is_compiling() or len(outputs) < ENOUGH or not bool((outputs >= 0).all()):
-        return False
-    rounding = 4 * torch.finfo(outputs.dtype).eps * outputs.shape[1] ** 0.5
-    return bool((outputs.float().sum(1) - 1).abs().max() < max(1e-5, rounding))
 
 
 def explain(
@@ -352,18 +362,24 @@ def _change(before: Tensor, after: Tensor) -> str:
         return "applies a softmax to it"
     if torch.allclose(before.log_softmax(1), after, rtol=1e-3, atol=1e-3):
         return "applies a log-softmax to it"
+    if torch.allclose(before.sigmoid(), after, atol=1e-3):
+        return "applies a sigmoid to it"
     scale = float((before * after).sum() / (before * before).sum().clamp_min(1e-300))
     if torch.allclose(scale * before, after, rtol=1e-3, atol=1e-6):
         return f"scales it by {scale:.4g} (a temperature?)"
     return "computes something else from it"
 
 
-def find_head(network: nn.Module, inputs: Inputs, name: str | None = None) -> Head:
+def find_head(
+    network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
+) -> Head:
     """The layer whose output is the network's output; see `first_pass`."""
-    return first_pass(network, inputs, name)[0]
+    return first_pass(network, inputs, name, likelihood)[0]
 
 
-def first_pass(network: nn.Module, inputs: Inputs, name: str | None = None) -> tuple[Head, Tensor, Tensor]:
+def first_pass(
+    network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
+) -> tuple[Head, Tensor, Tensor]:
     """Watch one forward pass and find the layer whose output is the network's output.
 
     Call it inside `undisturbed(network)`.
@@ -372,16 +388,24 @@ def first_pass(network: nn.Module, inputs: Inputs, name: str | None = None) -> t
         network: the trained classifier.
         inputs: one batch of its inputs.
         name: dotted name of the layer that must be the head, to insist on one.
+        likelihood: what the outputs mean; refuses those that do not fit.
 
     Returns:
-        The head, and what this pass gave: the head's input (n, P) and output (n, C).
+        The head, and what this pass gave: the head's input (n, P) and output (n, C), or both at many positions, in the network's
+        own layout.
 
     Raises:
         HeadError: if there is no such layer.
     """
     expected = None if name is None else head_by_name(network, name).layer
-    calls, ran, logits = _watch(network, inputs)
-    check_logits(logits, ran)
+    watched = _watch(network, inputs)
+    if watched.outputs.dim() > 2:
+        found, outputs = _at_positions(network, inputs, watched)
+        head = replace(_insist(found, expected, name), positions=Positions(outputs.dim() - 2))
+        likelihood.check_outputs(_some_rows(outputs, head.axis))
+        return head, found.features, outputs
+    calls, ran = watched.calls, watched.ran
+    logits = likelihood.check_outputs(watched.outputs, ran)
     matches = [seen for seen in calls if seen.gave(logits)]
     if not matches:
         found_along = _along_a_sequence(network, inputs, logits, ran)
@@ -427,7 +451,60 @@ def _along_a_sequence(
     return found if torch.allclose(again, logits, rtol=1e-3, atol=1e-3, equal_nan=True) and found.is_linear() else None
 
 
-def _insist(found: NamedCall, expected: nn.Linear | None, name: str | None, *, every_position: bool = False) -> Head:
+SOME = 4096
+"""Positions that are looked at to tell logits from other outputs."""
+
+
+def _some_rows(outputs: Tensor, axis: int) -> Tensor:
+    """Some of the outputs (m, C) of the first input."""
+    first = outputs[:1]
+    return Layout.of(first, axis).by_position(first)[:, :SOME].flatten(0, 1)
+
+
+def _at_positions(network: nn.Module, inputs: Inputs, seen: WatchedPass) -> tuple[NamedCall, Tensor]:
+    """The call whose output at many positions is the network's output, and that output.
+
+    Raises:
+        HeadError: if there is none, or its layer is not linear on every position.
+    """
+    found, outputs = seen.last, seen.outputs
+    if found is None or not found.gave(outputs):
+        # Another layer may run after the head, such as one for an auxiliary loss: look at those with outputs of this shape again.
+        again = _watch(network, inputs, {name for name, shape in seen.at_positions if shape == outputs.shape})
+        outputs = again.outputs
+        found = next((one for one in reversed(again.calls) if one.gave(outputs)), None)
+        if found is None:
+            raise HeadError(_explain_positions(network, again))
+    reason = why_not_linear(found.layer) if isinstance(found.layer, Convolution) else None
+    if reason is not None:
+        message = f"the network's output is that of layer {found.name!r}, which {reason}"
+        raise HeadError(message)
+    found.check_untouched(found.name)
+    _check_linear(found.of_first_input())
+    return found, outputs
+
+
+def _explain_positions(network: nn.Module, seen: WatchedPass) -> str:
+    """Say which layer came closest to being the head of a network with outputs at many positions."""
+    shape = tuple(seen.outputs.shape)
+    if seen.calls:
+        near = seen.calls[-1]
+        return (
+            f"the network's output of shape {shape} is not the output of its last layer: {near.name!r} gives this shape, and the "
+            f"network {_change(near.output, seen.outputs)}. Pass a network whose forward returns the output of {near.name!r} itself."
+        )
+    ran = [*seen.ran, *seen.at_positions][-1:]
+    last = f" Its last linear layer or convolution, {ran[0][0]!r}, gives shape {tuple(ran[0][1])}." if ran else ""
+    return (
+        f"expected outputs of shape (batch, classes), or at many positions: (batch, classes, height, width) of a 1x1 convolution or "
+        f"(batch, positions, classes) of a linear layer; got shape {shape} from {type(network).__name__}.{last} Pass a network that "
+        f"returns the output of its last layer as it is, without reshaping or resizing it."
+    )
+
+
+def _insist(
+    found: NamedCall, expected: nn.Linear | Convolution | None, name: str | None, *, every_position: bool = False
+) -> Head:
     if expected is not None and found.layer is not expected:
         message = (
             f"head={name!r} was given, but the network's output is the output of layer {found.name!r}. "
@@ -437,28 +514,60 @@ def _insist(found: NamedCall, expected: nn.Linear | None, name: str | None, *, e
     return Head(name or found.name, found.layer, every_position)
 
 
-def _watch(network: nn.Module, inputs: Inputs) -> tuple[list[NamedCall], list[tuple[str, torch.Size]], Tensor]:
-    """Calls of linear layers with a matrix as output; names and output shapes of all of them; the network's output."""
+class WatchedPass(NamedTuple):
+    """What was seen of linear layers and convolutions in one pass of a network."""
+
+    outputs: Tensor
+    """Of the network."""
+    calls: list[NamedCall]
+    """Of linear layers with a matrix as output, or of the layers that were named."""
+    ran: list[tuple[str, torch.Size]]
+    """Names and output shapes of the linear layers that ran."""
+    at_positions: list[tuple[str, torch.Size]]
+    """The same of all layers with outputs at many positions."""
+    last: NamedCall | None
+    """Of these, the last call. Those before are not kept: a transformer's hidden states, or a U-Net's maps, would fill memory."""
+
+
+def _watch(network: nn.Module, inputs: Inputs, names: Collection[str] | None = None) -> WatchedPass:
+    """One pass of a network.
+
+    Args:
+        network: the trained classifier.
+        inputs: one batch of its inputs.
+        names: of layers to keep every call of; None: linear layers whose output is a matrix.
+
+    Returns:
+        What was seen.
+    """
     calls: list[NamedCall] = []
     ran: list[tuple[str, torch.Size]] = []
+    at_positions: list[tuple[str, torch.Size]] = []
+    last: list[NamedCall] = []
 
-    def record(name: str, layer: nn.Linear) -> Callable[..., None]:
+    def record(name: str, layer: nn.Linear | Convolution) -> Callable[..., None]:
         def hook(_: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: object) -> None:
-            if isinstance(output, Tensor):
+            if not isinstance(output, Tensor):
+                return
+            linear, seen = isinstance(layer, nn.Linear), LayerCall.of(arguments, keywords, output)
+            named = NamedCall(seen.features, output, seen.versions, name, layer)
+            if linear:
                 ran.append((name, output.shape))
-                # Only matrices are kept: hidden states of a transformer (3-d) cannot be the logits and would fill memory.
-                if output.dim() == 2:
-                    seen = LayerCall.of(arguments, keywords, output)
-                    calls.append(NamedCall(seen.features, output, seen.versions, name, layer))
+            if output.dim() > 2:
+                at_positions.append((name, output.shape))
+                last[:] = [named]
+            if name in names if names is not None else linear and output.dim() == 2:
+                calls.append(named)
 
         return hook
 
     handles = []
     try:
         for name, module in network.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | Convolution):
                 handles.append(module.register_forward_hook(record(name, module), with_kwargs=True))
-        return calls, ran, call(network, inputs)
+        outputs = call(network, inputs)
     finally:
         for handle in handles:
             handle.remove()
+    return WatchedPass(outputs, calls, ran, at_positions, last[0] if last else None)

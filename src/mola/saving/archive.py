@@ -13,10 +13,10 @@ from mola.component import Component, Curvature
 from mola.cooling import Cooling, Usual
 from mola.errors import HeadError, OptionError, StorageError
 from mola.laplace import STRUCTURES, ClassSums, Structure
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import LIKELIHOODS, Likelihood
 from mola.links import LINKS, Link
 from mola.mixture import check_weighting, check_weights
-from mola.network import Head, head_by_name, undisturbed
+from mola.network import Head, Positions, check_positions, head_by_name, undisturbed
 from mola.network.fingerprint import NETWORK, Watch, fingerprint, same_network
 from mola.options import counted
 from mola.saving import storage
@@ -24,6 +24,9 @@ from mola.schema import Optional, check
 from mola.tuning.candidates import Tuning
 
 __all__ = ["CLASSES", "MIXTURE", "Parts", "pack", "pack_mixture", "unpack", "unpack_mixture"]
+
+LABELS = "label_sums"
+"""Name of the tensor with what a likelihood sums of labels beside their log-likelihood, where there is one."""
 
 WEIGHTS = "weights"
 """Name of the tensor with a head's trained weights; the others are the structure's own."""
@@ -39,7 +42,7 @@ MIXTURE = {
 COOLING = {
     "temperature": float,
     "exponent": float,
-    "usual": Optional({"scales": [[float]], "score": Optional([[float]])}),
+    "usual": Optional({"scales": [[float]], "score": Optional([[float]])}),  # and "energies", since these are known
 }
 """Schema of what logits are divided by; files of older versions have none."""
 
@@ -81,7 +84,9 @@ def pack_mixture(
     """Link, weights, tuning and cooling as JSON, by the schema `MIXTURE`; `links` are those that can be rebuilt, by name."""
     usual = None if cooling.usual is None else cooling.usual.as_json()
     # A version of mola that does not know of cooling must not read it: it would be surer than it should.
-    newer = {} if cooling.changes_nothing else {"version": storage.COOLED_VERSION}
+    # Nor one that does not know the outlier score: thresholds of an alarm are of this one.
+    scored = cooling.usual is not None and cooling.usual.score is not None
+    newer = {} if cooling.changes_nothing and not scored else {"version": storage.COOLED_VERSION}
     return {
         **newer,
         "cooling": {"temperature": cooling.temperature, "exponent": cooling.exponent, "usual": usual},
@@ -132,7 +137,11 @@ def _cooling(document: dict[str, Any], count: int) -> Cooling:
     usual = entry["usual"]
     if usual is not None:
         pairs = [*usual["scales"], *(usual["score"] or ())]
-        if len(usual["scales"]) != count or any(len(pair) != 2 for pair in pairs):
+        energies = usual.get("energies")
+        if energies is not None:
+            check(energies, [float], "cooling.usual.energies")
+        counts = {len(usual["scales"]), count if energies is None else len(energies)}
+        if counts != {count} or any(len(pair) != 2 for pair in pairs):
             message = f"the saved document is garbled: usual distances of {len(usual['scales'])} networks for {count} components."
             raise StorageError(message)
     return Cooling(entry["temperature"], entry["exponent"], None if usual is None else Usual.from_json(usual))
@@ -156,28 +165,46 @@ def pack(
                 "features": head.width,
                 "bias": head.has_bias,
                 **({"every_position": True} if head.every_position else {}),
+                **({} if head.positions is None else {"positions": head.positions.as_json()}),
                 "fingerprint": fingerprint(curvature.weights),
                 "network": curvature.watch.signature,
                 "prior_precision": component.precision,
                 "count": curvature.factors.count,
                 "log_likelihood": curvature.factors.log_likelihood,
+                **_own_settings(curvature.likelihood, components[0].likelihood),
             }
         )
         tensors[f"{index}.{WEIGHTS}"] = curvature.weights
         for name, tensor in curvature.factors.saved().items():
             tensors[f"{index}.{name}"] = tensor
+        if curvature.factors.label_sums is not None:
+            tensors[f"{index}.{LABELS}"] = curvature.factors.label_sums
         if curvature.classes is not None:
             for name, tensor in curvature.classes.tensors().items():
                 tensors[f"{index}.{CLASSES}{name}"] = tensor
     head, curvature = components[0].require_curvature("saving a posterior")
     document = {
         "classes": head.classes,
-        "likelihood": curvature.likelihood.name,
+        **_described_likelihood(curvature.likelihood),
         "structure": _described(curvature.structure, STRUCTURES, "structure"),
         **pack_mixture(link, weights, weighting, tuning, cooling, LINKS),
         "components": parts,
     }
     return document, tensors
+
+
+def _described_likelihood(likelihood: Likelihood) -> dict[str, Any]:
+    """Its name, and its settings where it has some."""
+    settings = _described(likelihood, LIKELIHOODS, "likelihood")
+    name = settings.pop("name")
+    return {"likelihood": name, **({"likelihood_settings": settings} if settings else {})}
+
+
+def _own_settings(likelihood: Likelihood, shared: Likelihood) -> dict[str, Any]:
+    """Settings of a component's likelihood that are not those of the first, such as its noise."""
+    common = shared.settings()
+    own = {name: value for name, value in likelihood.settings().items() if common.get(name) != value}
+    return {"likelihood_settings": own} if own else {}
 
 
 def _described(thing: Any, known: dict[str, Any], what: str) -> dict[str, Any]:
@@ -215,22 +242,31 @@ def unpack(
             f"{counted(len(parts), 'network')} that it was fitted on, in the same order."
         )
         raise StorageError(message)
-    if document["likelihood"] != CATEGORICAL.name:
-        message = (
-            f"the saved posterior is for likelihood {document['likelihood']!r}; this mola knows {CATEGORICAL.name!r}."
-        )
+    if document["likelihood"] not in LIKELIHOODS:
+        known = ", ".join(map(repr, LIKELIHOODS))
+        message = f"the saved posterior is for likelihood {document['likelihood']!r}; this mola knows {known}."
         raise StorageError(message)
+    settings = document.get("likelihood_settings", {})
+    check(settings, {}, "likelihood_settings")
     try:
         structure = _rebuild(document["structure"], STRUCTURES, "structure")
         heads = _check_networks(networks, parts, document["classes"])
         components = [
-            _component(index, network, head, part, structure, tensors)
+            _component(index, network, head, part, structure, _likelihood(document, part), tensors)
             for index, (network, head, part) in enumerate(zip(networks, heads, parts, strict=True))
         ]
     except (OptionError, TypeError) as error:
         message = f"the saved document holds a value that cannot be used: {error}"
         raise StorageError(message) from error
     return components, unpack_mixture(document, tuple(part["prior_precision"] for part in parts), LINKS)
+
+
+def _likelihood(document: dict[str, Any], part: dict[str, Any]) -> Likelihood:
+    """The likelihood of a component: that of all, with settings of its own."""
+    own = part.get("likelihood_settings", {})
+    check(own, {}, "components.likelihood_settings")
+    entry = {"name": document["likelihood"], **document.get("likelihood_settings", {}), **own}
+    return _rebuild(entry, LIKELIHOODS, "likelihood")
 
 
 def _rebuild(entry: dict[str, Any], known: dict[str, Any], what: str) -> Any:
@@ -247,28 +283,39 @@ def _rebuild(entry: dict[str, Any], known: dict[str, Any], what: str) -> Any:
 
 
 def _component(
-    index: int, network: nn.Module, head: Head, part: dict[str, Any], structure: Structure, tensors: dict[str, Tensor]
+    index: int,
+    network: nn.Module,
+    head: Head,
+    part: dict[str, Any],
+    structure: Structure,
+    likelihood: Likelihood,
+    tensors: dict[str, Tensor],
 ) -> Component:
-    shapes = structure.empty(head.width, head.classes) | {WEIGHTS: (head.classes, head.width)}
+    outputs = likelihood.latent(head.classes)
+    shapes = structure.empty(head.width, outputs) | {WEIGHTS: (outputs, head.width)}
     named = {name: _tensor(tensors, f"{index}.{name}", shape) for name, shape in shapes.items()}
     weights = named.pop(WEIGHTS)
     if part["count"] < 1:
         message = f"component {index}: the number of training data must be at least 1, got {part['count']}."
         raise StorageError(message)
     factors = structure.restore(part["count"], part["log_likelihood"], named)
-    curvature = Curvature(
-        structure, factors, weights, Watch(network, part["network"]), classes=_class_sums(index, head, part, tensors)
-    )
+    known = tensors.get(f"{index}.{LABELS}")
+    if known is not None:
+        factors = factors.with_labels(_tensor(tensors, f"{index}.{LABELS}", (*known.shape[:1], outputs)))
+    classes = _class_sums(index, head, part, tensors, likelihood.groups(head.classes))
+    curvature = Curvature(structure, factors, weights, Watch(network, part["network"]), likelihood, classes)
     return Component(network, head, curvature, part["prior_precision"])
 
 
-def _class_sums(index: int, head: Head, part: dict[str, Any], tensors: dict[str, Tensor]) -> ClassSums | None:
+def _class_sums(
+    index: int, head: Head, part: dict[str, Any], tensors: dict[str, Tensor], groups: int
+) -> ClassSums | None:
     """Sums for distances; None in files that have none.
 
     Raises:
         StorageError: if they are not those of as many data.
     """
-    shapes = ClassSums.shapes(head.width - head.has_bias, head.classes)
+    shapes = ClassSums.shapes(head.width - head.has_bias, groups)
     if not any(f"{index}.{CLASSES}{name}" in tensors for name in shapes):
         return None
     sums = ClassSums(**{name: _tensor(tensors, f"{index}.{CLASSES}{name}", shape) for name, shape in shapes.items()})
@@ -311,8 +358,25 @@ def _check_networks(networks: Sequence[nn.Module], parts: Sequence[dict[str, Any
                 )
                 raise StorageError(message)
             head = head_by_name(network, part["head"])
-            heads.append(replace(head, every_position=_every_position(part)))
+            heads.append(replace(head, every_position=_every_position(part), positions=_positions(part)))
     return heads
+
+
+def _positions(part: dict[str, Any]) -> Positions | None:
+    """How outputs at many positions were used; said only of heads that have such.
+
+    Raises:
+        StorageError: if it is garbled.
+    """
+    if "positions" not in part:
+        return None
+    entry = part["positions"]
+    check(part, {"positions": {"axes": int, "ignore_index": float}}, "components")
+    try:
+        return Positions(entry["axes"], check_positions(entry["used"]), int(entry["ignore_index"]))
+    except (KeyError, OptionError) as error:
+        message = f"the saved document is garbled at 'components.positions': {error}"
+        raise StorageError(message) from error
 
 
 def _every_position(part: dict[str, Any]) -> bool:

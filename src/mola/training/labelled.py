@@ -12,7 +12,7 @@ __all__ = ["Labelled"]
 
 @dataclass(frozen=True)
 class Labelled:
-    """Inputs (n, ...) and class indices (n,)."""
+    """Inputs (n, ...) and class indices (n,), or what another likelihood reads (n, C)."""
 
     inputs: Tensor
     labels: Tensor

@@ -7,15 +7,17 @@ A layer of all members is one product; one by one, the calls would dominate the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mola.errors import DataError
+from mola.options import one_of
 from mola.training.labelled import Labelled
 from mola.training.loop import member_seeds
+from mola.training.losses import LOSSES
 from mola.training.recipe import Recipe
 
 __all__ = ["digits_mlp", "mlp", "train_mlps"]
@@ -47,7 +49,15 @@ def digits_mlp(classes: int = 10) -> nn.Sequential:
 
 
 def train_mlps(
-    inputs: int, hidden: Sequence[int], classes: int, data: Labelled, recipe: Recipe, *, members: int, seed: int
+    inputs: int,
+    hidden: Sequence[int],
+    classes: int,
+    data: Labelled,
+    recipe: Recipe,
+    *,
+    members: int,
+    seed: int,
+    loss: str = "cross-entropy",
 ) -> list[nn.Sequential]:
     """Train multilayer perceptrons that differ by their seed alone. Torch's own random state is left as it was.
 
@@ -59,6 +69,7 @@ def train_mlps(
         recipe: how to train.
         members: number of networks.
         seed: of all the members' seeds.
+        loss: what is minimised, one of `LOSSES`.
 
     Returns:
         The networks in eval mode, in the precision of the data.
@@ -69,6 +80,7 @@ def train_mlps(
     if not len(data):
         message = "there are no training data: expected at least one."
         raise DataError(message)
+    of_each = LOSSES[one_of(loss, LOSSES, "loss")]
     networks, orders = _begin(inputs, hidden, classes, data, member_seeds(members, seed))
     layers = [[layer for layer in network if isinstance(layer, nn.Linear)] for network in networks]
     stacked = [_stack(same) for same in zip(*layers, strict=True)]
@@ -79,7 +91,7 @@ def train_mlps(
         shuffled = torch.stack([torch.randperm(len(data), generator=order) for order in orders])
         for rows in torch.split(shuffled, recipe.batch_size, dim=1):
             optimiser.zero_grad()
-            losses = _losses(stacked, data.inputs[rows], data.labels[rows])
+            losses = _losses(stacked, data.inputs[rows], data.labels[rows], of_each)
             losses.sum().backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             schedule.step()
@@ -114,10 +126,14 @@ def _stack(layers: Sequence[nn.Linear]) -> tuple[nn.Parameter, nn.Parameter]:
     return nn.Parameter(weight), nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in layers]))
 
 
-def _losses(stacked: Sequence[tuple[Tensor, Tensor]], inputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy (K,) of every member on its own batch."""
+def _losses(
+    stacked: Sequence[tuple[Tensor, Tensor]],
+    inputs: Tensor,
+    labels: Tensor,
+    of_each: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Loss (K,) of every member on its own batch."""
     values = inputs
     for index, (weight, bias) in enumerate(stacked):
         values = torch.baddbmm(bias, functional.relu(values) if index else values, weight)
-    each = functional.cross_entropy(values.flatten(0, 1), labels.flatten(), reduction="none")
-    return each.view(labels.shape).mean(1)
+    return of_each(values.flatten(0, 1), labels.flatten(0, 1)).view(labels.shape[:2]).mean(1)

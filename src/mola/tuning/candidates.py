@@ -18,13 +18,13 @@ from mola.cooling import Cooling, Usual
 from mola.distributed import Team
 from mola.errors import DataError, warn
 from mola.laplace import Candidate, ClassDistance, ClassGeometry, LogitMoments, Scale, Spectrum, Spread
-from mola.likelihood import CATEGORICAL
-from mola.links import Link, cooled_softmax
+from mola.likelihood import CATEGORICAL, Likelihood
+from mola.links import Link, cooled_table
 from mola.metrics import bin_sums, calibration_gaps
 from mola.network import Head, batch_count, batches_of, stream, without_autocast
-from mola.tuning.data_checks import guessed, other_order
+from mola.tuning.data_checks import guessed, other_columns, other_order, unlike_frequencies
 
-__all__ = ["HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
+__all__ = ["COPIES", "HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
 
 LOGITS_AT_ONCE = 2**18
 """Probabilities, of one or several candidates, made together: more leave the processor's cache, and take several times as long."""
@@ -39,6 +39,9 @@ PROJECTED_AT_ONCE = 2**24
 LONG = 0.99
 """Share of the validation data whose features are not long."""
 
+COPIES = 0.1
+"""Least distance that counts as usual, relative to that of the training data: below, validation data are copies of these."""
+
 NOT_HELD_OUT = "the validation data are the training data"
 """How a note begins that says so."""
 
@@ -47,6 +50,10 @@ SAME = 1e-5
 
 LOSS_OF_AN_ERROR = 5.0
 """In nats, of a datum that a trained network gets wrong: a mean loss is made of a few such, and of very many small ones."""
+
+POSITIONS_KEPT = 256
+"""Of each input, where a network has outputs at many positions: at most so many are kept, drawn at random. Memory is then that of so
+many data for each input, however large the images are; more would tell little, as neighbours are alike."""
 
 PATIENCE = 60.0
 """Seconds that candidates may take before it is said how long they will."""
@@ -61,6 +68,10 @@ class HeldOut:
     labels: Tensor | None
     team: Team = field(default_factory=Team.alone, repr=False, kw_only=True)
     """Whose data these are: each process holds its own shard, and what is said of the data is said of all of them."""
+    likelihood: Likelihood = field(default=CATEGORICAL, repr=False, kw_only=True)
+    """What the logits mean, and how labels are read."""
+    independent: float = field(default=1.0, repr=False, kw_only=True)
+    """Share of the data that count in a standard error: of positions, as many as there are inputs, whose positions are alike."""
     _measured: dict[int, tuple[ClassGeometry, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -86,7 +97,8 @@ class HeldOut:
         """
         for geometry, features in zip(geometries, self.features, strict=True):
             if id(geometry) not in self._measured:
-                distance, rows = ClassDistance(geometry), max(1, PROJECTED_AT_ONCE // features.shape[1])
+                widest = max(features.shape[1], len(geometry.sums.counts))
+                distance, rows = ClassDistance(geometry), max(1, PROJECTED_AT_ONCE // widest)
                 parts = [distance.logs(some.double()) for some in torch.split(features, rows)]
                 self._measured[id(geometry)] = (
                     geometry,
@@ -107,7 +119,13 @@ class HeldOut:
         """
         distances, lengths = self.measured(geometries)
         rows = self.team.rows(torch.cat([distances, lengths]).T.contiguous() if len(self) else None)
-        middle = rows[:, : len(geometries)].quantile(0.5, dim=0).exp().tolist()
+        # Where most data are copies of one of the training data, the median is rounding, and no unit for the others.
+        middle = [
+            max(here, COPIES * geometry.training_scale.distance)
+            for here, geometry in zip(
+                rows[:, : len(geometries)].quantile(0.5, dim=0).exp().tolist(), geometries, strict=True
+            )
+        ]
         long = rows[:, len(geometries) :].quantile(LONG, dim=0).exp().tolist()
         scales = [Scale(one, two) for one, two in zip(middle, long, strict=True)]
         return Usual(tuple(Scale(*scale) for scale in self.team.share([list(scale) for scale in scales])))
@@ -124,14 +142,18 @@ class HeldOut:
         if self.labels is None:
             message = "the threshold rule needs labels: yield (inputs, labels), or pass a confidence."
             raise DataError(message)
-        right = torch.stack([logits.argmax(1) == self.labels for logits in self.logits]).double()
-        of_each = right.mean(0)  # datum, the share of the networks that are right
-        shared = torch.tensor([len(self), of_each.square().sum()], dtype=torch.float64, device="cpu")
-        (sums,) = self.team.sum([torch.cat([shared, right.sum(1)])])
-        count, squares, *by_network = sums.tolist()
+        asked = self.likelihood.asked(self.labels)
+        known = asked >= 0
+        right = torch.stack([(self.likelihood.answered(logits) == asked) & known for logits in self.logits]).double()
+        # By datum: the questions of one are not independent, and its errors come together.
+        of_each, asked_of = _by_datum(right.mean(0), len(self)), _by_datum(known.double(), len(self))
+        squares = [of_each.square().sum(), (of_each * asked_of).sum(), asked_of.square().sum()]
+        (sums,) = self.team.sum([torch.cat([torch.stack([asked_of.sum(), *squares]), right.sum(1)])])
+        count, square, product, square_asked, *by_network = sums.tolist()
         accuracy = sum(one / count for one in by_network) / len(by_network)
+        spread = max(0.0, square - 2 * accuracy * product + accuracy**2 * square_asked) / self.independent
         # At least 1 / (count + 2): where all are right, or all wrong, the spread is 0, and a few data are still a few.
-        return accuracy, max(math.sqrt(max(0.0, squares / count - accuracy**2) / count), 1 / (count + 2))
+        return accuracy, max(math.sqrt(spread) / count, 1 / (self.independent * count + 2))
 
     def check_labels(self, where: str) -> None:
         """Refuse labels whose classes are in another order than a network's outputs; warn of labels that fit no better than guesses.
@@ -142,36 +164,66 @@ class HeldOut:
         Raises:
             DataError: if another order is clearly meant, with that order.
         """
-        if self.labels is None:
+        if self.labels is None or not self.likelihood.discrete:
             return
-        answers = [logits.argmax(1) for logits in self.logits]
-        rows = self.team.rows(torch.stack([self.labels, *answers], 1) if len(self) else None)
-        count, outputs, right = len(rows), self.logits[0].shape[1], []
-        for index in range(len(answers)):
+        asked = self.likelihood.asked(self.labels)
+        table = torch.stack([asked, *(self.likelihood.answered(logits) for logits in self.logits)], 1)
+        rows = self.team.rows(table[asked >= 0] if len(self) else None)
+        if not len(rows):
+            message = f"the {where}: every label is missing. Yield some labels."
+            raise DataError(message)
+        if not self.likelihood.competing:
+            self._check_labels_apart(where)
+        count, outputs, right = len(rows), self.likelihood.answers(self.logits[0].shape[1]), []
+        for index in range(len(self.logits)):
             pairs = rows[:, [0, index + 1]]
             right.append(float((pairs[:, 0] == pairs[:, 1]).double().mean()))
             found = other_order(pairs)
             if found is not None:
-                table = ", ".join(f"{label} -> {output}" for label, output in list(found.outputs.items())[:20])
+                pairs_of = ", ".join(f"{label} -> {output}" for label, output in list(found.outputs.items())[:20])
                 message = (
                     f"the {where}: the classes seem to be in another order than the outputs of models[{index}]. {found.right:.1%} of "
                     f"the labels agree with this network, but {found.moved:.1%} would if labels stood for outputs like this: "
-                    f"{table}{', ...' if len(found.outputs) > 20 else ''}. Give each input the index of its class's output as its "
+                    f"{pairs_of}{', ...' if len(found.outputs) > 20 else ''}. Give each input the index of its class's output as its "
                     f"label."
                 )
                 raise DataError(message)
         mean = sum(right) / len(right)
-        if guessed(mean, count, outputs):
+        if guessed(mean, round(count * self.independent), outputs):
             warn(
                 f"only {mean:.1%} of the labels of the {where} agree with {'the network' if len(right) == 1 else 'the networks'}, "
                 f"hardly more than guessing ({1 / outputs:.1%}): are the labels those of these inputs, and are the inputs prepared as "
                 f"for training?"
             )
 
+    def _check_labels_apart(self, where: str) -> None:
+        """Look at each label by itself: whether they are those of other outputs, and whether yes is said as often as it is right.
+
+        Raises:
+            DataError: if the labels are clearly in another order than the outputs.
+        """
+        assert self.labels is not None
+        mean = torch.stack([self.likelihood.probabilities(logits.double()) for logits in self.logits]).mean(0)
+        rows = self.team.rows(torch.cat([self.labels.double(), mean], 1) if len(self) else None)
+        labels, said = rows.tensor_split(2, dim=1)
+        order = other_columns(labels, said)
+        if order is not None:
+            message = (
+                f"the {where}: the labels seem to be in another order than the networks' outputs: column by column, the labels go "
+                f"with outputs {order[:20]}{'...' if len(order) > 20 else ''}. Put the columns in the order of the outputs."
+            )
+            raise DataError(message)
+        words = unlike_frequencies(labels, said)
+        if words is not None:
+            warn(f"the {where}: {words}")
+
     def guessed(self) -> bool:
         """Whether the labels agree with the networks hardly more often than guesses: then they say nothing of confidence."""
-        (count,) = self.team.sum([torch.tensor(float(len(self)), dtype=torch.float64, device="cpu")])
-        return self.labels is not None and guessed(self.mean_accuracy()[0], int(count), self.logits[0].shape[1])
+        if self.labels is None:
+            return False
+        known = self.independent * (self.likelihood.asked(self.labels) >= 0).sum()
+        (count,) = self.team.sum([known.double().cpu()])
+        return guessed(self.mean_accuracy()[0], int(count), self.likelihood.answers(self.logits[0].shape[1]))
 
     def unlike_held_out(self, trained_on: Sequence[tuple[int, float | None]]) -> str | None:
         """What makes one doubt that these data were held out.
@@ -184,7 +236,7 @@ class HeldOut:
         """
         if self.labels is None or any(score is None for _, score in trained_on):
             return None
-        own = [CATEGORICAL.log_likelihood(logits.double(), self.labels).sum() for logits in self.logits]
+        own = [self.likelihood.log_likelihood(logits.double(), self.labels).sum() for logits in self.logits]
         here = torch.tensor([len(self)], dtype=torch.float64, device="cpu")
         (sums,) = self.team.sum([torch.cat([here, torch.stack(own).cpu()])])
         count, *scores = sums.tolist()
@@ -199,7 +251,7 @@ class HeldOut:
         before = sum(trained / size for size, trained, _ in pairs) / len(pairs)
         now = sum(mine / count for _, _, mine in pairs) / len(pairs)
         # As many errors as the training loss lets one expect, and none of them here: chance explains it once in a thousand times.
-        if now < before / 2 and count * (before - now) > 7 * LOSS_OF_AN_ERROR:
+        if now < before / 2 and self.independent * count * (before - now) > 7 * LOSS_OF_AN_ERROR:
             return (
                 f"the networks do far better on the validation data (log loss {now:.3g}) than on the training data ({before:.3g}): "
                 f"have the two been swapped, or were the networks trained on the validation data? Training data that are augmented, "
@@ -217,6 +269,7 @@ def read_held_out(
     labelled: bool,
     progress: bool,
     team: Team | None = None,
+    likelihood: Likelihood = CATEGORICAL,
 ) -> HeldOut:
     """Run every network once over a loader, and keep what the heads saw, in main memory.
 
@@ -230,11 +283,19 @@ def read_held_out(
         labelled: whether every batch must carry labels.
         progress: whether to show a progress bar on stderr, if that is a terminal.
         team: the processes whose shards make up the data; then call it inside `team.work(...)`.
+        likelihood: what the outputs mean; reads the labels.
 
     Returns:
-        Features, logits and labels of all the data that the loader yields.
+        Features, logits and labels of all the data that the loader yields; of outputs at many positions, of `POSITIONS_KEPT` of each
+        input.
     """
     together = Team.alone() if team is None else team
+    inputs = 0
+
+    def told(_: int, used_inputs: int, __: int) -> None:
+        nonlocal inputs
+        inputs += used_inputs
+
     batches: Any = loader
     if together.size > 1:  # a shard may be empty, as long as another is not
         every = batches_of(loader, f"the {where}")
@@ -247,7 +308,16 @@ def read_held_out(
         ()
         if batches is None and together.size > 1
         else stream(
-            networks, heads, batches, where=where, progress=progress, total=batch_count(loader), labelled=labelled
+            networks,
+            heads,
+            batches,
+            where=where,
+            progress=progress,
+            total=batch_count(loader),
+            labelled=labelled,
+            likelihood=likelihood,
+            told=told,
+            positions=POSITIONS_KEPT,
         )
     ):
         for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
@@ -261,7 +331,15 @@ def read_held_out(
         _settle(together, where, heads, features, logits, labels)
     with without_autocast(torch.device("cpu")):  # which refuses to join tensors of another half precision than its own
         joined = [torch.cat(parts) for parts in features], [torch.cat(parts) for parts in logits]
-    return HeldOut(*joined, torch.cat(labels) if labels else None, team=together)
+    own = torch.tensor([inputs, len(joined[1][0])], dtype=torch.float64, device="cpu")
+    (counts,) = together.sum([own])
+    return HeldOut(
+        *joined,
+        torch.cat(labels) if labels else None,
+        team=together,
+        likelihood=likelihood,
+        independent=float(counts[0] / counts[1]),
+    )
 
 
 def _copy(values: Tensor) -> Tensor:
@@ -281,7 +359,11 @@ def _settle(
     Raises:
         DataError: if no rank has data, or only some have labels.
     """
-    everyone = team.collect(None if not logits[0] else {"classes": logits[0][0].shape[1], "labelled": bool(labels)})
+    own = None
+    if logits[0]:
+        kind = [list(labels[0].shape[1:]), str(labels[0].dtype).removeprefix("torch.")] if labels else None
+        own = {"classes": logits[0][0].shape[1], "labels": kind}
+    everyone = team.collect(own)
     form = None
     if everyone is not None:
         forms = {rank: one for rank, one in enumerate(everyone) if one is not None}
@@ -299,8 +381,9 @@ def _settle(
     for index, head in enumerate(heads):
         features[index].append(torch.zeros(0, 0 if head is None else head.width, device="cpu"))
         logits[index].append(torch.zeros(0, form["classes"], device="cpu"))
-    if form["labelled"]:
-        labels.append(torch.zeros(0, dtype=torch.int64, device="cpu"))
+    if form["labels"] is not None:
+        shape, dtype = form["labels"]
+        labels.append(torch.zeros(0, *shape, dtype=getattr(torch, dtype), device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -318,12 +401,16 @@ class Tuning:
     """What all logits are divided by."""
     distance_exponent: float = 0.0
     """How strongly they are cooled by distance."""
+    noise_factors: tuple[float, ...] = ()
+    """What the noise of each component was multiplied by, where outputs are numbers and their noise was chosen."""
 
     def __str__(self) -> str:
         """What was chosen and by which rule, with the notes; the curve is for programs and figures."""
         chosen = ", ".join(f"{value:.3g}" for value in dict.fromkeys(self.prior_precision))
         also = f", temperature {self.temperature:.3g}" if self.temperature != 1 else ""
         also += f", distance exponent {self.distance_exponent:.3g}" if self.distance_exponent else ""
+        factors = ", ".join(f"{value:.3g}" for value in dict.fromkeys(self.noise_factors))
+        also += f", noise times {factors}" if factors else ""
         return "\n".join([f"prior precision {chosen}{also}, by {self.rule}", *self.notes])
 
     def as_json(self) -> dict[str, Any]:
@@ -334,6 +421,7 @@ class Tuning:
             "notes": [*self.notes],
             "temperature": self.temperature,
             "distance_exponent": self.distance_exponent,
+            **({"noise_factors": list(self.noise_factors)} if self.noise_factors else {}),
         }
 
     @staticmethod
@@ -341,7 +429,8 @@ class Tuning:
         """What `as_json` made, with the prior precisions."""
         curve = {name: tuple(values) for name, values in entry["curve"].items()}
         cooling = float(entry.get("temperature", 1.0)), float(entry.get("distance_exponent", 0.0))
-        return Tuning(entry["rule"], prior_precision, curve, tuple(entry["notes"]), *cooling)
+        factors = tuple(float(one) for one in entry.get("noise_factors", ()))
+        return Tuning(entry["rule"], prior_precision, curve, tuple(entry["notes"]), *cooling, factors)
 
 
 class Named(Protocol):
@@ -370,10 +459,17 @@ class Problem(ABC):
     """What is usual on the validation data, once they are read; nothing where distances are not known."""
     lacks_distances: str | None = None
     """Why distances are not known, for the user; None where they are."""
+    likelihood: Likelihood = CATEGORICAL
+    """What the logits mean."""
 
     @property
     def can_be_cooled(self) -> bool:
         """Whether temperatures and distance exponents can be tried."""
+        return False
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether outputs are numbers with a noise, as in `tuning/regression.py`."""
         return False
 
     def curve(self, data: HeldOut, precisions: Sequence[float]) -> dict[str, Tensor]:
@@ -392,10 +488,9 @@ class Problem(ABC):
     def _scored(self, data: HeldOut, tries: int, tried: Iterable[tuple[slice, slice, Tensor]]) -> dict[str, Tensor]:
         scores = _Scores(tries)
         for which, part, probs in tried:
-            scores.add(which, probs, None if data.labels is None else data.labels[part])
-        count = torch.tensor(float(len(data)), dtype=torch.float64, device="cpu")
-        sums, bins, count = data.team.sum([scores.sums, scores.bins, count])
-        means = sums / count
+            scores.add(which, probs, None if data.labels is None else self.likelihood.asked(data.labels[part]))
+        sums, bins, count = data.team.sum([scores.sums, scores.bins, scores.counts])
+        means = sums / count[:, None]
         if data.labels is None:
             return {"confidence": means[:, 0], "uniform": means[:, 1]}
         scored = {"confidence": means[:, 0], "nll": means[:, 1], "brier": means[:, 2]}
@@ -403,7 +498,7 @@ class Problem(ABC):
 
     @abstractmethod
     def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Probabilities (L, C, n) of some of the data under some candidates, until all are through."""
+        """Probabilities (L, A, m) of some of the data under some candidates, until all are through: of A answers to m questions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,7 +545,9 @@ class LastLayerProblem(Problem):
         return self._scored(data, len(coolings), self._cooled_tries(data, precisions, coolings))
 
     def judged(self, data: HeldOut, precisions: Sequence[float], cooling: tuple[float, float]) -> tuple[Tensor, Tensor]:
-        """Confidence (n,) in each of this process's data, and whether the answer is right (n,), as 0 or 1.
+        """Confidence in each of this process's data that have labels, and whether the answer is right, as 0 or 1.
+
+        Where a datum puts several questions, both are means over those whose answer is known.
 
         Args:
             data: with labels.
@@ -458,20 +555,27 @@ class LastLayerProblem(Problem):
             cooling: temperature and distance exponent.
 
         Returns:
-            Both in float64.
+            (n,) both, in float64.
         """
         assert data.labels is not None
         sure, right = [torch.zeros(0, dtype=torch.float64, device="cpu") for _ in range(2)]
         for _, part, probs in self._cooled_tries(data, precisions, [cooling]):
             confidence, answer = probs[0].max(0)
-            sure = torch.cat([sure, confidence])
-            right = torch.cat([right, (answer == data.labels[part]).double()])
+            asked = self.likelihood.asked(data.labels[part])
+            known, rows = asked >= 0, len(data.labels[part])
+            counts = _by_datum(known.double(), rows)
+            some = counts > 0
+            for_each = [
+                _by_datum(values * known, rows)[some] / counts[some]
+                for values in (confidence, (answer == asked).double())
+            ]
+            sure, right = torch.cat([sure, for_each[0]]), torch.cat([right, for_each[1]])
         return sure, right
 
     def _cooled_tries(
         self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]
     ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Probabilities (L, C, n) of some of the data under some coolings, until all are through."""
+        """Probabilities (L, A, m) of some of the data under some coolings, until all are through."""
         mixing, outputs = self.weights_at(precisions), self.spectra[0].outputs
         logs = data.measured(self.geometries) if self.geometries is not None else None
         posteriors = [spectrum.posterior(one) for spectrum, one in zip(self.spectra, precisions, strict=True)]
@@ -486,8 +590,8 @@ class LastLayerProblem(Problem):
                 for index, by in enumerate(divisors):
                     probs = torch.zeros_like(means[0])
                     for weight, mean, spread, own in zip(mixing, means, spreads, by, strict=True):
-                        probs += weight * self.link(LogitMoments(mean, spread).divided(own))
-                    yield slice(index, index + 1), part, probs.T[None]
+                        probs += weight * self.link(LogitMoments(mean, spread, None, self.likelihood).divided(own))
+                    yield slice(index, index + 1), part, self.likelihood.table(probs.T[None])
                 continue
             variances = [(one.contrast_variance() if contrast else one.variance()).T for one in spreads]
             together = max(1, LOGITS_AT_ONCE // (len(means[0]) * outputs))
@@ -496,7 +600,7 @@ class LastLayerProblem(Problem):
                 for k, (weight, mean, variance) in enumerate(zip(mixing, means, variances, strict=True)):
                     squares = divisors[which, k, None].square()
                     table = variance.expand(which.stop - start, -1, -1).clone()
-                    probs = cooled_softmax(self.link, mean.T, table, squares).mul_(weight)
+                    probs = cooled_table(self.link, self.likelihood, mean.T, table, squares).mul_(weight)
                     total = probs if total is None else total.add_(probs)
                 assert total is not None  # a mixture has a component
                 yield which, part, total
@@ -548,12 +652,12 @@ class LastLayerProblem(Problem):
         precisions: Sequence[float],
         temperature: float,
     ) -> Tensor:
-        """The mixture's probabilities (L, C, n) under several candidates, where the link cools logits by their variances."""
+        """The mixture's probabilities (L, A, m) under several candidates, where the link cools logits by their variances."""
         contrast, total = self.link.cooled_by == "contrast_variance", None
         squares = None if temperature == 1 else means[0].new_tensor(temperature**2)
         for weights, mean, projected, spectrum in zip(mixing.T, means, projections, self.spectra, strict=True):
             variances = spectrum.variances(projected, precisions, contrast=contrast)
-            probs = cooled_softmax(self.link, mean.T, variances, squares)
+            probs = cooled_table(self.link, self.likelihood, mean.T, variances, squares)
             if len(means) > 1:
                 probs.mul_(weights[:, None, None])
             total = probs if total is None else total.add_(probs)
@@ -589,9 +693,9 @@ class LastLayerProblem(Problem):
     def _mixed(self, mixing: Tensor, means: Sequence[Tensor], spreads: Sequence[Spread], temperature: float) -> Tensor:
         probs = torch.zeros_like(means[0])
         for weight, mean, spread in zip(mixing, means, spreads, strict=True):
-            moments = LogitMoments(mean, spread)
+            moments = LogitMoments(mean, spread, None, self.likelihood)
             probs += weight * self.link(moments if temperature == 1 else moments.divided(mean.new_tensor(temperature)))
-        return probs.T[None]
+        return self.likelihood.table(probs.T[None])
 
 
 class _Scores:
@@ -600,9 +704,14 @@ class _Scores:
     def __init__(self, count: int) -> None:
         self.sums = torch.zeros(count, 3, dtype=torch.float64, device="cpu")
         self.bins = torch.zeros(count, 15, 3, dtype=torch.float64, device="cpu")
+        self.counts = torch.zeros(count, dtype=torch.float64, device="cpu")
 
     def add(self, which: slice, probs: Tensor, labels: Tensor | None) -> None:
-        """Take more data: probabilities (L, C, n) under some candidates."""
+        """Take more data: probabilities (L, A, m) under some candidates, and right answers (m,), -1 where none is known."""
+        if labels is not None and bool((labels < 0).any()):
+            known = labels >= 0
+            probs, labels = probs[:, :, known], labels[known]
+        self.counts[which] += probs.shape[2]
         confidence = probs.amax(1)
         if labels is None:
             self.sums[which, :2] += torch.stack([confidence.sum(1), -_log(probs).mean(1).sum(1)], dim=1)
@@ -621,6 +730,11 @@ def _duration(seconds: float) -> str:
     return (
         f"{minutes:.0f} minutes" if 1.5 <= minutes < 90 else "1 minute" if minutes < 90 else f"{minutes / 60:.1f} hours"
     )
+
+
+def _by_datum(values: Tensor, count: int) -> Tensor:
+    """Sums (n,) over the questions of each of n data, from numbers (m,) in the order of `Likelihood.asked`."""
+    return values.view(len(values) // max(1, count), count).sum(0) if len(values) else values
 
 
 def _log(probs: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mola.distributed import Team
 from mola.errors import OptionError
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.options import one_of
 from mola.tuning.candidates import HeldOut, Problem, Tuning
 from mola.tuning.distance import Distance
@@ -18,34 +19,39 @@ RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance()}
 """Rules that have a name: those that need no settings."""
 
 
-def as_rule(rule: Rule | str | None, val_loader: object = None) -> Rule:
-    """The rule of that name, or the rule itself; None is the paper's.
+def as_rule(rule: Rule | str | None, val_loader: object = None, likelihood: Likelihood = CATEGORICAL) -> Rule:
+    """The rule of that name, or the rule itself; None is the likelihood's own, for classes the paper's.
 
     Raises:
-        OptionError: if it is neither, or stands in the place of the data.
+        OptionError: if it is neither, stands in the place of the data, or means nothing for the likelihood.
     """
     if isinstance(rule, str):
-        return RULES[one_of(rule, RULES, "rule", "an object such as mola.Evidence()")]
+        one_of(rule, RULES, "rule", "an object such as mola.Evidence()")
+        if rule not in likelihood.rules:
+            message = f"rule {rule!r} means nothing for likelihood {likelihood.name!r}: use one of {', '.join(likelihood.rules)}."
+            raise OptionError(message)
+        return RULES[rule]
     if hasattr(val_loader, "choose") or not (rule is None or (hasattr(rule, "choose") and not isinstance(rule, type))):
         message = (
             f"the rule must be one of {', '.join(RULES)}, or an object such as mola.Evidence(), and is passed as rule=...; got "
             f"val_loader {type(val_loader).__name__}, rule {rule!r}."
         )
         raise OptionError(message)
-    return RULES["threshold"] if rule is None else rule
+    return RULES[likelihood.default_rule] if rule is None else rule
 
 
-def check_rule(rule: Rule | str | None, val_loader: object) -> None:
+def check_rule(rule: Rule | str | None, val_loader: object, likelihood: Likelihood = CATEGORICAL) -> None:
     """Refuse a rule that lacks what it needs before the training data are read.
 
     Args:
         rule: as the user gave it.
         val_loader: the validation data, or None.
+        likelihood: what the outputs mean.
 
     Raises:
         OptionError: if it is no rule, or needs validation data and there are none, or the other way round.
     """
-    chosen = as_rule(rule, val_loader)
+    chosen = as_rule(rule, val_loader, likelihood)
     name = repr(rule) if isinstance(rule, str) else type(chosen).__name__
     if isinstance(chosen, Evidence) and val_loader is not None:
         message = f"the rule {name} uses the training data alone: leave val_loader out, or choose another rule."
@@ -78,7 +84,7 @@ def choose_together(
     Returns:
         The choice, to the same bits on every rank.
     """
-    chosen = as_rule(rule, val_loader)
+    chosen = as_rule(rule, val_loader, problem.likelihood)
     with team.work("tune"):
         team.agree({"rule": type(chosen).__name__, "components": len(problem.spectra), "link": problem.link.name})
         if val_loader is None:

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OtherOrder", "Remembering", "guessed", "other_order", "shared_rows"]
+__all__ = [
+    "OtherOrder",
+    "Remembering",
+    "guessed",
+    "other_columns",
+    "other_order",
+    "shared_rows",
+    "unlike_frequencies",
+]
 
 CLEAR = 0.25
 """How much better another order must do to be told."""
@@ -100,6 +108,75 @@ def guessed(right: float, count: int, outputs: int) -> bool:
     by_chance = 1 / outputs
     return count > 0 and right <= by_chance + min(
         2 * math.sqrt(by_chance * (1 - by_chance) / count), (1 - by_chance) / 4
+    )
+
+
+ENOUGH_DATA = 50
+"""Data from which on columns of labels are compared with columns of answers."""
+
+APART = 0.1
+"""Between the share of yes among labels and the mean probability of yes, before anything is said."""
+
+ERRORS = 5.0
+"""Standard errors, likewise."""
+
+
+def other_columns(labels: Tensor, probs: Tensor) -> list[int] | None:
+    """Which outputs the columns of labels go with, if they are clearly in another order.
+
+    Args:
+        labels: (n, C), 0 or 1, NaN where one is missing.
+        probs: (n, C), of yes.
+
+    Returns:
+        An output for each column, if correlations are far higher in that order; None if the order is right, or none is.
+    """
+    known = ~labels.isnan()
+    filled, count = labels.nan_to_num(), known.double().sum(0)
+    if labels.shape[1] < 2 or float(count.min()) < ENOUGH_DATA:
+        return None
+    known = known.double()
+    # Of each column of labels with each of probabilities, over the data that have the label.
+    label_mean = filled.sum(0) / count
+    prob_mean = (known.T @ probs) / count[:, None]
+    joint = (filled.T @ probs) / count[:, None] - label_mean[:, None] * prob_mean
+    label_variance = label_mean * (1 - label_mean)
+    prob_variance = ((known.T @ probs.square()) / count[:, None] - prob_mean.square()).clamp_min(0)
+    scale = (label_variance[:, None] * prob_variance).sqrt()
+    correlation = torch.where(scale > 0, joint / scale.clamp_min(1e-300), 0)
+    best = correlation.max(1)
+    gain = float((best.values - correlation.diagonal()).mean())
+    if gain <= CLEAR or len(set(best.indices.tolist())) < labels.shape[1]:
+        return None
+    return best.indices.tolist()
+
+
+def unlike_frequencies(labels: Tensor, probs: Tensor) -> str | None:
+    """What to say of networks that say yes far more, or far less, often than it is right.
+
+    Args:
+        labels: (n, C), 0 or 1, NaN where one is missing.
+        probs: (n, C), of yes.
+
+    Returns:
+        Words that name the worst label; None if nothing is amiss.
+    """
+    known = ~labels.isnan()
+    count = known.sum(0).double().clamp_min(1)
+    gaps = torch.where(known, probs - labels.nan_to_num(), 0)
+    mean = gaps.sum(0) / count
+    error = ((gaps.square().sum(0) / count - mean.square()).clamp_min(0) / count).sqrt()
+    clear = (mean.abs() > APART) & (mean.abs() > ERRORS * error) & (count >= ENOUGH_DATA)
+    if not bool(clear.any()):
+        return None
+    worst = int(torch.where(clear, mean.abs(), 0).argmax())
+    right = float(labels[known[:, worst], worst].mean())
+    said = float(probs[known[:, worst], worst].mean())
+    which = f" for label {worst}" if labels.shape[1] > 1 else ""
+    return (
+        f"yes{which} is right for {right:.1%} of the data, and the networks give it a probability of {said:.1%} on average. Were they "
+        f"trained with weights for the positive class (pos_weight), on balanced data, or with another loss than binary cross-entropy? "
+        f"With pos_weight=w, taking log(w) from the bias of the last layer makes them say what is right."
     )
 
 

@@ -11,7 +11,7 @@ chosen, and is told in words.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from mola.errors import OptionError, warn
+from mola.links import LINKS, Bridge
 from mola.options import is_real, one_of
-from mola.tuning.candidates import HeldOut, LastLayerProblem, Problem, Tuning
+from mola.tuning.candidates import COPIES, HeldOut, LastLayerProblem, Problem, Tuning
+from mola.tuning.regression import RegressionProblem
 from mola.tuning.rules import PLAIN_RULES, ConfidenceThreshold, Evidence, Rule, require_data
 
 __all__ = ["Distance"]
@@ -31,6 +33,13 @@ EXPONENTS = tuple(step / 8 for step in range(65))
 BETWEEN = 16
 """Exponents between two of them."""
 
+GROWTHS = tuple(step / 16 for step in range(17))
+"""Exponents that are tried where outputs are numbers: up to 1, where the standard deviation grows in proportion to the distance. So
+does what is open about a function whose slope is bounded; more is not asked for, however little it costs on a few validation data."""
+
+NATS = 0.01
+"""Log loss for each output that caution may cost where outputs are numbers, unless the user names another price."""
+
 FAR = 3.0
 """How much farther than the training data the validation data may be before it is said that they look like nothing in training."""
 
@@ -40,7 +49,8 @@ class Distance:
     """Cool logits by the distance from the training classes, at a price on validation data.
 
     Args:
-        price: what caution may cost on validation data. None is the paper's price: the mean confidence falls to its threshold, one
+        price: what caution may cost on validation data. For numbers, in nats of log loss for each output; None is 0.01. For classes,
+            None is the paper's price: the mean confidence falls to its threshold, one
             percentage point below the single networks' mean accuracy. "loss" stops before that where the log loss reaches that of
             the paper's rule, so that neither is worse. 0.02 lets the log loss rise by at most 2 %.
         rule: chooses the prior precision first, and with it the temperature: "nll", "brier", "ece", "threshold", "evidence", or an
@@ -89,6 +99,8 @@ class Distance:
             OptionError: if there are no distances.
         """
         given = require_data(val_loader, self)
+        if isinstance(problem, RegressionProblem):
+            return self._for_numbers(problem, given)
         if problem.lacks_distances is not None or not isinstance(problem, LastLayerProblem):
             message = f"rule 'distance': {problem.lacks_distances}"
             raise OptionError(message)
@@ -107,7 +119,8 @@ class Distance:
             limits = [_Limit("nll", search.plain["nll"] * (1 + float(self.price)), above=False)]
             why, notes = f"at most {100 * self.price:.4g} % more log loss", ()
         chosen = search.largest(limits)
-        notes = (*base.notes, *notes, *_far(problem), *_predicted(problem), search.told(chosen, self.price, limits))
+        doubts = (*_far(problem), *_predicted(problem), *_without_effect(problem))
+        notes = (*base.notes, *notes, *doubts, search.told(chosen, self.price, limits))
         return Tuning(
             f"Distance: {why}, after {base.rule}",
             base.prior_precision,
@@ -116,6 +129,74 @@ class Distance:
             base.temperature,
             chosen,
         )
+
+    def _for_numbers(self, problem: RegressionProblem, given: Iterable[Any]) -> Tuning:
+        """The exponent at which the log loss has risen by the price, for variances that grow with distance.
+
+        Raises:
+            OptionError: if there are no distances, or the price is named in confidence.
+        """
+        if problem.lacks_distances is not None:
+            message = f"rule 'distance': {problem.lacks_distances}"
+            raise OptionError(message)
+        if isinstance(self.price, str):
+            message = f"price {self.price!r} is the paper's, in confidence. For numbers it is in nats for each output, such as 0.01."
+            raise OptionError(message)
+        data = problem.read(given, "validation loader", True)
+        first = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
+        base = first.choose(problem, None if isinstance(first, Evidence) else data)  # type: ignore[arg-type]
+        factors = base.noise_factors or (1.0,) * len(problem.spectra)
+        price = NATS if self.price is None else float(self.price)
+        tried, scores = _grown(
+            lambda some: problem.exponent_curve(data, base.prior_precision, factors, some),
+            price * problem.spectra[0].outputs,
+        )
+        chosen = max(one for one, met in tried.items() if met)
+        plain, now = scores[0.0], scores[chosen]
+        if chosen == 0:
+            note = (
+                "no caution by distance: the smallest exponent that was tried costs more. Name a higher price, such as "
+                "mola.Distance(price=0.05)."
+            )
+            warn(note)
+        else:
+            note = (
+                f"caution costs, on the validation data: log loss {plain:.4g} -> {now:.4g} nats. For it, standard deviations of "
+                f"inputs 2 times as far from the training data as usual are multiplied by {2**chosen:.3g}, 4 times as far by "
+                f"{4**chosen:.3g}."
+            )
+        order = sorted(scores)
+        curve = {"distance_exponent": tuple(order), "nll": tuple(scores[one] for one in order)}
+        return Tuning(
+            f"Distance: at most {price:.4g} nats more log loss for each output, after {base.rule}",
+            base.prior_precision,
+            curve,
+            (*base.notes, *_far(problem), note),
+            distance_exponent=chosen,
+            noise_factors=base.noise_factors,
+        )
+
+
+def _grown(scored: Callable[[Sequence[float]], Tensor], price: float) -> tuple[dict[float, bool], dict[float, float]]:
+    """Exponents that were tried: whether each, and all below it, keep to the price; and what they score."""
+    scores: dict[float, float] = {}
+
+    def add(exponents: Sequence[float]) -> dict[float, bool]:
+        scores.update(zip(exponents, scored(exponents).tolist(), strict=True))
+        met, so_far = {}, True
+        for one in sorted(scores):
+            so_far = so_far and scores[one] <= scores[0.0] + price
+            met[one] = so_far
+        return met
+
+    met = add(GROWTHS)
+    for _ in range(2):
+        low = max(one for one, kept in met.items() if kept)
+        above = [one for one in scores if one > low]
+        if not above:
+            break
+        met = add([low + (min(above) - low) * step / BETWEEN for step in range(1, BETWEEN)])
+    return met, scores
 
 
 class _Exponents:
@@ -180,12 +261,30 @@ class _Exponents:
             warn(note)
             return note
         cost = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
+        costs = "caution costs," if cost > 0 else "caution costs no log loss"
         return (
-            f"caution costs, on the validation data: log loss {plain['nll']:.4g} -> {now['nll']:.4g} ({100 * cost:+.1f} %), mean "
-            f"confidence {100 * plain['confidence']:.2f} -> {100 * now['confidence']:.2f} %. For it, logits of inputs 2 times as far "
-            f"from the training classes as usual are divided by {2**chosen:.3g}, 4 times as far by {4**chosen:.3g}; features that "
-            f"grow without bound lead to 1/C."
+            f"{costs} on the validation data: log loss {plain['nll']:.4g} -> {now['nll']:.4g} ({100 * cost:+.1f} %), mean "
+            f"confidence {100 * plain['confidence']:.2f} -> {100 * now['confidence']:.2f} %. For it, logits of inputs "
+            f"{self._divided(chosen)}{self._far_away()}."
         )
+
+    def _divided(self, chosen: float) -> str:
+        """By what logits are divided outside the data, in words."""
+        if not any(one.known for one in self.problem.geometries or ()):
+            return "whose features are longer than usual are divided by the square of how much longer they are"
+        return (
+            f"2 times as far from the training classes as usual are divided by {2**chosen:.3g}, 4 times as far by "
+            f"{4**chosen:.3g}"
+        )
+
+    def _far_away(self) -> str:
+        """Where probabilities tend to, in words, if that is known."""
+        link, likelihood = self.problem.link, self.problem.likelihood
+        if isinstance(link, Bridge):
+            return "; with link 'bridge' confidence does not tend to a guess: the ratios of the variances stay"
+        if type(link) not in LINKS.values():
+            return ""  # a link of the user's own may give anything
+        return f"; where features grow without bound, confidence tends to 1/{likelihood.answers(self.problem.spectra[0].outputs)}"
 
 
 @dataclass(frozen=True)
@@ -207,12 +306,19 @@ def _paper_loss(problem: LastLayerProblem, data: HeldOut, target: float) -> _Lim
     return _Limit("nll", float(search.curve["nll"][place]), above=False)
 
 
-def _far(problem: LastLayerProblem) -> tuple[str, ...]:
+def _far(problem: LastLayerProblem | RegressionProblem) -> tuple[str, ...]:
     """A note where validation data are much farther from the training classes than the training data are."""
     geometries, usual = problem.geometries or (), problem.usual[0]
     pairs = [(scale.distance, one.training_scale.distance) for one, scale in zip(geometries, usual.scales, strict=True)]
     if not all(here > 0 and there > 0 for here, there in pairs):
         note = "all training features are alike in some network: its distances say nothing, and count as usual ones."
+        warn(note)
+        return (note,)
+    if any(here <= COPIES * there * (1 + 1e-9) for here, there in pairs):
+        note = (
+            "more than half of the validation data are almost copies of training data, as the networks see them: distances count from "
+            f"{COPIES:g} of the training data's own."
+        )
         warn(note)
         return (note,)
     ratio = math.exp(sum(math.log(here / there) for here, there in pairs) / len(pairs))
@@ -233,4 +339,16 @@ def _predicted(problem: LastLayerProblem) -> tuple[str, ...]:
     if not any(one.predicted for one in sums):
         return ()
     note = "the training data had no labels: distances are from the classes that the networks predict for them."
+    return (note,)
+
+
+def _without_effect(problem: LastLayerProblem) -> tuple[str, ...]:
+    """A note where the link scales away what logits are divided by."""
+    if not (isinstance(problem.link, Bridge) and problem.link.normalised):
+        return ()
+    note = (
+        "the normalised bridge scales logits to a common spread: dividing them by the distance changes no probability. Use another "
+        "link, such as 'probit'."
+    )
+    warn(note)
     return (note,)

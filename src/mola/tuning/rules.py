@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from mola.errors import OptionError, warn
 from mola.options import is_real, one_of
 from mola.tuning.candidates import HeldOut, LastLayerProblem, Problem, Tuning
+from mola.tuning.regression import RegressionProblem
 
 __all__ = [
     "PAPER_GRID",
@@ -55,10 +57,29 @@ STEP = 9.5 ** (1 / 31)
 """From one of them to the next."""
 
 ROUNDS = 3
-"""Of temperature and prior precision in turn: neither moves any more after two."""
+"""Of temperature and prior precision in turn. Both make logits smaller: more rounds move along a valley in which one makes up for the
+other, for little gain in the score."""
 
 BEYOND_DOUBT = 2.0
 """Standard errors by which networks must be less sure than they are right before they are made surer."""
+
+TURNS = 20
+"""Of prior precision and noise in turn, at most: neither moves any more after a few."""
+
+SETTLED = 1e-3
+"""Relative change of the noise that is none."""
+
+ALIKE = 1e-3
+"""Log loss for each output, in nats, up to which prior precisions score alike; of other scores, the same share."""
+
+STEEPEST = 100
+"""Steps of Newton's method, at most."""
+
+FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
+"""Of the noise, tried around the one there is; then those between two of them, twice."""
+
+SAME = 1e-9
+"""Relative difference of scores that are the same but for rounding."""
 
 SCORES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error"}
 """What scores are called in notes."""
@@ -103,7 +124,7 @@ class Search:
     def flat(self, score: str, *, down: bool) -> bool:
         """Whether the last candidates towards an end score alike: growing further would change nothing."""
         values = self.curve[score][:STEPS] if down else self.curve[score][-STEPS:]
-        return len(values) > 1 and float(values.max() - values.min()) <= 1e-9 * float(values.abs().max())
+        return len(values) > 1 and float(values.max() - values.min()) <= SAME * float(values.abs().max())
 
     def notes(self, chosen: float, rule: str) -> tuple[str, ...]:
         """Say whether the grid grew, what that means for the value that was chosen, and what can be done.
@@ -145,8 +166,16 @@ class Search:
         }
 
 
-def maximise(objective: Callable[[Tensor], Tensor]) -> float:
-    """Where a smooth function of a positive number is largest: a wide grid, then bisection of the slope."""
+def maximise(objective: Callable[[Tensor], Tensor], *, tell: bool = True) -> float:
+    """Where a smooth function of a positive number is largest: a wide grid, then bisection of the slope.
+
+    Args:
+        objective: of the logarithm's exponential; differentiable.
+        tell: whether to warn if there is no maximum inside.
+
+    Returns:
+        The number.
+    """
 
     def slope(log_precision: float) -> float:
         with torch.enable_grad():
@@ -163,7 +192,8 @@ def maximise(objective: Callable[[Tensor], Tensor]) -> float:
     low, high = positions[max(peak - 1, 0)], positions[min(peak + 1, len(positions) - 1)]
     if slope(low) <= 0 or slope(high) >= 0:
         note = f"the log evidence has no interior maximum in the prior precision; took {math.exp(positions[peak]):.3g}."
-        warn(note)
+        if tell:
+            warn(note)
         return math.exp(positions[peak])
     while high - low > 1e-12 * max(1.0, abs(low)):
         middle = (low + high) / 2
@@ -204,6 +234,21 @@ def require_data(val_loader: Iterable[Any] | None, rule: object) -> Iterable[Any
         message = f"{type(rule).__name__} needs validation data: posterior.tune(val_loader, rule=...)."
         raise OptionError(message)
     return val_loader
+
+
+def refuse_numbers(problem: Problem, rule: str) -> None:
+    """Refuse a rule that is about classes.
+
+    Raises:
+        OptionError: if the outputs are numbers.
+    """
+    if problem.has_noise:
+        known = ", ".join(problem.likelihood.rules)
+        message = (
+            f"{rule} is about the confidence in classes, and means nothing for likelihood {problem.likelihood.name!r}: use one of "
+            f"{known}."
+        )
+        raise OptionError(message)
 
 
 @dataclass(frozen=True)
@@ -269,7 +314,7 @@ class ConfidenceThreshold:
             return self.confidence, self.words(), ()
         accuracy, error = data.mean_accuracy()
         # No confidence is below 1 / C: a lower target would be met by every candidate, and say nothing.
-        least = 1 / data.logits[0].shape[1]
+        least = 1 / data.likelihood.answers(data.logits[0].shape[1])
         notes: tuple[str, ...] = ()
         if error > self.margin:
             notes = (
@@ -310,6 +355,7 @@ class ConfidenceThreshold:
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read the validation data once, and choose."""
+        refuse_numbers(problem, "rule 'threshold'")
         needs_labels = self.confidence is None or self.brier is not None
         data = problem.read(require_data(val_loader, self), "validation loader", needs_labels)
         threshold, words, notes = self.target(data)
@@ -358,7 +404,7 @@ def _smallest(search: Search, score: str, *, meant: bool) -> int:
         at_end = index in (0, len(search.grid) - 1)
         if not at_end or (index == 0 and not meant) or not search.grow(down=index == 0):
             break
-        if value - float(search.curve[score].min()) <= 1e-9 * abs(value):
+        if value - float(search.curve[score].min()) <= SAME * abs(value):
             break
     return best()
 
@@ -375,11 +421,13 @@ def _told(search: Search, index: int, score: str, rule: str) -> tuple[str, ...]:
 
 
 class Sharper(NamedTuple):
-    """A temperature below 1 that the validation data ask for, with the prior precision that goes with it."""
+    """A temperature below 1 that the validation data ask for, with the prior precisions that were tried at it."""
 
-    precision: float
     temperature: float
-    note: str
+    search: Search
+    best: int
+    """Which of the prior precisions is the best."""
+    notes: tuple[str, ...]
 
 
 def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score: str) -> Sharper | None:
@@ -400,27 +448,38 @@ def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score
     """
     if not isinstance(problem, LastLayerProblem):
         return None  # every candidate would be another pass over whole networks
-    count, precision, temperature = len(problem.spectra), search.grid[index], 1.0
-    sure, right = problem.judged(data, (precision,) * count, (1.0, 0.0))
+    count, temperature, lowest = len(problem.spectra), 1.0, TEMPERATURES[0]
+    sure, right = problem.judged(data, (search.grid[index],) * count, (1.0, 0.0))
     gap, error, (accuracy, confidence) = _paired(data, right, sure)
     if gap <= BEYOND_DOUBT * error:
         return None
-    before = float(search.curve[score][index])
+    before, (low, high) = float(search.curve[score][index]), search.first_grid
+    first = [one for one in search.grid if low <= one <= high]
     for _ in range(ROUNDS):
-        tried = TEMPERATURES if temperature == 1 else log_grid(temperature / STEP, min(1.0, temperature * STEP), 17)
-        curve = problem.cooled_curve(data, (precision,) * count, [(one, 0.0) for one in tried])[score]
+        tried = TEMPERATURES
+        if temperature != 1:
+            tried = log_grid(max(lowest, temperature / STEP), min(1.0, temperature * STEP), 17)
+        curve = problem.cooled_curve(data, (search.grid[index],) * count, [(one, 0.0) for one in tried])[score]
+        if float(curve[-1] - curve.min()) <= SAME * abs(float(curve[-1])) and tried[-1] == 1:
+            return None  # also where a link does not depend on temperatures
         temperature = tried[int(curve.argmin())]
-        if temperature == 1:
-            return None
-        scores = problem.curve(data, search.grid, temperature)[score]
-        precision = search.grid[int(scores.argmin())]
+        search = Search(partial(problem.curve, data, temperature=temperature), first)
+        index = _smallest(search, score, meant=True)
+    after = float(search.curve[score][index])
     note = (
         f"these networks are less sure than they are right, as after label smoothing or mixup: on the validation data the mean "
         f"confidence is {_percent(confidence)} and the accuracy {_percent(accuracy)}, {gap / error:.1f} standard errors apart. "
         f"Logits are sharpened by a temperature of {temperature:.3g}, which takes the {SCORES[score]} from "
-        f"{before:.4g} to {float(scores.min()):.4g}."
+        f"{before:.4g} to {after:.4g}."
     )
-    return Sharper(precision, temperature, note)
+    if temperature > lowest * (1 + SAME):
+        return Sharper(temperature, search, index, (note,))
+    end = (
+        f"{temperature:.3g} is the lowest temperature that is tried, and the best of them: a lower one may do better. Networks with "
+        f"logits this small were hardly trained, or scale their outputs. posterior.with_temperature sets a lower temperature."
+    )
+    warn(end)
+    return Sharper(temperature, search, index, (note, end))
 
 
 def _paired(data: HeldOut, first: Tensor, second: Tensor) -> tuple[float, float, tuple[float, float]]:
@@ -435,39 +494,113 @@ def _paired(data: HeldOut, first: Tensor, second: Tensor) -> tuple[float, float,
     return mean, error, (one / count, other / count)
 
 
+def _with_noise(problem: RegressionProblem, data: HeldOut, score: str, grid: Sequence[float] | None) -> Tuning:
+    """The prior precision and, unless it was given, the noise that do best on validation data: one after the other, in turns.
+
+    With many data the score hardly depends on the prior precision, and its smallest value is chance: it may be at no prior at all, or
+    at no covariance at all, which both tell nonsense outside the data. Of those that score alike the one nearest to 1 is taken.
+    """
+    factor = problem.first_factor(data) if problem.noise_is_free else 1.0
+    alike = ALIKE * problem.spectra[0].outputs
+    for _ in range(TURNS):
+        search = Search(partial(problem.curve, data, factor=factor, score=score), grid)
+        index, before = _nearest(search, score, alike), factor
+        if not problem.noise_is_free:
+            break
+        factor = _best_factor(partial(problem.noise_curve, data, search.grid[index], score=score), factor)
+        if abs(math.log(factor / before)) < SETTLED:
+            break
+    name, count, chosen = f"ValidationScore({score!r})", len(problem.spectra), search.grid[index]
+    notes: tuple[str, ...] = ()
+    if not search.first_grid[0] <= chosen <= search.first_grid[1]:
+        what = "next to no prior: the training data alone set the covariance" if chosen < 1 else "next to no covariance"
+        notes = (
+            f"{name}: the prior precision that does best, {chosen:.3g}, lies outside the grid from {search.first_grid[0]:.3g} to "
+            f"{search.first_grid[1]:.3g}, and means {what}. If that says nonsense outside the data, use rule 'evidence'.",
+        )
+        warn(notes[0])
+    factors = (factor,) * count if problem.noise_is_free else ()
+    return Tuning(name, (chosen,) * count, search.table(), notes, noise_factors=factors)
+
+
+def _nearest(search: Search, score: str, alike: float) -> int:
+    """Which candidate is nearest to 1 of those whose score is the smallest, give or take `alike`; the grid grows where an end wins."""
+    while True:
+        values = search.curve[score]
+        index, value = int(values.argmin()), float(values.min())
+        room = alike if score == "nll" else alike * abs(value)
+        at_end = index in (0, len(search.grid) - 1)
+        if not at_end or not search.grow(down=index == 0) or value - float(search.curve[score].min()) <= room:
+            break
+    values = search.curve[score]
+    close = (values <= values.min() + room).nonzero().flatten().tolist()
+    return min(close, key=lambda place: abs(math.log(search.grid[place])))
+
+
+def _best_factor(scored: Callable[[Sequence[float]], Tensor], around: float) -> float:
+    """The factor of the noise with the smallest score, near another."""
+    tried = [around * one for one in FACTORS]
+    for step in (2, 16, 128):
+        place = int(scored(tried).argmin())
+        around = tried[place]
+        if step < 128:
+            tried = [around * one ** (1 / step / 4) for one in FACTORS]
+    return around
+
+
 @dataclass(frozen=True)
 class ValidationScore:
     """The prior precision that does best on validation data.
 
     Where the data show beyond doubt that the networks are less sure than they are right, logits are sharpened by a temperature, too.
+    Where outputs are numbers, their noise is chosen with it, unless it was given.
 
     Args:
-        score: "nll", "brier" or "ece".
+        score: "nll", "brier" or "ece"; for numbers "nll" or "crps".
         grid: candidates, which grow past an end that wins; None is the paper's, 100 values from 1e-4 to 1e3.
 
     Raises:
-        OptionError: if the score is unknown.
+        OptionError: if the score is unknown, or means nothing for the likelihood.
     """
 
-    score: Literal["nll", "brier", "ece"] = "nll"
+    score: Literal["nll", "brier", "ece", "crps"] = "nll"
     grid: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         """Check the score."""
-        one_of(self.score, ("nll", "brier", "ece"), "score")
+        one_of(self.score, ("nll", "brier", "ece", "crps"), "score")
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
-        """Read the validation data once, and choose."""
-        data = problem.read(require_data(val_loader, self), "validation loader", True)
+        """Read the validation data once, and choose.
+
+        Args:
+            problem: the mixture.
+            val_loader: the validation data, with labels.
+
+        Returns:
+            The choice.
+
+        Raises:
+            OptionError: if the score means nothing for the likelihood.
+        """
+        given, rules = require_data(val_loader, self), problem.likelihood.rules
+        if self.score not in rules:
+            known = ", ".join(rules)
+            message = (
+                f"score {self.score!r} means nothing for likelihood {problem.likelihood.name!r}: use one of {known}."
+            )
+            raise OptionError(message)
+        data = problem.read(given, "validation loader", True)
+        if isinstance(problem, RegressionProblem):
+            return _with_noise(problem, data, self.score, self.grid)
         search, name = Search(lambda grid: problem.curve(data, grid), self.grid), f"ValidationScore({self.score!r})"
         index, meant = _smallest(search, self.score, meant=not data.guessed()), not data.guessed()
         sharper = sharpened(problem, data, search, index, self.score) if meant else None
+        temperature, also = 1.0, tuple[str, ...]()
         if sharper is not None:
-            return Tuning(
-                name, (sharper.precision,) * len(problem.spectra), search.table(), (sharper.note,), sharper.temperature
-            )
-        notes = _told(search, index, self.score, name)
-        return Tuning(name, (search.grid[index],) * len(problem.spectra), search.table(), notes)
+            temperature, search, index, also = sharper
+        notes = (*_told(search, index, self.score, name), *also)
+        return Tuning(name, (search.grid[index],) * len(problem.spectra), search.table(), notes, temperature)
 
 
 @dataclass(frozen=True)
@@ -496,6 +629,7 @@ class OutlierExposure:
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read both loaders once, and choose."""
+        refuse_numbers(problem, "OutlierExposure")
         data = problem.read(require_data(val_loader, self), "validation loader", True)
         outliers = problem.read(self.loader, "outlier loader", False)
         unlabelled = replace(outliers, labels=None)
@@ -542,6 +676,8 @@ class Evidence:
             )
             raise OptionError(message)
         components = range(len(problem.spectra))
+        if isinstance(problem, RegressionProblem) and problem.noise_is_free:
+            return self._with_noise(problem)
         if self.shared:
             best = maximise(
                 lambda precision: sum(
@@ -552,12 +688,60 @@ class Evidence:
         chosen = tuple(maximise(lambda precision, k=k: problem.log_evidence(k, precision)) for k in components)  # type: ignore[misc]
         return Tuning("Evidence(shared=False)", chosen)
 
+    def _with_noise(self, problem: RegressionProblem) -> Tuning:
+        """Prior precision and noise of all components, or of each."""
+        count = len(problem.spectra)
+        precisions, factors = [1.0] * count, [1.0] * count
+        for group in [range(count)] if self.shared else [range(index, index + 1) for index in range(count)]:
+
+            def total(precision: Tensor, factor: float = 1.0, group: range = group) -> Tensor:
+                each = problem.evidence_at(factor)
+                return sum((each[index](precision) for index in group), torch.zeros((), device="cpu"))
+
+            start = maximise(total, tell=False)
+            precision, factor = _climb(total, start)
+            for index in group:
+                precisions[index], factors[index] = precision, factor
+        return Tuning(f"Evidence(shared={self.shared})", tuple(precisions), noise_factors=tuple(factors))
+
+
+def _climb(objective: Callable[[Tensor, float], Tensor], precision: float) -> tuple[float, float]:
+    """Where a function of the prior precision and of a factor of the noise is largest, from a good prior precision and a factor of 1.
+
+    Newton's method over both logarithms, with differences in place of derivatives; a step that leads down is halved.
+    """
+    place, step = torch.tensor([math.log(precision), 0.0], dtype=torch.float64, device="cpu"), 1e-3
+    moves = step * torch.eye(2, dtype=torch.float64, device="cpu")
+
+    def at(where: Tensor) -> float:
+        with torch.no_grad():
+            return float(objective(where[0].exp(), math.exp(float(where[1]))))
+
+    for _ in range(STEEPEST):
+        here = at(place)
+        ahead, behind = [at(place + move) for move in moves], [at(place - move) for move in moves]
+        both = at(place + moves.sum(0)) + at(place - moves.sum(0))
+        slope = torch.tensor([(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)], dtype=torch.float64)
+        own = [(a + b - 2 * here) / step**2 for a, b in zip(ahead, behind, strict=True)]
+        mixed = ((both - 2 * here) / step**2 - own[0] - own[1]) / 2
+        values, vectors = torch.linalg.eigh(torch.tensor([[own[0], mixed], [mixed, own[1]]], dtype=torch.float64))
+        # Against the curvature's size, whatever its sign: the step leads up where the function is not concave, too.
+        direction = vectors @ ((vectors.T @ slope) / values.abs().clamp_min(1e-3))
+        direction *= min(1.0, 2.0 / float(direction.abs().max().clamp_min(1e-300)))
+        while float(direction.abs().max()) > SETTLED**2 and not at(place + direction) > here:
+            direction = direction / 2
+        if float(direction.abs().max()) <= SETTLED**2:
+            break
+        place = place + direction
+    return math.exp(float(place[0])), math.exp(float(place[1]))
+
 
 PLAIN_RULES: dict[str, Rule] = {
     "threshold": ConfidenceThreshold(),
     "nll": ValidationScore("nll"),
     "brier": ValidationScore("brier"),
     "ece": ValidationScore("ece"),
+    "crps": ValidationScore("crps"),
     "evidence": Evidence(),
 }
 """Rules for the prior precision that have a name."""

@@ -18,7 +18,7 @@ from mola.errors import DataError, OptionError
 from mola.laplace import SPARE, LogitMoments, Spread
 from mola.likelihood import CATEGORICAL
 from mola.links import LINKS, Link, MonteCarlo, as_link
-from mola.network import Inputs, call, check_finite, check_logits, without_autocast
+from mola.network import Inputs, call, check_finite, without_autocast
 from mola.network.calling import WithTensors
 from mola.network.fingerprint import Watch
 from mola.numerics import check_seed, exact
@@ -306,7 +306,7 @@ class WholeComponent(LaplaceComponent):
                 yield rows.logits.to(torch.promote_types(rows.logits.dtype, torch.float32)), rows, spectrum
 
     def _check_logits(self, logits: Tensor) -> None:
-        check_logits(logits)
+        CATEGORICAL.check_outputs(logits)
         check_finite(logits)
         if logits.shape[1] != self.curvature.classes:
             message = f"expected logits of {self.curvature.classes} classes, got {logits.shape[1]}."

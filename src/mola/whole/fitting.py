@@ -19,7 +19,7 @@ from mola.component import per_component
 from mola.errors import DataError, OptionError, located
 from mola.fitting import ensemble
 from mola.laplace import check_precision
-from mola.likelihood import CATEGORICAL
+from mola.likelihood import CATEGORICAL, Likelihood, as_likelihood
 from mola.links import Link
 from mola.mixture import check_weighting
 from mola.network import (
@@ -29,7 +29,6 @@ from mola.network import (
     call,
     check_finite,
     check_loader,
-    check_logits,
     peek,
     undisturbed,
 )
@@ -78,7 +77,7 @@ def settled(network: nn.Module, layout: WeightLayout, inputs: Inputs) -> tuple[W
     with torch.inference_mode(False), torch.enable_grad(), watched(network, layout.layers) as seen:
         few = usable(tree_map(lambda value: some_of(value, slice(count), size), inputs))
         logits = call(Differentiable(network), few)
-        check_logits(logits)
+        CATEGORICAL.check_outputs(logits)
         check_finite(logits.detach())
         fitting = [layer for layer in layout.layers if _fits(seen[layer.name], network, layer, count)]
         # Not the sum of the logits: that of centred ones is 0, and says nothing.
@@ -126,6 +125,7 @@ def fit_whole(
     samples: int = 30,
     seed: int = 0,
     progress: bool = True,
+    likelihood: str | Likelihood = "categorical",
 ) -> WholeMoLA:
     """Put a Laplace approximation on all weights of each trained network, not on its last layer alone.
 
@@ -152,14 +152,22 @@ def fit_whole(
         samples: number of draws of "samples".
         seed: of these draws.
         progress: whether to show a progress bar on stderr, if that is a terminal.
+        likelihood: "categorical": curvature over whole networks is for classes; `mola.fit` takes other likelihoods.
 
     Returns:
         The posterior.
 
     Raises:
-        DataError: if a subnetwork is asked for and the training data cannot be read twice; `OptionError`,
-            `StructureTooLargeError` and `MissingExtraError` come from the options, `DataError` from the networks too.
+        DataError: if a subnetwork is asked for and the training data cannot be read twice; others come from the networks.
+        OptionError: if the likelihood is not the softmax's; others, `StructureTooLargeError` and `MissingExtraError` come from the
+            options.
     """
+    if as_likelihood(likelihood) != CATEGORICAL:
+        message = (
+            f"likelihood {as_likelihood(likelihood).name!r}: fit_whole is for classes, whose curvature it sums over whole networks. "
+            f"mola.fit(models, train_loader, likelihood=...) takes it, on last layers."
+        )
+        raise OptionError(message)
     networks = ensemble(models).networks
     name = _structure(structure, subnetwork)
     if val_loader is not None:
@@ -327,6 +335,6 @@ class _Reading:
     def _logits(self, position: int, one: Sum, inputs: Inputs) -> Iterator[Tensor]:
         for _, some in portions(inputs, self.layouts[position], self.classes, one.explicit):
             logits = one.add(some)
-            check_logits(logits)
+            CATEGORICAL.check_outputs(logits)
             check_finite(logits)
             yield logits

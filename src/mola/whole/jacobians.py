@@ -27,7 +27,8 @@ from torch.func import jacrev, vmap
 from torch.utils._pytree import tree_map
 
 from mola.errors import DataError, OptionError
-from mola.network import Inputs, call, check_logits, device_of, to_device
+from mola.likelihood import CATEGORICAL
+from mola.network import Inputs, call, device_of, to_device
 from mola.network.calling import Differentiable, WithTensors
 from mola.numerics import exact
 
@@ -378,7 +379,7 @@ def jacobian_rows(network: nn.Module, layout: WeightLayout, inputs: Inputs, dire
                 f"layer {wrong[0]!r} was called {len(seen[wrong[0]])} times in one pass, and once when this was fitted."
             )
             raise OptionError(message)
-        check_logits(logits)
+        CATEGORICAL.check_outputs(logits)
         wanted = directions(logits.detach())
         layers = layer_rows(network, layout.layers, seen, logits, wanted)
     with torch.inference_mode(False), torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -86,8 +86,18 @@ def evaluate(
     torch.manual_seed(seed)
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
+        fitted = open_posterior(posterior, device, trust=trust, network=network or ())
+        if not fitted.posterior.likelihood.discrete:
+            directory = None if data is None else str(data)
+            document, account = _evaluate_numbers(fitted, test, ood, progress, val, directory, team, strict=strict)
+            if team.first:
+                _write_numbers(document, output, show=not quiet and not as_json)
+                write_run(context, output / "run.toml")
+                with suppress(*(typer.Exit,) if team.size > 1 else ()):
+                    finish(account, document, as_json=as_json, quiet=True if not as_json else quiet)
+            return
         comparison = run_evaluate(
-            open_posterior(posterior, device, trust=trust, network=network or ()),
+            fitted,
             test,
             tuple(ood or ()),
             lambda doing, done: progress(doing, DRAWING_BEGINS * done),
@@ -120,3 +130,43 @@ def evaluate(
     with suppress(*(typer.Exit,) if team.size > 1 else ()):
         account = Account(comparison.left_out, comparison.noted)
         finish(account, numbers, as_json=as_json, quiet=True if not as_json else quiet)
+
+
+def _evaluate_numbers(
+    fitted: Any,
+    test: str,
+    ood: list[str] | None,
+    progress: Any,
+    val: str | None,
+    directory: str | None,
+    team: Any,
+    *,
+    strict: bool,
+) -> tuple[dict[str, Any], Any]:
+    from mola.app.jobs.evaluate_numbers import run_evaluate_numbers
+    from mola.errors import OptionError
+
+    if ood:
+        message = (
+            "--ood compares confidence on data of no class, and numbers have none: `mola predict` gives outlier scores."
+        )
+        raise OptionError(message)
+    return run_evaluate_numbers(fitted, test, progress, val=val, strict=strict, directory=directory, team=team)
+
+
+def _write_numbers(document: dict[str, Any], output: Path, *, show: bool) -> None:
+    """The numbers and their table; where outputs are numbers there is no page."""
+    import json
+
+    from mola.app.jobs.evaluate_numbers import numbers_table
+    from mola.compare.report.tables import as_markdown
+
+    table = numbers_table(document)
+    (output / "numbers.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (output / "tables.md").write_text(as_markdown(table) + "\n", encoding="utf-8")
+    if show:
+        console = Console(highlight=False)
+        console.print(for_terminal(table))
+        for note in document["notes"]:
+            console.print(escape(note), style="dim")
+        console.print(f"\nWrote numbers.json and tables.md in [bold]{escape(str(output))}[/bold].", soft_wrap=True)

@@ -17,6 +17,7 @@ from mola.app.cli.shared_options import (
     RUN,
     Json,
     Quiet,
+    a_price,
     cooling_words,
     finish,
     numbers,
@@ -29,6 +30,7 @@ from mola.options import counted
 
 if TYPE_CHECKING:
     from mola.app.jobs.fit import FitResult
+    from mola.app.jobs.job import Job
 
 __all__ = ["fit"]
 
@@ -131,6 +133,34 @@ def fit(
     workers: Annotated[
         int | None, typer.Option(min=0, help="Threads that decode images.  [default: 2]", rich_help_panel=PREPARATION)
     ] = None,
+    likelihood: Annotated[
+        str | None,
+        typer.Option(
+            help="What the networks' outputs mean: categorical (one of C classes), bernoulli (yes or no for each output) or "
+            "gaussian (numbers).  [default: categorical]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            help="Of numbers: standard deviation of the targets' noise, one or one for each output.  [default: chosen]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    location: Annotated[
+        str | None,
+        typer.Option(
+            help="Of numbers: the mean that was taken from the targets in training.  [default: 0]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            help="Of numbers: the standard deviation that they were divided by.  [default: 1]", rich_help_panel=METHOD
+        ),
+    ] = None,
     structure: Annotated[
         str | None,
         typer.Option(
@@ -142,7 +172,8 @@ def fit(
         str | None,
         typer.Option(
             help="How to choose the prior precision lambda: threshold (the paper's), nll, brier, ece, evidence, "
-            "outliers or none; distance also cools logits far from the training data.  [default: threshold]",
+            "outliers or none; distance also cools logits far from the training data; of numbers nll, crps, evidence, distance or "
+            "none.  [default: threshold; of numbers nll]",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -154,10 +185,25 @@ def fit(
         ),
     ] = None,
     price: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            help="What caution may cost, for --rule distance: 0.02 is at most 2 % more log loss on the validation data.  "
-            "[default: mean confidence at the paper's threshold]",
+            help="What caution may cost, for --rule distance: 0.02 is at most 2 % more log loss on the validation data, loss no "
+            "more than by the paper's rule.  [default: mean confidence at the paper's threshold]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    positions: Annotated[
+        str | None,
+        typer.Option(
+            help="Of networks with outputs at every pixel or token, what counts as a datum: all positions, average (each input counts "
+            "once), or a number of positions drawn from each input.  [default: all]",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    ignore_index: Annotated[
+        int | None,
+        typer.Option(
+            help="Label of positions that are left out.  [default: -100]",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -253,14 +299,20 @@ def fit(
         "std": numbers(std, "--std"),
         "batch_size": batch_size,
         "workers": workers,
+        "likelihood": likelihood,
+        "noise": numbers(noise, "--noise"),
+        "location": numbers(location, "--location"),
+        "scale": numbers(scale, "--scale"),
         "structure": structure,
         "link": link,
         "mixing": mixing,
         "prior_precision": prior_precision,
         "rule": rule,
         "threshold": threshold,
-        "price": price,
+        "price": a_price(price),
         "distances": False if no_distances else None,
+        "positions": positions,
+        "ignore_index": ignore_index,
         "seed": seed,
         "device": device,
         "threads": threads,
@@ -268,6 +320,8 @@ def fit(
     if config is not None:
         by_file = {f"--{name}": getattr(job, name) for name in CODE if given[name] is None}
         check_values(by_file, config, trust=trust)
+    if likelihood == "gaussian" and rule is None and config is None:
+        given["rule"] = "nll"  # numbers have no confidence that could meet a threshold
     job = job.with_options(given)
     set_threads(job.threads)
     with join() as team:
@@ -276,7 +330,7 @@ def fit(
         with showing_progress(quiet=quiet) as progress, _hearing() as heard:
             result = run_fit(job, output, progress, bundle=bundle, team=team, checkpoint=checkpoint)
     if not quiet and not as_json:
-        _show(output, job.structure, result, heard)
+        _show(output, job, result, heard)
     summary = {
         "folder": str(output),
         "result": result.document["result"],
@@ -306,7 +360,7 @@ def _hearing() -> Iterator[set[str]]:
         warnings.showwarning = show
 
 
-def _show(output: Path, structure: str, result: FitResult, heard: set[str]) -> None:
+def _show(output: Path, job: Job, result: FitResult, heard: set[str]) -> None:
     console = Console(highlight=False)
     found = result.document["result"]
     networks = len(found["prior_precision"])
@@ -314,21 +368,22 @@ def _show(output: Path, structure: str, result: FitResult, heard: set[str]) -> N
     precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in found["prior_precision"]))
     rule = f", by {found['rule']}" if found["rule"] else ""
     cooled = "".join(f", {words}" for words in cooling_words(found["temperature"], found["distance_exponent"]))
+    outputs = f"{found['outputs']} classes" if job.likelihood == "categorical" else counted(found["outputs"], "output")
     console.print(
-        f"Fitted {count} with {found['outputs']} classes on {counted(found['train_count'], 'input')}: structure {structure}, lambda "
+        f"Fitted {count} with {outputs} on {counted(found['train_count'], 'input')}: structure {job.structure}, lambda "
         f"{precisions}{cooled}{escape(rule)}."
     )
     measured = found["validation"]
     if measured:
         plain = "network" if networks == 1 else "ensemble"  # of the same networks, without covariances
-        columns = [
-            Column("accuracy %", digits=2),
-            Column("NLL", digits=4),
-            Column("ECE %", digits=2),
-            Column("mean conf. %", digits=2),
-        ]
+        shown = [("accuracy", "accuracy %", 100, 2), ("nll", "NLL", 1, 4), ("ece", "ECE %", 100, 2)]
+        shown += [("confidence", "mean conf. %", 100, 2)]
+        if job.likelihood == "gaussian":
+            shown = [("rmse", "RMSE", 1, 4), ("nll", "NLL", 1, 4), ("crps", "CRPS", 1, 4), ("std", "mean std.", 1, 4)]
+            shown += [("coverage", "in 90 % intervals %", 100, 1)]
+        columns = [Column(heading, digits=digits) for _, heading, _, digits in shown]
         values = {
-            name: [100 * one["accuracy"], one["nll"], 100 * one["ece"], 100 * one["confidence"]]
+            name: [times * one[key] for key, _, times, _ in shown]
             for name, one in ((plain, measured["networks"]), ("posterior", measured["posterior"]))
         }
         caption = f"{counted(measured['count'], 'input')}, which were tuned on: `mola evaluate` measures on others."

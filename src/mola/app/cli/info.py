@@ -51,7 +51,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             "networks",
             f"{found['components']}, of {sizes} parameters and buffers",
         ),
-        ("last layer", f"{found['heads'][0]}: {found['features'][0]} features, {found['outputs']} classes"),
+        ("last layer", f"{found['heads'][0]}: {found['features'][0]} features, {_outputs(found)}"),
         ("structure", f"{found['structure']}, link {found['link']}, weights {found['weighting']}"),
         ("lambda", f"{precisions}, {'by ' + found['rule'] if found['rule'] else 'as given'}"),
         ("cooling", _cooling(found)),
@@ -72,16 +72,32 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if found["validation"]:
         before, after = found["validation"]["networks"], found["validation"]["posterior"]
-        lines += [
-            ("networks alone", f"NLL {before['nll']:.4f}, ECE {before['ece']:.2%} on the validation data"),
-            (
-                "posterior",
-                f"NLL {after['nll']:.4f}, ECE {after['ece']:.2%}, accuracy {after['accuracy']:.2%} on the validation data",
-            ),
-            ("outlying", _alarm(found["validation"])),
-        ]
+        if found["likelihood"] == "gaussian":
+            lines += [
+                (
+                    name,
+                    f"RMSE {one['rmse']:.4g}, NLL {one['nll']:.4f}, {one['coverage']:.1%} in 90 % intervals (validation data)",
+                )
+                for name, one in (("networks alone", before), ("posterior", after))
+            ]
+        else:
+            lines += [
+                ("networks alone", f"NLL {before['nll']:.4f}, ECE {before['ece']:.2%} on the validation data"),
+                (
+                    "posterior",
+                    f"NLL {after['nll']:.4f}, ECE {after['ece']:.2%}, accuracy {after['accuracy']:.2%} on the validation data",
+                ),
+            ]
+        lines.append(("outlying", _alarm(found["validation"])))
     made = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [*lines, ("made with", made), ("again", f"mola fit --config {found['job']}")]
+
+
+def _outputs(found: dict[str, Any]) -> str:
+    """How many, and what they mean where they are no classes."""
+    if found["likelihood"] == "categorical":
+        return f"{found['outputs']} classes"
+    return f"{counted(found['outputs'], 'output')}, likelihood {found['likelihood']}"
 
 
 def _cooling(found: dict[str, Any]) -> str:

@@ -76,12 +76,13 @@ def predict(
     and the confidence high enough for what was promised. With --coverage, `set` names the classes that cannot be ruled out.
     Both need no further data: `mola fit` kept what is needed of the validation data. Inputs that cannot be read have a row
     with the error. Memory does not grow with the data. The options are saved beside the output, in a file that ends in
-    `.toml`; to repeat the run: `mola predict --config FILE`.
+    `.toml`; to repeat the run: `mola predict --config FILE`. Where outputs are numbers, a row has the mean, standard
+    deviation, ends of the 90 % interval and epistemic variance of each.
 
         mola predict posterior images/ --output predictions.csv --error-rate 0.01 --coverage 0.9
     """
     from mola.app.jobs.folder import open_posterior
-    from mola.app.jobs.predict import run_predict
+    from mola.app.jobs.predict import NumbersResult, run_predict
     from mola.distributed import join
 
     check_run(context, config, trust=trust)
@@ -110,11 +111,15 @@ def predict(
     write_run(context, output.with_name(f"{output.name}.toml"))
     if not quiet and not as_json:
         outlying = "" if result.outlying is None else f", {result.outlying:.1%} outlying"
-        outlying += "" if result.answered is None else f", {result.answered:.1%} to answer"
-        outlying += "" if result.set_size is None else f", {result.set_size:.2f} classes in a set"
+        if isinstance(result, NumbersResult):
+            words = f"mean standard deviation {result.std:.4g}, {result.epistemic:.1%} of the variance epistemic"
+        else:
+            words = f"mean confidence {result.confidence:.3f}, mean entropy {result.entropy:.3f} of which epistemic "
+            words += f"{result.epistemic:.3f}"
+            outlying += "" if result.answered is None else f", {result.answered:.1%} to answer"
+            outlying += "" if result.set_size is None else f", {result.set_size:.2f} classes in a set"
         Console(highlight=False).print(
-            f"Predicted {counted(result.count, 'input')} in {result.seconds:.1f} s: mean confidence "
-            f"{result.confidence:.3f}, mean entropy {result.entropy:.3f} of which epistemic {result.epistemic:.3f}{outlying}. Wrote "
+            f"Predicted {counted(result.count, 'input')} in {result.seconds:.1f} s: {words}{outlying}. Wrote "
             f"[bold]{escape(str(output))}[/bold].",
             soft_wrap=True,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -27,6 +27,7 @@ __all__ = [
     "Strict",
     "Threads",
     "Trust",
+    "a_price",
     "cooling_words",
     "finish",
     "numbers",
@@ -146,6 +147,27 @@ def numbers(text: str | None, option: str) -> tuple[float, ...] | None:
         return None if text is None else tuple(float(part) for part in text.split(","))
     except ValueError as error:
         message = f"{option} must be numbers with commas between them, such as 0.5,0.5,0.5; got {text!r}."
+        raise OptionError(message) from error
+
+
+def a_price(text: str | None) -> float | Literal["loss"] | None:
+    """What caution may cost: a number, or the word loss.
+
+    Args:
+        text: what the user wrote.
+
+    Returns:
+        The price, or None where nothing was written.
+
+    Raises:
+        OptionError: if it is neither.
+    """
+    if text is None or text == "loss":
+        return text  # type: ignore[return-value]
+    try:
+        return float(text)
+    except ValueError as error:
+        message = f"--price must be a number between 0 and 1, such as 0.02 for at most 2 % more log loss, or loss; got {text!r}."
         raise OptionError(message) from error
 
 

@@ -16,7 +16,7 @@ __all__ = ["train"]
 
 
 def train(
-    suite: Annotated[str, typer.Argument(help="digits, mnist or cifar10.")],
+    suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10 or clinc.")],
     count: Annotated[int, typer.Option("--networks", min=1, help="How many networks.")] = 5,
     output: Annotated[Path | None, typer.Option(help="Folder for them.  [default: networks/SUITE]")] = None,
     data: Annotated[

@@ -293,12 +293,19 @@ def open_subject(
     """
     progress("loading networks", 0.0)
     fitted = open_posterior(folder, device, trust=trust, network=network)
+    if not fitted.posterior.likelihood.competing:
+        message = (
+            f"the explorer shows one of several classes, and this posterior has the likelihood {fitted.posterior.likelihood.name!r}. "
+            f"`mola predict` predicts for it."
+        )
+        raise OptionError(message)
     if not isinstance(fitted.example, Tensor) or not fitted.example.is_floating_point():
         message = (
             "the explorer is for networks that see pictures, as one tensor of numbers: these take other inputs. "
             "`mola predict` predicts for them."
         )
         raise OptionError(message)
+    fitted.refuse_positions("the explorer shows one prediction for each picture")
     sight = Sight.of(tuple(fitted.example.shape[1:]), Intake.from_plain(fitted.preparation))
     decisions, undecided = None, ""
     try:

@@ -22,6 +22,7 @@ from torch import Tensor
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Rows, checked_rows
 from mola.errors import DataError
+from mola.likelihood import CATEGORICAL, Likelihood
 
 __all__ = ["Arrays", "InMemory", "open_arrays"]
 INPUTS = ("x", "inputs", "images", "data", "arr_0")
@@ -43,9 +44,10 @@ class Arrays:
         path: of the file.
         member: of the archive, that holds the inputs; "" for a file with one array.
         header: of the inputs.
-        labels: class indices (n,), or None.
+        labels: class indices (n,), or numbers for each output (n, C), or None.
         outputs: number of classes, where it is known.
         intake: from a row to an input.
+        likelihood: what labels mean.
         classes: always None: arrays do not name classes.
     """
 
@@ -56,6 +58,7 @@ class Arrays:
     labels: Tensor | None
     outputs: int | None
     intake: Intake
+    likelihood: Likelihood = CATEGORICAL
     classes: tuple[str, ...] | None = None
 
     @property
@@ -80,7 +83,14 @@ class Arrays:
             inputs = self._inputs(values)
             labels = None if self.labels is None else self.labels[start:end]
             names = [f"{self.path.name}[{index}]" for index in range(start, end)]
-            yield checked_rows(names, inputs, labels, classes=self.outputs, dtype=self.intake.torch_dtype)
+            yield checked_rows(
+                names,
+                inputs,
+                labels,
+                classes=self.outputs,
+                dtype=self.intake.torch_dtype,
+                likelihood=self.likelihood,
+            )
             start = end
 
     def _inputs(self, values: NDArray[Any]) -> Tensor:
@@ -150,7 +160,9 @@ class InMemory:
             yield checked_rows(names, inputs, labels, classes=self.outputs, dtype=self.intake.torch_dtype)
 
 
-def open_arrays(path: Path, outputs: int | None, intake: Intake, *, labelled: bool) -> Arrays:
+def open_arrays(
+    path: Path, outputs: int | None, intake: Intake, *, labelled: bool, likelihood: Likelihood = CATEGORICAL
+) -> Arrays:
     """Look into a file of arrays.
 
     Args:
@@ -158,6 +170,7 @@ def open_arrays(path: Path, outputs: int | None, intake: Intake, *, labelled: bo
         outputs: number of classes, where it is known.
         intake: from a row to an input.
         labelled: whether labels are asked for.
+        likelihood: what labels mean.
 
     Returns:
         The rows; inputs are not read yet.
@@ -180,17 +193,28 @@ def open_arrays(path: Path, outputs: int | None, intake: Intake, *, labelled: bo
             f"at most."
         )
         raise DataError(message)
-    found = _labels(path, labels, shape[0]) if labelled and labels is not None else None
-    return Arrays(str(path), path, inputs, header, found, outputs, intake)
+    found = _labels(path, labels, shape[0], likelihood) if labelled and labels is not None else None
+    return Arrays(str(path), path, inputs, header, found, outputs, intake, likelihood)
 
 
-def _labels(path: Path, member: str, count: int) -> Tensor:
+def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tensor:
     values = np.concatenate(list(_portions(path, member, 2**20)))
+    if not likelihood.competing:
+        if values.ndim not in (1, 2) or values.dtype.kind not in "biuf" or len(values) != count:
+            message = (
+                f"{path}: {member} has shape {values.shape} and type {values.dtype}: expected {count} rows of numbers, one for each "
+                f"output of the networks."
+            )
+            raise DataError(message)
+        return torch.from_numpy(values.astype(np.float64))
+    if values.ndim > 1 and values.dtype.kind in "iu" and len(values) == count:
+        # A label for each position. They stay as small as they are in the file: there may be millions.
+        return torch.from_numpy(values.astype(values.dtype if values.dtype.itemsize == 1 else np.int32))
     whole = values.ndim == 1 and values.dtype.kind in "iuf" and bool(np.all(values == np.floor(values)))
     if not whole or len(values) != count:
         message = (
             f"{path}: {member} has shape {values.shape} and type {values.dtype}: expected {count} whole numbers, the class of each "
-            f"input, counted from 0."
+            f"input, counted from 0; or, of an integer type, the class of each of its positions."
         )
         raise DataError(message)
     return torch.from_numpy(values.astype(np.int64))

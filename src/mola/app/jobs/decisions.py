@@ -104,6 +104,13 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
         OptionError: if there were no validation data, or an older version kept none of this.
         StorageError: if the file is damaged.
     """
+    likelihood = fitted.posterior.likelihood
+    if not likelihood.competing:
+        message = (
+            f"{option} is for networks that choose one of several classes: the likelihood of {fitted.folder} is {likelihood.name!r}. "
+            f"The outlier alarm works for it."
+        )
+        raise OptionError(message)
     validation = fitted.document["result"].get("validation")
     if validation is None:
         message = (

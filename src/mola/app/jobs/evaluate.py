@@ -25,7 +25,7 @@ from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.job import Progress
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, overlap
-from mola.baselines.temperature import fit_temperature
+from mola.baselines.temperature import as_classes, fit_temperature
 from mola.compare import Answer, Tally, tally_set
 from mola.compare.evaluation import short
 from mola.compare.record import AnswerResult, Comparison, DecisionResult, Record, SetInfo
@@ -40,6 +40,7 @@ from mola.compare.results import (
 from mola.decisions.sets import PredictionSets, sets_of
 from mola.distributed import Team
 from mola.errors import DataError, MolaWarning, OptionError
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import undisturbed
 from mola.posterior import MoLA
 from mola.prediction import Prediction
@@ -81,27 +82,30 @@ class _Contest:
         (whole,) = self.posterior.predict_batches([batch])
         assert whole.logit_mean is not None  # a mixture of Laplace approximations has logits
         logits, weights = whole.logit_mean, self.posterior.weights
-        answers = {SINGLE: _mixed(logits[:1], None)}
+        meaning = self.posterior.likelihood
+        answers = {SINGLE: _mixed(logits[:1], None, meaning)}
         if SINGLE_T in self.temperatures:
-            answers[SINGLE_T] = _mixed(logits[:1] / self.temperatures[SINGLE_T], None)
+            answers[SINGLE_T] = _mixed(logits[:1] / self.temperatures[SINGLE_T], None, meaning)
         if len(logits) == 1:
-            return {**answers, LAPLACE: Answer(whole.probs, logits, None, whole.ood_score, self._sets(whole))}
-        answers[ENSEMBLE] = _mixed(logits, weights)
+            mine = Answer(whole.probs, logits, None, whole.ood_score, self._sets(whole), likelihood=meaning)
+            return {**answers, LAPLACE: mine}
+        answers[ENSEMBLE] = _mixed(logits, weights, meaning)
         if ENSEMBLE_T in self.temperatures:
-            answers[ENSEMBLE_T] = _mixed(logits / self.temperatures[ENSEMBLE_T], weights)
+            answers[ENSEMBLE_T] = _mixed(logits / self.temperatures[ENSEMBLE_T], weights, meaning)
         (one,) = self.single.predict_batches([batch])
-        answers[LAPLACE] = Answer(one.probs, one.logit_mean, None, one.ood_score)
-        return {**answers, MIXTURE: Answer(whole.probs, logits, weights, whole.ood_score, self._sets(whole))}
+        answers[LAPLACE] = Answer(one.probs, one.logit_mean, None, one.ood_score, likelihood=meaning)
+        mine = Answer(whole.probs, logits, weights, whole.ood_score, self._sets(whole), likelihood=meaning)
+        return {**answers, MIXTURE: mine}
 
     def _sets(self, prediction: Prediction) -> Tensor | None:
         return None if self.sets is None else self.sets(prediction).to(prediction.probs.device)
 
 
-def _mixed(logits: Tensor, weights: Tensor | None) -> Answer:
+def _mixed(logits: Tensor, weights: Tensor | None, likelihood: Likelihood = CATEGORICAL) -> Answer:
     """Networks without a posterior, by their logits (K, n, C); without weights, one network."""
     shares = [1.0] if weights is None else weights.tolist()
-    probs = torch.stack([share * torch.softmax(one, -1) for share, one in zip(shares, logits, strict=True)]).sum(0)
-    return Answer(probs, logits, weights)
+    members = [share * likelihood.probabilities(one) for share, one in zip(shares, logits, strict=True)]
+    return Answer(torch.stack(members).sum(0), logits, weights, likelihood=likelihood)
 
 
 def run_evaluate(
@@ -225,6 +229,7 @@ def run_evaluate(
 def _contest(
     fitted: PosteriorFolder, val: Loader | None, exposed: Loader | None, team: Team
 ) -> tuple[_Contest, list[str]]:
+    fitted.refuse_positions("mola evaluate compares answers to one question for each input")
     posterior, notes = fitted.posterior, []
     temperatures: dict[str, float] = {}
     held: HeldOut | None = None
@@ -234,13 +239,21 @@ def _contest(
         with team.work("reading the validation data"):
             held = _held_out(posterior, val, team)
             logits, labels = _logits(held, team)
-        check_order(torch.stack([labels, logits[0].argmax(1)], 1), logits.shape[2], None, val.source.name)
+        if posterior.likelihood.competing:
+            check_order(torch.stack([labels, logits[0].argmax(1)], 1), logits.shape[2], None, val.source.name)
+        else:
+            held.check_labels(val.source.name)
+            logits, labels = as_classes(logits, labels, posterior.likelihood)
         wanted = {SINGLE_T: logits[:1]} | ({ENSEMBLE_T: logits} if len(logits) > 1 else {})
         for name, some in wanted.items():
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", MolaWarning)
                 temperatures[name] = fit_temperature(some, labels, posterior.weights if len(some) > 1 else None)
             notes += [f"{name}: {one.message}" for one in caught]
+    if not posterior.likelihood.competing:
+        notes.append(
+            "Every number is over labels: each known label of an input counts as one. Standard errors take labels as independent."
+        )
     single = posterior
     shares = posterior.weights.tolist()
     if max(shares) - min(shares) > 1e-9:
@@ -253,7 +266,7 @@ def _contest(
             with warnings.catch_warnings():
                 # What tuning warns of is kept in its notes, which the report shows.
                 warnings.simplefilter("ignore", MolaWarning)
-                first = held if held is None else HeldOut(held.features[:1], held.logits[:1], held.labels, team=team)
+                first = held and replace(held, features=held.features[:1], logits=held.logits[:1])
                 single = single.tune(
                     None if fitted.job.rule == "evidence" else first, rule=rule, progress=False, team=team
                 )
@@ -273,7 +286,14 @@ def _held_out(posterior: MoLA, loader: Loader, team: Team) -> HeldOut:
     posterior.check_networks()
     with undisturbed(*posterior.networks):
         return read_held_out(
-            posterior.networks, heads, loader, where="validation data", labelled=True, progress=False, team=team
+            posterior.networks,
+            heads,
+            loader,
+            where="validation data",
+            labelled=True,
+            progress=False,
+            team=team,
+            likelihood=posterior.likelihood,
         )
 
 
@@ -293,7 +313,7 @@ def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
             yield contest.ask(batch), labels
 
     tallies = tally_set(answers(), team, loader.source.name)
-    if loader.labelled:
+    if loader.labelled and contest.posterior.likelihood.competing:
         single = tallies[SINGLE]
         pairs = torch.stack([single["label"], single["predicted"]], 1).long()
         check_order(pairs, contest.outputs, None, loader.source.name)

@@ -33,6 +33,7 @@ from mola.app.jobs.folder import (
 )
 from mola.app.jobs.job import NAME, Job, Progress, relative, to_toml
 from mola.app.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
+from mola.app.jobs.numbers import best_noise, measures, summary
 from mola.app.jobs.pictures import Pictures, shown_by
 from mola.app.jobs.preparation import settle
 from mola.app.jobs.rows import Account, Loader
@@ -42,13 +43,17 @@ from mola.distributed import Team
 from mola.errors import DataError, OptionError, warn
 from mola.fitting import fit
 from mola.laplace import STRUCTURES
-from mola.links import LINKS
-from mola.network import call, find_heads, undisturbed
+from mola.likelihood import Gaussian
+from mola.links import LINKS, as_link
+from mola.network import call, check_positions, find_heads, undisturbed
 from mola.options import one_of
 from mola.posterior import MoLA
+from mola.regression import RegressionMoLA
+from mola.regression_prediction import RegressionPrediction
 from mola.saving import storage
 from mola.tuning.candidates import HeldOut, read_held_out
 from mola.tuning.choosing import RULES as NAMED_RULES
+from mola.tuning.choosing import as_rule
 from mola.tuning.data_checks import Remembering, guessed, other_order, shared_rows
 from mola.tuning.distance import Distance
 from mola.tuning.rules import ConfidenceThreshold, OutlierExposure, Rule
@@ -143,8 +148,13 @@ def check_job(job: Job) -> None:
     if job.train is None:
         message = "no training data: name them with --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
         raise OptionError(message)
+    likelihood = job.meaning()
+    _positions(job)
     one_of(job.structure, STRUCTURES, "structure")
     one_of(job.link, LINKS, "link")
+    as_link(job.link, likelihood)
+    if job.rule in NAMED_RULES:
+        as_rule(job.rule, likelihood=likelihood)
     one_of(job.mixing, MIXING, "mixing")
     if job.seed >= 2**63:
         message = f"seed must be below 2**63, got {job.seed}."
@@ -219,15 +229,19 @@ def run_fit(
         link=job.link,
         head=job.head,
         progress=False,
+        likelihood=job.meaning(),
         team=together,
         checkpoint=checkpoint,
         distances=job.distances,
+        positions=_positions(job),
+        ignore_index=job.ignore_index,
     )
     posterior = _tune(posterior, job, data, held_out)
     if held is not None and together.size == 1:
         posterior = posterior.with_doubt(shared_rows(seen, held))
     progress("checking", 0.85)
-    measured, scores, columns = (None, None, None) if held_out is None else _measure(posterior, held_out)
+    measure = _measure if posterior.likelihood.discrete else _measure_numbers
+    measured, scores, columns = (None, None, None) if held_out is None else measure(posterior, held_out)
     with together.work("checking"):
         data.account = account = account.together(together)
     with together.work("writing"):
@@ -251,6 +265,11 @@ def run_fit(
     return FitResult(output, document, account, notes, replaced)
 
 
+def _positions(job: Job) -> str | int:
+    """Which positions count, as `mola.fit` takes it."""
+    return check_positions(int(job.positions) if job.positions.lstrip("-").isdigit() else job.positions)
+
+
 def _move(built: Built, device: str) -> None:
     for network in built.networks:
         move(network, device)
@@ -258,18 +277,28 @@ def _move(built: Built, device: str) -> None:
 
 def _read_validation(built: Built, job: Job, data: Material, val: Remembering) -> HeldOut:
     """What the networks make of the validation data, read once; refused if their classes are in another order."""
-    names = [job.head] * len(built.networks)
+    names, likelihood = [job.head] * len(built.networks), job.meaning()
     with data.team.work(READING), undisturbed(*built.networks):
+        heads = [
+            head
+            if head.positions is None
+            else replace(head, positions=replace(head.positions, ignore_index=job.ignore_index))
+            for head in find_heads(built.networks, names, data.first, likelihood)
+        ]
         held_out = read_held_out(
             built.networks,
-            find_heads(built.networks, names, data.first),
+            heads,
             val,
             where="validation data",
             labelled=True,
             progress=False,
             team=data.team,
+            likelihood=likelihood,
         )
         assert held_out.labels is not None
+        if not likelihood.competing:
+            held_out.check_labels("validation data")
+            return held_out
         for index, logits in enumerate(held_out.logits):
             pairs = data.team.rows(torch.stack([held_out.labels, logits.argmax(1)], 1) if len(held_out) else None)
             check_order(pairs, data.outputs, data.classes, str(job.val), index)
@@ -290,9 +319,12 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
     return posterior
 
 
-def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor]]:
+def _measure(
+    posterior: MoLA, held_out: HeldOut
+) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor] | None]:
     """The networks alone and the posterior on the validation data, their outlier scores, and what decisions need of each datum."""
     plain, whole, team = Tally(), Tally(), held_out.team
+    given: list[Tensor] = []
     known: list[Tensor] = []
     assert held_out.labels is not None
     with team.work("checking"):
@@ -300,24 +332,53 @@ def _measure(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArra
             part = slice(start, start + ROWS)
             logits, probs, score = posterior.of_held_out(held_out, part)
             # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
-            alone = torch.einsum("k,knc->nc", posterior.weights.to(logits), torch.softmax(logits, -1))
-            plain.add(Answer(alone), held_out.labels[part])
-            whole.add(Answer(probs, ood_score=score), held_out.labels[part])
-            known.append(decision_rows(probs, held_out.labels[part], score))
+            likelihood = posterior.likelihood
+            alone = torch.einsum("k,knc->nc", posterior.weights.to(logits), likelihood.probabilities(logits))
+            plain.add(Answer(alone, likelihood=likelihood), held_out.labels[part])
+            whole.add(Answer(probs, ood_score=score, likelihood=likelihood), held_out.labels[part])
+            given.append(score)
+            if likelihood.competing:
+                known.append(decision_rows(probs, held_out.labels[part], score))
         plain, whole = plain.together(team), whole.together(team)
-        rows = team.rows(torch.cat(known) if known else None)
-    scores = whole.score
-    assert scores is not None
+        scores = team.rows(torch.cat(given).double() if given else None).numpy()
+        rows = team.rows(torch.cat(known) if known else None) if posterior.likelihood.competing else None
     threshold, rate = usual_alarm(scores)
     measured = {
-        "count": whole.count,
+        "count": len(scores),
         "networks": plain.labelled(),
         "posterior": whole.labelled(),
         "outlier_threshold": threshold,
         "false_alarm_rate": rate,
         "outlier_quantiles": quantiles(scores),
     }
-    return measured, scores, decision_columns(rows)
+    return measured, scores, None if rows is None else decision_columns(rows)
+
+
+def _measure_numbers(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64], None]:
+    """The same for numbers: the networks alone have the noise that does best on these data, and the posterior's weights."""
+    assert isinstance(posterior, RegressionMoLA)
+    assert held_out.labels is not None
+    team, likelihood = held_out.team, posterior.likelihoods[0]
+    with team.work("checking"):
+        said = posterior.on_held_out(held_out)
+        targets = likelihood.in_units(held_out.labels)
+        rows = team.rows(torch.cat([measures(said, targets), said.ood_score[:, None]], 1) if len(held_out) else None)
+        scores = rows[:, -1].double().numpy()
+        means, values = team.rows(said.component_mean.transpose(0, 1)), team.rows(targets)
+    alone = best_noise(posterior.weights, means.transpose(0, 1), values)
+    plain = RegressionPrediction.of_means(
+        means.transpose(0, 1), posterior.weights, Gaussian(noise=tuple(alone.tolist()))
+    )
+    threshold, rate = usual_alarm(scores)
+    measured = {
+        "count": len(scores),
+        "networks": summary(measures(plain, values)),
+        "posterior": summary(rows[:, :-1]),
+        "outlier_threshold": threshold,
+        "false_alarm_rate": rate,
+        "outlier_quantiles": quantiles(scores),
+    }
+    return measured, scores, None
 
 
 def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
@@ -366,6 +427,7 @@ def _result(
         "prior_precision": list(posterior.prior_precision),
         "temperature": posterior.temperature,
         "distance_exponent": posterior.distance_exponent,
+        **({"noise": posterior.noise.tolist()} if isinstance(posterior, RegressionMoLA) else {}),
         "rule": None if posterior.tuning is None else posterior.tuning.rule,
         "train_count": posterior.components[0].require_curvature("a result")[1].factors.count,
         "left_out": len(data.account),
@@ -447,7 +509,12 @@ class Material:
             DataError: if they cannot take the inputs.
         """
         try:
-            return call(built.networks[0].eval(), first).shape[1]
+            network, likelihood = built.networks[0].eval(), self.job.meaning()
+            outputs = call(network, first)
+            if outputs.dim() > 2:  # the layer that gave them says where classes stand
+                with undisturbed(network):
+                    return find_heads([network], [self.job.head], first, likelihood)[0].classes
+            return 1 if outputs.dim() == 1 else outputs.shape[1]
         except DataError as error:
             if not isinstance(self.train, Pictures) or self.intake.shape is None:
                 raise
@@ -487,6 +554,7 @@ class Material:
             directory=self.job.directory,
             seed=self.job.seed,
             download=self.job.download,
+            likelihood=self.job.meaning(),
         )
 
     def loader(self, source: UserSet, doing: str, start: float, end: float, *, labelled: bool = True) -> Loader:

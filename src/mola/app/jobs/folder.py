@@ -123,6 +123,23 @@ class PosteriorFolder:
         """How many classes there are."""
         return int(self.document["result"]["outputs"])
 
+    def refuse_positions(self, reason: str) -> None:
+        """Refuse a posterior with outputs at many positions.
+
+        Args:
+            reason: why it cannot be used.
+
+        Raises:
+            OptionError: if it is one.
+        """
+        head = self.posterior.components[0].head
+        if head is not None and head.positions is not None:
+            message = (
+                f"{reason}, and the networks of {self.folder} have outputs at many positions of each. Use Python, where "
+                f"posterior.predict gives maps (docs/dense.md), or `mola export`, whose file gives them, too."
+            )
+            raise OptionError(message)
+
     def open_set(
         self, name: str, *, labelled: bool, directory: str | None = None, said: bool = False, absent: str | None = None
     ) -> UserSet:
@@ -156,6 +173,7 @@ class PosteriorFolder:
             directory=directory or self.job.directory,
             seed=self.job.seed,
             download=self.job.download,
+            likelihood=self.posterior.likelihood,
         )
 
 
@@ -458,6 +476,7 @@ def read_information(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "folder": str(folder),
         "components": len(document["components"]),
+        "likelihood": document["likelihood"],
         "structure": document["structure"]["name"],
         "link": document["link"]["name"],
         "weights": document["weights"],

@@ -17,10 +17,12 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mola.errors import OptionError
 from mola.lab.models import MODELS
+from mola.likelihood import Gaussian, Likelihood, as_likelihood
+from mola.network import IGNORED
 from mola.options import one_of
 from mola.schema import check_depth, shortened
 
@@ -67,14 +69,20 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "workers": "whole",
     },
     "method": {
+        "likelihood": "text",
+        "noise": "numbers",
+        "location": "numbers",
+        "scale": "numbers",
         "structure": "text",
         "link": "text",
         "mixing": "text",
         "prior_precision": "number",
         "rule": "text",
         "threshold": "number",
-        "price": "number",
+        "price": "price",
         "distances": "flag",
+        "positions": "text",
+        "ignore_index": "integer",
     },
     "run": {"seed": "whole", "device": "text", "threads": "whole"},
 }
@@ -107,14 +115,20 @@ class Job:
     std: tuple[float, ...] | None = None
     batch_size: int = 256
     workers: int = 2
+    likelihood: str = "categorical"
+    noise: tuple[float, ...] | None = None
+    location: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None
     structure: str = "kron"
     link: str = "probit"
     mixing: str = "uniform"
     prior_precision: float = 1.0
     rule: str = "threshold"
     threshold: float | None = None
-    price: float | None = None
+    price: float | Literal["loss"] | None = None
     distances: bool = True
+    positions: str = "all"
+    ignore_index: int = IGNORED
     seed: int = 0
     device: str = "cpu"
     threads: int | None = None
@@ -122,6 +136,22 @@ class Job:
     def with_options(self, given: Mapping[str, Any]) -> Job:
         """The same job with the options that are not None in place of its own."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+    def meaning(self) -> Likelihood:
+        """What the networks' outputs mean.
+
+        Raises:
+            OptionError: if the name is unknown, or there are settings of numbers, and the outputs are none.
+        """
+        likelihood = as_likelihood(self.likelihood)
+        given = {name: getattr(self, name) for name in ("noise", "location", "scale")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
+            return likelihood
+        if not isinstance(likelihood, Gaussian):
+            message = f"--{next(iter(given))} is for --likelihood gaussian, got the likelihood {self.likelihood!r}."
+            raise OptionError(message)
+        return replace(likelihood, **given)
 
     def document(self, folder: Path) -> dict[str, Any]:
         """The options by section, with paths as seen from a folder.
@@ -247,7 +277,12 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "texts": ("a list of texts", lambda value: isinstance(value, str) or _are_texts(value)),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "whole": ("a whole number", _is_whole),
+    "integer": (
+        "a whole number, perhaps below 0",
+        lambda value: _is_whole(value) or (type(value) is int and value < 0),
+    ),
     "number": ("a number", _is_number),
+    "price": ("a number, or 'loss'", lambda value: value == "loss" or _is_number(value)),
     "numbers": ("a list of numbers", lambda value: isinstance(value, list) and all(map(_is_number, value))),
     "sides": (
         "a whole number, or [height, width]",
@@ -264,8 +299,10 @@ def _checked(value: Any, kind: str, where: str) -> Any:
         raise OptionError(message)
     if kind == "texts" and isinstance(value, str):
         return (value,)
-    if kind in ("number", "numbers"):
-        return float(value) if kind == "number" else tuple(float(one) for one in value)
+    if kind == "number" or (kind == "price" and value != "loss"):
+        return float(value)
+    if kind == "numbers":
+        return tuple(float(one) for one in value)
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -31,6 +31,7 @@ from mola.app.jobs.preparation import Hints
 from mola.errors import HeadError, MissingExtraError, MolaError, OptionError, StorageError
 from mola.lab.imported import import_builder, is_path
 from mola.lab.models import MODELS, build_network
+from mola.lab.named_networks import TIMM, timm_builder
 from mola.options import counted, did_you_mean
 from mola.saving.weights_files import load_weights, read_state
 from mola.schema import parse
@@ -54,7 +55,6 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Of files that hold weights, where a whole folder of them is named."""
 
 EXPORTED = ".pt2"
-TIMM = "timm:"
 
 CONFIG, PROCESSOR, WEIGHTS, INDEX = (
     "config.json",
@@ -394,38 +394,6 @@ def _side(size: Any) -> int | tuple[int, int] | None:
             return int(size["shortest_edge"])
         return (int(size["height"]), int(size["width"])) if {"height", "width"} <= size.keys() else None
     return (int(size), int(size)) if isinstance(size, int) else None
-
-
-def timm_builder(name: str) -> Callable[[int], nn.Module]:
-    """What makes a network of timm without weights, from the number of classes.
-
-    Args:
-        name: timm's name of it.
-
-    Returns:
-        The function.
-
-    Raises:
-        OptionError: if the name is that of a place.
-        MissingExtraError: if timm is not installed.
-    """
-    if ":" in name:
-        message = f"timm:{name} would be fetched or read from elsewhere: expected the plain name of an architecture, such as resnet18."
-        raise OptionError(message)
-    try:
-        timm: Any = importlib.import_module("timm")
-    except ImportError as error:
-        raise MissingExtraError(feature=f"the network timm:{name}", package="timm", extra="hub") from error
-
-    def build(classes: int) -> nn.Module:
-        try:
-            network: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes)
-        except RuntimeError as error:
-            message = f"timm cannot make {name!r}: {error}. `timm.list_models()` lists what it knows."
-            raise OptionError(message) from error
-        return network
-
-    return build
 
 
 def timm_hints(network: nn.Module) -> Hints:

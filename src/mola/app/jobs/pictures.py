@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from mola.app.jobs.rows import Rows
 from mola.errors import DataError, MissingExtraError
 from mola.lab.data.folder import ENDINGS, image_files
 from mola.lab.data.images import even_places
+from mola.likelihood import Likelihood
 
-__all__ = ["Pictures", "list_csv", "list_file", "list_folder", "shown_by"]
+__all__ = ["Pictures", "list_csv", "list_file", "list_folder", "list_labels", "shown_by"]
 
 PATH_COLUMNS = ("path", "file", "filename", "image", "image_path")
 LABEL_COLUMNS = ("label", "class", "target", "y")
@@ -228,26 +231,14 @@ def list_csv(
     Raises:
         DataError: if columns are missing, there are no rows, or nobody knows which outputs the names stand for.
     """
-    require_pillow()
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as stream:
-            reader = csv.DictReader(stream)
-            heading, rows = list(reader.fieldnames or []), list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        message = f"{path} cannot be read as CSV: {error}."
-        raise DataError(message) from error
+    heading, rows = _read_csv(path)
     where = _column(heading, PATH_COLUMNS)
     what = _column(heading, LABEL_COLUMNS)
     if where is None or (labelled and what is None):
         wanted, known = ("paths", PATH_COLUMNS) if where is None else ("labels", LABEL_COLUMNS)
         message = f"{path} has no column of {wanted}: expected one called {', '.join(known)}; found {', '.join(heading) or 'nothing'}."
         raise DataError(message)
-    if not rows:
-        message = f"{path} has a heading but no rows."
-        raise DataError(message)
-    texts = [(row.get(where) or "").strip() for row in rows]
-    paths = [path.parent / text for text in texts]
-    problems = {place: f"row {place + 2} names no file" for place, text in enumerate(texts) if not text}
+    texts, paths, problems = _files(path, rows, where)
     if not labelled or what is None:
         return Pictures(str(path), tuple(paths), tuple(texts), None, None, problems, intake)
     given = [(row.get(what) or "").strip() for row in rows]
@@ -274,6 +265,80 @@ def list_csv(
             words = f"has the label {text!r}, which is none of the {most} classes" if text else "has no label"
             problems.setdefault(place, words)
     return Pictures(str(path), tuple(paths), tuple(texts), labels, order, problems, intake)
+
+
+def _read_csv(path: Path) -> tuple[list[str], list[dict[str, str | None]]]:
+    """Heading and rows.
+
+    Raises:
+        DataError: if the file is no CSV, or holds no rows.
+    """
+    require_pillow()
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as stream:
+            reader = csv.DictReader(stream)
+            heading, rows = list(reader.fieldnames or []), list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        message = f"{path} cannot be read as CSV: {error}."
+        raise DataError(message) from error
+    if heading and not rows:
+        message = f"{path} has a heading but no rows."
+        raise DataError(message)
+    return heading, rows
+
+
+def _files(
+    path: Path, rows: Sequence[Mapping[str, str | None]], where: str
+) -> tuple[list[str], list[Path], dict[int, str]]:
+    """What a column names: texts, files relative to the CSV's folder, and rows that name none."""
+    texts = [(row.get(where) or "").strip() for row in rows]
+    problems = {place: f"row {place + 2} names no file" for place, text in enumerate(texts) if not text}
+    return texts, [path.parent / text for text in texts], problems
+
+
+ANSWERS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0, "": math.nan}
+"""Words for numbers in a CSV file; an empty cell is a label that is missing."""
+
+
+def list_labels(
+    path: Path, classes: Sequence[str] | None, intake: Intake, *, labelled: bool, likelihood: Likelihood
+) -> Pictures:
+    """List the images that a CSV file names, with a number for each output.
+
+    Args:
+        path: a CSV with a heading; a column for paths, relative to its folder, and one for each output: numbers, or yes and no.
+        classes: the outputs' names, which are those of their columns; None takes all columns but that of the paths, in their order.
+        intake: from a file to an input.
+        labelled: whether labels are asked for.
+        likelihood: says which numbers there can be.
+
+    Returns:
+        The images, none of them decoded yet.
+
+    Raises:
+        DataError: if columns are missing.
+    """
+    heading, rows = _read_csv(path)
+    where = _column(heading, PATH_COLUMNS)
+    names = tuple(classes) if classes is not None else tuple(name for name in heading if name != where)
+    absent = [name for name in names if name not in heading]
+    if where is None or (labelled and (absent or not names)):
+        wanted = f"of paths ({', '.join(PATH_COLUMNS)})" if where is None else f"for {', '.join(absent) or 'labels'}"
+        message = f"{path} has no column {wanted}; found {', '.join(heading) or 'nothing'}."
+        raise DataError(message)
+    texts, paths, problems = _files(path, rows, where)
+    if not labelled:
+        return Pictures(str(path), tuple(paths), tuple(texts), None, None, problems, intake)
+    labels = torch.full((len(rows), len(names)), math.inf, dtype=torch.float64)
+    for place, row in enumerate(rows):
+        for column, name in enumerate(names):
+            given = (row.get(name) or "").strip().lower()
+            with suppress(ValueError):
+                labels[place, column] = ANSWERS[given] if given in ANSWERS else float(given)
+    for place in torch.nonzero(~likelihood.readable(labels)).flatten().tolist():
+        cells = ", ".join(f"{name}={rows[place].get(name)!r}" for name in names[:5])
+        problems.setdefault(place, f"has labels that likelihood {likelihood.name!r} does not take ({cells})")
+    return Pictures(str(path), tuple(paths), tuple(texts), labels, names, problems, intake)
 
 
 def _is_whole(text: str) -> bool:

@@ -28,14 +28,15 @@ import torch
 from numpy.typing import NDArray
 
 from mola.app.jobs.decisions import Decisions, decide, make_decisions
-from mola.app.jobs.folder import PosteriorFolder
+from mola.app.jobs.folder import PosteriorFolder, alarm
 from mola.app.jobs.job import Progress
+from mola.app.jobs.numbers import PROBABILITY
 from mola.app.jobs.rows import Account, Rows, Set
 from mola.app.jobs.sets import in_turns
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.posterior import MoLA
-from mola.prediction import Prediction
+from mola.regression_prediction import RegressionPrediction
 from mola.saving.storage import partial_file
 
 __all__ = [
@@ -59,6 +60,8 @@ COLUMNS = ("label", "confidence", "entropy", "epistemic", "ood_score", "distance
 NUMBERS = COLUMNS[1:]
 FIELDS = ("name", "label", "class", *NUMBERS, "outlying", "error")
 FORMATS = (".csv", ".jsonl", ".npz")
+OF_EACH = ("mean", "std", "lower", "upper", "epistemic")
+"""Of each output that is a number: mean, standard deviation, ends of the 90 % interval, and the epistemic part of the variance."""
 BETWEEN = "|"
 """Between the classes of a set, in a cell of a table."""
 COPIED = 2**16
@@ -136,7 +139,7 @@ def run_predict(
     coverage: float | None = None,
     by_class: bool = False,
     team: Team | None = None,
-) -> PredictResult | None:
+) -> PredictResult | NumbersResult | None:
     """Predict every input of a set, batch by batch, and write a row for each as soon as it is known.
 
     Inputs that cannot be used have a row too, with the reason.
@@ -168,6 +171,11 @@ def run_predict(
     if output.exists() and Path(data).expanduser().exists() and output.samefile(Path(data).expanduser()):
         message = f"{output} holds the data, and would be overwritten with predictions: choose another --output."
         raise OptionError(message)
+    fitted.refuse_positions("mola predict writes a row for each input")
+    if not fitted.posterior.likelihood.discrete:
+        return _run_numbers(
+            fitted, data, output, progress, strict=strict, directory=directory, rate=false_alarm_rate, team=team
+        )
     together = Team.alone() if team is None else team
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
     names = _class_names(fitted)
@@ -181,33 +189,37 @@ def run_predict(
     )
     threshold = decisions.alarm
     account = Account()
-    sums, outlying, chosen = np.zeros(3), 0, np.zeros(len(names), dtype=np.int64)
+    several = not fitted.posterior.likelihood.competing
+    sums, outlying, count, chosen = np.zeros(3), 0, 0, np.zeros(len(names), dtype=np.int64)
     answered, held, empty = 0, 0, 0
-    columns = len(names) if probabilities else 0
+    columns = len(names) if probabilities or several else 0
     progress("predicting", 0.0)
     with together.work("predicting"), ExitStack() as stack:
         own = portions(
             fitted.posterior,
             in_turns(source, together),
             strict=strict,
-            outputs=len(names) if probabilities or decisions.sets is not None else 0,
+            outputs=len(names) if probabilities or several or decisions.sets is not None else 0,
             seed=seed,
             tell=lambda share: progress("predicting", share),
         )
-        extra = decided(decisions)
-        writer = stack.enter_context(open_writer(output, names, columns, extra)) if together.first else None
+        fields = (*FIELDS, *decided(decisions))
+        writer = stack.enter_context(open_writer(output, names, columns, fields)) if together.first else None
         for portion in in_order(own, together):
             assert writer is not None  # only rank 0 is given any
             account.add(source.name, portion.rows())
-            for record in records(portion, names, decisions):
-                writer.add(record if probabilities else record | {"probabilities": None})
+            for record in records(portion, names, decisions, several=several):
+                writer.add(record if probabilities or several else record | {"probabilities": None})
                 answered += record.get("answer") is True
                 if record.get("set") is not None:
                     held, empty = held + len(record["set"]), empty + (not record["set"])
             sums += portion.numbers[:, 1:4].sum(0)
             outlying += 0 if threshold is None else int((portion.numbers[:, 4] > threshold).sum())
-            chosen += np.bincount(portion.numbers[:, 0].astype(np.int64), minlength=len(names))
-        count = int(chosen.sum())
+            count += len(portion.numbers)
+            if several:
+                chosen += (portion.numbers[:, len(COLUMNS) :] > YES).sum(0)
+            else:
+                chosen += np.bincount(portion.numbers[:, 0].astype(np.int64), minlength=len(names))
         if together.first and count == 0:
             first = next(iter(account.left_out.get(source.name, {}).items()), None)
             why = "" if first is None else f" The first: {first[0]}: {first[1]}."
@@ -235,6 +247,104 @@ def run_predict(
     )
 
 
+@dataclass(frozen=True)
+class NumbersResult:
+    """What `mola predict` did, where outputs are numbers.
+
+    Attributes:
+        output: the file that was written.
+        count: inputs that were predicted.
+        account: inputs that were not.
+        std: mean standard deviation, over inputs and outputs.
+        epistemic: mean share of the variance that more data would remove.
+        threshold: outlier score above which inputs are called outlying; None without validation data.
+        outlying: share of the inputs that are; None without a threshold.
+        seconds: that predicting and writing took.
+    """
+
+    output: Path
+    count: int
+    account: Account
+    std: float
+    epistemic: float
+    threshold: float | None
+    outlying: float | None
+    seconds: float
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values."""
+        own = {name: getattr(self, name) for name in ("count", "std", "epistemic", "threshold", "outlying", "seconds")}
+        return {"output": str(self.output), **own, **self.account.plain()}
+
+
+def _run_numbers(
+    fitted: PosteriorFolder,
+    data: str,
+    output: Path,
+    progress: Progress,
+    *,
+    strict: bool,
+    directory: str | None,
+    rate: float | None,
+    team: Team | None,
+) -> NumbersResult | None:
+    """`run_predict` where outputs are numbers: their columns are those of `OF_EACH`, named by the output where there are several.
+
+    Raises:
+        DataError: if no input can be used.
+    """
+    began = time.perf_counter()
+    together = Team.alone() if team is None else team
+    source = fitted.open_set(data, labelled=False, directory=directory, said=True)
+    threshold, account = alarm(fitted, rate), Account()
+    likelihood: Any = fitted.posterior.likelihood
+    width = likelihood.latent(fitted.outputs)
+    names = (fitted.classes or tuple(map(str, range(width))))[:width]
+    columns = [kind if width == 1 else f"{kind}_{name}" for name in names for kind in OF_EACH]
+    fields = ("name", *columns, "ood_score", "distance", "outlying", "error")
+    sums, outlying, count = np.zeros(2), 0, 0
+    progress("predicting", 0.0)
+    with together.work("predicting"), ExitStack() as stack:
+        own = portions(
+            fitted.posterior,
+            in_turns(source, together),
+            strict=strict,
+            outputs=len(columns) + 2 - len(COLUMNS),
+            seed=None,
+            tell=lambda share: progress("predicting", share),
+        )
+        writer = stack.enter_context(open_writer(output, names, 0, fields)) if together.first else None
+        for portion in in_order(own, together):
+            assert writer is not None  # only rank 0 is given any
+            account.add(source.name, portion.rows())
+            numbers = iter(portion.numbers.tolist())
+            for name, error in zip(portion.names, portion.errors, strict=True):
+                values = [None] * (len(columns) + 2) if error else next(numbers)
+                score, distance = values[-2:]
+                last = {
+                    "ood_score": score,
+                    "distance": None if distance is None or math.isnan(distance) else distance,
+                    "outlying": None if threshold is None or score is None else score > threshold,
+                    "error": error,
+                }
+                writer.add({"name": name, **dict(zip(columns, values, strict=False)), **last})
+            every = portion.numbers[:, : len(columns)].reshape(-1, width, len(OF_EACH))
+            sums += [every[:, :, 1].mean(1).sum(), (every[:, :, 4] / every[:, :, 1] ** 2).mean(1).sum()]
+            outlying += 0 if threshold is None else int((portion.numbers[:, -2] > threshold).sum())
+            count += len(portion.numbers)
+        if together.first and count == 0:
+            first = next(iter(account.left_out.get(source.name, {}).items()), None)
+            why = "" if first is None else f" The first: {first[0]}: {first[1]}."
+            message = f"{data} holds no input that can be used.{why}"
+            raise DataError(message)
+    progress("done", 1.0)
+    if not together.first:
+        return None
+    std, epistemic = (sums / count).tolist()
+    share = None if threshold is None else outlying / count
+    return NumbersResult(output, count, account, std, epistemic, threshold, share, time.perf_counter() - began)
+
+
 def decided(decisions: Decisions) -> tuple[str, ...]:
     """Fields that records have besides `FIELDS`, by what was asked for."""
     asked = {"answer": decisions.answer, "set": decisions.sets}
@@ -245,13 +355,20 @@ def _class_names(fitted: PosteriorFolder) -> tuple[str, ...]:
     return fitted.classes or tuple(str(index) for index in range(fitted.outputs))
 
 
-def records(portion: Portion, names: tuple[str, ...], decisions: Decisions) -> Iterator[dict[str, Any]]:
+YES = 0.5
+"""Probability above which a label is yes."""
+
+
+def records(
+    portion: Portion, names: tuple[str, ...], decisions: Decisions, *, several: bool = False
+) -> Iterator[dict[str, Any]]:
     """A record for each input of a portion, used or not, in their order.
 
     Args:
         portion: what is known of a batch, with probabilities if there are sets.
         names: of the classes.
         decisions: when an input is outlying or answered, and which classes a set holds.
+        several: whether inputs have several labels, each yes or no: "class" then names those that are yes, and "label" counts them.
 
     Yields:
         The records: texts and numbers by name, None where there is nothing.
@@ -264,10 +381,11 @@ def records(portion: Portion, names: tuple[str, ...], decisions: Decisions) -> I
     for name, error in zip(portion.names, portion.errors, strict=True):
         values: list[Any] = [None] * len(COLUMNS) if error else next(numbers)
         label, confidence, entropy, epistemic, score, distance, *probs = values
+        found = None if label is None else names[int(label)] if not several else _found(names, probs)
         record = {
             "name": name,
             "label": None if label is None else int(label),
-            "class": None if label is None else names[int(label)],
+            "class": found,
             "confidence": confidence,
             "entropy": entropy,
             "epistemic": epistemic,
@@ -323,12 +441,28 @@ class Portion:
         return Rows(self.names, self.errors, None, None, self.notes)
 
 
-def _portion(rows: Rows, prediction: Prediction | None, outputs: int) -> Portion:
+def _found(names: Sequence[str], probs: Sequence[float | None]) -> str:
+    """The labels that are yes, with bars between them."""
+    return "|".join(name for name, value in zip(names, probs, strict=True) if value is not None and value > YES)
+
+
+def _portion(rows: Rows, prediction: Any, outputs: int) -> Portion:
     """A batch with its prediction, if any input of it could be used; `outputs`: how many probabilities to keep."""
     numbers = np.zeros((0, len(COLUMNS) + outputs))
-    if prediction is not None:
-        unknown = torch.full_like(prediction.confidence, math.nan)
+    if isinstance(prediction, RegressionPrediction):
+        lower, upper = prediction.interval(PROBABILITY)
+        columns = (prediction.mean, prediction.std, lower, upper, prediction.epistemic)
+        # Output by output, and then what is known of the input.
+        each = torch.stack([column.double() for column in columns], 2).flatten(1)
+        unknown = torch.full((len(prediction),), math.nan)
+        last = (prediction.ood_score, unknown if prediction.distance is None else prediction.distance)
+        numbers = torch.cat([each, *(one.double()[:, None] for one in last)], 1).numpy()
+    elif prediction is not None:
+        unknown = prediction.probs.new_full((len(prediction),), math.nan)
         values = [getattr(prediction, name) for name in COLUMNS]
+        if not prediction.likelihood.competing:
+            # How many are yes, and the means over labels of what is known of each.
+            values = [prediction.label.sum(1), *(one.mean(1) for one in values[1:4]), *values[4:]]
         parts = [(unknown if one is None else one).double()[:, None] for one in values]
         numbers = torch.cat([*parts, *([prediction.probs.double()] if outputs else [])], dim=1).numpy()
     return Portion(rows.names, rows.errors, rows.notes, numbers)
@@ -417,20 +551,19 @@ class Writer(ABC):
         path: the file that is wanted.
         classes: their names, for headings.
         probabilities: how many of them each record has; 0 for none.
-        decided: fields besides `FIELDS`: "answer", "set".
+        fields: names of what a record holds beside them.
 
     Raises:
         OptionError: if the folder cannot be written to.
     """
 
-    def __init__(self, path: Path, classes: Sequence[str], probabilities: int, decided: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, classes: Sequence[str], probabilities: int, fields: Sequence[str] = FIELDS) -> None:
         """Open a file beside the one that is wanted.
 
         Raises:
             OptionError: if the folder cannot be written to.
         """
-        self.path, self.classes, self.probabilities = path, list(classes), probabilities
-        self.decided = tuple(decided)
+        self.path, self.classes, self.probabilities, self.fields = path, list(classes), probabilities, tuple(fields)
         self._held = ExitStack()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -476,13 +609,12 @@ class CsvWriter(Writer):
         """Write the heading."""
         self._stream = open(self.partial, "w", newline="", encoding="utf-8")  # noqa: SIM115 - closed by `end`
         self._writer = csv.writer(self._stream, lineterminator="\n")
-        names = [*FIELDS, *self.decided, *(f"p_{name}" for name in self.classes[: self.probabilities])]
-        self._writer.writerow(names)
+        self._writer.writerow([*self.fields, *(f"p_{name}" for name in self.classes[: self.probabilities])])
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Write a line."""
         values = record.get("probabilities") or [None] * self.probabilities
-        known = [_cell(record.get(name)) for name in (*FIELDS, *self.decided)]
+        known = [_cell(record.get(name)) for name in self.fields]
         self._writer.writerow(known + [_cell(value) for value in values])
 
     def end(self, *, whole: bool) -> None:
@@ -526,8 +658,7 @@ class NpzWriter(Writer):
         self._columns: dict[str, IO[bytes]] = {}
         self._widest: dict[str, int] = {"name": 1, "error": 1}
         self.count = 0
-        names = ["name", "label", *NUMBERS, "outlying", "error", *self.decided]
-        names += ["probabilities"] if self.probabilities else []
+        names = [name for name in self.fields if name != "class"] + (["probabilities"] if self.probabilities else [])
         for name in names:
             self._columns[name] = open(Path(self._folder.name) / name, "w+b")  # noqa: SIM115 - closed by `end`
 
@@ -600,14 +731,14 @@ def _texts(column: IO[bytes]) -> Iterator[list[str]]:
         yield texts
 
 
-def open_writer(path: Path, classes: Sequence[str], probabilities: int, decided: Sequence[str] = ()) -> Writer:
+def open_writer(path: Path, classes: Sequence[str], probabilities: int, fields: Sequence[str] = FIELDS) -> Writer:
     """What writes a file, by the ending of its name.
 
     Args:
         path: the file that is wanted.
         classes: their names, for headings.
         probabilities: how many of them each record has; 0 for none.
-        decided: fields besides `FIELDS`: "answer", "set".
+        fields: names of what a record holds beside them.
 
     Returns:
         The writer.
@@ -623,4 +754,4 @@ def open_writer(path: Path, classes: Sequence[str], probabilities: int, decided:
     if path.suffix not in kinds:
         message = f"{path} has the ending {path.suffix!r}: expected one of {', '.join(FORMATS)}."
         raise OptionError(message)
-    return kinds[path.suffix](path, classes, probabilities, decided)
+    return kinds[path.suffix](path, classes, probabilities, fields)

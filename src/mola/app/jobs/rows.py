@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mola.distributed import Team
 from mola.errors import DataError
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import Inputs
 
 __all__ = ["Account", "Loader", "Rows", "Set", "checked_rows", "take"]
@@ -173,16 +174,23 @@ def _tensors(inputs: Inputs) -> list[Tensor]:
 
 
 def checked_rows(
-    names: Sequence[str], inputs: Inputs, labels: Tensor | None, *, classes: int | None, dtype: torch.dtype
+    names: Sequence[str],
+    inputs: Inputs,
+    labels: Tensor | None,
+    *,
+    classes: int | None,
+    dtype: torch.dtype,
+    likelihood: Likelihood = CATEGORICAL,
 ) -> Rows:
     """Rows of tensors, without those that hold no finite numbers or whose label is no class.
 
     Args:
         names: of the inputs.
         inputs: a tensor, or a mapping or tuple of them, the first axis being the inputs.
-        labels: (n,), or None.
+        labels: (n,), or (n, C) where inputs have several; (n, H, W) or (n, T) of positions, which `fit` checks; or None.
         classes: how many there are, where that is known.
         dtype: that floating-point inputs are brought to.
+        likelihood: what labels mean.
 
     Returns:
         The rows.
@@ -196,8 +204,18 @@ def checked_rows(
                 count = int((~tensor[index].isfinite()).sum())
                 errors[index] = f"holds {count} {'value that is' if count == 1 else 'values that are'} nan or infinite"
             good &= finite.cpu()
-    if labels is not None:
-        labels = labels.cpu()
+    if labels is not None and not likelihood.competing:
+        labels = labels.cpu().double()
+        fits = likelihood.readable(labels)
+        for index in torch.nonzero(~fits & good).flatten().tolist():
+            errors[index] = (
+                f"has the labels {labels[index].tolist()}, which likelihood {likelihood.name!r} does not take"
+            )
+        good &= fits
+    elif labels is not None and labels.dim() > 1:
+        labels = labels.cpu().long()
+    elif labels is not None:
+        labels = labels.cpu().long()
         fits = labels >= 0
         if classes is not None:
             fits &= labels < classes
@@ -207,7 +225,7 @@ def checked_rows(
         good &= fits
     if not bool(good.any()):
         return Rows(list(names), errors, None, None)
-    return Rows(list(names), errors, _cast(take(inputs, good), dtype), None if labels is None else labels[good].long())
+    return Rows(list(names), errors, _cast(take(inputs, good), dtype), None if labels is None else labels[good])
 
 
 def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -5,7 +5,7 @@
 | a folder | images; its subfolders are the classes |
 | `file.png`, `file.jpg`, ... | one image, without a label |
 | `file.npz`, `file.npy` | arrays: `x` and `y`, or inputs alone |
-| `file.csv` | a column of image paths and one of labels |
+| `file.csv` | a column of image paths and one of labels, or one for each output where these are yes or no, or numbers |
 | `mnist:test`, `digits:train`, ... | a built-in set |
 | `package.module:function` | an iterable of batches, returned by the function |
 """
@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from mola.app.jobs.arrays import Arrays, InMemory, open_arrays
-from mola.app.jobs.pictures import Pictures, list_csv, list_file, list_folder
+from mola.app.jobs.pictures import Pictures, list_csv, list_file, list_folder, list_labels
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Rows, Set, checked_rows
 from mola.distributed import Team
@@ -31,6 +31,7 @@ from mola.lab.data.catalogue import DATASETS, load_images, split_validation
 from mola.lab.data.embedded import load_digits
 from mola.lab.data.folder import ENDINGS
 from mola.lab.imported import import_function, is_path, split_name
+from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import as_batch
 from mola.options import counted, did_you_mean, one_of
 
@@ -67,6 +68,7 @@ class Own:
         outputs: number of classes of the networks, where it is known.
         intake: gives the type of floating-point inputs.
         classes: always None.
+        likelihood: what labels mean.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Own:
     intake: Intake
     classes: tuple[str, ...] | None = None
     count: int | None = None
+    likelihood: Likelihood = CATEGORICAL
 
     def taken_by(self, intake: Intake) -> Own:
         """The same batches, prepared otherwise."""
@@ -101,13 +104,21 @@ class Own:
                     f"batch {index} of {self.name} has {counted(len(labels), 'label')} for {counted(size, 'input')}."
                 )
                 raise DataError(message)
-            if labels is not None and (labels.ndim != 1 or bool((labels != labels.floor()).any())):
+            several = not self.likelihood.competing
+            if labels is not None and not several and (labels.ndim != 1 or bool((labels != labels.floor()).any())):
                 message = (
                     f"batch {index} of {self.name} has labels of shape {tuple(labels.shape)} and type {labels.dtype}: expected a "
                     f"whole number for each input, the index of its class."
                 )
                 raise DataError(message)
-            yield checked_rows(names, batch.inputs, labels, classes=self.outputs, dtype=self.intake.torch_dtype)
+            yield checked_rows(
+                names,
+                batch.inputs,
+                labels,
+                classes=self.outputs,
+                dtype=self.intake.torch_dtype,
+                likelihood=self.likelihood,
+            )
             start += size
 
     def _batches(self) -> Iterator[Any]:
@@ -144,6 +155,7 @@ def open_set(
     directory: str | None = None,
     seed: int = 0,
     download: bool = False,
+    likelihood: Likelihood = CATEGORICAL,
 ) -> UserSet:
     """Data by name, looked into but not read.
 
@@ -156,30 +168,40 @@ def open_set(
         directory: that holds the built-in sets.
         seed: of the split of the digits.
         download: whether built-in sets may be fetched.
+        likelihood: what labels mean.
 
     Returns:
         The set.
 
     Raises:
-        DataError: if a file is of an unknown kind.
+        DataError: if a file is of an unknown kind, or has no labels of the kind that is asked for.
         OptionError: if the name is unknown.
     """
     path = Path(name).expanduser()
-    if name.partition(":")[0] in BUILT_IN and not path.exists():
+    built_in = name.partition(":")[0] in BUILT_IN and not path.exists()
+    if labelled and not likelihood.competing and (built_in or path.is_dir()):
+        message = (
+            f"{name} has one class for each image; likelihood {likelihood.name!r} takes a number for each output: give .npz with x "
+            f"and y, .csv with a column for each output, or package.module:function."
+        )
+        raise DataError(message)
+    if built_in:
         return open_built_in(name, directory, outputs, intake, labelled=labelled, seed=seed, download=download)
     if path.is_dir():
         return list_folder(path, classes, intake, labelled=labelled)
     if path.is_file():
         if path.suffix in (".npz", ".npy"):
-            return open_arrays(path, outputs, intake, labelled=labelled)
+            return open_arrays(path, outputs, intake, labelled=labelled, likelihood=likelihood)
         if path.suffix == ".csv":
+            if not likelihood.competing:
+                return list_labels(path, classes, intake, labelled=labelled, likelihood=likelihood)
             return list_csv(path, classes, intake, labelled=labelled, outputs=outputs)
         if path.suffix.lower() in ENDINGS and not labelled:
             return list_file(path, intake)
         message = f"{path} is of an unknown kind: expected a folder of images, .npz, .npy or .csv."
         raise DataError(message)
     if is_own_function(name):
-        return open_own(name, outputs, intake, labelled=labelled)
+        return open_own(name, outputs, intake, labelled=labelled, likelihood=likelihood)
     near = _nearest(path)
     hint = did_you_mean(name.partition(":")[0], BUILT_IN) if near is None else f" Did you mean {near}?"
     message = (
@@ -281,7 +303,9 @@ def _size(inputs: Any, where: str) -> int:
     return next(iter(sizes.values()))
 
 
-def open_own(name: str, outputs: int | None, intake: Intake, *, labelled: bool) -> Own:
+def open_own(
+    name: str, outputs: int | None, intake: Intake, *, labelled: bool, likelihood: Likelihood = CATEGORICAL
+) -> Own:
     """Batches of the user's own code; modules in the current folder are found as well.
 
     Args:
@@ -289,6 +313,7 @@ def open_own(name: str, outputs: int | None, intake: Intake, *, labelled: bool) 
         outputs: number of classes of the networks, where it is known.
         intake: gives the type of floating-point inputs.
         labelled: whether labels are asked for.
+        likelihood: what labels mean.
 
     Returns:
         The set.
@@ -305,7 +330,7 @@ def open_own(name: str, outputs: int | None, intake: Intake, *, labelled: bool) 
     if not callable(function):
         message = f"{name} is a {type(function).__name__}; expected a function that gives batches."
         raise OptionError(message)
-    return Own(name, function, labelled, outputs, intake)
+    return Own(name, function, labelled, outputs, intake, likelihood=likelihood)
 
 
 @dataclass(frozen=True)

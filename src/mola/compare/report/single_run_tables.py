@@ -57,6 +57,13 @@ TEST_DATA = (
 )
 
 
+LABELS = (
+    ("auroc", Column("AUROC %", better="high", digits=2), 100),
+    ("average_precision", Column("AP %", better="high", digits=2), 100),
+)
+"""Where inputs have several labels."""
+
+
 def evaluation_tables(comparison: Comparison) -> list[Table]:
     """In distribution, and against each set of outliers."""
     test = comparison.test
@@ -64,7 +71,10 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
         f"{counted(test.count, 'input')} of {test.name}, with standard errors: how far chance alone moves a number on so many "
         f"inputs. {BOLD.format('')} NLL: log loss. ECE: expected calibration error, 15 bins."
     )
-    shown = _labelled(test.name, TEST_DATA)
+    several = [one for one in LABELS if one[0] in comparison.methods[comparison.own].labelled[test.name].metrics]
+    if several:
+        caption += " AUROC and average precision: the mean over labels."
+    shown = _labelled(test.name, (*TEST_DATA, *several))
     inside = records_table("On the test data", caption, comparison.runs, shown, leads=comparison.leads)
     outside = [table for one in comparison.of_role("outlier") for table in _against(comparison, one)]
     return [inside, *decision_tables(comparison), *outside]
@@ -162,13 +172,19 @@ def class_table(comparison: Comparison, most: int | None = None) -> Table:
     """
     methods, order = [comparison.baseline, comparison.own], worst_classes(comparison)
     columns = [Column("inputs", digits=0)]
-    columns += [Column(method, group) for group in ("accuracy %", "mean conf. %") for method in methods]
     results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
+    shown = {"accuracy": "accuracy %", "confidence": "mean conf. %"}
+    if any(one.ece is not None for one in results[0].values()):  # labels that are yes or no
+        shown |= {"auroc": "AUROC %", "average_precision": "AP %", "ece": "ECE %"}
+    columns += [Column(method, group) for group in shown.values() for method in methods]
+
+    def percent(value: float | None) -> Number:
+        return None if value is None else 100 * value
+
     values: dict[str, list[Number]] = {
         name: [
             float(results[0][name].count),
-            *(100 * found[name].accuracy for found in results),
-            *(100 * found[name].confidence for found in results),
+            *(percent(getattr(found[name], measure)) for measure in shown for found in results),
         ]
         for name in order[:most]
     }

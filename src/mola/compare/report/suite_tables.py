@@ -22,6 +22,7 @@ from mola.compare.report.estimate import (
     shared_outliers,
     shifted,
 )
+from mola.compare.report.measure_tables import people_table, rejection_table
 from mola.compare.report.openood import openood_table
 from mola.compare.report.reading import MAIN, SuiteResults, known_scores
 from mola.compare.report.tables import Cell, Column, Number, Row, Shown, Table, make_table, records_table
@@ -51,8 +52,10 @@ def suite_tables(suite: SuiteResults) -> dict[str, Table]:
         "scores": _score_digest(suite),
         **{f"scores {one.name}": _scores(suite, one.name) for one in suite.of_role("outlier")},
         "openood": openood_table(suite),
+        "rejection": rejection_table(suite),
         "in-distribution": _in_distribution(suite),
         "risk": _risk(suite),
+        "people": people_table(suite),
         **{f"shift {metric}": _along_shift(suite, metric) for metric in METRIC_NAMES},
         **{f"types {metric}": _by_type(suite, metric) for metric in BY_TYPE},
         "variants": _variants(suite),
@@ -387,6 +390,8 @@ GROUP_TITLES = {
     "components": "Number of components",
     "rules": "Rules for the prior precision",
     "weights": "Weights of the mixture",
+    "tempered": "A temperature first, then Laplace",
+    "many-classes": "Very many classes: structure and link",
 }
 
 

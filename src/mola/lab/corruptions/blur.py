@@ -12,6 +12,7 @@ from mola.lab.corruptions.filters import (
     Bytes,
     Floats,
     Streams,
+    Table,
     correlate,
     gaussian,
     gaussian_taps,
@@ -88,9 +89,9 @@ DISK_REACH = 8
 """The disk is drawn on a grid of 17 x 17 pixels."""
 
 
-def gaussian_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def gaussian_blur(pixels: Bytes, severity: int, streams: Streams, table: Table = GAUSSIAN_SIGMA) -> Bytes:
     """Gaussian blur, edges repeated, cut off at 4 standard deviations."""
-    return truncated(gaussian(unit(pixels), GAUSSIAN_SIGMA[severity - 1]))
+    return truncated(gaussian(unit(pixels), table[severity - 1]))
 
 
 def glass_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
@@ -116,24 +117,26 @@ def glass_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
     return truncated(gaussian(unit(current), sigma))
 
 
-def defocus_kernel(severity: int) -> Floats:
+def defocus_kernel(severity: int, table: Table = DEFOCUS) -> Floats:
     """A disk on a grid of 17 x 17 pixels, smoothed by a Gaussian of 3 x 3, without the empty rim.
 
-    At severities 1 to 3 the disk is one pixel and the smoothing is all there is; at 4 it is a plus of 5 pixels, at 5 a
-    square of 9, both smoothed by next to nothing.
+    CIFAR-10-C: at severities 1 to 3 the disk is one pixel and the smoothing is all there is; at 4 it is a plus of 5 pixels, at 5
+    a square of 9, both smoothed by next to nothing. Disks that are larger than the grid, as ImageNet-C's last, have a grid of
+    their own size and are smoothed by a Gaussian of 5 x 5.
     """
-    radius, sigma = DEFOCUS[severity - 1]
-    axis = np.arange(-DISK_REACH, DISK_REACH + 1)
+    radius, sigma = table[severity - 1]
+    half, beside = (DISK_REACH, 1) if radius <= DISK_REACH else (int(radius), 2)
+    axis = np.arange(-half, half + 1)
     disk = (axis[:, None] ** 2 + axis**2 <= radius**2).astype(np.float64)
-    taps = gaussian_taps(sigma, 1)
+    taps = gaussian_taps(sigma, beside)
     smoothed = correlate(disk / disk.sum(), np.outer(taps, taps), "mirror")
     reach = int(np.abs(axis[smoothed.any(axis=0)]).max())
-    return smoothed[DISK_REACH - reach : DISK_REACH + reach + 1, DISK_REACH - reach : DISK_REACH + reach + 1]
+    return smoothed[half - reach : half + reach + 1, half - reach : half + reach + 1]
 
 
-def defocus_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def defocus_blur(pixels: Bytes, severity: int, streams: Streams, table: Table = DEFOCUS) -> Bytes:
     """Each point of light becomes a disk."""
-    return truncated(correlate(unit(pixels), defocus_kernel(severity), "mirror"))
+    return truncated(correlate(unit(pixels), defocus_kernel(severity, table), "mirror"))
 
 
 def motion_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -14,12 +15,20 @@ from torch import Tensor
 from mola.errors import DataError, OptionError
 from mola.lab.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
 from mola.lab.corruptions.digital import brightness, contrast, elastic_transform, jpeg_compression, pixelate, saturate
-from mola.lab.corruptions.filters import Bytes, Streams
+from mola.lab.corruptions.filters import Bytes, Streams, Table
 from mola.lab.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from mola.lab.corruptions.weather import fog, frost, photographs, snow, spatter
 from mola.options import one_of
 
-__all__ = ["CORRUPTIONS", "PAPER_CORRUPTIONS", "SEVERITIES", "SYNTHETIC", "USUAL_CORRUPTIONS", "corrupt"]
+__all__ = [
+    "CORRUPTIONS",
+    "IMAGENET_PARAMETERS",
+    "PAPER_CORRUPTIONS",
+    "SEVERITIES",
+    "SYNTHETIC",
+    "USUAL_CORRUPTIONS",
+    "corrupt",
+]
 
 Corruption = Callable[[Bytes, int, Streams], Bytes]
 
@@ -59,6 +68,25 @@ PAPER_CORRUPTIONS: tuple[str, ...] = tuple(
 SYNTHETIC: frozenset[str] = frozenset({"frost"})
 """Where something of ours stands in for what is not available: frost without its photographs."""
 
+IMAGENET_PARAMETERS: Mapping[str, Table] = MappingProxyType(
+    {
+        "gaussian_noise": (0.08, 0.12, 0.18, 0.26, 0.38),
+        "shot_noise": (60, 25, 12, 5, 3),
+        "impulse_noise": (0.03, 0.06, 0.09, 0.17, 0.27),
+        "defocus_blur": ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
+        "fog": ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4)),
+        "brightness": (0.1, 0.2, 0.3, 0.4, 0.5),
+        "contrast": (0.4, 0.3, 0.2, 0.1, 0.05),
+        "pixelate": (0.6, 0.5, 0.4, 0.3, 0.25),
+        "jpeg_compression": (25, 18, 15, 10, 7),
+        "speckle_noise": (0.15, 0.2, 0.35, 0.45, 0.6),
+        "gaussian_blur": (1.0, 2.0, 3.0, 4.0, 6.0),
+        "saturate": ((0.3, 0.0), (0.1, 0.0), (2.0, 0.0), (5.0, 0.1), (20.0, 0.2)),
+    }
+)
+"""Of ImageNet-C (Hendrycks and Dietterich, 2019), for the corruptions whose parameters alone differ from CIFAR-10-C's: lengths
+in pixels of an image of 224 x 224."""
+
 SEVERITIES = (1, 2, 3, 4, 5)
 LEAST_SIDE = 8
 PIECE = 1 << 18
@@ -73,8 +101,9 @@ def corrupt(
     seed: int = 0,
     first: int = 0,
     frost_photographs: Path | None = None,
+    parameters: str = "cifar10-c",
 ) -> Tensor:
-    """Corrupt images as CIFAR-10-C does, with its parameters for images of 32 x 32.
+    """Corrupt images as CIFAR-10-C does, with its parameters for images of 32 x 32, or with those of ImageNet-C.
 
     An image's randomness depends on the seed, the corruption, the severity and the image's index, and on nothing else:
     a set corrupted in pieces, each with its `first`, is the set corrupted at once. The published arrays are other draws
@@ -89,6 +118,7 @@ def corrupt(
         first: index of the first image.
         frost_photographs: folder with the original's photographs frost1 to frost5; only frost looks at it, and is
             synthetic (see `SYNTHETIC`) without it.
+        parameters: "cifar10-c"; or "imagenet-c" for images of about 224 x 224, which has those of `IMAGENET_PARAMETERS`.
 
     Returns:
         Bytes of the same shape, on the same device.
@@ -96,7 +126,8 @@ def corrupt(
     Raises:
         OptionError: if the corruption is unknown, or severity, seed or `first` is no whole number in its range.
     """
-    one_of(corruption, CORRUPTIONS, "corruption")
+    one_of(parameters, ("cifar10-c", "imagenet-c"), "parameters")
+    one_of(corruption, CORRUPTIONS if parameters == "cifar10-c" else tuple(IMAGENET_PARAMETERS), "corruption")
     if not _is_whole(severity) or severity not in (0, *SEVERITIES):
         message = f"severity must be a whole number from 1 to 5, or 0 for the images as they are; got {severity!r}."
         raise OptionError(message)
@@ -110,6 +141,8 @@ def corrupt(
     if severity == 0 or len(pixels) == 0:
         return pixels
     apply = _BY_NAME[corruption]
+    if parameters == "imagenet-c":
+        apply = partial(apply, table=IMAGENET_PARAMETERS[corruption])  # type: ignore[call-arg]
     if corruption == "frost" and frost_photographs is not None:
         apply = partial(frost, pictures=photographs(Path(frost_photographs)))
     result = np.empty_like(images)

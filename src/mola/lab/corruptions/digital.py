@@ -11,7 +11,7 @@ import io
 import numpy as np
 
 from mola.errors import MissingExtraError
-from mola.lab.corruptions.filters import Border, Bytes, Floats, Streams, fold, gaussian, rounded, truncated, unit
+from mola.lab.corruptions.filters import Border, Bytes, Floats, Streams, Table, fold, gaussian, rounded, truncated, unit
 
 __all__ = ["bilinear", "brightness", "contrast", "elastic_transform", "jpeg_compression", "pixelate", "saturate"]
 
@@ -21,25 +21,25 @@ SATURATION = ((0.3, 0.0), (0.1, 0.0), (1.5, 0.0), (2.0, 0.1), (2.5, 0.2))
 """Factor and summand: severities 1 and 2 take colour away, 3 to 5 add some."""
 
 
-def contrast(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def contrast(pixels: Bytes, severity: int, streams: Streams, table: Table = CONTRAST) -> Bytes:
     """Each channel drawn towards its mean over the image."""
     values = unit(pixels)
     mean = values.mean(axis=(2, 3), keepdims=True)
-    return truncated((values - mean) * CONTRAST[severity - 1] + mean)
+    return truncated((values - mean) * table[severity - 1] + mean)
 
 
-def brightness(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def brightness(pixels: Bytes, severity: int, streams: Streams, table: Table = BRIGHTNESS) -> Bytes:
     """V + c, at most 1; black becomes grey."""
     values = unit(pixels)
     largest = values.max(axis=1, keepdims=True)
-    raised = np.clip(largest + BRIGHTNESS[severity - 1], 0, 1)
+    raised = np.clip(largest + table[severity - 1], 0, 1)
     black = largest == 0
     return truncated(np.where(black, raised, values / np.where(black, 1, largest) * raised))
 
 
-def saturate(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def saturate(pixels: Bytes, severity: int, streams: Streams, table: Table = SATURATION) -> Bytes:
     """S times a factor plus a summand, from 0 to 1; grey counts as red without saturation, as in the original."""
-    factor, summand = SATURATION[severity - 1]
+    factor, summand = table[severity - 1]
     values = unit(pixels)
     largest = values.max(axis=1, keepdims=True)
     depth = largest - values
@@ -55,7 +55,7 @@ JPEG_QUALITY = (80, 65, 58, 50, 40)
 PIXELATE_SHARE = (0.95, 0.9, 0.85, 0.75, 0.65)
 
 
-def jpeg_compression(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def jpeg_compression(pixels: Bytes, severity: int, streams: Streams, table: Table = JPEG_QUALITY) -> Bytes:
     """Through JPEG and back, by Pillow, with its chroma subsampling of 4:2:0.
 
     Raises:
@@ -68,16 +68,16 @@ def jpeg_compression(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
     result = np.empty((len(pixels), *pixels.shape[2:], 3), dtype=np.uint8)
     for index, image in enumerate(np.ascontiguousarray(np.moveaxis(pixels, 1, -1))):
         with io.BytesIO() as file:
-            Image.fromarray(image).save(file, "JPEG", quality=JPEG_QUALITY[severity - 1])
+            Image.fromarray(image).save(file, "JPEG", quality=table[severity - 1])
             with Image.open(file) as decoded:
                 result[index] = np.asarray(decoded)
     return np.moveaxis(result, -1, 1)
 
 
-def pixelate(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def pixelate(pixels: Bytes, severity: int, streams: Streams, table: Table = PIXELATE_SHARE) -> Bytes:
     """Down to int(c side) pixels and up again, by Pillow's box filter."""
     side = pixels.shape[-1]
-    small = int(side * PIXELATE_SHARE[severity - 1])
+    small = int(side * table[severity - 1])
     return _resized(_resized(pixels, _box(side, small)), _box(small, side))
 
 

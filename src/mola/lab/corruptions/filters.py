@@ -8,9 +8,9 @@ whole batch, exact for any number of taps.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ __all__ = [
     "Bytes",
     "Floats",
     "Streams",
+    "Table",
     "band",
     "correlate",
     "fold",
@@ -38,6 +39,10 @@ Bytes = NDArray[np.uint8]
 
 Floats = NDArray[np.float64]
 """Images or layers as they are computed with. float64, since a result just below a whole number loses a level."""
+
+
+Table = Sequence[Any]
+"""Parameters of a corruption at severities 1 to 5."""
 
 
 def unit(pixels: Bytes) -> Floats:

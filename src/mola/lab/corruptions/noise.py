@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mola.lab.corruptions.filters import Bytes, Streams, truncated, unit
+from mola.lab.corruptions.filters import Bytes, Streams, Table, truncated, unit
 
 __all__ = ["gaussian_noise", "impulse_noise", "shot_noise", "speckle_noise"]
 
@@ -14,34 +14,34 @@ IMPULSE_SHARE = (0.01, 0.02, 0.03, 0.05, 0.07)
 SPECKLE_SIGMA = (0.06, 0.1, 0.12, 0.16, 0.2)
 
 
-def gaussian_noise(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def gaussian_noise(pixels: Bytes, severity: int, streams: Streams, table: Table = GAUSSIAN_SIGMA) -> Bytes:
     """Every value x becomes x + N(0, sigma^2)."""
     shape = pixels.shape[1:]
     noise = streams.draw(lambda generator: generator.standard_normal(shape))
-    return truncated(unit(pixels) + GAUSSIAN_SIGMA[severity - 1] * noise)
+    return truncated(unit(pixels) + table[severity - 1] * noise)
 
 
-def shot_noise(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def shot_noise(pixels: Bytes, severity: int, streams: Streams, table: Table = PHOTONS) -> Bytes:
     """Poisson(c x) / c: the fewer photons c a white pixel catches, the noisier."""
-    photons = PHOTONS[severity - 1]
+    photons = table[severity - 1]
     rates = unit(pixels) * photons
     caught = [generator.poisson(rate) for generator, rate in zip(streams, rates, strict=True)]
     return truncated(np.stack(caught) / photons)
 
 
-def impulse_noise(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def impulse_noise(pixels: Bytes, severity: int, streams: Streams, table: Table = IMPULSE_SHARE) -> Bytes:
     """Salt and pepper: a share of the values becomes 0 or 1, evenly."""
     shape = pixels.shape[1:]
-    share = IMPULSE_SHARE[severity - 1]
+    share = table[severity - 1]
     chance = streams.draw(lambda generator: generator.random(shape))
     # One number decides both: below the share a value is hit, and below half of it, by pepper.
     values = np.where(chance < share, (chance >= share / 2).astype(np.float64), unit(pixels))
     return truncated(values)
 
 
-def speckle_noise(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def speckle_noise(pixels: Bytes, severity: int, streams: Streams, table: Table = SPECKLE_SIGMA) -> Bytes:
     """Every value x becomes x + x N(0, sigma^2)."""
     shape = pixels.shape[1:]
     noise = streams.draw(lambda generator: generator.standard_normal(shape))
     values = unit(pixels)
-    return truncated(values + SPECKLE_SIGMA[severity - 1] * values * noise)
+    return truncated(values + table[severity - 1] * values * noise)

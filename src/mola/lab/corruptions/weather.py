@@ -22,6 +22,7 @@ from mola.lab.corruptions.filters import (
     Bytes,
     Floats,
     Streams,
+    Table,
     correlate,
     gaussian,
     rounded,
@@ -147,9 +148,9 @@ SNOW = (
 LUMA = np.array([0.299, 0.587, 0.114])[:, None, None]
 
 
-def fog(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
+def fog(pixels: Bytes, severity: int, streams: Streams, table: Table = FOG) -> Bytes:
     """Adds c times plasma, then scales by m / (m + c), where m is the largest value of the image."""
-    thickness, decay = FOG[severity - 1]
+    thickness, decay = table[severity - 1]
     side = pixels.shape[-1]
     values = unit(pixels)
     brightest = values.max(axis=(1, 2, 3), keepdims=True)

@@ -8,10 +8,12 @@ import torch
 
 from mola.errors import DataError, warn
 from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
-from mola.lab.data.catalogue import split_validation
+from mola.lab.data.catalogue import load_images, split_validation
 from mola.lab.data.cifar10_c import has_cifar10_c, load_cifar10_c
+from mola.lab.data.cifar10h import load_cifar10h
 from mola.lab.data.images import Images
 from mola.lab.data.transforms import in_colour
+from mola.lab.measures import HumanLabels, Measure
 from mola.lab.models import build_network
 from mola.lab.suite import Budget, DataOptions, Shift, Source, Suite, SwagBudget
 from mola.lab.suites.image_sources import (
@@ -134,6 +136,18 @@ def _sources(options: DataOptions) -> dict[str, Source]:
     }
 
 
+def _measures(options: DataOptions) -> tuple[Measure, ...]:
+    """Agreement with people's labels, where CIFAR-10H is in the data directory."""
+    images = load_images("cifar10", "test", options.directory)
+    counts = load_cifar10h(images.labels, options.directory)
+    if counts is None:
+        return ()
+    # Divided like the images: each goes with its place.
+    places = Images(torch.zeros(len(images), 1, 1, 1, dtype=torch.uint8), torch.arange(len(images)))
+    _, test = split_validation(places)
+    return (HumanLabels(counts[limited(test, options.test).labels]),)
+
+
 NETWORKS = ("wrn-16-4", "resnet-20", "resnet-32", "resnet-44", "resnet-56", "resnet-110")
 
 CIFAR10 = Suite(
@@ -146,6 +160,7 @@ CIFAR10 = Suite(
     shift=Shift("severity", "CIFAR-10-C", "severity", (0.0, *(float(severity) for severity in SEVERITIES))),
     make_sources=_sources,
     training_data=training("cifar10", "cifar10"),
+    measures=_measures,
     budget=Budget(SwagBudget(learning_rate=2e-3)),
     notes=(
         "At each severity every test image is corrupted once, the types dealt in turn. Without the published files in the data "

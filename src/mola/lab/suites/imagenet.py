@@ -1,121 +1,414 @@
-"""ImageNet and ImageNet-C: too large for memory, read batch by batch from folders."""
+"""ImageNet and ImageNet-C: too large for memory, read batch by batch from folders.
+
+With training images, it is the paper's experiment. Without them (`--cross-fit`), the validation images of each class are divided into
+five parts: two give the sums, one tunes, two test, in five rotations. ImageNet-C is read from the published folders, or made from
+the published parameters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mola.compare.record import Role
+from mola.compare.results import EXAMPLES
 from mola.errors import DataError, warn
-from mola.lab.corruptions.catalogue import CORRUPTIONS
-from mola.lab.data.catalogue import data_directory
-from mola.lab.data.folder import ImageFolder, open_imagenet, open_imagenet_c
-from mola.lab.data.images import normalisation
+from mola.lab.corruptions.catalogue import CORRUPTIONS, IMAGENET_PARAMETERS, corrupt
+from mola.lab.data.catalogue import DATASETS, data_directory, has_images, load_images
+from mola.lab.data.folder import CENTRE_224, CLASSES, ImageFolder, Preparation, open_imagenet, open_imagenet_c
+from mola.lab.data.images import Images, Normalisation, even_places, normalisation
+from mola.lab.data.transforms import in_colour
 from mola.lab.models import build_network
-from mola.lab.suite import Batches, DataOptions, Shift, Source, Suite, checksum, first_labels
+from mola.lab.suite import (
+    Batches,
+    DataOptions,
+    Folds,
+    Shift,
+    Source,
+    Suite,
+    checksum,
+    first_labels,
+    image_checksum,
+)
+from mola.options import one_of
 from mola.training import RECIPES
 
 __all__ = ["IMAGENET"]
 
 SEVERITIES = (1, 2, 3, 4, 5)
-SPLIT_SEED = 42
+SPLIT_SEED, CORRUPTION_SEED = 42, 0
 VALIDATION_SHARE = 0.2
 """Of the labelled images that are not for training: 2000 of 10,000 elsewhere, 10,000 of 50,000 here."""
 
+FOLDS = 5
+PARTS: dict[Role, tuple[int, ...]] = {"train": (0, 1), "validation": (2,), "test": (3, 4)}
+"""Fifths of each class that are for the sums, to tune and to test, in the first rotation."""
+WORDS: dict[Role, str] = {"train": "images for the sums", "validation": "images to tune on", "test": "test images"}
 
-def _source(options: DataOptions, name: str, title: str, role: Role, images: ImageFolder, level: float = 0.0) -> Source:
-    chosen = options.normalisation or "imagenet"
+GENERATED = ("gaussian_noise", "defocus_blur", "fog", "jpeg_compression")
+"""Made where none are published and none are asked for: one of each family (noise, blur, weather, digital)."""
+
+OUTLIERS = {"svhn": "SVHN", "notmnist": "notMNIST (letters)", "kmnist": "KMNIST (brush strokes)"}
+"""House numbers, and drawings that show no object: enlarged to the size of the images."""
+
+THUMBNAIL = 64
+"""Pixels of the side of examples for reports."""
+
+BATCH = 16
+"""Images in a batch: large ones leave the processor's cache, and a quarter of the speed."""
+
+
+def _preparation(options: DataOptions) -> Preparation:
+    if options.image_size is None:
+        return CENTRE_224
+    return Preparation(resize=options.image_size, crop=options.image_size)
+
+
+@dataclass(frozen=True)
+class _Pictures:
+    """Image files, each corrupted when it is read, or none."""
+
+    images: ImageFolder
+    severity: int = 0
+    kinds: tuple[str, ...] = ()
+    """What each is corrupted by; none leaves them as they are."""
+
+    def read(self, places: Sequence[int]) -> Batches:
+        """Bytes and labels at some places, batch by batch; how an image is corrupted depends on its place alone."""
+        first = 0
+        for pixels, labels in self.images.part(places).batches(BATCH, workers=2):
+            yield self._corrupted(pixels, places[first : first + len(labels)]), labels
+            first += len(labels)
+
+    def _corrupted(self, pixels: Tensor, places: Sequence[int]) -> Tensor:
+        if not self.kinds:
+            return pixels
+        options = {"seed": CORRUPTION_SEED, "parameters": "imagenet-c"}
+        every = [
+            corrupt(one, self.kinds[place], self.severity, first=place, **options)  # type: ignore[arg-type]
+            for one, place in zip(torch.split(pixels, 1), places, strict=True)
+        ]
+        return torch.cat(every)
+
+    def key(self, root: Path) -> str:
+        """A checksum of the files, their labels and what is done to them."""
+        files = [(path.relative_to(root).as_posix(), path.stat()) for path in self.images.paths]
+        listed = [[name, found.st_size, found.st_mtime_ns] for name, found in files]
+        made_by = [CORRUPTION_SEED, self.severity, list(self.kinds)] if self.kinds else []
+        return checksum(listed, self.images.labels.tolist(), repr(self.images.prepare), *made_by)
+
+
+def _source(
+    options: DataOptions,
+    name: str,
+    title: str,
+    role: Role,
+    pictures: _Pictures,
+    *,
+    types: tuple[str, ...] = (),
+    level: float = 0.0,
+    whole: Source | None = None,
+    places: Sequence[int] | None = None,
+) -> Source:
+    """A set of image files, or a part of one whose activations are computed for all of it.
+
+    Args:
+        options: what the user chose.
+        name: of the set.
+        title: for readers.
+        role: what it is for.
+        pictures: the files.
+        types: kinds of shift that are dealt over the images in turn.
+        level: how far they are shifted.
+        whole: the set that this is a part of.
+        places: of the part, in the whole; None is all.
+
+    Returns:
+        The set.
+    """
+    normalise = normalisation(options.normalisation or "imagenet")
+    chosen = range(len(pictures.images)) if places is None else tuple(places)
+
+    def part(start: int, stop: int) -> Batches:
+        return ((normalise(pixels), labels) for pixels, labels in pictures.read(chosen[start:stop]))
 
     def show(count: int) -> Tensor:
-        (pixels, _), *_ = images.part(torch.arange(min(count, len(images)))).batches(count)
-        return pixels
+        return torch.cat([in_colour(pixels, THUMBNAIL) for pixels, _ in pictures.read(chosen[:count])])
 
-    def batches() -> Batches:
-        return images.batches(64, normalisation(chosen), workers=2)
-
-    root = data_directory(options.directory)
-    files = [(path.relative_to(root).as_posix(), path.stat()) for path in images.paths]
-    listed = [[name, found.st_size, found.st_mtime_ns] for name, found in files]
-    key = checksum(listed, images.labels.tolist(), repr(images.prepare), repr(normalisation(chosen)))
-    return Source(name, title, role, len(images), key, batches, show, level, first_labels(role, images.labels))
+    if whole is None:
+        key = checksum(pictures.key(data_directory(options.directory)), repr(normalise))
+    else:
+        key = checksum(whole.checksum, list(chosen))
+    return Source(
+        name,
+        title,
+        role,
+        len(chosen),
+        key,
+        lambda: part(0, len(chosen)),
+        show,
+        level,
+        first_labels(role, pictures.images.labels[list(chosen[:EXAMPLES])]),
+        types,
+        open_part=part,
+        whole=whole,
+        places=() if whole is None else tuple(chosen),
+    )
 
 
 def _limited(images: ImageFolder, count: int | None) -> ImageFolder:
     return images if count is None else images.evenly(count)
 
 
-def _join(folders: list[ImageFolder]) -> ImageFolder:
-    """Several folders of the same classes as one.
+def _outliers(options: DataOptions) -> dict[str, Source]:
+    """Sets of outliers, enlarged when they are read; one that is not in the data directory is left out, and said so."""
+    normalise = normalisation(options.normalisation or "imagenet")
+    side = _preparation(options).crop or CENTRE_224.crop
+    found = {}
+    for name, title in OUTLIERS.items():
+        if not has_images(name, "test", options.directory):
+            warn(f"{DATASETS[name].title} is not in the data directory and is left out of the comparison.")
+            continue
+        images = load_images(name, "test", options.directory)
+        images = images if options.outliers is None else images.evenly(options.outliers)
+        found[name] = _enlarged(name, title, images, side or 224, normalise)
+    return found
 
-    Raises:
-        DataError: if their classes differ.
-    """
-    first = folders[0]
-    if any(folder.classes != first.classes for folder in folders):
-        message = "the corruptions' folders do not have the same classes: complete them."
-        raise DataError(message)
-    paths = tuple(path for folder in folders for path in folder.paths)
-    return ImageFolder(paths, torch.cat([folder.labels for folder in folders]), first.classes, first.prepare)
+
+def _enlarged(name: str, title: str, images: Images, side: int, normalise: Normalisation) -> Source:
+    def part(start: int, stop: int) -> Batches:
+        for first in range(start, stop, BATCH):
+            rows = slice(first, min(first + BATCH, stop))
+            yield normalise(in_colour(images.pixels[rows], side)), images.labels[rows]
+
+    def show(count: int) -> Tensor:
+        return in_colour(images.pixels[:count], THUMBNAIL)
+
+    key = checksum(image_checksum(images), side, repr(normalise))
+    return Source(name, title, "outlier", len(images), key, lambda: part(0, len(images)), show, open_part=part)
 
 
-def _corruptions(directory: Path) -> list[str]:
-    """The corruptions of ImageNet-C that are there with all severities; a note says which are not."""
+# --- ImageNet-C
+
+
+def _published(directory: Path, wanted: Sequence[str]) -> list[str]:
+    """The corruptions of ImageNet-C that are there with all severities; a note says which are not, if some are."""
     there = []
-    for corruption in CORRUPTIONS:
+    for corruption in wanted:
         try:
             for severity in SEVERITIES:
                 open_imagenet_c(corruption, severity, directory)
         except DataError:
             continue
         there.append(corruption)
-    if len(there) < len(CORRUPTIONS):
-        missing = ", ".join(corruption for corruption in CORRUPTIONS if corruption not in there)
-        warn(f"ImageNet-C lacks {missing} in {directory}: {len(there)} of {len(CORRUPTIONS)} corruptions are pooled.")
+    if there and len(there) < len(wanted):
+        missing = ", ".join(corruption for corruption in wanted if corruption not in there)
+        warn(f"ImageNet-C lacks {missing} in {directory}: {len(there)} of {len(wanted)} corruptions are used.")
     return there
 
 
-def _sources(options: DataOptions) -> dict[str, Source]:
+def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
+    """Which corruptions are used, and whether they are read from published files."""
+    for name in options.types:
+        one_of(name, CORRUPTIONS, "types")
+    there = _published(data_directory(options.directory), options.types or CORRUPTIONS)
+    if there:
+        return tuple(there), True
+    for name in options.types:
+        one_of(name, tuple(IMAGENET_PARAMETERS), "types that can be generated")
+    return options.types or GENERATED, False
+
+
+def _title(types: Sequence[str], published: bool, severity: int) -> str:
+    return f"ImageNet-C{'' if published else ', generated,'} ({len(types)} types) at severity {severity}"
+
+
+def _pooled(options: DataOptions, test: ImageFolder, severity: int, types: Sequence[str]) -> ImageFolder:
+    """Published images of all types together, where their originals are in the test set.
+
+    Raises:
+        DataError: if some are missing, or the classes differ.
+    """
     directory = data_directory(options.directory)
-    train = _limited(open_imagenet(directory, "train"), options.train)
-    held_out = open_imagenet(directory, "val")
+    folders = [open_imagenet_c(corruption, severity, directory, prepare=test.prepare) for corruption in types]
+    if any(folder.classes != test.classes for folder in folders):
+        message = "the corruptions' folders do not have the same classes as the validation images: complete them."
+        raise DataError(message)
+    # Validation images are left out here too: ImageNet-C keeps the names of the files.
+    kept = {(path.parent.name, path.stem) for path in test.paths}
+    paths = [
+        (path, int(label))
+        for folder in folders
+        for path, label in zip(folder.paths, folder.labels, strict=True)
+        if (path.parent.name, path.stem) in kept
+    ]
+    if len(paths) != len(kept) * len(types):
+        message = (
+            f"ImageNet-C at severity {severity} has {len(paths)} images of the {len(kept)} in the test set under "
+            f"{len(types)} corruptions in {directory}: are all there, with the names of the originals?"
+        )
+        raise DataError(message)
+    labels = torch.tensor([label for _, label in paths])
+    return ImageFolder(tuple(path for path, _ in paths), labels, test.classes, test.prepare)
+
+
+def _dealt(options: DataOptions, images: ImageFolder, severity: int, kinds: Sequence[str]) -> ImageFolder:
+    """The published files of these images, each under its own kind of corruption.
+
+    Raises:
+        DataError: if one is missing.
+    """
+    directory = data_directory(options.directory)
+    files = {
+        (kind, path.parent.name, path.stem): path
+        for kind in dict.fromkeys(kinds)
+        for path in open_imagenet_c(kind, severity, directory, prepare=images.prepare).paths
+    }
+    wanted = [(kind, path.parent.name, path.stem) for kind, path in zip(kinds, images.paths, strict=True)]
+    missing = next((key for key in wanted if key not in files), None)
+    if missing is not None:
+        message = f"ImageNet-C's {missing[0]} at severity {severity} lacks {missing[1]}/{missing[2]} in {directory}: complete it."
+        raise DataError(message)
+    return replace(images, paths=tuple(files[key] for key in wanted))
+
+
+# --- with training images
+
+
+def _sources(options: DataOptions) -> dict[str, Source]:
+    directory, prepare = data_directory(options.directory), _preparation(options)
+    train = _limited(open_imagenet(directory, "train", prepare=prepare), options.train)
+    held_out = open_imagenet(directory, "val", prepare=prepare)
     order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(SPLIT_SEED))
     cut = max(1, round(VALIDATION_SHARE * len(held_out)))
-    chosen = order[cut:].sort().values
-    test = _limited(held_out.part(chosen), options.test)
+    tested = held_out.part(order[cut:].sort().values)
+    test = _limited(tested, options.test)
+    validation = held_out.part(order[:cut].sort().values)
     sources = {
-        "train": _source(options, "train", "ImageNet train", "train", train),
-        "validation": _source(
-            options, "validation", "ImageNet validation", "validation", held_out.part(order[:cut].sort().values)
-        ),
-        "test": _source(options, "test", "ImageNet test", "test", test),
+        "train": _source(options, "train", "ImageNet train", "train", _Pictures(train)),
+        "validation": _source(options, "validation", "ImageNet validation", "validation", _Pictures(validation)),
+        "test": _source(options, "test", "ImageNet test", "test", _Pictures(test)),
     }
-    kept = {(path.parent.name, path.stem) for path in test.paths}
-    corruptions = _corruptions(directory)
-    for severity in SEVERITIES if corruptions else ():
-        joined = _join([open_imagenet_c(corruption, severity, directory) for corruption in corruptions])
-        # Validation images are left out here too: ImageNet-C keeps the names of the files.
-        places = [index for index, path in enumerate(joined.paths) if (path.parent.name, path.stem) in kept]
-        mine = torch.tensor(places, dtype=torch.int64)
-        if len(mine) != len(kept) * len(corruptions):
-            message = (
-                f"ImageNet-C at severity {severity} has {len(mine)} images of the {len(kept)} in the test set under "
-                f"{len(corruptions)} corruptions in {directory}: are all there, with the names of the originals?"
+    types, published = _types(options)
+    limit = options.shifted if options.shifted is not None else options.test
+    for severity in SEVERITIES:
+        name, title = f"severity {severity}", _title(types, published, severity)
+        if published:
+            pictures = _Pictures(_limited(_pooled(options, test, severity, types), limit))
+        else:
+            images = _limited(test, limit)
+            pictures = _Pictures(images, severity, tuple(types[index % len(types)] for index in range(len(images))))
+        dealt = () if published else types
+        sources[name] = _source(options, name, title, "shift", pictures, level=severity, types=dealt)
+    return {**sources, **_outliers(options)}
+
+
+# --- without: cross-fitting
+
+
+def _folds(options: DataOptions) -> Folds:
+    """Five rotations over the images of each class.
+
+    Raises:
+        DataError: if a class has fewer than five images.
+    """
+    images = open_imagenet(data_directory(options.directory), "val", prepare=_preparation(options))
+    ranks = _ranks(images.labels)
+    counts = torch.bincount(images.labels)
+    fewest = int(counts[counts > 0].min())
+    if fewest < FOLDS:
+        message = f"a cross-fit takes at least {FOLDS} images of each class, got {fewest} of one of them."
+        raise DataError(message)
+    pictures = _Pictures(images)
+    whole = _source(options, "images", "ImageNet validation images", "test", pictures)
+    types, published = _types(options)
+    some = _chosen(images, ranks, options.shifted or options.test, fewest, len(types))
+    shifted = images.part(some)
+    present = _present(shifted.labels)
+    kinds = tuple(types[int(torch.searchsorted(present, label)) % len(types)] for label in shifted.labels)
+    shifts: list[tuple[Source, _Pictures]] = []
+    for severity in SEVERITIES:
+        made = (
+            _Pictures(_dealt(options, shifted, severity, kinds)) if published else _Pictures(shifted, severity, kinds)
+        )
+        name, title = f"severity {severity}", _title(types, published, severity)
+        shifts.append((_source(options, name, title, "shift", made, level=severity), made))
+    outliers = _outliers(options)
+    folds: list[dict[str, Source]] = []
+    for turn in range(FOLDS):
+        parts: dict[Role, Tensor] = {
+            role: torch.nonzero(_in_parts(ranks, wanted, turn)).flatten() for role, wanted in PARTS.items()
+        }
+        fold: dict[str, Source] = {
+            role: _source(options, role, f"ImageNet {WORDS[role]}", role, pictures, whole=whole, places=places.tolist())
+            for role, places in parts.items()
+        }
+        # In the order of ranks, then of classes: the types then come in turn.
+        tested = torch.nonzero(_in_parts(ranks[some], PARTS["test"], turn)).flatten()
+        order = tested[torch.argsort(ranks[some][tested], stable=True)]
+        for source, made in shifts:
+            fold[source.name] = _source(
+                options,
+                source.name,
+                source.title,
+                "shift",
+                made,
+                types=types,
+                level=source.level,
+                whole=source,
+                places=order.tolist(),
             )
-            raise DataError(message)
-        shifted = _limited(joined.part(mine), options.test)
-        name = f"severity {severity}"
-        title = f"ImageNet-C ({len(corruptions)} types) at severity {severity}"
-        sources[name] = _source(options, name, title, "shift", shifted, severity)
-    return sources
+        folds.append({**fold, **outliers})
+    notes = (
+        "The training images are not here: the sums come from two of every five validation images, one tunes and two test, in five "
+        "rotations. Every image is tested in two of them, and errors over rotations are those of runs that share images.",
+    )
+    return Folds(tuple(folds), notes)
+
+
+def _present(labels: Tensor) -> Tensor:
+    """The classes that there are, in their order."""
+    return torch.tensor(sorted(set(labels.tolist())))
+
+
+def _ranks(labels: Tensor) -> Tensor:
+    """The how manieth of its class each image is, from 0."""
+    ranks, seen = torch.zeros_like(labels), dict[int, int]()
+    for place, label in enumerate(labels.tolist()):
+        ranks[place] = seen.get(label, 0)
+        seen[label] = int(ranks[place]) + 1
+    return ranks
+
+
+def _in_parts(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
+    return torch.isin(ranks % FOLDS, torch.tensor([(one + turn) % FOLDS for one in wanted]))
+
+
+def _chosen(images: ImageFolder, ranks: Tensor, limit: int | None, fewest: int, types: int) -> Tensor:
+    """Images that are shifted: equally many of each of some classes, as many classes for each type of corruption.
+
+    Raises:
+        DataError: if there are fewer classes than types.
+    """
+    classes = _present(images.labels)
+    wanted = len(classes) if limit is None else min(len(classes), limit // fewest)
+    count = max(types, wanted // types * types)
+    if count > len(classes):
+        message = f"{len(classes)} classes are too few for {types} types of corruption: name fewer with --types."
+        raise DataError(message)
+    chosen = classes[even_places(len(classes), count)]
+    return torch.nonzero(torch.isin(images.labels, chosen) & (ranks < fewest)).flatten()
 
 
 IMAGENET = Suite(
     name="imagenet",
     title="ImageNet",
     builders={
-        name: (lambda name=name: build_network(name, 1000))  # type: ignore[misc]
+        name: (lambda name=name: build_network(name, CLASSES))  # type: ignore[misc]
         for name in ("wrn-50-2",)
     },
     classes=(),
@@ -123,11 +416,14 @@ IMAGENET = Suite(
     threshold=None,
     shift=Shift("severity", "ImageNet-C", "severity", (0.0, *(float(severity) for severity in SEVERITIES))),
     make_sources=_sources,
+    make_folds=_folds,
     components=3,
+    class_count=CLASSES,
     notes=(
         "The paper's threshold for ImageNet is not known; 0.01 below the networks' accuracy is used.",
-        "A fifth of ImageNet's validation images tune the prior precision, the others test; ImageNet-C is used where its images "
-        "are of the latter.",
+        "With training images, a fifth of ImageNet's validation images tune the prior precision, the others test; ImageNet-C is "
+        "used where its images are of the latter. Published files are pooled over all types; generated images are corrupted once, "
+        "the types dealt in turn.",
     ),
 )
-"""The paper's ImageNet-C, with trained networks that the user brings. All the corruptions that are there are pooled."""
+"""The paper's ImageNet-C, with trained networks that the user brings."""

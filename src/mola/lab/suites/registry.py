@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mola.lab.suite import Suite
 from mola.lab.suites.cifar10 import CIFAR10
+from mola.lab.suites.clinc import CLINC
 from mola.lab.suites.digits import DIGITS
 from mola.lab.suites.imagenet import IMAGENET
 from mola.lab.suites.mnist import MNIST
@@ -11,7 +12,7 @@ from mola.options import one_of
 
 __all__ = ["SUITES", "find_suite"]
 
-SUITES: dict[str, Suite] = {suite.name: suite for suite in (DIGITS, MNIST, CIFAR10, IMAGENET)}
+SUITES: dict[str, Suite] = {suite.name: suite for suite in (DIGITS, MNIST, CIFAR10, IMAGENET, CLINC)}
 
 
 def find_suite(name: str) -> Suite:

@@ -1,0 +1,113 @@
+"""One posterior, mapped over partitions by Ray Data, Spark and Dask: the same numbers as the plain call.
+
+    python examples/engines.py [--engine dask] [--engine ray] [--engine spark]
+
+Three small networks on handwritten digits become one ONNX file. `mola.BatchPredictor` is a function from a batch to columns: it holds
+the file's name only, and each worker reads the file once. Without `--engine`, every engine that is installed. Needs
+`pip install 'mola-torch[bench,export]' pandas` and what you choose of `dask[dataframe]`, `ray[data]` and `pyspark` (which needs Java).
+About ten seconds, and as long again for each engine to start.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import mola
+
+PACKAGES = {"dask": "dask", "ray": "ray", "spark": "pyspark"}
+COLUMNS = [f"pixel_{index}" for index in range(64)]
+
+
+def train(seed: int, images, labels) -> nn.Module:
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimiser = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    for _ in range(100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(network(images), labels).backward()
+        optimiser.step()
+    return network.eval()
+
+
+def with_dask(predictor, frame):
+    import dask.dataframe
+
+    partitions = dask.dataframe.from_pandas(frame, npartitions=4)
+    return partitions.map_partitions(predictor, meta=predictor(frame.head(0))).compute()
+
+
+def with_ray(predictor, frame):
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    try:
+        rows = ray.data.from_pandas(frame).repartition(4)
+        return rows.map_batches(predictor, batch_format="pandas", batch_size=100).to_pandas()
+    finally:
+        ray.shutdown()
+
+
+def with_spark(predictor, frame):
+    from pyspark.sql import SparkSession
+
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # workers with the same packages
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
+    try:
+        rows = spark.createDataFrame(frame).repartition(4)
+        return rows.mapInPandas(predictor.over, schema=predictor.spark_schema({"id": "long"})).toPandas()
+    finally:
+        spark.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", action="append", choices=PACKAGES, help="which; may be given several times")
+    parser.add_argument("--output", type=Path, default=Path("example-results"), help="folder for the ONNX file")
+    options = parser.parse_args()
+
+    pixels, labels = load_digits(return_X_y=True)
+    images, labels = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+    train_set, val_set = (TensorDataset(images[part], labels[part]) for part in (slice(0, 1000), slice(1000, 1300)))
+    networks = [train(seed, *train_set.tensors) for seed in range(3)]
+    posterior = mola.fit(networks, *(DataLoader(some, batch_size=100) for some in (train_set, val_set)), progress=False)
+
+    options.output.mkdir(parents=True, exist_ok=True)
+    file = (options.output / "digits.onnx").resolve()  # where all workers can read it
+    mola.export_onnx(posterior, file, images[:2], classes=[str(digit) for digit in range(10)])
+    predictor = mola.BatchPredictor(file, inputs=COLUMNS, keep=["id"])
+
+    new = images[1300:]
+    frame = pd.DataFrame(new.numpy(), columns=COLUMNS).assign(id=np.arange(len(new)))
+    plain = predictor(frame)  # the same function without any engine
+    torchs = posterior.predict(new)
+    gap = np.abs(plain["confidence"] - torchs.confidence.double().numpy()).max()
+    print(f"{len(plain)} rows; columns {', '.join(plain.columns)}")
+    print(f"pandas: largest difference in confidence from posterior.predict {gap:.1e}")
+
+    chosen = options.engine or [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
+    for name in chosen:
+        start = time.perf_counter()
+        found = globals()[f"with_{name}"](predictor, frame).sort_values("id", ignore_index=True)
+        numbers = plain.select_dtypes("number").columns
+        gap = np.abs(found[numbers].to_numpy(float) - plain[numbers].to_numpy(float)).max()
+        same = bool((found["class"].to_numpy(str) == plain["class"].to_numpy(str)).all())
+        print(
+            f"{name}: {len(found)} rows, {time.perf_counter() - start:.0f} s; largest difference {gap:.1e}, same classes: {same}"
+        )
+    for name in PACKAGES.keys() - set(chosen):
+        print(f"{name}: not asked for, or not installed")
+
+
+if __name__ == "__main__":
+    main()

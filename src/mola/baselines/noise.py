@@ -1,0 +1,131 @@
+"""Noise scaling: the noise that does best on validation data, for predictors of numbers that have no curvature to tune.
+
+What temperature scaling is for classes: one number for each output, and means stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mola import normal_mixtures
+from mola.errors import DataError, OptionError
+from mola.likelihood import Gaussian, Likelihood
+from mola.mixture import Mixture
+from mola.network import as_batch, batches_of
+from mola.regression import RegressionMoLA
+
+__all__ = ["best_factors", "only_means", "require_answers", "scale_noise"]
+
+STEPS = 60
+"""Of golden sections: the interval shrinks to a part in 10^12."""
+
+RANGE = 100.0
+"""How many times smaller or larger than the errors the noise may be."""
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def only_means(likelihood: Likelihood, what: str) -> Likelihood:
+    """A likelihood for a predictor whose members say means or probabilities, and nothing else.
+
+    Raises:
+        OptionError: if networks say their variance, too.
+    """
+    if isinstance(likelihood, Gaussian) and likelihood.heteroscedastic:
+        message = f"{what} averages means: networks that say their variance, too, go through mola.fit or mola.ensemble."
+        raise OptionError(message)
+    return likelihood
+
+
+def require_answers(likelihood: Likelihood, what: str) -> None:
+    """Refuse to save a predictor whose file would not hold its noise.
+
+    Raises:
+        OptionError: if its outputs are numbers.
+    """
+    if not likelihood.discrete:
+        message = f"{what} for likelihood {likelihood.name!r} cannot be saved: its files hold no noise. Make it again instead."
+        raise OptionError(message)
+
+
+def scale_noise(predictor: Mixture, val_loader: Iterable[Any]) -> Any:
+    """The same predictor with the noise that makes validation targets most likely: one number for each output.
+
+    Args:
+        predictor: an ensemble of `mola.ensemble(models, likelihood="gaussian")`, a `mola.Swag` or a `mola.McDropout` of numbers. A
+            posterior of `mola.fit` chooses its noise in `tune`.
+        val_loader: validation data as batches of (inputs, targets), the targets in their own units.
+
+    Returns:
+        A predictor of the same kind.
+
+    Raises:
+        OptionError: if it does not predict numbers, or has curvature.
+        DataError: if there are no validation data.
+    """
+    likelihood = predictor.likelihood
+    if not isinstance(likelihood, Gaussian):
+        message = (
+            f"scale_noise is for numbers, got likelihood {likelihood.name!r}: for classes, use mola.temperature_scaled."
+        )
+        raise OptionError(message)
+    if isinstance(predictor, RegressionMoLA) and predictor.structure is not None:
+        message = (
+            "the noise of a posterior of mola.fit is chosen with its prior precision: call posterior.tune(val_loader)."
+        )
+        raise OptionError(message)
+    unit: Any = likelihood if likelihood.noise is not None else replace(likelihood, noise=likelihood.scale)
+    if likelihood.noise is None and likelihood.heteroscedastic:
+        unit = replace(likelihood, noise=1.0)
+    started = _with(predictor, unit)
+    parts, targets = [], []
+    for index, raw in enumerate(batches_of(val_loader, "the validation loader")):
+        place = f"batch {index} of the validation loader"
+        batch = as_batch(raw, place)
+        if batch.labels is None:
+            message = f"{place} has no targets. Yield (inputs, targets)."
+            raise DataError(message)
+        said = started._predict_batch(batch.inputs, None, place).cpu()
+        parts.append(said)
+        given = batch.labels.double().cpu()
+        targets.append(given[:, None] if given.dim() == 1 else given)
+    if not parts:
+        message = "the validation loader is empty: it yielded no batch."
+        raise DataError(message)
+    said = type(parts[0]).concatenate(parts)
+    observed = said._targets(torch.cat(targets))
+    factors = best_factors(said.weights, said.component_mean, said.component_variance, said.component_noise, observed)
+    noise = torch.tensor(unit.noise, dtype=torch.float64, device="cpu").expand(len(factors)) * factors
+    return _with(predictor, replace(likelihood, noise=tuple(noise.tolist()), estimated=True))
+
+
+def _with(predictor: Any, likelihood: Gaussian) -> Any:
+    """The predictor with another noise."""
+    if isinstance(predictor, RegressionMoLA):
+        return predictor._with(components=[one.of_likelihood(likelihood) for one in predictor.components])
+    return predictor.of_likelihood(likelihood)
+
+
+def best_factors(weights: Tensor, means: Tensor, variances: Tensor, noises: Tensor, targets: Tensor) -> Tensor:
+    """Factors (D,) of the noise at which targets (n, D) are most likely, by golden sections over its logarithm."""
+    means, variances, noises = (one.double() for one in (means, variances, noises))
+    rest = variances - noises
+    error = (torch.einsum("k,knd->nd", weights.to(means), means) - targets).square()
+    start = (error.mean(0) / noises.mean((0, 1))).sqrt().clamp_min(1e-12).log()
+    low, high = start - math.log(RANGE), start + math.log(RANGE)
+
+    def loss(logs: Tensor) -> Tensor:
+        return -normal_mixtures.log_density(weights, means, rest + noises * (2 * logs).exp(), targets).mean(0)
+
+    for _ in range(STEPS):
+        width = GOLDEN * (high - low)
+        left, right = high - width, low + width
+        better = loss(left) < loss(right)
+        low, high = torch.where(better, low, left), torch.where(better, right, high)
+    return ((low + high) / 2).exp()

@@ -1,0 +1,190 @@
+"""The UCI regression sets in the form in which papers compare on them: numbers in a text file, and published splits.
+
+The folder of a set holds `data.txt` (rows of numbers), `index_features.txt` and `index_target.txt` (which columns are what), and
+`index_test_0.txt`, ... (which rows are for testing), as published with "Dropout as a Bayesian Approximation" (Gal, Ghahramani, 2016).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mola.errors import DataError, OptionError
+from mola.options import one_of
+
+__all__ = ["SETS", "Split", "UciSet", "read_uci"]
+
+SETS = (
+    "bostonHousing",
+    "concrete",
+    "energy",
+    "kin8nm",
+    "naval-propulsion-plant",
+    "power-plant",
+    "protein-tertiary-structure",
+    "wine-quality-red",
+    "yacht",
+)
+"""The nine sets of Hernández-Lobato and Adams (2015) that can be had as text; the tenth has half a million rows."""
+
+WIDE = "protein-tertiary-structure"
+"""The one whose networks have 100 hidden units, and which has 5 splits."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which rows are for training and which for testing, standardised by what the training rows show.
+
+    Attributes:
+        train: inputs (n, P) and targets (n, 1) in units of their standard deviation, less their mean.
+        test: inputs (m, P), standardised alike, and targets (m, 1) as they are.
+        location: mean of the training targets.
+        scale: their standard deviation.
+    """
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    location: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class UciSet:
+    """A set of numbers: inputs (N, P), targets (N, 1), and the test rows of each published split."""
+
+    name: str
+    inputs: Tensor
+    targets: Tensor
+    tests: tuple[Tensor, ...]
+
+    @property
+    def hidden(self) -> int:
+        """Hidden units that papers use for it."""
+        return 100 if self.name == WIDE else 50
+
+    @cached_property
+    def checksum(self) -> str:
+        """Of the numbers and the splits."""
+        digest = hashlib.sha256()
+        for tensor in (self.inputs, self.targets, *self.tests):
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def split(self, number: int) -> Split:
+        """A published split.
+
+        Args:
+            number: from 0.
+
+        Returns:
+            The split.
+
+        Raises:
+            OptionError: if there are not so many.
+        """
+        if not 0 <= number < len(self.tests):
+            message = (
+                f"{self.name} has {len(self.tests)} published splits, from 0 to {len(self.tests) - 1}; got {number}."
+            )
+            raise OptionError(message)
+        return self._divided(self.tests[number])
+
+    def gap(self, feature: int) -> Split:
+        """A split whose test rows are the middle third by one feature (Foong et al., 2019): in between, and never seen.
+
+        Args:
+            feature: from 0.
+
+        Returns:
+            The split.
+        """
+        order = self.inputs[:, feature].argsort(stable=True)
+        third = len(order) // 3
+        return self._divided(order[third : len(order) - third])
+
+    def _divided(self, test: Tensor) -> Split:
+        kept = torch.ones(len(self.inputs), dtype=torch.bool)
+        kept[test] = False
+        inputs, targets = self.inputs[kept], self.targets[kept]
+        mean, spread = inputs.mean(0), inputs.std(0, correction=0)
+        spread = torch.where(spread > 0, spread, 1)
+        location, scale = float(targets.mean()), float(targets.std(correction=0))
+        return Split(
+            ((inputs - mean) / spread, (targets - location) / scale),
+            ((self.inputs[test] - mean) / spread, self.targets[test]),
+            location,
+            scale,
+        )
+
+
+def read_uci(folder: str | Path, name: str) -> UciSet:
+    """A set with its published splits.
+
+    Args:
+        folder: which holds a folder for each set.
+        name: one of `SETS`.
+
+    Returns:
+        The set, in float64.
+
+    Raises:
+        DataError: if files are missing or garbled.
+    """
+    place = Path(folder) / one_of(name, SETS, "set")
+    rows = _numbers(place / "data.txt", 2)
+    columns = [_indices(place / f"index_{part}.txt", rows.shape[1]) for part in ("features", "target")]
+    files = sorted(place.glob("index_test_*.txt"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    if not files:
+        message = f"{place} holds no index_test_0.txt: the published splits are missing."
+        raise DataError(message)
+    tests = tuple(torch.from_numpy(_indices(path, len(rows))) for path in files)
+    features, target = columns
+    if len(target) != 1:
+        message = f"{place / 'index_target.txt'}: expected one column, got {len(target)}."
+        raise DataError(message)
+    inputs, targets = np.ascontiguousarray(rows[:, features]), np.ascontiguousarray(rows[:, target])
+    return UciSet(name, torch.from_numpy(inputs), torch.from_numpy(targets), tests)
+
+
+def _numbers(path: Path, dimensions: Literal[1, 2]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """The numbers of a text file.
+
+    Raises:
+        DataError: if there is none, or it holds something else.
+    """
+    try:
+        numbers = np.loadtxt(path, dtype=np.float64, ndmin=dimensions)
+    except FileNotFoundError as error:
+        message = (
+            f"{path} does not exist: expected a folder for each set with data.txt, index_features.txt, index_target.txt and "
+            f"index_test_0.txt, ..., as published with 'Dropout as a Bayesian Approximation' (Gal and Ghahramani, 2016)."
+        )
+        raise DataError(message) from error
+    except ValueError as error:
+        message = f"{path} does not hold numbers in rows: {error}"
+        raise DataError(message) from error
+    if not numbers.size or not np.isfinite(numbers).all():
+        message = f"{path} must hold finite numbers, got {numbers.size}, finite or not."
+        raise DataError(message)
+    return numbers
+
+
+def _indices(path: Path, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Whole numbers from 0 to below `count`, each once.
+
+    Raises:
+        DataError: if they are others.
+    """
+    given = _numbers(path, 1)
+    found = given.astype(np.int64)
+    if (found != given).any() or found.min() < 0 or found.max() >= count or len(np.unique(found)) < len(found):
+        message = f"{path} must hold different whole numbers from 0 to {count - 1}."
+        raise DataError(message)
+    return found

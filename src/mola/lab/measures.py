@@ -1,0 +1,146 @@
+"""Numbers beyond the common metrics that a suite asks of every method: agreement with people, rejection at a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mola.compare.tally import Answer, Tally, tally_set
+from mola.errors import DataError
+from mola.uncertainty import entropy
+
+__all__ = ["Answers", "HumanLabels", "Measure", "Rejection", "best_threshold", "rank_correlation"]
+
+Answers = Callable[[str], Iterable[tuple[Answer, Tensor]]]
+"""What a method says of a set, by the set's name: batch by batch with the labels, outlier scores included."""
+
+
+class Measure(Protocol):
+    """A number that a suite asks of every method of its main comparison."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the suite; a record's numbers are kept under it."""
+
+    def __call__(self, answers: Answers, /) -> dict[str, float]:
+        """The numbers of one method, by name."""
+
+
+def rank_correlation(first: Tensor, second: Tensor) -> float:
+    """Spearman's rank correlation; equal values share the mean of their ranks.
+
+    Args:
+        first: (n,).
+        second: (n,).
+
+    Returns:
+        Between -1 and 1; 0 if all values of one are equal, since then it orders nothing.
+    """
+    ranks = [_ranks(one.double().numpy()) for one in (first, second)]
+    centred = [one - one.mean() for one in ranks]
+    size = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
+    return float((centred[0] * centred[1]).sum()) / size if size > 0 else 0.0
+
+
+def _ranks(values: NDArray[Any]) -> NDArray[Any]:
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    # The last rank of each value, less half of those that share it.
+    mean: NDArray[Any] = np.cumsum(counts) - (counts - 1) / 2
+    return mean[places]
+
+
+@dataclass(frozen=True, eq=False)
+class HumanLabels:
+    """Whether a method doubts where people do: its probabilities beside many people's labels of the test data.
+
+    Gives `cross-entropy` of the probabilities to the people's shares, `divergence` (that, less the entropy of the people
+    themselves: 0 would be their very shares), and for every score of the method the rank correlation with the people's entropy.
+    """
+
+    counts: Tensor
+    """(n, C), in the order of the test set: how many people gave each label."""
+    name: str = "people"
+
+    def __call__(self, answers: Answers) -> dict[str, float]:
+        """The numbers of one method.
+
+        Raises:
+            DataError: if the test set is not the one that people labelled.
+        """
+        shares = self.counts.double() / self.counts.double().sum(1, keepdim=True)
+        doubt = entropy(shares)
+        losses: list[Tensor] = []
+        scores: dict[str, list[Tensor]] = {}
+        for answer, labels in answers("test"):
+            start = sum(len(one) for one in losses)
+            here = shares[start : start + len(labels)]
+            if here.shape != answer.probs.shape:
+                break
+            # The smallest number of the probabilities' own type, as for the log loss: 0 would cost infinitely much.
+            log_probs = answer.probs.clamp_min(torch.finfo(answer.probs.dtype).tiny).double().log()
+            losses.append(-(here * log_probs).sum(1))
+            for name, score in answer.scores().items():
+                scores.setdefault(name, []).append(score)
+        count = sum(len(one) for one in losses)
+        if count != len(shares):
+            message = f"people labelled {len(shares)} images of {shares.shape[1]} classes; the test set is another."
+            raise DataError(message)
+        loss = float(torch.cat(losses).mean())
+        found = {"cross-entropy": loss, "divergence": loss - float(doubt.mean())}
+        return found | {f"correlation, {name}": rank_correlation(torch.cat(one), doubt) for name, one in scores.items()}
+
+
+def best_threshold(inside: Tensor, right: Tensor, outside: Tensor) -> float:
+    """The threshold of a score that treats most inputs rightly: known ones answered well, outliers rejected.
+
+    Args:
+        inside: (n,) scores of data of the classes.
+        right: (n,) whether their class is predicted.
+        outside: (m,) scores of outliers.
+
+    Returns:
+        The least of the best: inputs whose score is above it are rejected.
+    """
+    scores = torch.cat([inside, outside]).double()
+    # Raising the threshold past an input answers it: a gain of 1 if its class is right, a loss of 1 if it is an outlier.
+    gains = torch.cat([right.double(), -torch.ones(len(outside), dtype=torch.float64)])
+    values, places = np.unique(scores.numpy(), return_inverse=True)
+    total = np.bincount(places, gains.numpy(), len(values)).cumsum()
+    best = int(total.argmax())
+    return -np.inf if total[best] < 0 else float(values[best])
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """In-scope accuracy and out-of-scope recall with one threshold on a score, as Larson et al. (2019) report them.
+
+    The threshold is the one that treats most validation inputs rightly, out of scope being a class of its own
+    (their "oos-threshold"). Gives for every score `in-scope accuracy` (answered, with the right class, of all test data) and
+    `out-of-scope recall`.
+    """
+
+    validation: tuple[str, str]
+    """Names of the sets to choose the threshold on: in scope, and out of it."""
+    test: tuple[str, str]
+    name: str = "rejection"
+
+    def __call__(self, answers: Answers) -> dict[str, float]:
+        """The numbers of one method."""
+        known, unknown, test, outside = (_tally(answers, name) for name in (*self.validation, *self.test))
+        found: dict[str, float] = {}
+        for score in test.scores:
+            threshold = best_threshold(known[score], known["correct"], unknown[score])
+            answered = test[score] <= threshold
+            found[f"in-scope accuracy, {score}"] = float((answered * test["correct"]).double().mean())
+            found[f"out-of-scope recall, {score}"] = float((outside[score] > threshold).double().mean())
+        return found
+
+
+def _tally(answers: Answers, name: str) -> Tally:
+    return tally_set(({"": answer}, labels) for answer, labels in answers(name))[""]

@@ -1,0 +1,334 @@
+"""The UCI regression sets: small networks trained on each published split, every method on the same ones, a record for each split.
+
+As the papers do (Hernández-Lobato and Adams, 2015; Gal and Ghahramani, 2016; Lakshminarayanan et al., 2017): one hidden layer of 50
+ReLU units, 100 for the protein set, 40 epochs, inputs and targets standardised by the training rows. A tenth of the training rows is
+held out: it chooses noise, prior precision and distance exponent, for every method alike, and the networks never see it.
+
+A split may also leave out the middle third of the rows by one feature (Foong et al., 2019): then the test rows lie between what was
+seen.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mola.baselines.noise import scale_noise
+from mola.baselines.swag import Swag
+from mola.errors import MolaWarning, StorageError
+from mola.fitting import ensemble, fit
+from mola.lab.data.uci import SETS, Split, UciSet, read_uci
+from mola.lab.runner import environment
+from mola.likelihood import Gaussian
+from mola.metrics import auroc
+from mola.regression_prediction import RegressionPrediction
+from mola.saving.storage import write_atomically
+from mola.saving.training_checkpoint import DivergedError
+from mola.schema import check, parse, sealed
+from mola.training import Recipe, train_mlps
+from mola.training.labelled import Labelled
+
+__all__ = ["FORMAT", "METHODS", "UciOrder", "read_records", "run_uci"]
+
+FORMAT, VERSION = "mola-uci", 1
+
+MEMBERS = 5
+"""Networks of a mixture."""
+
+RECIPE = Recipe(epochs=40, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
+
+HELD_OUT = 10
+"""One of so many training rows is for validation."""
+
+STRUCTURE = "kron-exact"
+"""For one output and constant noise, the exact posterior of the last layer."""
+
+RATES = (3e-2, 3e-3)
+"""Learning rates of SWAG: the first that does not diverge."""
+
+SWAG_BATCH, SWAG_EPOCHS = 128, 20
+
+METHODS = ("MAP", "DE", "LLLA", "MoLA", "MoLA (distance)", "SWAG")
+"""In the order of tables: one network, all, one with its last layer's posterior, all with theirs, and one that walks on."""
+
+GAP_METHODS = METHODS[:-1]
+
+SCHEMA = {
+    "format": str,
+    "version": int,
+    "set": str,
+    "split": str,
+    "settings": {},
+    "data": str,
+    "methods": {str: {str: float}},
+    "environment": {},
+}
+
+
+@dataclass(frozen=True)
+class UciOrder:
+    """What to run.
+
+    Attributes:
+        data: folder that holds a folder for each set.
+        results: folder for the records, in a folder `uci`.
+        sets: names of sets.
+        splits: at most so many published splits of each; None is all.
+        gaps: whether to run the splits that leave out the middle of each feature, too.
+        fresh: whether to make records anew that are there already.
+    """
+
+    data: Path
+    results: Path
+    sets: Sequence[str] = SETS
+    splits: int | None = None
+    gaps: bool = False
+    fresh: bool = False
+
+
+def run_uci(order: UciOrder, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> Path:
+    """Train and compare; each record is written as soon as it is made, and one that is there is kept.
+
+    Args:
+        order: what to run.
+        progress: told what is done, and how much there is.
+
+    Returns:
+        The folder of the records.
+    """
+    folder = order.results / "uci"
+    for name in order.sets:
+        data = read_uci(order.data, name)
+        jobs = list(_jobs(data, order))
+        for done, (label, split, methods) in enumerate(jobs):
+            progress(name, done, len(jobs))
+            path = folder / name / f"{label}.json"
+            settings = _settings(data, methods)
+            if not order.fresh and _is_made(path, settings, data.checksum):
+                continue
+            found = compare(data, split, methods, seed=_seed(label))
+            document = {
+                "format": FORMAT,
+                "version": VERSION,
+                "set": name,
+                "split": label,
+                "settings": settings,
+                "data": data.checksum,
+                "methods": found,
+                "environment": environment(),
+            }
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = [
+                f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in sealed(document).items()
+            ]
+            write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+        progress(name, len(jobs), len(jobs))
+    return folder
+
+
+def _jobs(data: UciSet, order: UciOrder) -> Iterator[tuple[str, Split, tuple[str, ...]]]:
+    count = len(data.tests) if order.splits is None else min(order.splits, len(data.tests))
+    for number in range(count):
+        yield f"split-{number}", data.split(number), METHODS
+    if order.gaps:
+        for feature in range(data.inputs.shape[1]):
+            if len(set(data.inputs[:, feature].tolist())) > 2:  # a feature of two values has no middle
+                yield f"gap-{feature}", data.gap(feature), GAP_METHODS
+
+
+def _seed(label: str) -> int:
+    """Of a split's networks and of its validation rows."""
+    return int(label.rpartition("-")[2]) + (1000 if label.startswith("gap") else 0)
+
+
+def _settings(data: UciSet, methods: Sequence[str]) -> dict[str, Any]:
+    return {
+        "methods": list(methods),
+        "members": MEMBERS,
+        "hidden": data.hidden,
+        "recipe": RECIPE.describe(),
+        "held_out": HELD_OUT,
+        "structure": STRUCTURE,
+        "swag": {"learning_rates": list(RATES), "epochs": SWAG_EPOCHS, "batch_size": SWAG_BATCH},
+    }
+
+
+def _is_made(path: Path, settings: dict[str, Any], checksum: str) -> bool:
+    if not path.exists():
+        return False
+    record = _read(path)
+    return record["settings"] == settings and record["data"] == checksum
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """One record.
+
+    Raises:
+        StorageError: if it is garbled.
+    """
+    try:
+        document = parse(path.read_bytes())
+        check(document, SCHEMA, "")
+    except (ValueError, StorageError) as error:
+        message = f"{path}: {error} Delete it and run again: the rest is kept."
+        raise StorageError(message) from error
+    if (document["format"], document["version"]) != (FORMAT, VERSION):
+        message = f"{path}: expected format {FORMAT} {VERSION}, got {document['format']} {document['version']}."
+        raise StorageError(message)
+    return document
+
+
+def read_records(results: str | Path) -> list[dict[str, Any]]:
+    """All records under a folder of results.
+
+    Raises:
+        StorageError: if there are none.
+    """
+    folder = Path(results) / "uci"
+    found = [_read(path) for path in sorted(folder.glob("*/*.json"))]
+    if not found:
+        message = f"{folder} holds no records. Make some with: mola bench uci --data DIR"
+        raise StorageError(message)
+    return found
+
+
+def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) -> dict[str, dict[str, float]]:
+    """Train the networks of a split, and score the methods on its test rows.
+
+    Args:
+        data: the set.
+        split: of it.
+        methods: of `METHODS`.
+        seed: of the networks, and of which training rows are held out.
+
+    Returns:
+        For each method "rmse", "nll", "crps", "coverage" (of 90 % intervals), "std" and "epistemic" (its share of the variance) on the
+        test rows, "std_inside" on the validation rows, "ood" (AUROC of the outlier score, test rows against validation rows),
+        "noise", "prior_precision", "distance_exponent" and "seconds".
+    """
+    inputs, targets = split.train[0].float(), split.train[1].float()
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
+    held, seen = order[: len(order) // HELD_OUT], order[len(order) // HELD_OUT :]
+    networks = train_mlps(
+        inputs.shape[1],
+        (data.hidden,),
+        1,
+        Labelled(inputs[seen], targets[seen]),
+        RECIPE,
+        members=MEMBERS,
+        seed=seed,
+        loss="squared-error",
+    )
+    in_units = targets.double() * split.scale + split.location
+    work = _Work(
+        networks,
+        Gaussian(location=split.location, scale=split.scale),
+        (inputs[seen], in_units[seen]),
+        (inputs[held], in_units[held]),
+        (split.test[0].float(), split.test[1]),
+        seed,
+    )
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MolaWarning)  # of rules, about a split of hundreds
+        for method in methods:
+            start = time.perf_counter()
+            predictor = work.predictor(method)
+            found[method] = work.scored(predictor) | {"seconds": time.perf_counter() - start}
+    return found
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The networks of a split, and its rows as (inputs, targets in their own units)."""
+
+    networks: Sequence[nn.Sequential]
+    likelihood: Gaussian
+    train: tuple[Tensor, Tensor]
+    validation: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    seed: int
+
+    def predictor(self, method: str) -> Any:
+        """A method, fitted and tuned."""
+        if method == "SWAG":
+            return self._swag()
+        networks = self.networks[:1] if method in ("MAP", "LLLA") else self.networks
+        if method in ("MAP", "DE"):
+            return scale_noise(ensemble(networks, likelihood=self.likelihood), [self.validation])
+        rule = "distance" if "distance" in method else "nll"
+        return fit(
+            networks,
+            [self.train],
+            [self.validation],
+            STRUCTURE,
+            rule=rule,
+            likelihood=self.likelihood,
+            progress=False,
+        )
+
+    def _swag(self) -> Any:
+        loader = _Shuffled(*self.train, SWAG_BATCH)
+        for rate in RATES:
+            try:
+                made = Swag.fit(
+                    self.networks[0],
+                    loader,
+                    learning_rate=rate,
+                    epochs=SWAG_EPOCHS,
+                    weight_decay=RECIPE.weight_decay,
+                    seed=self.seed,
+                    likelihood=self.likelihood,
+                    progress=False,
+                )
+            except DivergedError:
+                if rate == RATES[-1]:
+                    raise
+            else:
+                return scale_noise(made, [self.validation])
+        raise AssertionError
+
+    def scored(self, predictor: Any) -> dict[str, float]:
+        """What it says of the test rows, in numbers."""
+        inputs, targets = self.test
+        said: RegressionPrediction = predictor.predict(inputs)
+        inside: RegressionPrediction = predictor.predict(self.validation[0])
+        lower, upper = said.interval(0.9)
+        noise = said.aleatoric.mean().sqrt()
+        exponent = getattr(predictor, "distance_exponent", 0.0)
+        precision = predictor.prior_precision[0] if getattr(predictor, "structure", None) else 0.0
+        return {
+            "rmse": float((said.mean - targets).square().mean().sqrt()),
+            "nll": float(-said.log_prob(targets).double().mean()),
+            "crps": float(said.crps(targets).double().mean()),
+            "coverage": float(((targets >= lower) & (targets <= upper)).double().mean()),
+            "std": float(said.std.double().mean()),
+            "std_inside": float(inside.std.double().mean()),
+            "epistemic": float((said.epistemic / said.variance).double().mean()),
+            "ood": float(auroc(inside.ood_score, said.ood_score)),
+            "noise": float(noise),
+            "prior_precision": float(precision),
+            "distance_exponent": float(exponent),
+        }
+
+
+class _Shuffled:
+    """Batches in another order every time, by torch's random state."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, size: int) -> None:
+        self.inputs, self.targets, self.size = inputs, targets, size
+
+    def __len__(self) -> int:
+        return -(-len(self.inputs) // self.size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in torch.split(torch.randperm(len(self.inputs)), self.size):
+            yield self.inputs[rows], self.targets[rows]

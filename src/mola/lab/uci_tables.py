@@ -1,0 +1,147 @@
+"""What the comparison on the UCI sets found, as tables beside published numbers; in how many sets a method is as good as the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mola.lab.data.uci import SETS
+from mola.lab.uci import GAP_METHODS, METHODS
+
+__all__ = ["PUBLISHED", "Estimate", "as_good", "estimates", "gap_table", "published_table", "score_table"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over splits, its standard error, and how many splits there are."""
+
+    mean: float
+    error: float
+    count: int
+
+    def __str__(self) -> str:
+        """As in the papers' tables."""
+        if math.isnan(self.error):
+            return f"{self.mean:.2f}"
+        return f"{self.mean:.2f} \u00b1 {self.error:.2f}"
+
+
+def _published(*numbers: float) -> dict[str, dict[str, Estimate]]:
+    names = ("PBP", "MC dropout", "deep ensembles")
+    pairs = [Estimate(numbers[place], numbers[place + 1], 20) for place in range(0, 12, 2)]
+    return {"rmse": dict(zip(names, pairs[:3], strict=True)), "nll": dict(zip(names, pairs[3:], strict=True))}
+
+
+PUBLISHED: dict[str, dict[str, dict[str, Estimate]]] = {
+    "bostonHousing": _published(3.01, 0.18, 2.97, 0.85, 3.28, 1.00, 2.57, 0.09, 2.46, 0.25, 2.41, 0.25),
+    "concrete": _published(5.67, 0.09, 5.23, 0.53, 6.03, 0.58, 3.16, 0.02, 3.04, 0.09, 3.06, 0.18),
+    "energy": _published(1.80, 0.05, 1.66, 0.19, 2.09, 0.29, 2.04, 0.02, 1.99, 0.09, 1.38, 0.22),
+    "kin8nm": _published(0.10, 0.00, 0.10, 0.00, 0.09, 0.00, -0.90, 0.01, -0.95, 0.03, -1.20, 0.02),
+    "naval-propulsion-plant": _published(0.01, 0.00, 0.01, 0.00, 0.00, 0.00, -3.73, 0.01, -3.80, 0.05, -5.63, 0.05),
+    "power-plant": _published(4.12, 0.03, 4.02, 0.18, 4.11, 0.17, 2.84, 0.01, 2.80, 0.05, 2.79, 0.04),
+    "protein-tertiary-structure": _published(4.73, 0.01, 4.36, 0.04, 4.71, 0.06, 2.97, 0.00, 2.89, 0.01, 2.83, 0.02),
+    "wine-quality-red": _published(0.64, 0.01, 0.62, 0.04, 0.64, 0.04, 0.97, 0.01, 0.93, 0.06, 0.94, 0.12),
+    "yacht": _published(1.02, 0.05, 1.11, 0.38, 1.58, 0.48, 1.63, 0.02, 1.55, 0.12, 1.18, 0.21),
+}
+"""RMSE and NLL of probabilistic backpropagation, Monte Carlo dropout and deep ensembles whose networks predict their variance, over 20
+splits (protein 5): table 1 of Lakshminarayanan et al. (2017)."""
+
+
+def estimates(
+    records: Sequence[Mapping[str, Any]], score: str, *, gaps: bool = False
+) -> dict[str, dict[str, Estimate]]:
+    """Mean and standard error over splits, by set and method.
+
+    Args:
+        records: as `read_records` gives them.
+        score: such as "rmse" or "nll".
+        gaps: over the splits that leave out the middle of a feature, instead of the published ones.
+
+    Returns:
+        Sets in the order of tables, those that have records.
+    """
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in SETS}
+    for record in records:
+        if record["split"].startswith("gap") == gaps:
+            for method, scores in record["methods"].items():
+                found[record["set"]].setdefault(method, []).append(float(scores[score]))
+    return {name: {method: _mean(values) for method, values in one.items()} for name, one in found.items() if one}
+
+
+def _mean(values: Sequence[float]) -> Estimate:
+    count = len(values)
+    mean = sum(values) / count
+    if count < 2:
+        return Estimate(mean, math.nan, count)
+    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
+    return Estimate(mean, spread / math.sqrt(count), count)
+
+
+def as_good(found: Mapping[str, Mapping[str, Estimate]], method: str) -> list[str]:
+    """Sets in which a method's mean is within one standard error, its own or the best one's, of the best method's."""
+    good = []
+    for name, methods in found.items():
+        best = min(methods.values(), key=lambda one: one.mean)
+        own = methods[method]
+        room = max(one.error for one in (best, own) if not math.isnan(one.error)) if own.count > 1 else 0.0
+        if own.mean <= best.mean + room:
+            good.append(name)
+    return good
+
+
+def score_table(records: Sequence[Mapping[str, Any]], score: str, *, gaps: bool = False) -> str:
+    """A table in Markdown: a row for each set, a column for each method, the best one in bold."""
+    found = estimates(records, score, gaps=gaps)
+    methods = [name for name in (GAP_METHODS if gaps else METHODS) if any(name in one for one in found.values())]
+    lines = [f"| set | splits | {' | '.join(methods)} |", f"|---|---|{'---|' * len(methods)}"]
+    for name, scores in found.items():
+        best = min(one.mean for one in scores.values())
+        cells = [_cell(scores.get(method), best) for method in methods]
+        lines.append(f"| {name} | {max(one.count for one in scores.values())} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gap_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown of the splits that leave out the middle of a feature: what is said of rows in between.
+
+    NLL has a median over splits, as a mean is that of the worst feature; coverage of 90 % intervals, and how much wider the standard
+    deviation is than on validation rows, are means.
+    """
+    lines = [
+        "| set | features | method | median NLL | 90 % intervals hold | times as wide as inside |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in SETS:
+        own = [one["methods"] for one in records if one["set"] == name and one["split"].startswith("gap")]
+        for method in GAP_METHODS if own else ():
+            values = [one[method] for one in own]
+            middle = sorted(one["nll"] for one in values)
+            median = (middle[(len(middle) - 1) // 2] + middle[len(middle) // 2]) / 2
+            coverage = sum(one["coverage"] for one in values) / len(values)
+            wider = sum(one["std"] / one["std_inside"] for one in values) / len(values)
+            lines.append(f"| {name} | {len(values)} | {method} | {median:.2f} | {100 * coverage:.0f} % | {wider:.2f} |")
+    return "\n".join(lines)
+
+
+def published_table(sets: Sequence[str]) -> str:
+    """The published numbers in Markdown."""
+    lines = [
+        "| set | RMSE: PBP | MC dropout | deep ensembles | NLL: PBP | MC dropout | deep ensembles |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in sets:
+        one = PUBLISHED[name]
+        cells = [str(value) for score in ("rmse", "nll") for value in one[score].values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: Estimate | None, best: float) -> str:
+    if value is None:
+        return "\N{EN DASH}"
+    digits = 4 if abs(value.mean) < 0.05 else 3 if abs(value.mean) < 0.3 else 2
+    error = "" if math.isnan(value.error) else f" \u00b1 {value.error:.{digits}f}"
+    text = f"{value.mean:.{digits}f}{error}"
+    return f"**{text}**" if value.mean == best else text

@@ -1,0 +1,170 @@
+"""Predictions for engines that divide data themselves: the numbers of the plain call, whatever the batches are."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import mola
+from mola.app.jobs.folder import open_posterior
+from tests.own_work import CLASSES, build
+
+COLUMNS = [f"x{index}" for index in range(108)]
+
+
+@pytest.fixture(autouse=True)
+def _single_precision(_at_the_desk):
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def sources(desk, fitted, tmp_path_factory):
+    """The same posterior in every form."""
+    folder = tmp_path_factory.mktemp("forms")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(desk.root)
+        patch.syspath_prepend(str(desk.root))
+        torch.set_default_dtype(torch.float32)
+        opened = open_posterior(fitted)
+        mola.save_to_hub_folder(opened.posterior, folder / "hub", classes=CLASSES)
+        inputs, _ = desk.inputs("test")
+        mola.export_onnx(opened.posterior, folder / "posterior.onnx", inputs[:2], classes=CLASSES, ood_threshold=1.0)
+    return {"folder": (fitted, {}), "hub": (folder / "hub", {"build": build}), "onnx": (folder / "posterior.onnx", {})}
+
+
+def frame_of(desk):
+    inputs, _ = desk.inputs("test")
+    return pd.DataFrame(inputs.flatten(1).numpy(), columns=COLUMNS).assign(id=np.arange(len(inputs)) + 7)
+
+
+@pytest.mark.parametrize("form", ["folder", "hub", "onnx"])
+def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted, sources, form):
+    source, more = sources[form]
+    predictor = mola.BatchPredictor(source, inputs=COLUMNS, keep="id", shape=(3, 6, 6), probabilities=True, **more)
+    assert len(pickle.dumps(predictor)) < 4000
+    predictor = pickle.loads(pickle.dumps(predictor))  # as a worker gets it
+    inputs, _ = desk.inputs("test")
+    plain = open_posterior(fitted).posterior.predict(inputs)
+    frame = frame_of(desk)
+    found = predictor(frame)
+    close = {"atol": 1e-5} if form == "onnx" else {"atol": 0, "rtol": 0}
+    for name in ("confidence", "entropy", "epistemic", "ood_score", "distance"):
+        np.testing.assert_allclose(found[name], getattr(plain, name).double().numpy(), err_msg=name, **close)
+    np.testing.assert_allclose(np.stack(found["probabilities"]), plain.probs.double().numpy(), **close)
+    assert found["class"].tolist() == [CLASSES[label] for label in plain.label.tolist()]
+    assert found["id"].tolist() == frame["id"].tolist()
+    assert ("outlying" in found) == (form != "hub")
+
+    # However the rows are divided, and whatever holds them.
+    parts = pd.concat(predictor.over([frame[:5], frame[5:5], frame[5:]]))
+    pd.testing.assert_frame_equal(parts, found, rtol=1e-6)
+    arrays = predictor({name: frame[name].to_numpy() for name in frame})
+    cells = mola.BatchPredictor(source, inputs="picture", **more)({"picture": inputs.numpy()})
+    whole = mola.BatchPredictor(source, **more)(inputs.numpy())
+    for name in ("label", "confidence", "ood_score"):
+        np.testing.assert_array_equal(arrays[name], found[name])
+        np.testing.assert_array_equal(cells[name], found[name])
+        np.testing.assert_array_equal(whole[name], found[name])
+    objects = pd.DataFrame({"picture": list(inputs.numpy())})
+    again = mola.BatchPredictor(source, inputs="picture", **more)(objects)
+    np.testing.assert_array_equal(again["confidence"], found["confidence"])
+
+    empty = predictor(frame.head(0))
+    assert list(empty.columns) == list(found.columns)
+    assert (empty.drop(columns="probabilities").dtypes == found.drop(columns="probabilities").dtypes).all()
+    schema = predictor.spark_schema({"id": "long"})
+    assert [part.split()[0] for part in schema.split(", ")] == list(found.columns)
+    assert schema.endswith("probabilities array<double>")
+
+
+def test_what_cannot_be_predicted_is_told(desk, sources, tmp_path):
+    source, _ = sources["onnx"]
+    frame = frame_of(desk)
+    predictor = mola.BatchPredictor(source, inputs=COLUMNS, shape=(3, 6, 6))
+    with pytest.raises(mola.DataError, match="no column 'x0'"):
+        predictor(frame[["id"]])
+    with pytest.raises(mola.DataError, match="name the columns"):
+        mola.BatchPredictor(source)(frame)
+    with pytest.raises(mola.DataError, match="got int"):
+        predictor(3)
+    broken = frame.copy()
+    broken.loc[4, "x3"] = np.nan
+    with pytest.raises(mola.DataError, match="row 4 of the batch is not finite"):
+        predictor(broken)
+    with pytest.raises(mola.DataError, match="cannot be made float32 inputs"):
+        predictor(frame.assign(x3="seven"))
+    with pytest.raises(mola.StorageError, match="put it where all processes can read it"):
+        mola.BatchPredictor(tmp_path / "nowhere.onnx")(np.zeros((1, 3, 6, 6)))
+    with pytest.raises(mola.OptionError, match="batch_size"):
+        mola.BatchPredictor(source, batch_size=0)
+    with pytest.raises(mola.OptionError, match="dtype must be one of"):
+        mola.BatchPredictor(source, dtype="complex64")
+    with pytest.raises(mola.OptionError, match="types of no column, got id"):
+        predictor.spark_schema({"id": "long"})
+
+
+def test_a_source_is_read_once_and_again_when_it_changes(desk, sources, tmp_path, monkeypatch):
+    from mola.app.jobs import batches
+
+    source = Path(shutil.copy(sources["onnx"][0], tmp_path / "moved.onnx"))
+    reads = []
+    read = batches.load_exported
+    monkeypatch.setattr(batches, "load_exported", lambda *given, **options: reads.append(1) or read(*given, **options))
+    inputs = desk.inputs("test")[0].numpy()
+    for _ in range(3):
+        pickle.loads(pickle.dumps(mola.BatchPredictor(source)))(inputs)
+    assert len(reads) == 1
+    later = source.stat().st_mtime_ns + 10**9
+    os.utime(source, ns=(later, later))
+    mola.BatchPredictor(source)(inputs)
+    assert len(reads) == 2
+
+
+# --- engines --------------------------------------------------------------------------------------------------------------
+
+
+def require(package):
+    """The package; where it is missing the test is skipped loudly."""
+    if find_spec(package) is None:
+        pytest.skip(f"{package} IS NOT INSTALLED: nothing here was tried. pip install -c constraints.txt {package}")
+    return __import__(package)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the engines' own
+@pytest.mark.parametrize("engine", ["dask", "ray", "spark"])
+def test_the_example_of_an_engine_gives_the_numbers_of_the_plain_call(engine, tmp_path, monkeypatch, capfd):
+    import runpy
+
+    require({"spark": "pyspark"}.get(engine, engine))
+    if engine == "spark" and shutil.which("java") is None:
+        pytest.skip("NO JAVA: Spark was not tried. Install a Java runtime, such as default-jre-headless.")
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # of the workers
+    monkeypatch.setattr("sys.argv", ["engines.py", "--engine", engine])
+    runpy.run_path(str(root / "examples" / "engines.py"), run_name="__main__")
+    printed = capfd.readouterr().out
+    line = next(line for line in printed.splitlines() if line.startswith(f"{engine}: "))
+    assert "497 rows" in line
+    assert "same classes: True" in line
+    assert float(line.split("largest difference ")[1].split(",")[0]) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_arrow_tables(desk, sources):
+    arrow = require("pyarrow")
+    frame = frame_of(desk)
+    predictor = mola.BatchPredictor(sources["onnx"][0], inputs=COLUMNS, keep=["id"], shape=(3, 6, 6))
+    found = predictor(arrow.Table.from_pandas(frame, preserve_index=False)).to_pandas()
+    pd.testing.assert_frame_equal(found, predictor(frame), check_dtype=False)

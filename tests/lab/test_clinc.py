@@ -1,0 +1,129 @@
+"""The suite of requests in words: from the published file to records and a report, on made-up sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mola.app.cli import app
+from mola.compare.store import Store
+from mola.errors import DataError, OptionError
+from mola.lab.data.clinc150 import load_clinc150
+from mola.lab.data.sentences import WIDTH, embed
+from mola.lab.suite import DataOptions
+from mola.lab.suites.clinc import CLINC
+
+WORDS = (
+    "red",
+    "green",
+    "blue",
+    "north",
+    "south",
+    "east",
+    "west",
+    "apple",
+    "pear",
+    "house",
+    "river",
+    "cloud",
+    "seven",
+    "nine",
+)
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    torch.set_default_dtype(torch.float32)
+    if find_spec("wordllama") is None:
+        message = "NO WORDLLAMA: nothing here was tried. pip install 'wordllama>=0.4,<0.5'"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+def requests(count, start=0):
+    """Two words are an intent, and the third is chance."""
+    pairs = [(one, other) for one in WORDS for other in WORDS if one != other][:150]
+    return [
+        [f"{one} {other} {WORDS[(start + turn) % len(WORDS)]}", f"{one}_{other}"]
+        for turn in range(count)
+        for one, other in pairs
+    ]
+
+
+@pytest.fixture
+def data(tmp_path):
+    strange = [[f"what is the meaning of life {number}", "oos"] for number in range(20)]
+    parts = {"train": requests(4), "val": requests(2, 4), "test": requests(2, 6)}
+    outside = {"oos_train": strange[:3], "oos_val": strange[3:8], "oos_test": strange[8:]}
+    (tmp_path / "data" / "clinc150").mkdir(parents=True)
+    (tmp_path / "data" / "clinc150" / "data_full.json").write_text(json.dumps(parts | outside))
+    return tmp_path / "data"
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_from_sentences_to_records_and_a_report(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained = CliRunner().invoke(
+        app, ["train", "clinc", "--data", "data", "--networks", "2", "--epochs", "3", "--quiet"]
+    )
+    assert trained.exit_code == 0, trained.output
+    run = ["bench", "clinc", "--data", "data", "--components", "2", "--quiet"]
+    done = CliRunner().invoke(app, run)
+    assert done.exit_code == 0, done.output
+    records = {record.method: record for record in Store("results").records("clinc")}
+    assert {"MAP", "DE", "DE-T", "LLLA", "MoLA"} <= set(records)
+    for record in records.values():
+        assert (record.labelled["test"].count, record.outliers["out of scope"].count) == (300, 12)
+        assert set(record.labelled) == {"test"}
+        found = record.measures["rejection"]
+        scores = set(record.outliers["out of scope"].scores)
+        assert set(found) == {
+            f"{name}, {one}" for name in ("in-scope accuracy", "out-of-scope recall") for one in scores
+        }
+        assert found["in-scope accuracy, entropy"] <= record.labelled["test"].metrics["accuracy"]
+    shown = CliRunner().invoke(app, ["report", "clinc", "--output", "report"])
+    assert shown.exit_code == 0, shown.output
+    assert "Larson et al.: BERT, threshold" in (tmp_path / "report" / "index.html").read_text()
+
+    # What is asked later is asked of the records that are there, and the rest of them is kept.
+    older = Store("results").read("clinc", "MoLA", 0)
+    document = older.to_json()
+    del document["measures"]
+    path = tmp_path / "results" / "clinc" / "mola" / "run-0.json"
+    path.write_text(json.dumps(document))
+    assert CliRunner().invoke(app, run).exit_code == 0
+    assert Store("results").read("clinc", "MoLA", 0) == older
+
+
+def test_sentences_are_means_of_their_tokens():
+    rows = embed(["hello", "world", "hello world", "world hello"])
+    assert rows.shape == (4, WIDTH)
+    assert torch.allclose(rows[2], rows[:2].mean(0), atol=1e-6)
+    assert torch.equal(rows[2], rows[3])
+    with pytest.raises(DataError, match="sentence 1 is empty"):
+        embed(["hello", ""])
+
+
+def test_files_that_are_not_there_or_not_whole_are_named(data):
+    path = data / "clinc150" / "data_full.json"
+    document = json.loads(path.read_text())
+    with pytest.raises(OptionError, match="is for images"):
+        CLINC.make_sources(DataOptions(directory=data, normalisation="cifar10"))
+    path.write_text(json.dumps(document | {"test": [["a b", "unheard_of"]]}))
+    with pytest.raises(DataError, match="test has intents that train does not have: unheard_of"):
+        load_clinc150(data)
+    path.write_text(json.dumps({name: one for name, one in document.items() if name != "oos_val"}))
+    with pytest.raises(DataError, match=r"is not CLINC150's file .*oos_val"):
+        load_clinc150(data)
+    path.write_text(json.dumps(document | {"train": document["train"][:100]}))
+    with pytest.raises(DataError, match="intents"):
+        load_clinc150(data)
+    path.unlink()
+    with pytest.raises(DataError, match="Put there:"):
+        load_clinc150(data)

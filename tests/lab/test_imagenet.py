@@ -1,0 +1,313 @@
+"""ImageNet as a user runs it: networks by name, images of different sizes, cross-fitting, slices, generated corruptions."""
+
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import mola
+from mola.app.cli import app
+from mola.compare.methods import LastLayer
+from mola.compare.store import Store
+from mola.lab import activations as storing
+from mola.lab.activations import Activations
+from mola.lab.corruptions.catalogue import IMAGENET_PARAMETERS, corrupt
+from mola.lab.named_networks import open_named
+from mola.lab.plan import Plan
+from mola.lab.runner import run_suite
+from mola.lab.suite import DataOptions
+from mola.lab.suites.imagenet import IMAGENET
+
+SIDE = 24
+
+NETWORKS = """
+import torch
+from torch import nn
+
+import mola
+
+class Fixed(nn.Module):
+    def __init__(self, size, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.size, self.hidden, self.head = size, nn.Linear(3 * size * size, 6), nn.Linear(6, 12)
+
+    def forward(self, images):
+        assert images.shape[1:] == (3, self.size, self.size)
+        return self.head(self.hidden(images.flatten(1)).tanh())
+
+def small():
+    return mola.Resized(Fixed(8, 1), 8, crop=0.875)
+
+def large():
+    return mola.Resized(Fixed(14, 2), 14, mean=0.5, std=0.5)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Four of twelve classes, five images each, and no training images; outliers; a module of networks."""
+    folder = tmp_path_factory.mktemp("imagenet")
+    names = [f"{index:04d}" for index in range(12)]
+    generator = np.random.default_rng(0)
+    for name in ("0002", "0005", "0007", "0011"):
+        place = folder / "data" / "imagenet" / "val" / name
+        place.mkdir(parents=True)
+        for index in range(5):
+            Image.fromarray(generator.integers(0, 256, (30, 36, 3), dtype=np.uint8)).save(place / f"{index}.bmp")
+    (folder / "data" / "imagenet" / "synsets.txt").write_text("\n".join(names))
+    (folder / "data" / "svhn").mkdir()
+    pixels = generator.integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+    np.savez(folder / "data" / "svhn" / "test_32x32.npz", images=pixels, labels=np.arange(12) % 10)
+    (folder / "sizes_for_test.py").write_text(NETWORKS)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+def options(root, **changes):
+    chosen = {"types": ("contrast", "gaussian_noise"), "image_size": SIDE, "normalisation": "none", "cross_fit": True}
+    return DataOptions(directory=root / "data", **{**chosen, **changes})
+
+
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
+def test_one_command_from_names_of_networks_to_records(root, tmp_path):
+    arguments = ["bench", "imagenet", "--cross-fit", "--networks", "sizes_for_test:small, sizes_for_test:large"]
+    arguments += ["--components", "2", "--image-size", str(SIDE), "--types", "contrast,gaussian_noise", "--quiet"]
+    folders = {"--data": root / "data", "--results": tmp_path / "results", "--cache": tmp_path / "cache"}
+    for option, folder in folders.items():
+        arguments += [option, str(folder)]
+    outcome = CliRunner().invoke(app, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    store = Store(tmp_path / "results")
+    records = [record for record in store.records("imagenet") if record.method == "MoLA"]
+    assert [record.run for record in records] == [0, 1, 2, 3, 4]
+    for record in records:
+        # Two images of each of four classes; each under one corruption.
+        assert {name: one.count for name, one in record.labelled.items()} == dict.fromkeys(
+            ["test", *(f"severity {severity}" for severity in range(1, 6))], 8
+        )
+        assert set(record.labelled["severity 3"].types) == {"contrast", "gaussian_noise"}
+        assert set(record.outliers) == {"svhn"}
+    document = store.read_document("imagenet", "suite.json")
+    assert "training images are not here" in document["notes"][-1]
+    assert document["network"] == "sizes_for_test:small, sizes_for_test:large"
+    # Nothing is left to do: the same command ends at once, and leaves the records as they are.
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*.json")}
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*.json")}
+    assert {path for path in after if after[path] != before[path]} <= {tmp_path / "results" / "imagenet" / "suite.json"}
+
+
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
+def test_every_image_is_tested_tuned_on_and_summed_equally_often_and_never_at_once(root):
+    folds = IMAGENET.make_folds(options(root)).sources
+    seen = {role: [place for fold in folds for place in fold[role].places] for role in ("train", "validation", "test")}
+    for role, times in (("train", 2), ("validation", 1), ("test", 2)):
+        assert sorted(seen[role]) == sorted(list(range(20)) * times)
+    for fold in folds:
+        parts = [set(fold[role].places) for role in ("train", "validation", "test")]
+        assert sum(map(len, parts)) == len(set.union(*parts)) == 20
+        labels = torch.cat([labels for _, labels in fold["train"].open()])
+        assert labels.tolist() == sorted([2, 5, 7, 11] * 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
+def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatch):
+    """In slices, which an interrupted run keeps, and for networks of different sizes."""
+    fold = IMAGENET.make_folds(options(root)).sources[3]
+    part = fold["severity 2"]
+    networks = open_named("sizes_for_test:small,sizes_for_test:large", 12)
+    monkeypatch.setattr(storing, "SLICE", 6)
+    kept = Activations(tmp_path)
+    doing = []
+    kept.compute(networks, [part.whole], lambda what, done: doing.append(what))
+    assert sum("slice" in what for what in doing) == 4
+    seen = kept.read(networks, part)
+    inputs = torch.cat([inputs for inputs, _ in part.open()])
+    labels = torch.cat([labels for _, labels in part.open()])
+    assert torch.equal(seen.labels, labels)
+    expected = torch.stack([network.load()(inputs) for network in networks]).detach()
+    torch.testing.assert_close(seen.logits(), expected, rtol=1e-4, atol=1e-5)
+    # One slice is lost, and it alone is made again.
+    lost = kept.paths(networks[1], part.whole)[2]
+    lost.unlink()
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    kept.compute(networks, [part.whole], lambda what, done: None)
+    assert set(tmp_path.rglob("*.safetensors")) == {*times, lost}
+    assert all(path.stat().st_mtime_ns == when for path, when in times.items())
+    torch.testing.assert_close(kept.read(networks, part).logits(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
+def test_shifted_images_are_the_tested_ones_with_types_in_turn(root):
+    fold = IMAGENET.make_folds(options(root)).sources[1]
+    shifted = fold["severity 4"]
+    clean = dict(zip(fold["test"].places, inputs_of(fold["test"]), strict=True))
+    assert set(shifted.places) == set(fold["test"].places)
+    for index, (place, inputs) in enumerate(zip(shifted.places, inputs_of(shifted), strict=True)):
+        pixels = (clean[place] * 255).round().to(torch.uint8)[None]
+        name = ("contrast", "gaussian_noise")[index % 2]
+        expected = corrupt(pixels, name, 4, first=place, parameters="imagenet-c")
+        assert torch.equal((inputs * 255).round().to(torch.uint8), expected[0])
+
+
+def inputs_of(source):
+    return torch.cat([inputs for inputs, _ in source.open()])
+
+
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
+def test_streamed_sums_give_the_records_of_stored_activations(root, tmp_path, monkeypatch):
+    """Nothing of the training data is stored; an interrupted pass goes on; the numbers are the same."""
+    folds = IMAGENET.make_folds(options(root))
+    networks = open_named("sizes_for_test:small,sizes_for_test:large", 12)
+    shared = {"runs": 1, "components": 2, "folds": folds.sources[:1], "options": options(root)}
+    plan = Plan(IMAGENET, "both", networks, folds.sources[0], **shared)
+    methods = [LastLayer("LLLA", components=1, structure="kron"), LastLayer("MoLA", structure="kron", rule="nll")]
+    monkeypatch.setattr(Plan, "methods", lambda self, group: methods)
+    records = {}
+    for name, stream in (("stored", False), ("streamed", True)):
+        kept, store = Activations(tmp_path / name), Store(tmp_path / name / "results")
+        found = run_suite(replace(plan, stream=stream), kept, store, lambda doing, done: None)
+        records[name] = {record.method: record for record in found}
+    for method, record in records["stored"].items():
+        other = records["streamed"][method]
+        assert other.chosen["prior_precision"] == pytest.approx(record.chosen["prior_precision"], rel=1e-6)
+        for one in record.labelled:
+            numbers = other.labelled[one].metrics
+            assert numbers == pytest.approx(record.labelled[one].metrics, rel=1e-5, abs=1e-6)
+    train = folds.sources[0]["train"]
+    assert (tmp_path / "streamed" / "sums").is_dir()
+    assert not any(train.checksum in path.name for path in (tmp_path / "streamed").rglob("*"))
+
+
+@pytest.mark.parametrize("name", IMAGENET_PARAMETERS)
+def test_imagenets_corruptions_grow_with_severity(name):
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(1, 3, 4, 4, generator=generator)
+    smooth = nn.functional.interpolate(coarse, (64, 64), mode="bilinear") * 200 + 20
+    pixels = (smooth + 10 * torch.rand(1, 3, 64, 64, generator=generator)).to(torch.uint8)
+    apart = [
+        float((corrupt(pixels, name, level, parameters="imagenet-c").double() - pixels.double()).square().mean())
+        for level in range(1, 6)
+    ]
+    assert apart[0] > 0
+    assert apart[4] > apart[0] or name == "saturate"  # which takes colour away first, and then adds some
+
+
+def test_generation_knows_its_parameters():
+    pixels = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    with pytest.raises(mola.OptionError, match=r"corruption must be one of .*; got 'snow'"):
+        corrupt(pixels, "snow", 1, parameters="imagenet-c")
+    with pytest.raises(mola.OptionError, match="parameters must be one of cifar10-c, imagenet-c"):
+        corrupt(pixels, "fog", 1, parameters="imagenet")
+
+
+# --- networks by name
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """timm and torchvision as far as they are asked for anything."""
+
+    def network(classes):
+        return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, classes))
+
+    def create_model(name, pretrained, num_classes):
+        assert not pretrained
+        made = network(num_classes)
+        made.pretrained_cfg = {"input_size": (3, 10, 10), "crop_pct": 0.9, "mean": (0.5,) * 3, "std": (0.25,) * 3}
+        return made
+
+    def get_model(name, weights, num_classes):
+        assert weights is None
+        if name != "resnet9":
+            message = f"Unknown model {name}"
+            raise ValueError(message)
+        return network(num_classes)
+
+    shown = types.SimpleNamespace(crop_size=[14], resize_size=[16], mean=[0.4] * 3, std=[0.2] * 3)
+    weights = types.SimpleNamespace(DEFAULT=types.SimpleNamespace(transforms=lambda: shown))
+    models = types.ModuleType("torchvision.models")
+    models.get_model, models.get_model_weights = get_model, lambda name: weights
+    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
+    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+    return network
+
+
+def test_networks_of_libraries_bring_images_to_their_own_size(libraries, tmp_path):
+    torch.manual_seed(3)
+    inner = libraries(7)
+    save_file(inner.state_dict(), tmp_path / "weights.safetensors")
+    names = [f"{name}={tmp_path / 'weights.safetensors'}" for name in ("timm:any", "torchvision:resnet9")]
+    timm, vision = (network.load() for network in open_named(",".join(names), 7))
+    assert (timm.size, timm.crop, vision.size, vision.crop) == (10, 0.9, 14, 0.875)
+    images = torch.rand(4, 3, 16, 16)
+    torch.testing.assert_close(vision(images), inner((images[:, :, 1:15, 1:15] - 0.4) / 0.2))
+    torch.testing.assert_close(timm(images), inner(timm.inputs(images)))
+    first, second = open_named(",".join(names), 7)
+    assert first.checksum != second.checksum
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("timm:any", "comes without trained weights: name their file, as timm:any=FILE"),
+        ("timm:any=nowhere.pt", "nowhere.pt of timm:any do not exist"),
+        ("no_such_module_here:build", "cannot import 'no_such_module_here'"),
+    ],
+)
+def test_names_that_cannot_be_used_are_refused(libraries, text, words):
+    with pytest.raises(mola.OptionError, match=words):
+        open_named(text, 10)
+
+
+def test_unknown_names_of_torchvision_are_refused(libraries, tmp_path):
+    save_file(libraries(7).state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(mola.OptionError, match="torchvision cannot make 'other': Unknown model other"):
+        open_named(f"torchvision:other={tmp_path / 'w.safetensors'}", 7)
+
+
+def test_only_imagenet_is_cross_fitted(tmp_path):
+    arguments = ["bench", "digits", "--cross-fit", "--networks", str(tmp_path), "--results", str(tmp_path / "r")]
+    save_file(nn.Linear(2, 2).state_dict(), tmp_path / "00.safetensors")
+    outcome = CliRunner().invoke(app, arguments)
+    assert isinstance(outcome.exception, mola.MolaError)
+
+
+def test_mola_fit_takes_networks_of_different_sizes(root, tmp_path, monkeypatch):
+    generator = np.random.default_rng(1)
+    for name in ("train", "val"):
+        pixels = generator.integers(0, 256, (30, 3, SIDE, SIDE), dtype=np.uint8)
+        np.savez(tmp_path / f"{name}.npz", x=pixels, y=generator.integers(0, 12, 30))
+    arguments = ["fit", "--network", "sizes_for_test:small", "--network", "sizes_for_test:large", "--normalise", "none"]
+    arguments += [
+        "--train",
+        str(tmp_path / "train.npz"),
+        "--val",
+        str(tmp_path / "val.npz"),
+        "--rule",
+        "nll",
+        "--quiet",
+    ]
+    outcome = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "posterior")])
+    assert outcome.exit_code == 0, outcome.output
+    predicted = tmp_path / "predictions.csv"
+    said = CliRunner().invoke(
+        app, ["predict", str(tmp_path / "posterior"), str(tmp_path / "val.npz"), "--output", str(predicted), "--quiet"]
+    )
+    assert said.exit_code == 0, said.output
+    assert len(predicted.read_text().splitlines()) == 31

@@ -1,0 +1,106 @@
+"""The UCI regression sets: what is read, how rows are divided, and what a comparison leaves on disk."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mola.errors import DataError, OptionError, StorageError
+from mola.lab import uci
+from mola.lab.data.uci import SETS, read_uci
+from mola.lab.uci import METHODS, UciOrder, read_records, run_uci
+from mola.lab.uci_tables import PUBLISHED, Estimate, as_good, estimates, gap_table, score_table
+from mola.training import Recipe
+from tests.conftest import require_shared
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A made-up set in the published form, under the name of a real one."""
+    place = tmp_path / "data" / "yacht"
+    place.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(90, 3))
+    target = np.sin(rows[:, :1]) * 5 + 30 + 0.3 * random.normal(size=(90, 1))
+    np.savetxt(place / "data.txt", np.hstack([rows, target]))
+    np.savetxt(place / "index_features.txt", [0, 1, 2])
+    np.savetxt(place / "index_target.txt", [3])
+    for split in range(2):
+        np.savetxt(place / f"index_test_{split}.txt", random.permutation(90)[:9])
+    return tmp_path / "data"
+
+
+def test_every_row_is_for_training_or_testing_and_standardised_by_training_alone(folder):
+    data = read_uci(folder, "yacht")
+    for split in (data.split(0), data.split(1), data.gap(0), data.gap(2)):
+        inputs, targets = split.train
+        assert len(inputs) + len(split.test[0]) == 90
+        assert torch.allclose(inputs.mean(0), torch.zeros(3, dtype=torch.float64), atol=1e-12)
+        assert torch.allclose(targets.std(correction=0), torch.ones((), dtype=torch.float64))
+        every = torch.cat([targets * split.scale + split.location, split.test[1]])
+        assert torch.allclose(every.sort(0).values, data.targets.sort(0).values)
+    gap = data.gap(1)
+    inside, outside = gap.test[0][:, 1], gap.train[0][:, 1]
+    assert not bool(((outside > inside.min()) & (outside < inside.max())).any())
+    with pytest.raises(OptionError, match="2 published splits"):
+        data.split(2)
+
+
+def test_files_that_are_missing_or_garbled_are_named(folder):
+    with pytest.raises(DataError, match=r"concrete.data\.txt does not exist"):
+        read_uci(folder, "concrete")
+    with pytest.raises(OptionError, match="set must be one of"):
+        read_uci(folder, "boats")
+    (folder / "yacht" / "index_test_1.txt").write_text("1\n1\n", encoding="utf-8")
+    with pytest.raises(DataError, match="different whole numbers"):
+        read_uci(folder, "yacht")
+    for path in (folder / "yacht").glob("index_test_*"):
+        path.unlink()
+    with pytest.raises(DataError, match="splits are missing"):
+        read_uci(folder, "yacht")
+
+
+def test_a_comparison_leaves_a_record_for_each_split_and_makes_none_twice(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(uci, "RECIPE", Recipe(epochs=15, batch_size=16, learning_rate=1e-2, optimiser="adam"))
+    monkeypatch.setattr(uci, "MEMBERS", 2)
+    monkeypatch.setattr(uci, "SWAG_EPOCHS", 2)
+    order = UciOrder(folder, tmp_path / "results", ("yacht",), splits=2, gaps=True)
+    place = run_uci(order)
+    files = sorted(path.name for path in place.glob("*/*.json"))
+    assert files == ["gap-0.json", "gap-1.json", "gap-2.json", "split-0.json", "split-1.json"]
+    times = {path: path.stat().st_mtime_ns for path in place.glob("*/*.json")}
+    run_uci(order)
+    assert times == {path: path.stat().st_mtime_ns for path in place.glob("*/*.json")}
+    records = read_records(tmp_path / "results")
+    found = estimates(records, "nll")["yacht"]
+    assert tuple(found) == METHODS
+    assert found["MoLA"].count == 2
+    assert all(math.isfinite(one.mean) for one in found.values())
+    for score in ("rmse", "nll"):
+        assert score_table(records, score).count("\n") == 2
+    assert gap_table(records).count("| yacht | 3 |") == 5
+    damaged = next(iter(times))
+    damaged.write_text(json.dumps({"format": "mola-uci"}), encoding="utf-8")
+    with pytest.raises(StorageError, match="Delete it"):
+        read_records(tmp_path / "results")
+
+
+def test_as_good_is_within_a_standard_error_of_the_best():
+    found = {
+        "a": {"x": Estimate(1.0, 0.1, 5), "y": Estimate(1.05, 0.01, 5)},
+        "b": {"x": Estimate(1.0, 0.1, 5), "y": Estimate(1.2, 0.1, 5)},
+    }
+    assert as_good(found, "x") == ["a", "b"]
+    assert as_good(found, "y") == ["a"]
+    assert set(PUBLISHED) == set(SETS)
+
+
+@pytest.mark.real_data
+def test_the_published_splits_are_read():
+    place = require_shared("uci")
+    for name in SETS:
+        data = read_uci(place, name)
+        assert len(data.tests) == (5 if name == "protein-tertiary-structure" else 20)
+        assert all(abs(len(test) - len(data.inputs) / 10) < 2 for test in data.tests)
