@@ -10,6 +10,7 @@ import torch
 import mola
 from mola.decisions.calibration import Calibration, ranked
 from mola.errors import DataError, MolaWarning, OptionError
+from mola.likelihood import Gaussian
 
 
 def data(count, classes=4, seed=0, ties=False):
@@ -225,6 +226,19 @@ def test_intervals_keep_their_promise_exactly(method, joint, misjudged):
         held[place] = ((lower <= targets[place]) & (targets[place] <= upper)).numpy()[0]
     found = [held.all(1).sum()] if joint else held.sum(0).tolist()
     assert all(one == math.ceil(61 * 0.8) for one in found)
+
+
+@pytest.mark.parametrize("method", ["quantile", "normalised"])
+def test_intervals_of_mixtures(method):
+    """What a regression predicts has all that intervals read."""
+    generator = torch.Generator().manual_seed(3)
+    means = torch.randn(3, 120, 2, generator=generator, dtype=torch.float64)
+    weights = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    prediction = mola.RegressionPrediction.of_means(means, weights, Gaussian(noise=(0.5, 0.7)))
+    targets = prediction.mean + 3 * torch.randn(120, 2, generator=generator, dtype=torch.float64)
+    lower, upper = mola.prediction_intervals(prediction, targets, 0.9, method)(prediction)
+    held = ((lower <= targets) & (targets <= upper)).sum(0)
+    assert held.tolist() == [math.ceil(121 * 0.9)] * 2
 
 
 def test_intervals_by_definition():
