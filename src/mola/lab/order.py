@@ -15,7 +15,7 @@ from mola.lab.named_networks import are_names, open_named
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
 from mola.lab.plan import Plan, claim, describe
 from mola.lab.runner import run_suite
-from mola.lab.suite import Budget, DataOptions, Folds, Suite, changed
+from mola.lab.suite import Budget, DataOptions, Suite, changed
 from mola.options import one_of
 
 __all__ = ["Order", "carry_out"]
@@ -80,6 +80,9 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
         OptionError: if the order contradicts itself; at the end, if methods refused their task.
     """
     groups, budget, together = order.chosen_groups(), order.budget(), Team.alone() if team is None else team
+    if order.options.cross_fit and order.suite.make_folds is None:
+        message = f"the {order.suite.name} suite has training data of its own: leave --cross-fit out."
+        raise OptionError(message)
     named = isinstance(order.networks, str) and are_names(order.networks)
     # Networks that are named one by one bring images to their own size, and normalise them.
     options = replace(order.options, normalisation=order.options.normalisation or "none") if named else order.options
@@ -101,7 +104,8 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
         check_networks(paths, order.suite, name, order.options)
         networks = open_networks(paths, build, name)
     progress(f"reading {order.suite.title}", trained)
-    folds = _folds(order.suite, options)
+    make_folds = order.suite.make_folds if options.cross_fit else None
+    folds = None if make_folds is None else make_folds(options)
     sources = order.suite.make_sources(options) if folds is None else folds.sources[0]
     runs = order.runs or (1 if folds is None else len(folds.sources))
     comparisons = tuple(group for group in groups if group in COMPARISONS)
@@ -152,17 +156,3 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
         raise refused
     progress("done", 1.0)
     return order.results / order.suite.name
-
-
-def _folds(suite: Suite, options: DataOptions) -> Folds | None:
-    """The folds of a cross-fit, if one is asked for.
-
-    Raises:
-        OptionError: if the suite has none.
-    """
-    if not options.cross_fit:
-        return None
-    if suite.make_folds is None:
-        message = f"the {suite.name} suite has training data of its own: leave --cross-fit out."
-        raise OptionError(message)
-    return suite.make_folds(options)

@@ -67,17 +67,19 @@ class StreamedSums:
         path = self.path(networks, source, structure)
         with team.work("sums"):
             # One looks: others may see what is written meanwhile.
-            if team.share(path.exists()):
-                return
-            posterior = mola.fit(
-                [network.to(self.device) for network in self._networks(networks, source)],
-                _Shard(source, team, progress),
-                structure=structure,
-                team=team,
-                checkpoint=path.with_suffix(".under-way"),
-                checkpoint_every=CHECKPOINT,
-                progress=False,
-            )
+            done = team.share(path.exists())
+        if done:
+            return
+        posterior = mola.fit(
+            [network.to(self.device) for network in self._networks(networks, source)],
+            _Shard(source, team, progress),
+            structure=structure,
+            team=team,
+            checkpoint=path.with_suffix(".under-way"),
+            checkpoint_every=CHECKPOINT,
+            progress=False,
+        )
+        with team.work("sums"):
             if team.first:
                 posterior.save(path)
 
