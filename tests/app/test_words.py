@@ -20,6 +20,7 @@ from mola.lab.data.catalogue import DATASETS
 from mola.lab.data.images import NORMALISATIONS, normalisation
 from mola.lab.models import MODELS
 from mola.laplace import STRUCTURES, as_structure
+from mola.likelihood import CATEGORICAL
 from mola.links import LINKS, as_link
 from mola.mixture import check_weighting
 from mola.options import one_of
@@ -124,7 +125,9 @@ def unread():
 
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
-@pytest.mark.parametrize("rule", [*RULES, mola.ConfidenceThreshold(0.5), mola.Evidence(shared=False)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [*CATEGORICAL.rules, mola.ConfidenceThreshold(0.5), mola.Evidence(shared=False)], ids=str
+)
 def test_a_rule_of_fit_is_the_rule_of_tune(parts, rule):
     networks, train, val = parts
     held = None if rule == "evidence" or isinstance(rule, mola.Evidence) else val
@@ -143,7 +146,11 @@ def test_a_rule_of_fit_is_the_rule_of_tune(parts, rule):
 )
 def test_a_rule_that_lacks_something_is_refused_before_the_training_data_are_read(parts, fit):
     networks, _, val = parts
-    for rule in (*(name for name in RULES if name != "evidence"), mola.ConfidenceThreshold(), mola.OutlierExposure([])):
+    for rule in (
+        *(name for name in CATEGORICAL.rules if name != "evidence"),
+        mola.ConfidenceThreshold(),
+        mola.OutlierExposure([]),
+    ):
         with pytest.raises(OptionError, match=r"needs validation data: pass val_loader, or choose 'evidence'"):
             fit(networks, unread(), rule=rule)
     for rule in ("evidence", mola.Evidence()):

@@ -89,7 +89,7 @@ def test_from_sentences_to_records_and_a_report(data, tmp_path, monkeypatch):
         assert found["in-scope accuracy, entropy"] <= record.labelled["test"].metrics["accuracy"]
     shown = CliRunner().invoke(app, ["report", "clinc", "--output", "report"])
     assert shown.exit_code == 0, shown.output
-    assert "Larson et al.: BERT, threshold" in (tmp_path / "report" / "index.html").read_text()
+    assert "requests out of scope, rejected" in (tmp_path / "report" / "index.html").read_text()
 
     # What is asked later is asked of the records that are there, and the rest of them is kept.
     older = Store("results").read("clinc", "MoLA", 0)

@@ -288,7 +288,7 @@ def test_a_truncated_file_is_named_with_its_checksum(mnist, tmp_path):
     [
         (
             ["bench", "minst"],
-            "suite must be one of digits, mnist, cifar10, imagenet; got 'minst'. Did you mean 'mnist'?",
+            "suite must be one of digits, mnist, cifar10, imagenet, clinc; got 'minst'. Did you mean 'mnist'?",
         ),
         (["bench", "mnist", "--groups", "mian"], "Did you mean 'main'?"),
         (

@@ -77,7 +77,7 @@ def test_swag_in_a_suite_is_the_library_s_swag(plan, finished):
 def test_mimo_in_a_suite_is_the_library_s_mimo(plan, finished):
     _, records = finished
     training = SUITE.training_data(DataOptions(), SUITE.recipe)
-    seed = plan.workshop(Activations("unused")).seed(1)
+    seed = plan.workshop(Activations("unused"), 0).seed(1)
     mimo = fit_mimo(build, training, SUITE.recipe, BUDGET.mimo, seed, None)
     labels = torch.cat([labels for _, labels in plan.sources["test"].open()])
     test, train, val = (list(plan.sources[name].open()) for name in ("test", "train", "validation"))

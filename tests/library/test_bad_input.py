@@ -157,7 +157,7 @@ OPTIONS = {
     "tune by evidence with data": (lambda s: s.posterior.tune(LOADER, mola.Evidence()), r"training data alone"),
     "tune without data": (lambda s: s.posterior.tune(), r"ConfidenceThreshold needs validation data.*val_loader"),
     "score without data": (lambda s: s.posterior.tune(rule=mola.ValidationScore()), r"needs validation data"),
-    "unknown score": (lambda s: mola.ValidationScore("accuracy"), r"one of nll, brier, ece; got 'accuracy'"),
+    "unknown score": (lambda s: mola.ValidationScore("accuracy"), r"one of nll, brier, ece, crps; got 'accuracy'"),
     "grid with 0": (lambda s: s.posterior.tune(LOADER, mola.ValidationScore(grid=[0, 1])), r"grid.*above 0.*\[0, 1\]"),
     "empty grid": (lambda s: s.posterior.tune(LOADER, mola.ValidationScore(grid=[])), r"grid.*\[\]"),
     "no draws": (lambda s: mola.MonteCarlo(samples=0), r"at least 1, got 0"),

@@ -11,7 +11,7 @@ from torch import nn
 
 import mola
 from mola.errors import DataError, MolaWarning
-from mola.tuning.choosing import RULES
+from mola.likelihood import CATEGORICAL
 from mola.tuning.data_checks import CHANCE, Remembering, guessed, other_order, shared_rows
 from mola.tuning.rules import PAPER_GRID
 from tests.conftest import STRUCTURES
@@ -26,7 +26,11 @@ pytestmark = [
 CLASSES = 3
 ORDERS = [order for order in itertools.permutations(range(CLASSES)) if order != tuple(range(CLASSES))]
 READERS = {
-    **{f"tune-{rule}": lambda bench, data, rule=rule: bench.posterior.tune(data, rule=rule) for rule in RULES if rule != "evidence"},
+    **{
+        f"tune-{rule}": lambda bench, data, rule=rule: bench.posterior.tune(data, rule=rule)
+        for rule in CATEGORICAL.rules
+        if rule != "evidence"
+    },
     "tune-outliers": lambda bench, data: bench.posterior.tune(data, mola.OutlierExposure([torch.randn(20, 4)])),
     "fit": lambda bench, data: mola.fit(bench.networks, bench.train, data),
     "reweight": lambda bench, data: bench.posterior.reweight(data),
@@ -98,7 +102,7 @@ def test_labels_of_nothing_are_warned_of_and_end_nowhere_far(bench, reader):
     assert min(found.prior_precision) >= min(PAPER_GRID), "and not 1e-25"
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "evidence"])
+@pytest.mark.parametrize("rule", [rule for rule in CATEGORICAL.rules if rule != "evidence"])
 def test_no_target_below_what_confidence_can_be_and_no_advice_to_do_what_is_done(bench, rule):
     inputs, _ = bench.val
     answers = bench.networks[0](inputs).argmax(1)

@@ -47,10 +47,11 @@ METRICS = (
     "mce_legacy",
     "confidence",
     "aurc",
-    "auroc",
-    "average_precision",
 )
 """Of labelled data, as `mola.metrics` defines them."""
+
+LABEL_METRICS = ("auroc", "average_precision")
+"""Of data with several labels, besides."""
 
 EXAMPLES = 8
 """Inputs of each set that a report shows."""
@@ -97,7 +98,7 @@ def labelled_result(
         level=level,
         count=tally.count,
         # The legacy errors count nothing where every prediction is sure.
-        metrics={name: found[name] for name in METRICS if not math.isnan(found.get(name, math.nan))},
+        metrics={name: found[name] for name in (*METRICS, *LABEL_METRICS) if not math.isnan(found.get(name, math.nan))},
         reliability=tally.bins.tolist() if detail else [],
         histogram=_histogram(tally) if detail else [],
         errors={name: one.error for name, one in tally.measured().items()} if errors else {},

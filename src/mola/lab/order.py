@@ -102,11 +102,12 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
     else:
         paths = find_networks(Path(order.networks))
         check_networks(paths, order.suite, name, order.options)
-        networks = open_networks(paths, build, name)
     progress(f"reading {order.suite.title}", trained)
     make_folds = order.suite.make_folds if options.cross_fit else None
     folds = None if make_folds is None else make_folds(options)
     sources = order.suite.make_sources(options) if folds is None else folds.sources[0]
+    if not named:
+        networks = open_networks(paths, build, name)
     runs = order.runs or (1 if folds is None else len(folds.sources))
     comparisons = tuple(group for group in groups if group in COMPARISONS)
     plan = Plan(
