@@ -201,7 +201,7 @@ class TensorFiles:
             return self.read(name, 0, 0)
         part = torch.searchsorted(torch.tensor(self.starts), places, right=True) - 1
         found = torch.empty(len(places), *self.shape(name)[1:], dtype=self.parts[0].read(name, 0, 0).dtype)
-        for index in part.unique().tolist():
+        for index in sorted(set(part.tolist())):
             mine = torch.nonzero(part == index).flatten()
             found[mine] = self.parts[index].rows(name, places[mine] - self.starts[index])
         return found

@@ -90,7 +90,7 @@ class _Pictures:
         options = {"seed": CORRUPTION_SEED, "parameters": "imagenet-c"}
         every = [
             corrupt(one, self.kinds[place], self.severity, first=place, **options)  # type: ignore[arg-type]
-            for one, place in zip(pixels.split(1), places, strict=True)
+            for one, place in zip(torch.split(pixels, 1), places, strict=True)
         ]
         return torch.cat(every)
 
