@@ -167,6 +167,7 @@ def test_of_very_many_data_some_are_kept(fitted, tmp_path, monkeypatch):
     assert (kept[0], kept[-1]) == (0, 999)
 
 
+@pytest.mark.slow
 def test_an_exported_file_decides_alike_and_its_thresholds_can_be_changed(desk, fitted, tmp_path):
     pytest.importorskip("onnxruntime")
     (written,) = run_export(fitted, onnx=tmp_path / "model.onnx", **ASKED)

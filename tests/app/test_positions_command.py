@@ -67,6 +67,7 @@ def fit(desk, monkeypatch, output, *more):
     return run(desk, monkeypatch, "fit", "a.safetensors", *named, "--output", output, *more)
 
 
+@pytest.mark.slow
 def test_label_maps_are_fitted_and_exported(desk, monkeypatch, tmp_path):
     result = fit(desk, monkeypatch, tmp_path / "posterior", "--positions", "average", "--json")
     assert result.exit_code == 0, result.output

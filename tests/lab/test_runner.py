@@ -588,6 +588,7 @@ def test_a_suite_without_training_says_so(tmp_path):
 # --- several processes
 
 
+@pytest.mark.slow  # the laws of teams are in tests/library/test_distributed.py
 def test_several_processes_make_the_records_of_one(tmp_path):
     """Networks, activations and records are each the work of one process: nothing depends on how many there are."""
     options = ["bench", "digits", "--train", "--components", "2", "--threads", "1", "--quiet", "--groups", "main"]

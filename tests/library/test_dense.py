@@ -426,7 +426,7 @@ def test_a_parametrised_convolution_has_the_weights_that_it_uses():
     close(fitted(network, [(x, y)]).predict(x).probs, plain.probs)
 
 
-@pytest.mark.parametrize("kind", ["image", "sequence"])
+@pytest.mark.parametrize("kind", ["image", pytest.param("sequence", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", ["torch", "onnx"])
 def test_exports_keep_the_layout(kind, file, tmp_path):
     torch.set_default_dtype(torch.float32)

@@ -25,7 +25,10 @@ def posterior_of(*outputs, rule, squeezed=False):
 
 
 @pytest.mark.parametrize("writer", ["onnx", "torch"])
-@pytest.mark.parametrize(("outputs", "squeezed"), [(3, False), (1, True)], ids=["three labels", "(n,)"])
+@pytest.mark.parametrize(
+    ("outputs", "squeezed"),
+    [pytest.param(3, False, id="three labels"), pytest.param(1, True, id="(n,)", marks=pytest.mark.slow)],
+)
 def test_a_file_says_what_the_posterior_says(writer, outputs, squeezed, tmp_path):
     if writer == "onnx":
         pytest.importorskip("onnxruntime")
