@@ -63,7 +63,7 @@ FORMATS = (".csv", ".jsonl", ".npz")
 OF_EACH = ("mean", "std", "lower", "upper", "epistemic")
 """Of each output that is a number: mean, standard deviation, ends of the 90 % interval, and the epistemic part of the variance."""
 BETWEEN = "|"
-"""Between the classes of a set, in a cell of a table."""
+"""Between the classes of a set, or the labels that are yes, in a cell of a table."""
 COPIED = 2**16
 """Rows or bytes that are moved at a time."""
 
@@ -442,8 +442,8 @@ class Portion:
 
 
 def _found(names: Sequence[str], probs: Sequence[float | None]) -> str:
-    """The labels that are yes, with bars between them."""
-    return "|".join(name for name, value in zip(names, probs, strict=True) if value is not None and value > YES)
+    """The labels that are yes, as a cell names them."""
+    return BETWEEN.join(name for name, value in zip(names, probs, strict=True) if value is not None and value > YES)
 
 
 def _portion(rows: Rows, prediction: Any, outputs: int) -> Portion:
