@@ -50,7 +50,7 @@ def _lite(index: int) -> nn.Module:
     # Evaluated like the originals: the middle size / (size + 32) of the image, brought to size x size.
     size = SIZES[index]
     return mola.Resized(
-        folded(network.eval()),
+        folded(network.eval()).to(memory_format=torch.channels_last),  # a fifth faster on a processor
         size,
         crop=size / (size + 32),
         mean=127 / 255,
