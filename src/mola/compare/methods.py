@@ -110,8 +110,10 @@ RULES: Mapping[str, Callable[[float | None], mola.Rule | str]] = {
     "ece": lambda _: mola.ValidationScore("ece"),
     "evidence": lambda _: mola.Evidence(),
     "distance": lambda _: "distance",
+    "distance at 2 %": lambda _: mola.Distance(price=0.02),
 }
-"""Ways to choose the prior precision, by name; "distance" chooses an exponent by which distances cool logits as well."""
+"""Ways to choose the prior precision, by name; "distance" chooses an exponent by which distances cool logits as well, at the paper's
+price in confidence or for so much of the log loss."""
 
 WEIGHTS = ("uniform", "evidence", "stacking")
 
