@@ -48,14 +48,18 @@ def main() -> int:
         result = peer_environment.run(python, script)
         record.write(name, result)
         kind = "Numbers" if "regression" in name else "Classes"
-        print(f"\n{kind}: largest difference relative to the largest value, by prior precision (slopes: at mola's best)\n")
+        print(
+            f"\n{kind}: largest difference relative to the largest value, by prior precision (slopes: at mola's best)\n"
+        )
         print("The same definition:")
         print(table(result["same"]))
         print("\nNot the same definition or precision, for comparison (not judged):")
         print(table(result["different"]))
         wrong = above(result)
         failed += len(wrong)
-        print(f"\n{len(result['same']) - len(wrong)} of {len(result['same'])} rows within {result['tolerance']:g}, or their own")
+        print(
+            f"\n{len(result['same']) - len(wrong)} of {len(result['same'])} rows within {result['tolerance']:g}, or their own"
+        )
     return int(bool(failed))
 
 

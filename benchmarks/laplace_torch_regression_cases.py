@@ -7,8 +7,8 @@ For one noise of all outputs, given to both, the two libraries define the same p
   without covariance to the weights, and so a coarser approximation: the output side of the curvature is constant here, and
   `kron-exact` is `full`, with a bias or without.
 
-laplace-torch has one noise for all outputs, so that of mola is shared, too. The rule of mola's evidence chooses noise and prior precision:
-both of laplace-torch's slopes must vanish there.
+laplace-torch has one noise for all outputs, so that of mola is shared, too. The rule of mola's evidence chooses both it and the prior
+precision: laplace-torch's slopes must vanish there.
 """
 
 import json
@@ -128,7 +128,9 @@ def evidence_slopes(ours: mola.RegressionMoLA, peer: Any) -> tuple[float, float,
     of targets of much noise. By differences of the fourth order: for `kron`, automatic differentiation does not reach the noise in
     laplace-torch's determinant.
     """
-    free = ours._with(components=[one.of_likelihood(replace(one.likelihood, estimated=True)) for one in ours.components])
+    free = ours._with(
+        components=[one.of_likelihood(replace(one.likelihood, estimated=True)) for one in ours.components]
+    )
     best = free.tune(rule=mola.Evidence(), progress=False)
     precision, noise = best.prior_precision[0], float(best.noise[0, 0])
 
@@ -182,7 +184,13 @@ def compare(
     names = ("slope in prior precision", "slope in noise")
     return listed + [
         common
-        | {"quantity": what, "prior_precision": (precision,), "noise": noise, "difference": [slope], "tolerance": SETTLED}
+        | {
+            "quantity": what,
+            "prior_precision": (precision,),
+            "noise": noise,
+            "difference": [slope],
+            "tolerance": SETTLED,
+        }
         for what, slope in zip(names, slopes, strict=True)
     ]
 

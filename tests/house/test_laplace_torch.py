@@ -156,11 +156,20 @@ def test_another_noise_is_noticed(cases, monkeypatch):
     data, network = TensorDataset(inputs, script.observed(inputs, 2)), script.mlp(2, True)
     right = script.compare("MLP", network, "full", data, data.tensors, Dense)
     monkeypatch.setattr(Dense, "fit", lambda self, loader, before=Dense.fit: (before(self, loader), self.spoil()))
-    monkeypatch.setattr(Dense, "spoil", lambda self: setattr(self, "sigma_noise", self.sigma_noise * 1.001), raising=False)
+    monkeypatch.setattr(
+        Dense, "spoil", lambda self: setattr(self, "sigma_noise", self.sigma_noise * 1.001), raising=False
+    )
     wrong = script.compare("MLP", network, "full", data, data.tensors, Dense)
-    moved = {row["quantity"] for row, before in zip(wrong, right, strict=True) if row["difference"] != before["difference"]}
+    moved = {
+        row["quantity"] for row, before in zip(wrong, right, strict=True) if row["difference"] != before["difference"]
+    }
     failed = {row["quantity"] for row in wrong if max(row["difference"]) > 1e-4}
-    assert {"functional variance", "predictive variance", "log marginal likelihood", "weight precision, whole"} <= failed
+    assert {
+        "functional variance",
+        "predictive variance",
+        "log marginal likelihood",
+        "weight precision, whole",
+    } <= failed
     assert "mean" not in moved
 
 
@@ -185,7 +194,9 @@ def test_laplace_torch_itself_agrees(monkeypatch, capsys):
     environment = importlib.import_module("peer_environment")
     folder = environment.cache_folder()
     if not (folder / "ready.json").exists():
-        pytest.skip("NO LAPLACE-TORCH: run benchmarks/compare_laplace_torch.py once, which makes an environment for it.")
+        pytest.skip(
+            "NO LAPLACE-TORCH: run benchmarks/compare_laplace_torch.py once, which makes an environment for it."
+        )
     compare = importlib.import_module("compare_laplace_torch")
     monkeypatch.setattr(compare.record, "write", lambda name, result: None)
     monkeypatch.setattr(sys, "argv", ["compare_laplace_torch.py"])

@@ -105,7 +105,9 @@ class Case:
         self.features = torch.cat([features, ones], -1)[counted]
         self.rows, self.answers = self.outputs[counted], targets[counted]
         head = self.network.head
-        weight, bias = (one.detach().flatten(1) if one.dim() > 1 else one.detach()[:, None] for one in head.parameters())
+        weight, bias = (
+            one.detach().flatten(1) if one.dim() > 1 else one.detach()[:, None] for one in head.parameters()
+        )
         self.weights = torch.cat([weight, bias], 1)
         self.mean = self.weights[:OUTPUTS]
         """The rows that are uncertain: of networks that say variances, those of the means."""

@@ -533,7 +533,7 @@ def test_saved_baselines_are_refused_by_another_network(tmp_path, baseline):
     make(net, x, y, likelihood).save(tmp_path / "it")
     layers = list(net)
     wider = nn.Sequential(*layers[:-1], nn.Linear(20, 3)).double()
-    with pytest.raises(StorageError, match="does not fit Sequential|not the network that was saved"):
+    with pytest.raises(StorageError, match=r"does not fit Sequential|not the network that was saved"):
         load(tmp_path / "it", wider)
 
 
