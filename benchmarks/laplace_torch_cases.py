@@ -110,7 +110,7 @@ def quantities(ours: mola.MoLA, peer: Any, inputs: Tensor, order: Tensor) -> Ite
     )
     if ours.structure == "full":
         yield "weight covariance, whole", our_whole_covariance(spectrum, precision), covariance
-    yield "logit covariance", moments.posterior.covariance(moments.features), logit_covariance
+    yield "logit covariance", moments.spread.posterior.covariance(moments.spread.features), logit_covariance
     yield "log marginal likelihood", ours.log_evidence()[0], peer.log_marginal_likelihood()
     for link, theirs in ((mola.Probit(), "probit"), (mola.Bridge(), "bridge"), (mola.Bridge(True), "bridge_norm")):
         yield f"probabilities, {theirs}", ours.with_link(link)(inputs), peer(inputs, link_approx=theirs)

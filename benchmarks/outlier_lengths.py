@@ -46,7 +46,7 @@ def scores(posterior: mola.MoLA, data: Examples) -> dict[str, Tensor]:
     with torch.no_grad():
         for batch in data:
             moments = [component.moments(batch[0]) for component in posterior.components]
-            lengths.append(torch.stack([one.posterior.mahalanobis(one.features) for one in moments]))
+            lengths.append(torch.stack([one.spread.length() for one in moments]))
             means.append(torch.stack([one.mean for one in moments]))
             norms.append(batch[0].norm(dim=2).mean(1))
     mean, length = torch.cat(means, dim=1), torch.cat(lengths, dim=1)

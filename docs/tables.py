@@ -11,6 +11,7 @@ every number on the page is one of a record.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from functools import cache
@@ -20,7 +21,7 @@ from mola.compare.report.reading import read_suites
 from mola.compare.report.suite_tables import suite_tables
 from mola.compare.report.tables import Table, as_markdown
 from mola.lab.uci import METHODS, read_records
-from mola.lab.uci_tables import as_good, estimates, gap_table, published_table, score_table
+from mola.lab.uci_tables import as_good, estimates, gap_findings, gap_table, published_table, score_table
 
 PLACE = re.compile(r"(<!-- table: (\w+) ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -45,6 +46,8 @@ def fill(page: str, results: Path) -> str:
         start, suite, name, end = match.groups()
         if suite == "uci":
             return f"{start}\n{uci_table(name, results)}\n\n{end}"
+        if suite == "drawn":
+            return f"{start}\n{drawn_table(name)}\n\n{end}"
         known = tables(suite)
         if name not in known:
             message = f"{suite} has no table {name!r}; it has {', '.join(known)}."
@@ -63,12 +66,14 @@ def uci_table(name: str, results: Path) -> str:
     records = read_records(results)
     if name == "gaps":
         return gap_table(records)
+    if name == "gap findings":
+        return gap_findings(records)
     if name == "published":
         return published_table(list(estimates(records, "rmse")))
     if name in ("rmse", "nll"):
         return score_table(records, name)
     if name != "findings":
-        message = f"uci has no table {name!r}; it has rmse, nll, findings, published, gaps."
+        message = f"uci has no table {name!r}; it has rmse, nll, findings, published, gaps, gap findings."
         raise KeyError(message)
     lines = []
     for score, words in (("rmse", "root mean squared error"), ("nll", "negative log-likelihood")):
@@ -77,6 +82,29 @@ def uci_table(name: str, results: Path) -> str:
         lines.append(
             f"The best {words}, or within one standard error of it, in so many of {len(found)} sets: {', '.join(counts)}."
         )
+    return "\n".join(lines)
+
+
+def drawn_table(likelihood: str) -> str:
+    """Closed forms against Monte Carlo: the worst over structures, inputs and outputs.
+
+    Raises:
+        KeyError: if there is no such likelihood.
+    """
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "closed_forms.json"
+    rows = [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["likelihood"] == likelihood]
+    if not rows:
+        message = f"closed_forms.json knows no likelihood {likelihood!r}."
+        raise KeyError(message)
+    lines = [
+        "| closed form | largest error | Monte Carlo's standard error there | largest error in standard errors |",
+        "|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["quantity"] for row in rows):
+        same = [row for row in rows if row["quantity"] == name]
+        worst, most = max(same, key=lambda row: row["error"]), max(row["standard_errors"] for row in same)
+        shown = f"{most:.1f}" if worst["exact"] else f"{most:.1f} (an approximation)"
+        lines.append(f"| {name} | {worst['error']:.1e} | {worst['standard_error']:.1e} | {shown} |")
     return "\n".join(lines)
 
 

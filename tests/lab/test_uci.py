@@ -11,7 +11,7 @@ from mola.errors import DataError, OptionError, StorageError
 from mola.lab import uci
 from mola.lab.data.uci import SETS, read_uci
 from mola.lab.uci import METHODS, UciOrder, read_records, run_uci
-from mola.lab.uci_tables import PUBLISHED, Estimate, as_good, estimates, gap_table, score_table
+from mola.lab.uci_tables import PUBLISHED, Estimate, as_good, estimates, gap_findings, gap_table, score_table
 from mola.training import Recipe
 from tests.conftest import require_shared
 
@@ -85,6 +85,25 @@ def test_a_comparison_leaves_a_record_for_each_split_and_makes_none_twice(folder
     damaged.write_text(json.dumps({"format": "mola-uci"}), encoding="utf-8")
     with pytest.raises(StorageError, match="Delete it"):
         read_records(tmp_path / "results")
+
+
+def test_splits_with_a_gap_are_won_tied_or_lost():
+    def record(name, split, **nll):
+        methods = {key: {"nll": nll[key[:1] + key[-1:]]} for key in ("DE", "MoLA", "MoLA (distance)")}
+        return {"set": name, "split": split, "methods": methods}
+
+    # Keys by first and last letter: DE, MA and M).
+    records = [
+        record("yacht", "gap-0", DE=1.0, MA=0.9, **{"M)": 0.895}),
+        record("yacht", "gap-1", DE=1.0, MA=1.005, **{"M)": 2.0}),
+        record("yacht", "split-0", DE=1.0, MA=9.0, **{"M)": 9.0}),
+        record("energy", "gap-0", DE=1.0, MA=1.1, **{"M)": 0.5}),
+    ]
+    assert gap_findings(records).splitlines()[2:] == [
+        "| energy | 0 / 0 / 1 | 1 / 0 / 0 | 1 / 0 / 0 |",
+        "| yacht | 1 / 1 / 0 | 1 / 0 / 1 | 0 / 1 / 1 |",
+        "| all | **1 / 1 / 1** | **2 / 0 / 1** | **1 / 1 / 1** |",
+    ]
 
 
 def test_as_good_is_within_a_standard_error_of_the_best():

@@ -66,6 +66,24 @@ def make_swag(folder):
     mola.Swag.fit(network(), LOADER, epochs=2, learning_rate=0.01, rank=2, samples=2, progress=False).save(folder)
 
 
+NUMBERS = mola.Gaussian(noise=[0.5, 1.0, 2.0], location=3.0, scale=2.0)
+
+
+def make_dropout_of_numbers(folder):
+    mola.McDropout(network(), samples=4, seed=3, likelihood=NUMBERS).save(folder)
+
+
+def make_swag_of_numbers(folder):
+    loader = [(X, 3 + 2 * X[:, :3])]
+    options = {"epochs": 2, "learning_rate": 0.001, "rank": 2, "samples": 2, "likelihood": NUMBERS}
+    mola.Swag.fit(network(), loader, progress=False, **options).save(folder)
+
+
+def said_of_numbers(predictor):
+    said = predictor.predict(X)
+    return torch.stack([said.mean, said.variance])
+
+
 def make_mimo(folder):
     torch.manual_seed(0)
     mola.Mimo(network(), members=2, example=X).save(folder)
@@ -144,6 +162,11 @@ KINDS = {
     "temperature": (make_temperature, lambda folder: mola.TemperatureScaled.load(folder, [network(0), network(1)])(X)),
     "dropout": (make_dropout, lambda folder: mola.McDropout.load(folder, network())(X)),
     "swag": (make_swag, lambda folder: mola.Swag.load(folder, network(5))(X)),
+    "dropout of numbers": (
+        make_dropout_of_numbers,
+        lambda folder: said_of_numbers(mola.McDropout.load(folder, network())),
+    ),
+    "swag of numbers": (make_swag_of_numbers, lambda folder: said_of_numbers(mola.Swag.load(folder, network(5)))),
     "mimo": (make_mimo, lambda folder: mola.Mimo.load(folder, network(5), example=X)(X)),
     "fit checkpoint": (make_fit_checkpoint, ask_fit_checkpoint),
     "training checkpoint": (make_checkpoint, ask_checkpoint),

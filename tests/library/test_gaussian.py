@@ -1,5 +1,6 @@
 """Regression: every structure against the dense Hessian, the mixture against draws, noise, units, rules and refusals."""
 
+import json
 import math
 
 import numpy as np
@@ -9,7 +10,8 @@ from torch import nn
 
 import mola
 from mola import normal_mixtures
-from mola.errors import DataError, HeadError, OptionError
+from mola.errors import DataError, HeadError, OptionError, StorageError
+from mola.schema import sealed
 from mola.training import Recipe, train_mlps
 from mola.training.labelled import Labelled
 from tests.conftest import STRUCTURES
@@ -470,6 +472,124 @@ def test_swag_and_dropout_predict_numbers():
     posterior = mola.fit(net, [(x, y)], likelihood="gaussian", progress=False)
     with pytest.raises(OptionError, match=r"posterior\.tune"):
         mola.scale_noise(posterior, [(x, y)])
+
+
+def outputs_of(kind, noise=None):
+    """A network, data with targets of that kind, and the likelihood as it was given."""
+    torch.manual_seed(0)
+    x, y = data(2, 80)
+    net = nn.Sequential(nn.Linear(3, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.2), nn.Linear(20, 2)).double()
+    if kind == "bernoulli":
+        return net, x, (y > 0).double(), mola.Bernoulli()
+    return net, x, 7 + 3 * y, mola.Gaussian(noise=noise, location=[7.0, 7.0], scale=3.0)
+
+
+def as_swag(net, x, y, likelihood):
+    return mola.Swag.fit(
+        net, [(x, y)], learning_rate=1e-3, epochs=4, rank=2, samples=3, likelihood=likelihood, progress=False
+    )
+
+
+def as_dropout(net, x, y, likelihood):
+    return mola.McDropout(net, 3, seed=5, likelihood=likelihood)
+
+
+BASELINES = {"swag": (as_swag, mola.Swag.load), "dropout": (as_dropout, mola.McDropout.load)}
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "scaled", "bernoulli"])
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_saved_baselines_say_the_same_to_the_bit(tmp_path, baseline, kind):
+    make, load = BASELINES[baseline]
+    net, x, y, likelihood = outputs_of(kind, [0.4, 0.9])
+    predictor = make(net, x, y, likelihood)
+    if kind == "scaled":
+        before = predictor.likelihood
+        predictor, plain = mola.scale_noise(predictor, [(x, y)]), predictor
+        assert plain.likelihood == before, "the predictor that was given stays as it was"
+        assert predictor.likelihood.estimated
+    predictor.save(tmp_path / "it")
+    again = load(tmp_path / "it", net)
+    assert again.likelihood == predictor.likelihood
+    assert torch.equal(again(x), predictor(x))
+    said, expected = again.predict(x), predictor.predict(x)
+    if kind == "bernoulli":
+        assert torch.equal(said.probs, expected.probs)
+        assert said.probs.shape == (80, 2)
+        assert not torch.allclose(said.probs.sum(1), torch.ones(80))  # two answers, and not two classes
+        return
+    for name in ("component_mean", "component_noise", "variance", "between"):
+        assert torch.equal(getattr(said, name), getattr(expected, name)), name
+    assert torch.equal(said.log_prob(y), expected.log_prob(y))
+    noise = torch.tensor(predictor.likelihood.noise).double()
+    assert torch.allclose(said.aleatoric, noise.square().expand(80, 2))
+    assert 5 < float(said.mean.mean()) < 9  # in the targets' units
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_saved_baselines_are_refused_by_another_network(tmp_path, baseline):
+    make, load = BASELINES[baseline]
+    net, x, y, likelihood = outputs_of("gaussian", 0.4)
+    make(net, x, y, likelihood).save(tmp_path / "it")
+    layers = list(net)
+    wider = nn.Sequential(*layers[:-1], nn.Linear(20, 3)).double()
+    with pytest.raises(StorageError, match=r"does not fit Sequential|not the network that was saved"):
+        load(tmp_path / "it", wider)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("noise", -1.0),
+        ("noise", [0.5, "loud"]),
+        ("noise", None),
+        ("scale", [0.0]),
+        ("location", ["here"]),
+        ("heteroscedastic", True),
+        ("heteroscedastic", 1),
+        ("loudness", 3.0),
+        (None, []),
+        (None, "gaussian"),
+    ],
+)
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_settings_that_nobody_would_save_are_refused(tmp_path, baseline, entry, value):
+    make, load = BASELINES[baseline]
+    net, x, y, likelihood = outputs_of("gaussian", 0.4)
+    make(net, x, y, likelihood).save(tmp_path / "it")
+    (path,) = (tmp_path / "it").glob("*.json")
+    document = json.loads(path.read_text())
+    del document["sha256"]
+    if entry is None:
+        document["likelihood_settings"] = value
+    else:
+        document["likelihood_settings"][entry] = value
+    path.write_text(json.dumps(sealed(document)))
+    if (entry, value) == ("noise", None):  # as if it had never been known: said when it is needed
+        with pytest.raises(OptionError, match="noise is not known"):
+            load(tmp_path / "it", net).predict(x)
+        return
+    with pytest.raises(StorageError):
+        load(tmp_path / "it", net)
+    document["likelihood"] = "poisson"
+    path.write_text(json.dumps(sealed(document)))
+    with pytest.raises(StorageError, match=r"likelihood"):
+        load(tmp_path / "it", net)
+
+
+def test_several_swags_of_numbers_are_saved(tmp_path):
+    nets = [nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double() for _ in range(2)]
+    x, y = data(2, 80)
+    likelihood = mola.Gaussian(noise=[0.5, 0.7])
+    made = mola.multi_swag(
+        nets, [(x, y)], learning_rate=1e-3, epochs=3, rank=2, samples=2, likelihood=likelihood, progress=False
+    )
+    made.save(tmp_path)
+    again = mola.MultiSwag.load(tmp_path, nets)
+    said, expected = again.predict(x), made.predict(x)
+    assert said.component_mean.shape == (4, 80, 2)
+    assert torch.equal(said.variance, expected.variance)
+    assert torch.equal(said.log_prob(y), expected.log_prob(y))
 
 
 def test_a_mixture_of_posteriors_has_all_their_components():

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from mola.baselines.noise import only_means, require_answers
+from mola.baselines.noise import loaded_likelihood, only_means, saved_likelihood
 from mola.baselines.sgd import check_seed, derived_seeds
 from mola.errors import OptionError, located
-from mola.likelihood import CATEGORICAL, Likelihood, as_likelihood
+from mola.likelihood import Likelihood, as_likelihood
 from mola.mixture import Mixture
 from mola.network import Inputs, call, check_finite, undisturbed
 from mola.network.fingerprint import NETWORK, require_network, signature_of
@@ -112,7 +112,7 @@ class McDropout(Mixture):
         return members
 
     def save(self, directory: str | Path) -> Path:
-        """Save the number of draws, the seed, and what tells the network.
+        """Save the number of draws, the seed, what the outputs mean, and what tells the network.
 
         Args:
             directory: folder to write to.
@@ -120,10 +120,8 @@ class McDropout(Mixture):
         Returns:
             The folder, for `mola.McDropout.load(directory, model)`.
         """
-        require_answers(self.likelihood, "Monte Carlo dropout")
         document = {"samples": self.samples, "seed": self.seed, "network": signature_of(self.network)}
-        if self.likelihood != CATEGORICAL:
-            document["likelihood"] = self.likelihood.name
+        document |= saved_likelihood(self.likelihood)
         return storage.write(directory, document, {}, kind="mc-dropout")
 
     @classmethod
@@ -139,7 +137,7 @@ class McDropout(Mixture):
         """
         document, _ = storage.read(directory, "mc-dropout", SCHEMA)
         require_network(model, document["network"], "model")
-        meaning = document.get("likelihood", CATEGORICAL.name)
+        meaning = loaded_likelihood(document, "Monte Carlo dropout")
         return cls(model, document["samples"], seed=document["seed"], likelihood=meaning)
 
 

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from mola import normal_mixtures
-from mola.errors import DataError, OptionError
-from mola.likelihood import Gaussian, Likelihood
+from mola.errors import DataError, OptionError, StorageError
+from mola.likelihood import CATEGORICAL, Gaussian, Likelihood
 from mola.mixture import Mixture
 from mola.network import as_batch, batches_of
 from mola.regression import RegressionMoLA
+from mola.saving.archive import pack_likelihood, unpack_likelihood
+from mola.saving.storage import COOLED_VERSION
 
-__all__ = ["best_factors", "only_means", "require_answers", "scale_noise"]
+__all__ = ["best_factors", "loaded_likelihood", "only_means", "saved_likelihood", "scale_noise"]
 
 STEPS = 60
 """Of golden sections: the interval shrinks to a part in 10^12."""
@@ -43,15 +45,22 @@ def only_means(likelihood: Likelihood, what: str) -> Likelihood:
     return likelihood
 
 
-def require_answers(likelihood: Likelihood, what: str) -> None:
-    """Refuse to save a predictor whose file would not hold its noise.
+def saved_likelihood(likelihood: Likelihood) -> dict[str, Any]:
+    """What a file says of the outputs' meaning, noise and units included; of classes it says nothing, as it always has."""
+    return {} if likelihood == CATEGORICAL else {"version": COOLED_VERSION, **pack_likelihood(likelihood)}
+
+
+def loaded_likelihood(document: dict[str, Any], what: str) -> Likelihood:
+    """What `saved_likelihood` said.
 
     Raises:
-        OptionError: if its outputs are numbers.
+        StorageError: if it cannot be used for such a predictor.
     """
-    if not likelihood.discrete:
-        message = f"{what} for likelihood {likelihood.name!r} cannot be saved: its files hold no noise. Make it again instead."
-        raise OptionError(message)
+    try:
+        return only_means(unpack_likelihood(document), what)
+    except OptionError as error:
+        message = f"the saved likelihood cannot be used: {error}"
+        raise StorageError(message) from error
 
 
 def scale_noise(predictor: Mixture, val_loader: Iterable[Any]) -> Any:

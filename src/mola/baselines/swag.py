@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from mola.baselines.noise import only_means, require_answers
+from mola.baselines.noise import loaded_likelihood, only_means, saved_likelihood
 from mola.baselines.sgd import (
     LearningRateTuning,
     as_rates,
@@ -76,6 +76,7 @@ class SwagParts(NamedTuple):
     scale: float
     seed: int
     tuning: LearningRateTuning | None
+    likelihood: Likelihood
 
 
 def _rest(network: nn.Module, moved: set[str]) -> dict[str, Tensor]:
@@ -89,6 +90,7 @@ def write_swag(directory: str | Path, network: nn.Module, parts: SwagParts) -> P
     document: dict[str, Any] = {"snapshots": parts.moments.count, "rank": parts.moments.rank}
     document |= {"samples": parts.samples, "scale": parts.scale, "seed": parts.seed}
     document["tuning"] = None if parts.tuning is None else parts.tuning.as_json()
+    document |= saved_likelihood(parts.likelihood)
     tensors = {f"moments.{name}": tensor for name, tensor in parts.moments.tensors().items()}
     tensors |= {f"statistics.{name}": tensor for name, tensor in parts.statistics.items()}
     tensors |= {f"network.{name}": tensor for name, tensor in _rest(network, set(parts.moments.mean)).items()}
@@ -133,7 +135,8 @@ def read_swag(directory: str | Path, network: nn.Module) -> SwagParts:
     moments = Moments.from_tensors(document["snapshots"], below(tensors, "moments."))
     statistics = below(tensors, "statistics.")
     tuning = None if document["tuning"] is None else LearningRateTuning.from_json(document["tuning"])
-    return SwagParts(moments, statistics, document["samples"], float(document["scale"]), document["seed"], tuning)
+    numbers = document["samples"], float(document["scale"]), document["seed"]
+    return SwagParts(moments, statistics, *numbers, tuning, loaded_likelihood(document, "SWAG"))
 
 
 def _expected_shapes(
@@ -370,9 +373,9 @@ class Swag(Mixture):
         return made.of_likelihood(self.likelihood)
 
     def of_likelihood(self, likelihood: Likelihood) -> Swag:
-        """This predictor, for outputs that mean something else, such as numbers with another noise."""
-        self._likelihood = likelihood
-        return self
+        """The same draws for outputs that mean something else, such as numbers with another noise."""
+        parts = self.moments, self.statistics, self.samples, self.scale, self.seed, self.tuning
+        return Swag(self.network, *parts, likelihood)
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
@@ -418,7 +421,7 @@ class Swag(Mixture):
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> Path:
-        """Save the moments, the statistics of the draws, and what of the network did not move.
+        """Save the moments, the statistics of the draws, what the outputs mean, and what of the network did not move.
 
         Args:
             directory: folder to write to.
@@ -426,8 +429,9 @@ class Swag(Mixture):
         Returns:
             The folder, for `mola.Swag.load(directory, model)`.
         """
-        require_answers(self.likelihood, "SWAG")
-        parts = SwagParts(self.moments, self.statistics, self.samples, self.scale, self.seed, self.tuning)
+        parts = SwagParts(
+            self.moments, self.statistics, self.samples, self.scale, self.seed, self.tuning, self.likelihood
+        )
         return write_swag(directory, self.network, parts)
 
     @classmethod

@@ -10,7 +10,22 @@ from typing import Any
 from mola.lab.data.uci import SETS
 from mola.lab.uci import GAP_METHODS, METHODS
 
-__all__ = ["PUBLISHED", "Estimate", "as_good", "estimates", "gap_table", "published_table", "score_table"]
+__all__ = [
+    "PUBLISHED",
+    "Estimate",
+    "as_good",
+    "estimates",
+    "gap_findings",
+    "gap_table",
+    "published_table",
+    "score_table",
+]
+
+ALIKE = 0.01
+"""Nats of negative log-likelihood between methods on a split that are none: the price that caution by distance may have."""
+
+DUELS = (("MoLA", "DE"), ("MoLA (distance)", "DE"), ("MoLA (distance)", "MoLA"))
+"""Which methods are compared split by split."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +138,27 @@ def gap_table(records: Sequence[Mapping[str, Any]]) -> str:
             wider = sum(one["std"] / one["std_inside"] for one in values) / len(values)
             lines.append(f"| {name} | {len(values)} | {method} | {median:.2f} | {100 * coverage:.0f} % | {wider:.2f} |")
     return "\n".join(lines)
+
+
+def gap_findings(records: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown of the same splits: on how many a method has the lower NLL, about the same, or the higher."""
+    heads = [f"{one} against {other}" for one, other in DUELS]
+    lines = [f"| set | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    totals = [[0, 0, 0] for _ in DUELS]
+    for name in SETS:
+        own = [one["methods"] for one in records if one["set"] == name and one["split"].startswith("gap")]
+        cells = []
+        for (one, other), total in zip(DUELS, totals, strict=True):
+            counts = [0, 0, 0]
+            for methods in own:
+                apart = methods[one]["nll"] - methods[other]["nll"]
+                counts[0 if apart < -ALIKE else 2 if apart > ALIKE else 1] += 1
+            total[:] = [a + b for a, b in zip(total, counts, strict=True)]
+            cells.append("{} / {} / {}".format(*counts))
+        if own:
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    all_of_them = " | ".join("**{} / {} / {}**".format(*total) for total in totals)
+    return "\n".join([*lines, f"| all | {all_of_them} |"])
 
 
 def published_table(sets: Sequence[str]) -> str:

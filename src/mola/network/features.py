@@ -554,6 +554,7 @@ def _read(
     rows: int,
     most: int | None,
     start_input: int,
+    likelihood: Likelihood,
 ) -> BatchRows:
     """What networks make of one batch, as rows.
 
@@ -565,6 +566,7 @@ def _read(
         rows: of a piece, at most.
         most: how many positions of each input are drawn; None: all are taken.
         start_input: number of inputs that were read before.
+        likelihood: what the outputs mean; of those that say variances, labels have the means alone.
 
     Returns:
         The batch in pieces: in one, if the networks gave rows.
@@ -583,7 +585,7 @@ def _read(
     layout, outputs = dense[0].layout, dense[0].logits.shape[-1]
     for index, one in enumerate(dense[1:], 1):
         layout.check_same(one.layout, f"{place}: models[{index}]")
-    given = None if labels is None else layout.labels(labels, outputs, place)
+    given = None if labels is None else layout.labels(labels, likelihood.latent(outputs), place)
     head = heads[0]
     ignored = IGNORED if head is None or head.positions is None else head.positions.ignore_index
     used = None
@@ -713,7 +715,7 @@ def stream(
                 except (DataError, HeadError):
                     with located(f"{place}, models[{len(seen)}]"):
                         raise
-            read = _read(place, seen, batch.labels, heads, rows, positions, start_input)
+            read = _read(place, seen, batch.labels, heads, rows, positions, start_input, likelihood)
             start_input += read.inputs
             del seen, batch, raw  # not kept while the next is made
             # A batch that comes in pieces shares no turn with those before it: so much of the data is always whole batches.

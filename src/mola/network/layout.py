@@ -131,7 +131,7 @@ class Layout:
 
         Args:
             labels: as the loader yielded them.
-            outputs: C.
+            outputs: C, those that labels are of.
             where: words for the error message.
 
         Returns:

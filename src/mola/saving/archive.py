@@ -13,7 +13,7 @@ from mola.component import Component, Curvature
 from mola.cooling import Cooling, Usual
 from mola.errors import HeadError, OptionError, StorageError
 from mola.laplace import STRUCTURES, ClassSums, Structure
-from mola.likelihood import LIKELIHOODS, Likelihood
+from mola.likelihood import CATEGORICAL, LIKELIHOODS, Likelihood
 from mola.links import LINKS, Link
 from mola.mixture import check_weighting, check_weights
 from mola.network import Head, Positions, check_positions, head_by_name, undisturbed
@@ -23,7 +23,17 @@ from mola.saving import storage
 from mola.schema import Optional, check
 from mola.tuning.candidates import Tuning
 
-__all__ = ["CLASSES", "MIXTURE", "Parts", "pack", "pack_mixture", "unpack", "unpack_mixture"]
+__all__ = [
+    "CLASSES",
+    "MIXTURE",
+    "Parts",
+    "pack",
+    "pack_likelihood",
+    "pack_mixture",
+    "unpack",
+    "unpack_likelihood",
+    "unpack_mixture",
+]
 
 LABELS = "label_sums"
 """Name of the tensor with what a likelihood sums of labels beside their log-likelihood, where there is one."""
@@ -185,7 +195,7 @@ def pack(
     head, curvature = components[0].require_curvature("saving a posterior")
     document = {
         "classes": head.classes,
-        **_described_likelihood(curvature.likelihood),
+        **pack_likelihood(curvature.likelihood),
         "structure": _described(curvature.structure, STRUCTURES, "structure"),
         **pack_mixture(link, weights, weighting, tuning, cooling, LINKS),
         "components": parts,
@@ -193,11 +203,33 @@ def pack(
     return document, tensors
 
 
-def _described_likelihood(likelihood: Likelihood) -> dict[str, Any]:
+def pack_likelihood(likelihood: Likelihood) -> dict[str, Any]:
     """Its name, and its settings where it has some."""
     settings = _described(likelihood, LIKELIHOODS, "likelihood")
     name = settings.pop("name")
     return {"likelihood": name, **({"likelihood_settings": settings} if settings else {})}
+
+
+def unpack_likelihood(document: dict[str, Any]) -> Likelihood:
+    """What `pack_likelihood` packed; classes where a document says nothing, as older versions wrote it.
+
+    Args:
+        document: which holds it.
+
+    Returns:
+        The likelihood.
+
+    Raises:
+        StorageError: if it is unknown, or a setting cannot be used.
+    """
+    if "likelihood" not in document and document["version"] < storage.COOLED_VERSION:
+        return CATEGORICAL
+    check(document, {"likelihood": str}, "")
+    try:
+        return _likelihood(document, {})
+    except (OptionError, TypeError) as error:
+        message = f"the saved likelihood cannot be used: {error}"
+        raise StorageError(message) from error
 
 
 def _own_settings(likelihood: Likelihood, shared: Likelihood) -> dict[str, Any]:
@@ -246,8 +278,6 @@ def unpack(
         known = ", ".join(map(repr, LIKELIHOODS))
         message = f"the saved posterior is for likelihood {document['likelihood']!r}; this mola knows {known}."
         raise StorageError(message)
-    settings = document.get("likelihood_settings", {})
-    check(settings, {}, "likelihood_settings")
     try:
         structure = _rebuild(document["structure"], STRUCTURES, "structure")
         heads = _check_networks(networks, parts, document["classes"])
@@ -263,9 +293,10 @@ def unpack(
 
 def _likelihood(document: dict[str, Any], part: dict[str, Any]) -> Likelihood:
     """The likelihood of a component: that of all, with settings of its own."""
-    own = part.get("likelihood_settings", {})
+    shared, own = document.get("likelihood_settings", {}), part.get("likelihood_settings", {})
+    check(shared, {}, "likelihood_settings")
     check(own, {}, "components.likelihood_settings")
-    entry = {"name": document["likelihood"], **document.get("likelihood_settings", {}), **own}
+    entry = {"name": document["likelihood"], **shared, **own}
     return _rebuild(entry, LIKELIHOODS, "likelihood")
 
 

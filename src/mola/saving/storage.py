@@ -52,7 +52,8 @@ __all__ = [
 FORMAT = "mola-posterior"
 VERSION = 1
 COOLED_VERSION = 2
-"""Of documents that are wrong to a reader who does not know of temperatures and distances; all others stay at `VERSION`."""
+"""Of documents that are wrong to a reader who does not know of temperatures and distances, or of baselines for other outputs than
+classes; all others stay at `VERSION`."""
 DOCUMENT = "posterior.json"
 
 

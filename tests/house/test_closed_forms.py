@@ -1,0 +1,50 @@
+"""Closed forms of numbers and answers against Monte Carlo: the record, and the script with few draws."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from mola import normal_mixtures
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("closed_forms_against_monte_carlo")
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_closed_forms_are_within_the_error_of_a_few_draws(script, structure):
+    rows = list(script.rows(8000, (structure,)))
+    assert len({(row["likelihood"], row["quantity"]) for row in rows}) == 11 + 11 + 7
+    for row in rows:
+        assert not row["exact"] or row["standard_errors"] <= script.JUDGED, row
+
+
+def test_a_mistake_is_noticed(script, monkeypatch):
+    """A mixture's spread that counts half as much: else the comparison would prove nothing."""
+    right = normal_mixtures.crps
+
+    def wrong(weights, means, variances, targets):
+        return right(weights, means, 1.2 * variances, targets)
+
+    monkeypatch.setattr(normal_mixtures, "crps", wrong)
+    rows = list(script.numbers("full", False, 20_000))
+    beyond = {
+        name for name, closed, drawn, error, _ in rows if float(((closed - drawn).abs() / error).max()) > script.JUDGED
+    }
+    assert beyond == {"CRPS"}
+
+
+def test_the_record_has_every_closed_form_of_every_structure(script):
+    record = json.loads((ROOT / "benchmarks" / "results" / "closed_forms.json").read_text(encoding="utf-8"))
+    assert record["samples"] >= 1_000_000
+    assert len(record["rows"]) == len(script.STRUCTURES) * (11 + 11 + 7)
+    for row in record["rows"]:
+        assert not row["exact"] or row["standard_errors"] <= script.JUDGED, row
+        assert row["exact"] or row["error"] < 0.0177, row  # what docs/labels.md promises of MacKay's approximation

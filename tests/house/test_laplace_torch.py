@@ -1,0 +1,203 @@
+"""The comparison with laplace-torch: its records, and its script against a dense peer, so that it runs on the day it is needed."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.functional import hessian, jacobian
+from torch.func import functional_call
+from torch.utils.data import TensorDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = {
+    "compare_laplace_torch": "laplace_torch_cases",
+    "compare_laplace_torch_regression": "laplace_torch_regression_cases",
+}
+
+
+class Dense:
+    """What laplace-torch's `Laplace` says of a last layer, by differentiating its loss twice and inverting.
+
+    Parameters are weights row by row, and then biases. `kron` is `full` here, which it is for numbers without a bias.
+    """
+
+    def __init__(
+        self, model, likelihood, *, subset_of_weights, hessian_structure, backend, sigma_noise=1.0, prior_precision=1.0
+    ):
+        assert subset_of_weights == "last_layer"
+        assert backend is Dense
+        self.body, self.head = model[:-1], model[-1]
+        self.likelihood, self.structure = likelihood, hessian_structure
+        self.sigma_noise, self.prior_precision = torch.tensor(sigma_noise), prior_precision
+
+    def fit(self, loader) -> None:
+        inputs, self.labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
+        self.features = self.body(inputs).detach()
+        self.flat = torch.cat([one.detach().flatten() for one in self.head.parameters()])
+        self.n_params, self.n_data, self.n_outputs = len(self.flat), len(inputs), self.head.out_features
+        self.curvature = hessian(self.unit_loss, self.flat)
+        if self.structure == "diag":
+            self.curvature = torch.diag(self.curvature.diagonal())
+
+    def outputs(self, flat: Tensor, features: Tensor) -> Tensor:
+        named, start = {}, 0
+        for name, one in self.head.named_parameters():
+            named[name] = flat[start : start + one.numel()].view_as(one)
+            start += one.numel()
+        return functional_call(self.head, named, (features,))
+
+    def unit_loss(self, flat: Tensor) -> Tensor:
+        """Without the noise, and what depends on it alone."""
+        outputs = self.outputs(flat, self.features)
+        if self.likelihood == "regression":
+            return (outputs - self.labels).square().sum() / 2
+        return nn.functional.cross_entropy(outputs, self.labels, reduction="sum")
+
+    @property
+    def posterior_precision(self) -> Tensor:
+        whole = self.curvature / self.sigma_noise**2 + self.prior_precision * torch.eye(self.n_params)
+        return whole.diagonal() if self.structure == "diag" else whole
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        constant = self.n_data * self.n_outputs * torch.log(self.sigma_noise * math.sqrt(2 * math.pi))
+        found = -self.unit_loss(self.flat) / self.sigma_noise**2
+        return found - constant if self.likelihood == "regression" else found
+
+    def log_marginal_likelihood(self, prior_precision=None, sigma_noise=None) -> Tensor:
+        self.prior_precision = self.prior_precision if prior_precision is None else prior_precision
+        self.sigma_noise = self.sigma_noise if sigma_noise is None else sigma_noise.squeeze()
+        prior = torch.as_tensor(self.prior_precision)
+        precision = self.posterior_precision
+        size = precision.log().sum() if precision.dim() == 1 else torch.linalg.slogdet(precision).logabsdet
+        penalty = prior * self.flat.square().sum() - self.n_params * prior.log()
+        return (self.log_likelihood - (size + penalty) / 2).squeeze()
+
+    def _glm_predictive_distribution(self, inputs) -> tuple[Tensor, Tensor]:
+        features = self.body(inputs).detach()
+        slopes = jacobian(lambda flat: self.outputs(flat, features), self.flat)
+        precision = self.posterior_precision
+        covariance = torch.linalg.inv(torch.diag(precision) if precision.dim() == 1 else precision)
+        return self.outputs(self.flat, features).detach(), (slopes @ covariance @ slopes.mT).detach()
+
+    def __call__(self, inputs, link_approx="probit"):
+        mean, spread = self._glm_predictive_distribution(inputs)
+        if self.likelihood == "regression":
+            return mean, spread
+        if link_approx == "probit":
+            return torch.softmax(mean / (1 + math.pi / 8 * spread.diagonal(dim1=1, dim2=2)).sqrt(), 1)
+        # Hobbhahn et al. (2022): logits given that their sum is 0, then the Dirichlet distribution nearest to them.
+        rows, total = spread.sum(2), spread.sum((1, 2))[:, None]
+        mean = mean - rows * mean.sum(1, keepdim=True) / total
+        spread = spread - rows[:, :, None] * rows[:, None] / total[:, :, None]
+        variance, classes = spread.diagonal(dim1=1, dim2=2), mean.shape[1]
+        if link_approx == "bridge_norm":
+            scale = variance.mean(1, keepdim=True) / math.sqrt(classes / 2)
+            mean, variance = mean / scale.sqrt(), variance / scale
+        alpha = (1 - 2 / classes + mean.exp() / classes**2 * (-mean).exp().sum(1, keepdim=True)) / variance
+        return alpha / alpha.sum(1, keepdim=True)
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    """The scripts of the comparison, with the dense peer in laplace-torch's place."""
+    laplace, curvature = ModuleType("laplace"), ModuleType("laplace.curvature")
+    laplace.Laplace, curvature.BackPackGGN, curvature.CurvlinopsGGN = Dense, Dense, Dense
+    for name, module in (("laplace", laplace), ("laplace.curvature", curvature)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for name in SCRIPTS.values():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield [importlib.import_module(name) for name in SCRIPTS.values()]
+    for name in SCRIPTS.values():
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_classes_agree_with_a_dense_peer(cases, bias):
+    script = cases[0]
+    inputs, labels, unseen = torch.randn(120, 8), torch.randint(5, (120,)), torch.randn(20, 8)
+    network = script.mlp(bias)
+    script.train(network, inputs, labels)
+    for structure in ("full", "diag"):
+        rows = script.compare("MLP", network, structure, TensorDataset(inputs, labels), unseen, Dense)
+        judged = [row for row in rows if structure == "full" or "bridge" not in row["quantity"]]
+        assert len(judged) >= 6
+        for row in judged:
+            assert max(row["difference"]) <= script.TOLERANCE, row
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_numbers_agree_with_a_dense_peer(cases, outputs, bias):
+    script = cases[1]
+    inputs, unseen = torch.randn(120, 8), torch.randn(20, 8)
+    data = TensorDataset(inputs, script.observed(inputs, outputs))
+    network = script.mlp(outputs, bias)
+    script.train(network, *data.tensors)
+    # For numbers, `kron-exact` is `full`: so it is with a bias, too, for a peer that does not set the bias apart.
+    for structure in ("full", "diag", "kron-exact"):
+        rows = script.compare("MLP", network, structure, data, (unseen, script.observed(unseen, outputs)), Dense)
+        assert {row["quantity"] for row in rows} >= {"predictive variance", "log marginal likelihood", "slope in noise"}
+        for row in rows:
+            assert max(row["difference"]) <= row.get("tolerance", script.TOLERANCE), row
+
+
+def test_another_noise_is_noticed(cases, monkeypatch):
+    """Else the comparison would prove nothing."""
+    script = cases[1]
+    inputs = torch.randn(60, 8)
+    data, network = TensorDataset(inputs, script.observed(inputs, 2)), script.mlp(2, True)
+    right = script.compare("MLP", network, "full", data, data.tensors, Dense)
+    monkeypatch.setattr(Dense, "fit", lambda self, loader, before=Dense.fit: (before(self, loader), self.spoil()))
+    monkeypatch.setattr(
+        Dense, "spoil", lambda self: setattr(self, "sigma_noise", self.sigma_noise * 1.001), raising=False
+    )
+    wrong = script.compare("MLP", network, "full", data, data.tensors, Dense)
+    moved = {
+        row["quantity"] for row, before in zip(wrong, right, strict=True) if row["difference"] != before["difference"]
+    }
+    failed = {row["quantity"] for row in wrong if max(row["difference"]) > 1e-4}
+    assert {
+        "functional variance",
+        "predictive variance",
+        "log marginal likelihood",
+        "weight precision, whole",
+    } <= failed
+    assert "mean" not in moved
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_record_agrees_wherever_definitions_do(name):
+    record = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    assert record["tolerance"] <= 1e-8
+    for row in record["same"]:
+        assert max(row["difference"]) <= row.get("tolerance", record["tolerance"]), row
+    compared = {(row["network"].removesuffix(" no bias").split("-")[-1], row["structure"]) for row in record["same"]}
+    widths = {"1", "3"} if "regression" in name else {"5", "10"}
+    assert compared == {(width, structure) for width in widths for structure in ("full", "diag", "kron-exact")}
+    if "regression" in name:
+        for quantity in ("mean", "weight covariance by output", "predictive variance", "log marginal likelihood"):
+            assert sum(row["quantity"] == quantity for row in record["same"]) == 15
+
+
+@pytest.mark.slow
+def test_laplace_torch_itself_agrees(monkeypatch, capsys):
+    """Where an environment for it is there: making one takes minutes, and the package index."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    environment = importlib.import_module("peer_environment")
+    folder = environment.cache_folder()
+    if not (folder / "ready.json").exists():
+        pytest.skip(
+            "NO LAPLACE-TORCH: run benchmarks/compare_laplace_torch.py once, which makes an environment for it."
+        )
+    compare = importlib.import_module("compare_laplace_torch")
+    monkeypatch.setattr(compare.record, "write", lambda name, result: None)
+    monkeypatch.setattr(sys, "argv", ["compare_laplace_torch.py"])
+    assert compare.main() == 0, capsys.readouterr().out
