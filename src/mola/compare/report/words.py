@@ -124,13 +124,13 @@ EVALUATION_FIGURES = {
     ),
     "coverage": (
         "Whether intervals can be taken at their word",
-        "Share of the test targets that central intervals hold, against the probability that they are made for. On the dashed line they "
-        "hold as many as they say; below it a method is surer than it is right. Bands: one standard error.",
+        "Share of the test targets that central intervals hold, against the probability that they are made for. On the dashed line "
+        "they hold as many as they say; below it a method is surer than it is right. Bands: one standard error.",
     ),
     "spread": (
         "Whether the standard deviation says how large errors are",
-        "Test data in groups of equal size by their predicted standard deviation: its root mean square, and the root mean squared error "
-        "of the predictions. On the dashed line both are the same. A method that says the same of all data is a single cross.",
+        "Test data in groups of equal size by their predicted standard deviation: its root mean square, and the root mean squared "
+        "error of the predictions. On the dashed line both are the same. A method that says the same of all data is a single cross.",
     ),
     "predicted": (
         "Predicted, against what was true",
@@ -335,7 +335,8 @@ def _outside(comparison: Comparison, found: Mapping[str, OutlierResult]) -> str:
         first, last = (100 * (found[name].confidence or 0.0) for name in ("MAP", own))
         return f"Mean confidence in them: MAP {first:.1f} %, {own} {last:.1f} %."
     usual = comparison.methods[own].labelled[test].metrics["std"]
-    return f"{own}'s standard deviations are {(found[own].std or 0.0) / usual:.2f} times as large there as on the test data, on average."
+    times = (found[own].std or 0.0) / usual
+    return f"{own}'s standard deviations are {times:.2f} times as large there as on the test data, on average."
 
 
 def _on_numbers(comparison: Comparison) -> Finding:
