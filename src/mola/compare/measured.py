@@ -53,6 +53,7 @@ __all__ = [
     "calibration_error",
     "excess_risk",
     "lead",
+    "mean_area_of_labels",
     "mean_of",
     "pass_rate",
     "root_mean_of",
@@ -97,7 +98,7 @@ def _squared_error(contributions: Tensor, groups: Tensor | None) -> float | None
     count = len(contributions)
     if groups is None:
         return float(contributions.var()) / count if count > 1 else None
-    places, each = torch.unique(groups, return_inverse=True)  # type: ignore[no-untyped-call]
+    places, each = torch.unique(groups, return_inverse=True)
     if len(places) < 2:
         return None
     centred = contributions - contributions.mean()
@@ -140,6 +141,33 @@ def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups =
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     found = _placements(outliers, inliers)
     return Measurement(float(found.mean()), (1 - _placements(inliers, outliers), found), groups)
+
+
+def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tensor | None) -> Measurement | None:
+    """Mean over labels of the AUROC of each, from a row for each label of each input.
+
+    Args:
+        yes: probabilities of yes (n,), in float64.
+        truth: 1 where it is yes, 0 where it is not (n,).
+        labels: which label each row is of (n,).
+        groups: which input each row is of (n,).
+
+    Returns:
+        The mean over labels that have both answers, with DeLong's contributions; None if there is none.
+    """
+    areas, contributions = [], torch.zeros_like(yes)
+    for label in labels.unique().tolist():
+        positive, negative = ((labels == label) & (truth == answer) for answer in (1, 0))
+        if bool(positive.any()) and bool(negative.any()):
+            above = _placements(yes[positive], yes[negative])
+            area = float(above.mean())
+            areas.append(area)
+            for rows, placed in ((positive, above), (negative, 1 - _placements(yes[negative], yes[positive]))):
+                # Deviations of each part's mean, in units of a mean over all rows.
+                contributions[rows] = (placed - area) * len(yes) / len(placed)
+    if not areas:
+        return None
+    return Measurement(sum(areas) / len(areas), (contributions / len(areas),), (groups,))
 
 
 def pass_rate(

@@ -68,6 +68,8 @@ LARGE_SET = 4
 TAIL = 0.005
 """Share of the inputs at each end that the outermost bins of these take in, however far away."""
 
+HIGH: Literal["high"] = "high"
+
 BETTER: dict[str, Literal["low", "high"]] = {"accuracy": "high", "nll": "low", "brier": "low", "ece": "low"}
 
 
@@ -222,11 +224,12 @@ def examples_of(tally: Tally) -> Examples:
 
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Which of several methods leads on the same labelled data, by accuracy, nll, brier and ece."""
+    """Which of several methods leads on the same labelled data, by accuracy, nll, brier and ece; where inputs have several labels, by auroc."""
     measured = {method: tally.measured() for method, tally in tallies.items()}
+    better = {**BETTER, **({"auroc": HIGH} if all("auroc" in one for one in measured.values()) else {})}
     return {
-        name: lead({(method,): numbers[name] for method, numbers in measured.items()}, better)
-        for name, better in BETTER.items()
+        name: lead({(method,): numbers[name] for method, numbers in measured.items()}, end)
+        for name, end in better.items()
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mola.compare.measured import Measurement, calibration_error, mean_of
+from mola.compare.measured import Measurement, calibration_error, mean_area_of_labels, mean_of
 from mola.distributed import Team
 from mola.errors import DataError
 from mola.likelihood import CATEGORICAL, Likelihood
@@ -268,12 +268,16 @@ class Tally:
     def measured(self) -> dict[str, Measurement]:
         """The numbers on labelled data, with what each datum contributes to them."""
         groups = self.groups
+        area = None
+        if "question" in self.columns:
+            area = mean_area_of_labels(self["yes"], self["label"], self["question"].long(), groups)
         return {
             "accuracy": mean_of(self["correct"], groups),
             "nll": mean_of(self["nll"], groups),
             "brier": mean_of(self["brier"], groups),
             "ece": calibration_error(self["confidence"], self["correct"], BINS, groups),
             "confidence": mean_of(self["confidence"], groups),
+            **({} if area is None else {"auroc": area}),
         }
 
     def labelled(self) -> dict[str, float]:

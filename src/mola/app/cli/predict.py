@@ -88,10 +88,9 @@ def predict(
         mola predict posterior images/ --output predictions.csv --error-rate 0.01 --coverage 0.9
     """
     from mola.app.jobs.folder import open_posterior
-    from mola.app.jobs.maps import MapsResult, run_maps
+    from mola.app.jobs.maps import MapsResult, refuse_promises, run_maps
     from mola.app.jobs.predict import NumbersResult, PredictResult, run_predict
     from mola.distributed import join
-    from mola.errors import OptionError
 
     check_run(context, config, trust=trust)
     set_threads(threads)
@@ -108,14 +107,8 @@ def predict(
             "team": team,
         }
         if fitted.posterior.has_positions:
-            given = {"--error-rate": error_rate, "--certainty": certainty, "--coverage": coverage}
-            asked = [name for name, value in {**given, "--by-class": by_class or None}.items() if value is not None]
-            if asked:
-                message = (
-                    f"{asked[0]} promises something of each input, and the networks of {posterior} have outputs at many positions of "
-                    f"each: leave it out."
-                )
-                raise OptionError(message)
+            promises = {"--error-rate": error_rate, "--certainty": certainty, "--coverage": coverage}
+            refuse_promises(fitted, {**promises, "--by-class": by_class or None})
             result = run_maps(fitted, inputs, output, progress, **shared)
         else:
             result = run_predict(

@@ -42,7 +42,7 @@ from mola.likelihood import Gaussian
 from mola.regression_prediction import RegressionPrediction
 from mola.saving.storage import partial_file
 
-__all__ = ["MapsResult", "maps_of", "run_maps"]
+__all__ = ["MapsResult", "maps_of", "refuse_promises", "run_maps"]
 
 OF_EACH = ("confidence", "entropy", "epistemic", "ood_score", "distance")
 """Maps of classes, beside the label: entropy and its epistemic part in nats."""
@@ -241,6 +241,25 @@ def run_maps(
     )
 
 
+def refuse_promises(fitted: PosteriorFolder, promises: Mapping[str, object]) -> None:
+    """Refuse what can be promised of whole inputs alone.
+
+    Args:
+        fitted: an opened posterior whose networks have outputs at many positions.
+        promises: what the user asked for, by option; None where nothing was.
+
+    Raises:
+        OptionError: if something was.
+    """
+    asked = [option for option, value in promises.items() if value is not None]
+    if asked:
+        message = (
+            f"{asked[0]} promises something of each input, and the networks of {fitted.folder} have outputs at many positions of "
+            f"each, which are alike: no promise made by them would hold. Leave it out; the outlier alarm works position by position."
+        )
+        raise OptionError(message)
+
+
 def _is_numbers(fitted: PosteriorFolder) -> bool:
     return not fitted.posterior.likelihood.discrete
 
@@ -352,7 +371,7 @@ def _writer(fitted: PosteriorFolder, output: Path, names: Sequence[str]) -> _Wri
     if output.suffix in FORMATS:
         return _Table(output, averages)
     if output.suffix:
-        message = f"{output} has the ending {output.suffix!r}: expected one of {', '.join(FORMATS)}, or a folder for pictures, without."
+        message = f"{output} has the ending {output.suffix!r}: expected {', '.join(FORMATS)}, or none, for a folder of pictures."
         raise OptionError(message)
     head, likelihood = fitted.posterior.components[0].head, fitted.posterior.likelihood
     if head is None or head.positions is None or head.positions.axes != 2 or not likelihood.competing:
@@ -418,12 +437,12 @@ class _Arrays(_Writer):
             known = self.kinds.setdefault(kind, (values.dtype, values.shape))
             if values.shape != known[1]:
                 message = (
-                    f"{name} has a map of size {values.shape}, and those before have {known[1]}: one array holds maps of one size. Write "
-                    f"pictures to a folder (--output maps), or resize the inputs."
+                    f"{name} has a map of size {values.shape}, and those before have {known[1]}: one array holds maps of one size. "
+                    f"Write pictures to a folder (--output maps), or resize the inputs."
                 )
                 raise DataError(message)
             if kind not in self.columns:
-                self.columns[kind] = self.held.enter_context(open(self.folder / kind, "w+b"))
+                self.columns[kind] = self.held.enter_context((self.folder / kind).open("w+b"))
             self.columns[kind].write(values.tobytes())
 
     def end(self, *, whole: bool) -> None:
@@ -470,7 +489,7 @@ class _Folder(_Writer):
         try:
             for part in ("label", "confidence", "entropy"):
                 (self.partial / part).mkdir(parents=True)
-            self.stream = open(self.partial / TABLE, "w", newline="", encoding="utf-8")  # noqa: SIM115 - closed by `end`
+            self.stream = (self.partial / TABLE).open("w", newline="", encoding="utf-8")
         except OSError as error:
             message = f"cannot write {output} ({error.strerror}): choose another --output."
             raise OptionError(message) from error

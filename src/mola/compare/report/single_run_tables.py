@@ -83,7 +83,9 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
     )
     several = [one for one in LABELS if one[0] in comparison.methods[comparison.own].labelled[test.name].metrics]
     if several:
-        caption += " AUROC and average precision: the mean over labels."
+        caption += (
+            " AUROC and average precision (AP): the mean over labels, each by itself; ECE: of the more probable answer."
+        )
     shown = _labelled(test.name, (*TEST_DATA, *several))
     inside = records_table("On the test data", caption, comparison.runs, shown, leads=comparison.leads)
     outside = [table for one in comparison.of_role("outlier") for table in outlier_tables(comparison, one)]
@@ -146,8 +148,8 @@ def outlier_tables(comparison: Comparison, one: SetInfo, sure: Shown | None = No
         "Every method is shown by every score that it has; energy and largest logit come from the logits alone, so LLLA has MAP's and "
         "MoLA has the ensemble's."
         if sure is None
-        else "By the variance of the prediction, which is the same for all inputs where a network alone has constant noise; and by the "
-        "outlier score."
+        else "By the variance of the prediction, which is the same for all inputs where a network alone has constant noise; and by "
+        "the outlier score."
     )
     caption = (
         f"{set_words(one)}, with standard errors. {told} AUROC: how well a score tells them from the test data; 50 is guessing. {how} "
@@ -209,11 +211,16 @@ def class_table(comparison: Comparison, most: int | None = None) -> Table:
         ]
         for name in order[:most]
     }
-    title = "Class by class" if len(values) == len(order) else f"The worst {len(values)} of {len(order)} classes"
+    one, many = ("class", "classes") if "auroc" not in shown else ("label", "labels")
+    title = (
+        f"{one.capitalize()} by {one}"
+        if len(values) == len(order)
+        else f"The worst {len(values)} of {len(order)} {many}"
+    )
     least = min(results[0][name].count for name in values)
     caption = (
-        f"Classes that {comparison.own} gets wrong most often first. Mean confidence far above accuracy: overconfident there. A "
-        f"class of {counted(least, 'input')} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
+        f"{many.capitalize()} that {comparison.own} gets wrong most often first. Mean confidence far above accuracy: overconfident "
+        f"there. A {one} of {counted(least, 'input')} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
     )
     return make_table(title, caption, columns, values)
 

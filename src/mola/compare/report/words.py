@@ -388,8 +388,13 @@ def _worst(comparison: Comparison) -> list[Finding]:
         for name in worst_classes(comparison)[:NAMED]
         if classes[name].accuracy < 1
     ]
-    told = f"{comparison.own} is least often right about {', '.join(worst)}." if worst else "No class has an error."
-    return [Finding("Worst classes", told)]
+    many = "classes" if all(one.auroc is None for one in classes.values()) else "labels"
+    told = (
+        f"{comparison.own} is least often right about {', '.join(worst)}."
+        if worst
+        else f"None of the {many} has an error."
+    )
+    return [Finding(f"Worst {many}", told)]
 
 
 def _gap(scores: dict[str, float]) -> str:
