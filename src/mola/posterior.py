@@ -589,6 +589,12 @@ class MoLA(LaplaceMixture[Component]):
         return None if any(one is None for one in found) else [one for one in found if one is not None]
 
     @property
+    def has_positions(self) -> bool:
+        """Whether the networks have outputs at many positions of each input, as pixels or tokens."""
+        head = self.components[0].head
+        return head is not None and head.positions is not None
+
+    @property
     def has_distances(self) -> bool:
         """Whether distances from the training classes are known."""
         return self._geometries() is not None

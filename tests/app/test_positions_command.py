@@ -1,19 +1,22 @@
-"""The commands for networks with outputs at every pixel: fit on label maps and export; what writes rows is refused in words."""
+"""The commands for networks with outputs at every pixel: fit on label maps, predict maps, compare positions, export."""
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
 import mola
 from mola.app.cli import app
+from mola.app.cli.shared_options import LEFT_OUT
 from mola.app.jobs.folder import open_posterior
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -87,13 +90,119 @@ def test_label_maps_are_fitted_and_exported(desk, monkeypatch, tmp_path):
     said = mola.load_exported(tmp_path / "maps.onnx")(values)
     assert torch.allclose(said["probabilities"], opened.posterior.predict(values).probs, atol=1e-5)
     assert run(desk, monkeypatch, "info", tmp_path / "posterior").exit_code == 0
-    for words in (
-        ("predict", tmp_path / "posterior", "val.npz", "--output", tmp_path / "rows.csv"),
-        ("evaluate", tmp_path / "posterior", "--test", "val.npz", "--output", tmp_path / "report"),
-    ):
-        result = run(desk, monkeypatch, *words)
-        assert result.exit_code != 0
-        assert "outputs at many positions" in str(result.exception)
+
+
+@pytest.fixture(scope="module")
+def fitted(desk, tmp_path_factory):
+    place = tmp_path_factory.mktemp("fitted") / "posterior"
+    with pytest.MonkeyPatch.context() as patch:
+        result = fit(desk, patch, place, "--positions", "50", "--rule", "nll", "--classes", "dark,grey,bright")
+    assert result.exit_code == 0, result.output
+    return place
+
+
+def test_arrays_hold_the_maps_of_the_posterior(desk, fitted, monkeypatch, tmp_path):
+    """Every map is that of `posterior.predict`, in batches of any size; an input that cannot be used has empty ones."""
+    values, _ = draw(9, 5)
+    values[4, 0, 2, 3] = np.nan
+    np.savez(tmp_path / "some.npz", x=values)
+    result = run(
+        desk, monkeypatch, "predict", fitted, tmp_path / "some.npz", "--output", tmp_path / "maps.npz", "--probabilities",
+        "--json",
+    )  # fmt: skip
+    assert result.exit_code == LEFT_OUT, result.output
+    told = json.loads(result.stdout)
+    assert (told["count"], told["positions"]) == (8, 8 * 80)
+    good = [index for index in range(9) if index != 4]
+    said = open_posterior(fitted).posterior.predict(torch.tensor(values[good]))
+    with np.load(tmp_path / "maps.npz") as maps:
+        for name in ("label", "confidence", "entropy", "epistemic", "ood_score", "distance"):
+            assert maps[name].shape == (9, 8, 10)
+            np.testing.assert_allclose(maps[name][good], getattr(said, name), rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(maps["probabilities"][good], said.probs, atol=1e-6)
+        assert (maps["label"][4] == -1).all()
+        assert np.isnan(maps["confidence"][4]).all()
+        assert maps["classes"].tolist() == ["dark", "grey", "bright"]
+        assert "nan or infinite" in str(maps["error"][4])
+    assert told["confidence"] == pytest.approx(float(said.confidence.mean()), rel=1e-5)
+    assert told["outlying"] == pytest.approx(float((said.ood_score > told["threshold"]).double().mean()))
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+
+
+def test_a_folder_holds_pictures_of_the_maps(desk, fitted, monkeypatch, tmp_path):
+    values, _ = draw(5, 6)
+    np.savez(tmp_path / "some.npz", x=values)
+    said = open_posterior(fitted).posterior.predict(torch.tensor(values))
+    for _ in range(2):  # the second run replaces the first
+        result = run(desk, monkeypatch, "predict", fitted, tmp_path / "some.npz", "--output", tmp_path / "maps")
+        assert result.exit_code == 0, result.output
+    with open(tmp_path / "maps" / "predictions.csv", newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    for index, row in enumerate(rows):
+        pictures = {
+            part: np.asarray(Image.open(tmp_path / "maps" / part / row["picture"]))
+            for part in ("label", "confidence", "entropy")
+        }
+        np.testing.assert_array_equal(pictures["label"], said.label[index])
+        np.testing.assert_allclose(pictures["confidence"] / 65535, said.confidence[index], atol=1e-5)
+        np.testing.assert_allclose(pictures["entropy"] / 65535 * np.log(3), said.entropy[index], atol=2e-5)
+        assert float(row["confidence"]) == pytest.approx(float(said.confidence[index].mean()), rel=1e-5)
+        assert float(row["share_grey"]) == pytest.approx(float((said.label[index] == 1).double().mean()))
+    assert json.loads((tmp_path / "maps" / "maps.json").read_text())["classes"] == ["dark", "grey", "bright"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["maps", "maps.toml", "some.npz"]
+
+
+def test_tables_hold_averages(desk, fitted, monkeypatch, tmp_path):
+    values, _ = draw(4, 8)
+    np.savez(tmp_path / "some.npz", x=values)
+    said = open_posterior(fitted).posterior.predict(torch.tensor(values))
+    result = run(desk, monkeypatch, "predict", fitted, tmp_path / "some.npz", "--output", tmp_path / "rows.jsonl")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["positions"] for row in rows] == [80] * 4
+    for index, row in enumerate(rows):
+        assert row["entropy"] == pytest.approx(float(said.entropy[index].mean()), rel=1e-5)
+        assert row["distance"] == pytest.approx(float(said.distance[index].mean()), rel=1e-4)
+
+
+def test_evaluate_compares_positions_that_count(desk, fitted, monkeypatch, tmp_path):
+    values, labels = draw(20, 9)
+    np.savez(tmp_path / "test.npz", x=values, y=labels)
+    np.savez(tmp_path / "far.npz", x=20 * draw(10, 10)[0])
+    result = run(
+        desk, monkeypatch, "evaluate", fitted, "--test", tmp_path / "test.npz", "--ood", tmp_path / "far.npz",
+        "--output", tmp_path / "report", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["count"], found["inputs"], found["counted"]) == (20 * 70, 20, "position")
+    said = open_posterior(fitted).posterior.predict(torch.tensor(values))
+    known = torch.tensor(labels) != 255
+    right = (said.label == torch.tensor(labels))[known].double().mean()
+    assert found["methods"]["LLLA"]["scores"]["accuracy"] == pytest.approx(float(right))
+    by_input = torch.stack([(said.label[i] == torch.tensor(labels[i]))[known[i]].double().mean() for i in range(20)])
+    assert found["methods"]["LLLA"]["errors"]["accuracy"] == pytest.approx(float(by_input.std()) / 20**0.5)
+    assert "MAP-T" in found["methods"]
+    assert "1,400 positions of 20 inputs" in (tmp_path / "report" / "tables.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("output", "more", "words"),
+    [
+        ("maps.png", (), "expected .csv, .jsonl, .npz, or none"),
+        ("rows.csv", ("--probabilities",), "written to .npz alone"),
+        ("maps.npz", ("--coverage", "0.9"), "--coverage promises something of each input"),
+        ("maps.npz", ("--error-rate", "0.1"), "--error-rate promises something of each input"),
+        ("taken", (), "does not hold maps of an earlier run"),
+    ],
+)
+def test_what_cannot_be_written_is_named(desk, fitted, monkeypatch, tmp_path, output, more, words):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine.txt").write_text("mine")
+    result = run(desk, monkeypatch, "predict", fitted, "val.npz", "--output", tmp_path / output, *more)
+    assert result.exit_code != 0
+    assert words in str(result.exception)
+    assert (tmp_path / "taken" / "mine.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

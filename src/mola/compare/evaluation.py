@@ -20,8 +20,8 @@ def evaluation_document(comparison: Comparison) -> dict[str, Any]:
     """A comparison of one run as plain values."""
     methods, test = comparison.methods, comparison.test.name
     chosen = {
-        f"{words} of {name}": value[0] if isinstance(value, list) else value
-        for entry, words in (("prior_precision", "prior precision"), ("temperature", "temperature"))
+        f"{words} of {name}": value[0] if isinstance(value, list) and (entry != "noise" or len(value) == 1) else value
+        for entry, words in CHOSEN
         for name, one in methods.items()
         if (value := one.chosen.get(entry)) is not None
     }
@@ -31,12 +31,22 @@ def evaluation_document(comparison: Comparison) -> dict[str, Any]:
         "version": 2,
         "test": test,
         "count": comparison.test.count,
+        **(
+            {}
+            if comparison.test.inputs is None
+            else {"inputs": comparison.test.inputs, "counted": comparison.test.parts}
+        ),
         "methods": {name: _method(one, test) for name, one in methods.items()},
         "leads": leads[test],
         "outside_leads": {
-            one.name: {key: leads[one.name][key] for key in ("confidence", "auroc", "fpr95")}
+            one.name: {key: leads[one.name][key] for key in ("confidence", "auroc", "fpr95") if key in leads[one.name]}
             for one in comparison.of_role("outlier")
         },
+        **(
+            {}
+            if not comparison.differences
+            else {"differences": comparison.differences, "differences_from": comparison.own}
+        ),
         **({} if comparison.decisions is None else {"decisions": asdict(comparison.decisions)}),
         "components": comparison.made["components"],
         "chosen": chosen,
@@ -47,12 +57,22 @@ def evaluation_document(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+CHOSEN = (("prior_precision", "prior precision"), ("temperature", "temperature"), ("noise", "noise"))
+"""What was tuned of a method, and how that is called."""
+
 LABELS = ("auroc", "average_precision")
 """Scores of inputs that have several labels, averaged over these."""
 
 
 def _method(record: Record, test: str) -> dict[str, Any]:
     found = record.labelled[test]
+    if found.numbers is not None:
+        return {
+            "scores": found.metrics,
+            "errors": found.errors,
+            **asdict(found.numbers),
+            "outside": {name: _outside(one) for name, one in record.outliers.items()},
+        }
     return {
         "scores": {name: found.metrics[name] for name in (*found.errors, *LABELS) if name in found.metrics},
         "errors": found.errors,
@@ -67,10 +87,10 @@ def _method(record: Record, test: str) -> dict[str, Any]:
 
 
 def _outside(result: OutlierResult) -> dict[str, Any]:
+    sure = {"confidence": result.confidence, "confidence_error": result.confidence_error}
     return {
         "count": result.count,
-        "confidence": result.confidence,
-        "confidence_error": result.confidence_error,
+        **(sure if result.confidence is not None else {"std": result.std, "std_error": result.std_error}),
         "scores": {
             name: {
                 "auroc": result.scores[name]["auroc"],
@@ -81,7 +101,7 @@ def _outside(result: OutlierResult) -> dict[str, Any]:
             }
             for name, histogram in result.score_histograms.items()
         },
-        "histogram": _shares(result.histogram, result.count),
+        **({"histogram": _shares(result.histogram, result.count)} if result.histogram else {}),
     }
 
 

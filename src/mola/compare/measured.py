@@ -15,6 +15,14 @@ on the same data go up and down together, so that their difference is known bett
   alone lifts every ECE above 0; that is not in the error.
 * FPR at 95 % TPR: whether the outlier passes, and through the threshold, which moves with the inliers, whether the inlier
   does, times the slope of the curve there (Bahadur's representation of a quantile).
+* root mean squared error: the squared error over twice the root (the delta method).
+
+Data that belong together, as the labels of one input or the pixels of one picture, go up and down together as well. With G groups,
+the sum over data becomes one over groups,
+
+.. math:: \frac{G}{(G - 1)\, n^2} \sum_g \Big(\sum_{i \in g} (m_i - \bar m)\Big)^2,
+
+which is the first formula where every datum is a group.
 """
 
 from __future__ import annotations
@@ -45,8 +53,10 @@ __all__ = [
     "calibration_error",
     "excess_risk",
     "lead",
+    "mean_area_of_labels",
     "mean_of",
     "pass_rate",
+    "root_mean_of",
 ]
 
 CLEAR = 2.0
@@ -63,34 +73,56 @@ class Measurement:
     Args:
         value: the number.
         contributions: (n,) for each sample, in float64 and in the order of the data; constants do not matter.
+        groups: (n,) for each sample, which data belong together, as whole numbers; None, or nothing at all: each is by itself.
     """
 
     value: float
     contributions: tuple[Tensor, ...]
+    groups: tuple[Tensor | None, ...] = ()
 
     @property
     def error(self) -> float | None:
-        """Standard error; None where a sample is a single datum."""
-        if any(len(one) < 2 for one in self.contributions):
-            return None
-        return math.sqrt(sum(float(one.var()) / len(one) for one in self.contributions))
+        """Standard error; None where a sample is a single datum, or a single group."""
+        groups = self.groups or (None,) * len(self.contributions)
+        parts = [_squared_error(one, group) for one, group in zip(self.contributions, groups, strict=True)]
+        known = [one for one in parts if one is not None]
+        return math.sqrt(sum(known)) if len(known) == len(parts) else None
 
     def minus(self, other: Measurement) -> Measurement:
         """The difference to a number measured on the same data."""
         pairs = zip(self.contributions, other.contributions, strict=True)
-        return Measurement(self.value - other.value, tuple(mine - theirs for mine, theirs in pairs))
+        return Measurement(self.value - other.value, tuple(mine - theirs for mine, theirs in pairs), self.groups)
 
 
-def mean_of(values: Tensor) -> Measurement:
+def _squared_error(contributions: Tensor, groups: Tensor | None) -> float | None:
+    count = len(contributions)
+    if groups is None:
+        return float(contributions.var()) / count if count > 1 else None
+    places, each = torch.unique(groups, return_inverse=True)
+    if len(places) < 2:
+        return None
+    centred = contributions - contributions.mean()
+    sums = torch.zeros(len(places), dtype=torch.float64).index_add_(0, each, centred.double())
+    return float(sums.square().sum()) * len(places) / (len(places) - 1) / count**2
+
+
+def mean_of(values: Tensor, groups: Tensor | None = None) -> Measurement:
     """A mean over data (n,)."""
-    return Measurement(float(values.mean()), (values,))
+    return Measurement(float(values.mean()), (values,), (groups,))
 
 
-def calibration_error(confidence: Tensor, correct: Tensor, bins: int) -> Measurement:
+def root_mean_of(squares: Tensor, groups: Tensor | None = None) -> Measurement:
+    """The root of a mean of squares (n,)."""
+    root = math.sqrt(float(squares.mean()))
+    return Measurement(root, (squares / (2 * root) if root > 0 else torch.zeros_like(squares),), (groups,))
+
+
+def calibration_error(confidence: Tensor, correct: Tensor, bins: int, groups: Tensor | None = None) -> Measurement:
     """Expected calibration error from confidences (n,) in float64 and whether they were right (n,), 1 or 0."""
     binned = bin_sums(confidence, correct, bins)
     signs = torch.sign(binned[:, 1] - binned[:, 2])
-    return Measurement(calibration_gap(binned), (signs[bin_index(confidence, bins)] * (confidence - correct),))
+    gaps = signs[bin_index(confidence, bins)] * (confidence - correct)
+    return Measurement(calibration_gap(binned), (gaps,), (groups,))
 
 
 def _placements(scores: Tensor, among: Tensor) -> Tensor:
@@ -100,14 +132,47 @@ def _placements(scores: Tensor, among: Tensor) -> Tensor:
     return (below + not_above).double() / (2 * len(among))
 
 
-def area_between(inlier_scores: Tensor, outlier_scores: Tensor) -> Measurement:
+Groups = tuple[Tensor | None, Tensor | None]
+"""Which inliers, and which outliers, belong together."""
+
+
+def area_between(inlier_scores: Tensor, outlier_scores: Tensor, groups: Groups = (None, None)) -> Measurement:
     """AUROC of scores that are higher for what is more outlying; see `mola.metrics.auroc`."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     found = _placements(outliers, inliers)
-    return Measurement(float(found.mean()), (1 - _placements(inliers, outliers), found))
+    return Measurement(float(found.mean()), (1 - _placements(inliers, outliers), found), groups)
 
 
-def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> Measurement:
+def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tensor | None) -> Measurement | None:
+    """Mean over labels of the AUROC of each, from a row for each label of each input.
+
+    Args:
+        yes: probabilities of yes (n,), in float64.
+        truth: 1 where it is yes, 0 where it is not (n,).
+        labels: which label each row is of (n,).
+        groups: which input each row is of (n,).
+
+    Returns:
+        The mean over labels that have both answers, with DeLong's contributions; None if there is none.
+    """
+    areas, contributions = [], torch.zeros_like(yes)
+    for label in labels.unique().tolist():
+        positive, negative = ((labels == label) & (truth == answer) for answer in (1, 0))
+        if bool(positive.any()) and bool(negative.any()):
+            above = _placements(yes[positive], yes[negative])
+            area = float(above.mean())
+            areas.append(area)
+            for rows, placed in ((positive, above), (negative, 1 - _placements(yes[negative], yes[positive]))):
+                # Deviations of each part's mean, in units of a mean over all rows.
+                contributions[rows] = (placed - area) * len(yes) / len(placed)
+    if not areas:
+        return None
+    return Measurement(sum(areas) / len(areas), (contributions / len(areas),), (groups,))
+
+
+def pass_rate(
+    inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95, groups: Groups = (None, None)
+) -> Measurement:
     """Share of outliers that pass where `tpr` of the inliers do; see `mola.metrics.fpr_at_tpr`."""
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     threshold = passing_threshold(inliers, tpr)
@@ -117,7 +182,7 @@ def pass_rate(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) 
     rise, run = (float(((scores > low) & (scores <= high)).double().mean()) for scores in (outliers, inliers))
     slope = rise / run if run else 0.0
     passed = ((inliers <= threshold).double(), (outliers <= threshold).double())
-    return Measurement(fpr_at_tpr(inliers, outliers, tpr), (-slope * passed[0], passed[1]))
+    return Measurement(fpr_at_tpr(inliers, outliers, tpr), (-slope * passed[0], passed[1]), groups)
 
 
 def excess_risk(area: float, accuracy: float, count: int) -> float:

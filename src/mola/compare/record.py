@@ -27,8 +27,11 @@ __all__ = [
     "Comparison",
     "DecisionResult",
     "Examples",
+    "IntervalResult",
     "LabelledResult",
+    "NumbersDetail",
     "OutlierResult",
+    "OutputResult",
     "Pictures",
     "Record",
     "Role",
@@ -56,6 +59,10 @@ class SetInfo:
     count: int
     level: float = 0.0
     """How far the data are shifted (degrees, severity); 0 for the test set."""
+    parts: str = ""
+    """What is counted, where it is not inputs: "label" or "position"."""
+    inputs: int | None = None
+    """How many inputs these are of."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,30 @@ class ClassResult:
     """Likewise."""
     ece: float | None = None
     """Likewise: calibration error of the probability of yes."""
+
+
+@dataclass(frozen=True)
+class OutputResult:
+    """A method on one of several outputs that are numbers."""
+
+    metrics: dict[str, float]
+    """"rmse", "nll", "crps", "std", and "coverage_90", the share of targets in 90 % intervals."""
+    errors: dict[str, float | None]
+    """Standard errors over data."""
+
+
+@dataclass(frozen=True)
+class NumbersDetail:
+    """What is shown of a method whose outputs are numbers, beside its metrics."""
+
+    coverage: list[list[float | None]]
+    """Triples: probability of central intervals, the share of targets that they hold, and its standard error."""
+    spread: dict[str, list[list[float]]]
+    """By output, for groups of data by predicted standard deviation: how many, its root mean square, root mean squared error."""
+    examples: dict[str, list[list[float]]]
+    """By output, of some data: target, mean, and the ends of the 90 % interval."""
+    outputs: dict[str, OutputResult]
+    """By name, the first of them."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +125,8 @@ class LabelledResult:
     types: dict[str, dict[str, float]] = field(default_factory=dict)
     """By type of shift, where several were dealt over the data: "accuracy", "nll" and "ece", to six digits. Empty in ablations,
     and in records made before it was measured."""
+    numbers: NumbersDetail | None = None
+    """Where outputs are numbers."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +146,8 @@ class OutlierResult:
     """A method on data that belong to no class."""
 
     count: int
-    confidence: float
-    """Mean of the largest probability (MMC)."""
+    confidence: float | None
+    """Mean of the largest probability (MMC); None where outputs are numbers."""
     scores: dict[str, dict[str, float]]
     """By outlier score, distinguished from the test set: "auroc", "aupr_in", "aupr_out", "fpr95" (inliers positive) and
     "fpr95_out" (outliers positive), which records made before it lack."""
@@ -125,6 +158,10 @@ class OutlierResult:
     """By outlier score: standard errors over data of "auroc" and "fpr95"."""
     score_histograms: dict[str, ScoreHistogram] = field(default_factory=dict)
     """By outlier score."""
+    std: float | None = None
+    """Where outputs are numbers: mean standard deviation, over inputs and outputs."""
+    std_error: float | None = None
+    """Standard error over data."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +318,18 @@ class SetResult:
 
 
 @dataclass(frozen=True)
+class IntervalResult:
+    """A promised coverage of intervals, and what the test data show of it."""
+
+    promised: float
+    realised: float
+    realised_error: float | None
+    """Standard error over data."""
+    width: float
+    """Mean over inputs and outputs."""
+
+
+@dataclass(frozen=True)
 class DecisionResult:
     """What would be done with the test data, by thresholds that were set on validation data."""
 
@@ -291,6 +340,8 @@ class DecisionResult:
     """By method: pairs of a share of the test data, the surest of them, and its error rate."""
     answers: list[AnswerResult]
     sets: SetResult | None
+    intervals: list[IntervalResult] = field(default_factory=list)
+    """Where outputs are numbers."""
 
 
 @dataclass(frozen=True)
@@ -320,6 +371,10 @@ class Comparison:
     """How it was made: versions, seconds, files."""
     decisions: DecisionResult | None = None
     """Where the posterior's folder has what decisions need."""
+    numbers: bool = False
+    """Whether outputs are numbers: `classes` then names them."""
+    differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
+    """Where outputs are numbers: by method and metric, how much larger it is than that of `own`, with its standard error."""
 
     def of_role(self, role: Role) -> list[SetInfo]:
         """The sets of a role."""

@@ -68,6 +68,8 @@ LARGE_SET = 4
 TAIL = 0.005
 """Share of the inputs at each end that the outermost bins of these take in, however far away."""
 
+HIGH: Literal["high"] = "high"
+
 BETTER: dict[str, Literal["low", "high"]] = {"accuracy": "high", "nll": "low", "brier": "low", "ece": "low"}
 
 
@@ -149,7 +151,9 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
     Returns:
         The numbers.
     """
-    sure = mean_of(outside["confidence"])
+    groups = (inside.groups, outside.groups)
+    sure = mean_of(outside["confidence"], outside.groups) if "confidence" in outside.columns else None
+    wide = mean_of(outside["std[all]"], outside.groups) if "std[all]" in outside.columns else None
     scores, spread, histograms = {}, {}, {}
     for name, far in outside.scores.items():
         near = inside[name]
@@ -161,19 +165,21 @@ def outlier_result(inside: Tally, outside: Tally, *, detail: bool = True, errors
             "fpr95_out": metrics.fpr_at_tpr_out(near, far),
         }
         if errors:
-            area, rate = area_between(near, far), pass_rate(near, far)
+            area, rate = area_between(near, far, groups), pass_rate(near, far, groups=groups)
             scores[name]["auroc"] = area.value
             spread[name] = {"auroc": area.error, "fpr95": rate.error}
             edges = _edges(near, far)
             histograms[name] = ScoreHistogram(edges.tolist(), _binned(near, edges), _binned(far, edges))
     return OutlierResult(
         count=outside.count,
-        confidence=sure.value,
+        confidence=None if sure is None else sure.value,
         scores=scores,
-        histogram=_histogram(outside) if detail else [],
-        confidence_error=sure.error if errors else None,
+        histogram=_histogram(outside) if detail and sure is not None else [],
+        confidence_error=sure.error if errors and sure is not None else None,
         errors=spread,
         score_histograms=histograms,
+        std=None if wide is None else wide.value,
+        std_error=None if wide is None else wide.error,
     )
 
 
@@ -218,29 +224,33 @@ def examples_of(tally: Tally) -> Examples:
 
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Which of several methods leads on the same labelled data, by accuracy, nll, brier and ece."""
+    """Which of several methods leads on the same labelled data, by accuracy, nll, brier and ece; where inputs have several labels, by auroc."""
     measured = {method: tally.measured() for method, tally in tallies.items()}
+    better = {**BETTER, **({"auroc": HIGH} if all("auroc" in one for one in measured.values()) else {})}
     return {
-        name: lead({(method,): numbers[name] for method, numbers in measured.items()}, better)
-        for name, better in BETTER.items()
+        name: lead({(method,): numbers[name] for method, numbers in measured.items()}, end)
+        for name, end in better.items()
     }
 
 
 def outlier_leads(inside: Mapping[str, Tally], outside: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Which method, by whichever score, leads on the same outliers; see `Comparison.leads`."""
-    pairs = {
-        (method, score): (inside[method][score], far)
-        for method, tally in outside.items()
-        for score, far in tally.scores.items()
+    """Which method, by whichever score, leads on the same outliers; see `Comparison.leads`. Of numbers, by scores alone."""
+    areas: dict[tuple[str, ...], Measurement] = {}
+    rates: dict[tuple[str, ...], Measurement] = {}
+    for method, tally in outside.items():
+        groups = (inside[method].groups, tally.groups)
+        for score, far in tally.scores.items():
+            near = inside[method][score]
+            areas[method, score] = area_between(near, far, groups)
+            rates[method, score] = pass_rate(near, far, groups=groups)
+    found = {"auroc": lead(areas, "high"), "fpr95": lead(rates, "low")}
+    if not all("confidence" in tally.columns for tally in outside.values()):
+        return found
+    sure: dict[tuple[str, ...], Measurement] = {
+        (method,): mean_of(tally["confidence"], tally.groups) for method, tally in outside.items()
     }
-    areas: dict[tuple[str, ...], Measurement] = {name: area_between(*pair) for name, pair in pairs.items()}
-    rates: dict[tuple[str, ...], Measurement] = {name: pass_rate(*pair) for name, pair in pairs.items()}
-    return {
-        "confidence": lead({(method,): mean_of(tally["confidence"]) for method, tally in outside.items()}, "low"),
-        "max probability": lead({(method,): areas[method, "max probability"] for method in outside}, "high"),
-        "auroc": lead(areas, "high"),
-        "fpr95": lead(rates, "low"),
-    }
+    least: dict[tuple[str, ...], Measurement] = {(method,): areas[method, "max probability"] for method in outside}
+    return {"confidence": lead(sure, "low"), "max probability": lead(least, "high"), **found}
 
 
 def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, ClassResult]:

@@ -1,35 +1,56 @@
 """What methods say of a set of data, in one pass: a row of numbers for each input, added up over batches and processes.
 
-Memory grows with the number of data times a handful of scores, never with the features or the number of classes.
+Memory grows with the number of data times a handful of scores, never with the features or the number of classes. Inputs with
+several labels have a row for each label, and those with outputs at many positions one for each position: which rows are of the same
+input is kept, since these are no independent data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mola.compare.measured import Measurement, calibration_error, mean_of
+from mola.compare.measured import Measurement, calibration_error, mean_area_of_labels, mean_of
 from mola.distributed import Team
 from mola.errors import DataError
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.metrics import auroc_of_labels, average_precision_of_labels, bin_sums, calibration_error_of_labels
 from mola.uncertainty import energy_score, entropy_score, label_energy_score, max_logit_score, max_probability_score
 
-__all__ = ["BINS", "SCORES", "Answer", "Tally", "gen_score", "tally_set"]
+__all__ = ["ALL_SCORES", "BINS", "INPUT", "SCORES", "Answer", "Said", "Tally", "gen_score", "tally_set"]
 
 BINS = 15
 
 SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
 """Outlier scores by which every method is shown that has what they are made from, higher for what is more outlying."""
 
-FIXED = ("confidence", "predicted", "question", "label", "correct", "yes", "nll", "brier", "set size", "held")
+ALL_SCORES = (*SCORES, "variance")
+"""The same, with that of numbers: the variance of the prediction."""
+
+INPUT = "input"
+"""Column of a tally that says which rows are of the same input, where inputs have several."""
+
+FIXED = (INPUT, "confidence", "predicted", "question", "label", "correct", "yes", "nll", "brier", "set size", "held")
 """Columns of a tally that are not outlier scores. Those from "label" on are there where there are labels; "question", which of
-several labels of an input it is, and "yes", its probability, only where inputs have several; the last two where there are sets."""
+several labels of an input it is, and "yes", its probability, only where inputs have several; the last two where there are sets.
+What is told of numbers is in `mola.compare.numbers`; a column with brackets, as "held[0.9]", is not a score either."""
+
+
+class Said(Protocol):
+    """What a method says of a batch, as rows for a tally."""
+
+    def columns(self, labels: Tensor | None) -> dict[str, Tensor]:
+        """Numbers (rows,) by name, outlier scores among them; `INPUT` counts the inputs of the batch from 0.
+
+        Args:
+            labels: of the batch, where there are any.
+        """
 
 
 def gen_score(probs: Tensor, exponent: float = 0.1, largest: int = 100) -> Tensor:
@@ -73,6 +94,60 @@ class Answer:
     """Outlier scores (n,) by name, where the method computes them itself; None derives `SCORES`."""
     likelihood: Likelihood = CATEGORICAL
     """What the probabilities are of."""
+    inputs: Tensor | None = None
+    """(n,), which input of the batch each row is of, where rows are positions; None: each is an input."""
+
+    def columns(self, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """What is kept of each row.
+
+        Args:
+            labels: (n,), or (n, C) where each output is yes or no; None where there are none.
+
+        Returns:
+            Numbers by name.
+        """
+        if not self.likelihood.competing:
+            return self._by_question(labels)
+        probs = self.probs
+        exact = probs.double()
+        confidence, predicted = exact.max(1)
+        row = {} if self.inputs is None else {INPUT: self.inputs}
+        row |= {"confidence": confidence, "predicted": predicted}
+        if labels is not None:
+            chosen = probs.gather(1, labels[:, None]).squeeze(1)
+            one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
+            row["label"], row["correct"] = labels, predicted == labels
+            row["nll"] = -chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log()
+            row["brier"] = (exact - one_hot).square().sum(1)
+        if self.sets is not None:
+            row["set size"] = self.sets.sum(1)
+            if labels is not None:
+                row["held"] = self.sets.gather(1, labels.to(self.sets.device)[:, None]).squeeze(1)
+        return row | self.scores()
+
+    def _by_question(self, labels: Tensor | None) -> dict[str, Tensor]:
+        """A row for each label that is known, or for all where none is given."""
+        count, outputs = self.probs.shape
+        (table,) = self.likelihood.table(self.probs.double().T[None])
+        confidence, predicted = table.max(0)
+        own = torch.arange(count) if self.inputs is None else self.inputs
+        row = {INPUT: own.repeat(outputs)} if outputs > 1 or self.inputs is not None else {}
+        row |= {
+            "confidence": confidence,
+            "predicted": predicted,
+            "question": torch.arange(outputs).repeat_interleave(count),
+        }
+        keep = torch.ones(count * outputs, dtype=torch.bool)
+        if labels is not None:
+            asked = self.likelihood.asked(self.likelihood.check_labels(labels, self.probs, "the labels"))
+            keep = asked >= 0
+            mine = table.gather(0, asked.clamp_min(0)[None])[0]
+            row |= {"label": asked, "correct": predicted == asked, "yes": table[1]}
+            # Probabilities of single precision: 1 - p may have rounded to 0.
+            row["nll"] = -mine.clamp_min(torch.finfo(self.probs.dtype).eps).log()
+            row["brier"] = 2 * (1 - mine).square()
+        row |= {name: score.repeat(outputs) for name, score in self.scores().items()}
+        return {name: column[keep] for name, column in row.items()}
 
     def scores(self) -> dict[str, Tensor]:
         """The scores that are given, or every one of `SCORES` that the answer allows, (n,) in float64.
@@ -111,61 +186,37 @@ class Tally:
     """Names of the numbers: those of `FIXED`, then outlier scores."""
     parts: list[Tensor] = field(default_factory=list)
     """(n, columns) of each batch, in float64."""
+    inputs: int = 0
+    """How many inputs there were, where rows say which they are of."""
 
-    def add(self, answer: Answer, labels: Tensor | None = None) -> None:
+    def add(self, answer: Said, labels: Tensor | None = None) -> None:
         """Take a batch.
 
         Args:
             answer: what the method says of it.
-            labels: (n,), where there are any.
+            labels: where there are any.
         """
-        if not answer.likelihood.competing:
-            self._add_questions(answer, labels)
-            return
-        probs = answer.probs
-        exact = probs.double()
-        confidence, predicted = exact.max(1)
-        row = {"confidence": confidence, "predicted": predicted}
-        if labels is not None:
-            chosen = probs.gather(1, labels[:, None]).squeeze(1)
-            one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
-            row["label"], row["correct"] = labels, predicted == labels
-            row["nll"] = -chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log()
-            row["brier"] = (exact - one_hot).square().sum(1)
-        if answer.sets is not None:
-            row["set size"] = answer.sets.sum(1)
-            if labels is not None:
-                row["held"] = answer.sets.gather(1, labels.to(answer.sets.device)[:, None]).squeeze(1)
-        row |= answer.scores()
+        row = answer.columns(labels)
+        if (own := row.get(INPUT)) is not None and len(own):
+            row[INPUT] = own + self.inputs
+            self.inputs += int(own.max()) + 1
         self.columns = tuple(row)
         self.parts.append(torch.stack([column.double() for column in row.values()], dim=1))
 
-    def _add_questions(self, answer: Answer, labels: Tensor | None) -> None:
-        """Take a batch of inputs with several labels each: a row for each label that is known, or for all where none is given."""
-        count, outputs = answer.probs.shape
-        (table,) = answer.likelihood.table(answer.probs.double().T[None])
-        confidence, predicted = table.max(0)
-        row = {
-            "confidence": confidence,
-            "predicted": predicted,
-            "question": torch.arange(outputs).repeat_interleave(count),
-        }
-        keep = torch.ones(count * outputs, dtype=torch.bool)
-        if labels is not None:
-            asked = answer.likelihood.asked(answer.likelihood.check_labels(labels, answer.probs, "the labels"))
-            keep = asked >= 0
-            own = table.gather(0, asked.clamp_min(0)[None])[0]
-            row |= {"label": asked, "correct": predicted == asked, "yes": table[1]}
-            # Probabilities of single precision: 1 - p may have rounded to 0.
-            row["nll"] = -own.clamp_min(torch.finfo(answer.probs.dtype).eps).log()
-            row["brier"] = 2 * (1 - own).square()
-        row |= {name: score.repeat(outputs) for name, score in answer.scores().items()}
-        self.columns = tuple(row)
-        self.parts.append(torch.stack([column.double() for column in row.values()], dim=1)[keep])
-
     def __add__(self, other: Tally) -> Tally:
         """Of both sets of data, those of the first one first."""
-        return Tally(self.columns or other.columns, self.parts + other.parts)
+        columns = self.columns or other.columns
+        parts = [other._renumbered(part, lambda own: own + self.inputs, columns) for part in other.parts]
+        return Tally(columns, self.parts + parts, self.inputs + other.inputs)
+
+    @staticmethod
+    def _renumbered(part: Tensor, number: Callable[[Tensor], Tensor], columns: Sequence[str]) -> Tensor:
+        """The same rows, their inputs counted otherwise."""
+        if INPUT not in columns:
+            return part
+        place, changed = columns.index(INPUT), part.clone()
+        changed[:, place] = number(part[:, place])
+        return changed
 
     def dealt(self, place: int, count: int) -> Tally:
         """Of the inputs place, place + count, place + 2 count, ... alone."""
@@ -178,11 +229,20 @@ class Tally:
         # A process without data does not know the columns.
         everyone = team.collect(list(self.columns))
         columns = team.share(next((one for one in everyone or () if one), []))
-        return Tally(tuple(columns), [team.rows(torch.cat(self.parts) if self.parts else None)])
+        own = torch.cat(self.parts) if self.parts else None
+        if own is not None:  # no two processes have the same input
+            own = self._renumbered(own, lambda inputs: inputs * team.size + team.rank, columns)
+        counts = team.collect(self.inputs)
+        return Tally(tuple(columns), [team.rows(own)], team.share(None if counts is None else sum(counts)))
+
+    @property
+    def groups(self) -> Tensor | None:
+        """Which input (n,) each row is of; None where each is an input by itself."""
+        return self[INPUT].long() if INPUT in self.columns else None
 
     @property
     def count(self) -> int:
-        """How many inputs there were."""
+        """How many rows there are."""
         return sum(len(part) for part in self.parts)
 
     def __getitem__(self, column: str) -> Tensor:
@@ -193,7 +253,7 @@ class Tally:
     @property
     def scores(self) -> dict[str, Tensor]:
         """Outlier scores of each input, by name."""
-        return {name: self[name] for name in self.columns if name not in FIXED}
+        return {name: self[name] for name in self.columns if name not in FIXED and not name.endswith("]")}
 
     @property
     def score(self) -> NDArray[np.float64] | None:
@@ -207,12 +267,17 @@ class Tally:
 
     def measured(self) -> dict[str, Measurement]:
         """The numbers on labelled data, with what each datum contributes to them."""
+        groups = self.groups
+        area = None
+        if "question" in self.columns:
+            area = mean_area_of_labels(self["yes"], self["label"], self["question"].long(), groups)
         return {
-            "accuracy": mean_of(self["correct"]),
-            "nll": mean_of(self["nll"]),
-            "brier": mean_of(self["brier"]),
-            "ece": calibration_error(self["confidence"], self["correct"], BINS),
-            "confidence": mean_of(self["confidence"]),
+            "accuracy": mean_of(self["correct"], groups),
+            "nll": mean_of(self["nll"], groups),
+            "brier": mean_of(self["brier"], groups),
+            "ece": calibration_error(self["confidence"], self["correct"], BINS, groups),
+            "confidence": mean_of(self["confidence"], groups),
+            **({} if area is None else {"auroc": area}),
         }
 
     def labelled(self) -> dict[str, float]:
@@ -242,7 +307,7 @@ class Tally:
 
 
 def tally_set(
-    answers: Iterable[tuple[Mapping[str, Answer], Tensor | None]], team: Team | None = None, what: str = "the set"
+    answers: Iterable[tuple[Mapping[str, Said], Tensor | None]], team: Team | None = None, what: str = "the set"
 ) -> dict[str, Tally]:
     """One pass over a set of data: for every batch, every method answers and its tally takes it.
 

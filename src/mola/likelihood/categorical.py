@@ -80,6 +80,8 @@ class Categorical(Likelihood):
             remedy = ""
             if labels.dim() > 1:
                 remedy = " Pass class indices, not one-hot or soft labels."
+                if labels.shape == (count, 1):
+                    remedy = " Remove the axis of size 1: labels.squeeze(1)."
                 if labels.shape == outputs.shape:
                     remedy += " If several classes of an input may be right at once, use likelihood='bernoulli'."
             message = (
@@ -87,9 +89,13 @@ class Categorical(Likelihood):
             )
             raise DataError(message)
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            message = (
-                f"{where}: expected class indices of an integer type, got {labels.dtype}. Convert with labels.long()."
-            )
+            remedy = "Convert with labels.long()."
+            if labels.is_floating_point() and bool((labels != labels.floor()).any()):
+                remedy = (
+                    f"They hold {float(labels[labels != labels.floor()][0]):g}, which is no class: numbers to predict are for "
+                    f"likelihood='gaussian'."
+                )
+            message = f"{where}: expected class indices of an integer type, got {labels.dtype}. {remedy}"
             raise DataError(message)
         labels = labels.to(outputs.device, torch.int64)
         low, high = (int(end) for end in torch.aminmax(labels))

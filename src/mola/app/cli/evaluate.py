@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -45,7 +45,9 @@ def evaluate(
     ] = None,
     val: Annotated[
         str | None,
-        typer.Option(help="Labelled data for temperatures and LLLA.  [default: those the posterior was tuned on]"),
+        typer.Option(
+            help="Labelled data for temperatures, scaled noise and LLLA.  [default: those the posterior was tuned on]"
+        ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the page, the figures and the numbers.")] = Path("report"),
     data: Data = None,
@@ -63,8 +65,10 @@ def evaluate(
 
     Accuracy, log loss, Brier score and calibration error on the test data, also class by class; on data of no class how sure each
     method is of them and how well it tells them apart, by every outlier score that it has. All with standard errors, and bold only
-    what leads by more than chance. Writes index.html, which needs nothing else, numbers.json, tables.md and the figures,
-    and run.toml, which makes the run again: `mola evaluate --config report/run.toml`.
+    what leads by more than chance. Where outputs are numbers: errors, log-likelihood, CRPS, how often intervals hold the target
+    and how wide they are. Of networks with outputs at many positions, 256 of each input are compared. Writes index.html, which
+    needs nothing else, numbers.json, tables.md and the figures, and run.toml, which makes the run again:
+    `mola evaluate --config report/run.toml`.
 
         mola evaluate posterior --test images/test --ood images/strange --output report
     """
@@ -75,9 +79,8 @@ def evaluate(
     from mola.app.jobs.folder import open_posterior
     from mola.app.jobs.rows import Account
     from mola.compare.evaluation import evaluation_document
-    from mola.compare.report.single_run_tables import class_table, evaluation_tables
     from mola.compare.report.words import evaluation_findings, evaluation_remarks
-    from mola.compare.report.writing import prepare_folder, write_evaluation
+    from mola.compare.report.writing import prepare_folder, shown_tables, write_evaluation
     from mola.distributed import join
 
     prepare_folder(output)
@@ -87,15 +90,6 @@ def evaluate(
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(posterior, device, trust=trust, network=network or ())
-        if not fitted.posterior.likelihood.discrete:
-            directory = None if data is None else str(data)
-            document, account = _evaluate_numbers(fitted, test, ood, progress, val, directory, team, strict=strict)
-            if team.first:
-                _write_numbers(document, output, show=not quiet and not as_json)
-                write_run(context, output / "run.toml")
-                with suppress(*(typer.Exit,) if team.size > 1 else ()):
-                    finish(account, document, as_json=as_json, quiet=True if not as_json else quiet)
-            return
         comparison = run_evaluate(
             fitted,
             test,
@@ -119,7 +113,7 @@ def evaluate(
     write_run(context, output / "run.toml")
     if not quiet and not as_json:
         console = Console(highlight=False)
-        for table in [*evaluation_tables(comparison), class_table(comparison, WORST)]:
+        for table in shown_tables(comparison, WORST):
             console.print(for_terminal(table))
         for finding in evaluation_findings(comparison):
             console.print(f"[bold]{escape(finding.title)}[/bold]: {escape(finding.text)}")
@@ -130,43 +124,3 @@ def evaluate(
     with suppress(*(typer.Exit,) if team.size > 1 else ()):
         account = Account(comparison.left_out, comparison.noted)
         finish(account, numbers, as_json=as_json, quiet=True if not as_json else quiet)
-
-
-def _evaluate_numbers(
-    fitted: Any,
-    test: str,
-    ood: list[str] | None,
-    progress: Any,
-    val: str | None,
-    directory: str | None,
-    team: Any,
-    *,
-    strict: bool,
-) -> tuple[dict[str, Any], Any]:
-    from mola.app.jobs.evaluate_numbers import run_evaluate_numbers
-    from mola.errors import OptionError
-
-    if ood:
-        message = (
-            "--ood compares confidence on data of no class, and numbers have none: `mola predict` gives outlier scores."
-        )
-        raise OptionError(message)
-    return run_evaluate_numbers(fitted, test, progress, val=val, strict=strict, directory=directory, team=team)
-
-
-def _write_numbers(document: dict[str, Any], output: Path, *, show: bool) -> None:
-    """The numbers and their table; where outputs are numbers there is no page."""
-    import json
-
-    from mola.app.jobs.evaluate_numbers import numbers_table
-    from mola.compare.report.tables import as_markdown
-
-    table = numbers_table(document)
-    (output / "numbers.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (output / "tables.md").write_text(as_markdown(table) + "\n", encoding="utf-8")
-    if show:
-        console = Console(highlight=False)
-        console.print(for_terminal(table))
-        for note in document["notes"]:
-            console.print(escape(note), style="dim")
-        console.print(f"\nWrote numbers.json and tables.md in [bold]{escape(str(output))}[/bold].", soft_wrap=True)

@@ -161,6 +161,14 @@ def fit(
             help="Of numbers: the standard deviation that they were divided by.  [default: 1]", rich_help_panel=METHOD
         ),
     ] = None,
+    heteroscedastic: Annotated[
+        bool,
+        typer.Option(
+            "--heteroscedastic",
+            help="Of numbers: the networks say the log variance of each target, too, after all means.",
+            rich_help_panel=METHOD,
+        ),
+    ] = False,
     structure: Annotated[
         str | None,
         typer.Option(
@@ -303,6 +311,7 @@ def fit(
         "noise": numbers(noise, "--noise"),
         "location": numbers(location, "--location"),
         "scale": numbers(scale, "--scale"),
+        "heteroscedastic": heteroscedastic or None,
         "structure": structure,
         "link": link,
         "mixing": mixing,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -43,7 +43,9 @@ def predict(
             metavar="DATA", help="A folder of images, .npz, .npy, .csv, mnist:test, or package.module:function."
         ),
     ],
-    output: Annotated[Path, typer.Option(help="File to write: .csv, .jsonl or .npz.")] = Path("predictions.csv"),
+    output: Annotated[
+        Path, typer.Option(help="File to write: .csv, .jsonl or .npz; for pictures of label maps, a folder.")
+    ] = Path("predictions.csv"),
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="Add the probabilities of all classes.")
     ] = False,
@@ -76,13 +78,18 @@ def predict(
     and the confidence high enough for what was promised. With --coverage, `set` names the classes that cannot be ruled out.
     Both need no further data: `mola fit` kept what is needed of the validation data. Inputs that cannot be read have a row
     with the error. Memory does not grow with the data. The options are saved beside the output, in a file that ends in
-    `.toml`; to repeat the run: `mola predict --config FILE`. Where outputs are numbers, a row has the mean, standard
-    deviation, ends of the 90 % interval and epistemic variance of each.
+    `.toml`; to repeat the run: `mola predict --config FILE`.
+
+    Where outputs are numbers, a row has the mean, standard deviation, ends of an interval and epistemic variance of each: the
+    posterior's own 90 % interval, or with --coverage 0.9 one that holds 90 % of targets like those of the validation data,
+    however wrong the posterior is. Of outputs at many positions, .npz holds all maps, a folder holds pictures of the labels,
+    the confidence and the entropy, and tables hold averages.
 
         mola predict posterior images/ --output predictions.csv --error-rate 0.01 --coverage 0.9
     """
     from mola.app.jobs.folder import open_posterior
-    from mola.app.jobs.predict import NumbersResult, run_predict
+    from mola.app.jobs.maps import MapsResult, refuse_promises, run_maps
+    from mola.app.jobs.predict import NumbersResult, PredictResult, run_predict
     from mola.distributed import join
 
     check_run(context, config, trust=trust)
@@ -90,29 +97,42 @@ def predict(
     with join() as team, showing_progress(quiet=quiet or not team.first) as progress:
         progress("loading networks", 0.0)
         fitted = open_posterior(posterior, device, trust=trust, network=network or ())
-        result = run_predict(
-            fitted,
-            inputs,
-            output,
-            progress,
-            probabilities=probabilities,
-            strict=strict,
-            directory=None if data is None else str(data),
-            seed=seed,
-            false_alarm_rate=false_alarm_rate,
-            error_rate=error_rate,
-            certainty=certainty,
-            coverage=coverage,
-            by_class=by_class,
-            team=team,
-        )
+        result: PredictResult | NumbersResult | MapsResult | None
+        shared: dict[str, Any] = {
+            "probabilities": probabilities,
+            "strict": strict,
+            "directory": None if data is None else str(data),
+            "seed": seed,
+            "false_alarm_rate": false_alarm_rate,
+            "team": team,
+        }
+        if fitted.posterior.has_positions:
+            promises = {"--error-rate": error_rate, "--certainty": certainty, "--coverage": coverage}
+            refuse_promises(fitted, {**promises, "--by-class": by_class or None})
+            result = run_maps(fitted, inputs, output, progress, **shared)
+        else:
+            result = run_predict(
+                fitted,
+                inputs,
+                output,
+                progress,
+                error_rate=error_rate,
+                certainty=certainty,
+                coverage=coverage,
+                by_class=by_class,
+                **shared,
+            )
     if result is None:
         return  # one process writes and speaks for all
     write_run(context, output.with_name(f"{output.name}.toml"))
     if not quiet and not as_json:
         outlying = "" if result.outlying is None else f", {result.outlying:.1%} outlying"
         if isinstance(result, NumbersResult):
-            words = f"mean standard deviation {result.std:.4g}, {result.epistemic:.1%} of the variance epistemic"
+            words = f"mean standard deviation {result.std:.4g}, {result.epistemic:.1%} of the variance epistemic, intervals "
+            words += f"{result.width:.4g} wide"
+        elif isinstance(result, MapsResult):
+            means = ", ".join(f"{name} {value:.4g}" for name, value in result.means.items())
+            words = f"{result.positions:,} positions, mean {means}"
         else:
             words = f"mean confidence {result.confidence:.3f}, mean entropy {result.entropy:.3f} of which epistemic "
             words += f"{result.epistemic:.3f}"

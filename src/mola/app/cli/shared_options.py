@@ -85,7 +85,8 @@ Certainty = Annotated[float | None, typer.Option(help="Of the error rate.  [defa
 Coverage = Annotated[
     float | None,
     typer.Option(
-        help="Add a set of classes, so that this share of the sets holds the true one, on inputs like the validation data."
+        help="Add a set of classes, so that this share of the sets holds the true one, on inputs like the validation data; where "
+        "outputs are numbers, intervals that hold this share of the targets."
     ),
 ]
 Data = Annotated[

@@ -200,13 +200,14 @@ def open_arrays(
 def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tensor:
     values = np.concatenate(list(_portions(path, member, 2**20)))
     if not likelihood.competing:
-        if values.ndim not in (1, 2) or values.dtype.kind not in "biuf" or len(values) != count:
+        if values.dtype.kind not in "biuf" or len(values) != count:
             message = (
                 f"{path}: {member} has shape {values.shape} and type {values.dtype}: expected {count} rows of numbers, one for each "
-                f"output of the networks."
+                f"output of the networks, or for each output at each position."
             )
             raise DataError(message)
-        return torch.from_numpy(values.astype(np.float64))
+        # At many positions they stay as small as they are in the file, but for types that torch has not.
+        return torch.from_numpy(values.astype(np.float64 if values.ndim < 3 else np.float32))
     if values.ndim > 1 and values.dtype.kind in "iu" and len(values) == count:
         # A label for each position. They stay as small as they are in the file: there may be millions.
         return torch.from_numpy(values.astype(values.dtype if values.dtype.itemsize == 1 else np.int32))

@@ -10,6 +10,7 @@ docs/decisions.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch import Tensor
 from mola.app.jobs.folder import PosteriorFolder, alarm, read_scores
 from mola.decisions.abstain import AnswerThreshold, threshold_of
 from mola.decisions.calibration import Calibration
+from mola.decisions.intervals import PredictionIntervals, prediction_intervals
 from mola.decisions.sets import PredictionSets, sets_of
 from mola.errors import DataError, OptionError, StorageError
+from mola.regression_prediction import RegressionPrediction
 
 __all__ = [
     "CERTAINTY",
@@ -29,7 +32,10 @@ __all__ = [
     "decision_columns",
     "decision_rows",
     "gated_threshold",
+    "interval_columns",
+    "interval_rows",
     "kept_calibration",
+    "kept_predictions",
     "make_decisions",
 ]
 
@@ -60,6 +66,33 @@ def decision_columns(rows: Tensor) -> dict[str, Tensor]:
     return {name: rows[:, place].long() if name in WHOLE else rows[:, place] for place, name in enumerate(COLUMNS)}
 
 
+MEANS, VARIANCES, TARGETS = "component_mean", "component_variance", "target"
+"""What is kept of data whose targets are numbers: all that the mixture's distribution is made of."""
+
+
+def interval_rows(said: RegressionPrediction, targets: Tensor) -> Tensor:
+    """What is kept of data whose targets are numbers, as rows that processes can join.
+
+    Args:
+        said: of n inputs with D outputs, by K components.
+        targets: (n, D), in their own units.
+
+    Returns:
+        (n, 2 K D + D) in float64.
+    """
+    parts = (said.component_mean.transpose(0, 1), said.component_variance.transpose(0, 1), targets)
+    return torch.cat([part.detach().cpu().double().flatten(1) for part in parts], 1)
+
+
+def interval_columns(rows: Tensor, components: int) -> dict[str, Tensor]:
+    """Such rows by name, as they are written: means and variances (n, K, D), and targets (n, D)."""
+    outputs = rows.shape[1] // (2 * components + 1)
+    size = components * outputs
+    shape = (len(rows), components, outputs)
+    means, variances = (part.reshape(shape) for part in (rows[:, :size], rows[:, size : 2 * size]))
+    return {MEANS: means, VARIANCES: variances, TARGETS: rows[:, 2 * size :]}
+
+
 @dataclass(frozen=True)
 class Decisions:
     """Thresholds for what is predicted next."""
@@ -69,7 +102,9 @@ class Decisions:
     answer: AnswerThreshold | None = None
     """Confidence above which inputs that are not outlying are answered; None if no error rate was asked for."""
     sets: PredictionSets | None = None
-    """None if no coverage was asked for."""
+    """None if no coverage was asked for, or outputs are numbers."""
+    intervals: PredictionIntervals | None = None
+    """Where outputs are numbers; None if no coverage was asked for."""
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -86,6 +121,12 @@ class Decisions:
                 "coverage": self.sets.coverage,
                 "least_probability": [max(0.0, -one) for one in self.sets.threshold.reshape(-1).tolist()],
                 "by_class": bool(self.sets.threshold.ndim),
+            }
+        if self.intervals is not None:
+            found["intervals"] = {
+                "coverage": self.intervals.coverage,
+                "added": self.intervals.threshold.tolist(),
+                "count": self.intervals.count,
             }
         return found
 
@@ -106,9 +147,35 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
     """
     likelihood = fitted.posterior.likelihood
     if not likelihood.competing:
+        others = "--coverage gives intervals for it" if not likelihood.discrete else "The outlier alarm works for it"
         message = (
             f"{option} is for networks that choose one of several classes: the likelihood of {fitted.folder} is {likelihood.name!r}. "
-            f"The outlier alarm works for it."
+            f"{others}."
+        )
+        raise OptionError(message)
+    columns = _kept_columns(fitted, option)
+    try:
+        known = Calibration.of_columns(columns, fitted.outputs)
+    except DataError as error:
+        message = f"the validation scores of {fitted.folder} are invalid: {error}"
+        raise StorageError(message) from error
+    score = columns.get("ood_score")
+    if score is None or score.shape != known.confidence.shape or score.dtype != torch.float64:
+        message = f"the validation scores of {fitted.folder} are invalid: expected an ood_score for each datum."
+        raise StorageError(message)
+    return known, score
+
+
+def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
+    """Numbers of each validation datum, by name.
+
+    Raises:
+        OptionError: if there are none.
+    """
+    if fitted.posterior.has_positions:
+        message = (
+            f"{option}: the networks of {fitted.folder} have outputs at many positions of each input. Positions of one input are "
+            f"alike, so that no promise made by them would hold; the outlier alarm works position by position."
         )
         raise OptionError(message)
     validation = fitted.document["result"].get("validation")
@@ -127,16 +194,46 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
             f"data. Fit again: mola fit --config {fitted.folder / 'job.toml'}"
         )
         raise OptionError(message)
-    try:
-        known = Calibration.of_columns(columns, fitted.outputs)
-    except DataError as error:
-        message = f"the validation scores of {fitted.folder} are invalid: {error}"
-        raise StorageError(message) from error
-    score = columns.get("ood_score")
-    if score is None or score.shape != known.confidence.shape or score.dtype != torch.float64:
-        message = f"the validation scores of {fitted.folder} are invalid: expected an ood_score for each datum."
+    return columns
+
+
+def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
+    """What was said of each validation datum whose targets are numbers.
+
+    Args:
+        fitted: an opened posterior for numbers.
+        option: that asks for it, for messages.
+
+    Returns:
+        The prediction and targets (n, D), in their own units.
+
+    Raises:
+        StorageError: if the file is damaged.
+    """
+    columns = _kept_columns(fitted, option)
+    weights = fitted.posterior.weights
+    known = [columns[name] for name in (MEANS, VARIANCES, TARGETS) if name in columns]
+    if len(known) < 3 or not _are_predictions(known, len(weights)):
+        message = (
+            f"the validation scores of {fitted.folder} are invalid: expected means and variances of {len(weights)} networks, and a "
+            f"target for each datum."
+        )
         raise StorageError(message)
-    return known, score
+    means, variances, targets = known
+    means, variances = means.transpose(0, 1).contiguous(), variances.transpose(0, 1).contiguous()
+    # The noise's share and outlier scores are no part of an interval.
+    said = RegressionPrediction(means, variances, variances, weights, means.new_zeros(means.shape[1]), "none")
+    return said, targets
+
+
+def _are_predictions(known: Sequence[Tensor], components: int) -> bool:
+    """Whether a file's numbers can be what K networks said of data, and the targets of these."""
+    means, variances, targets = known
+    shaped = means.dim() == 3 and means.shape == variances.shape and means.shape[1] == components
+    if not (shaped and len(means) and targets.shape == (len(means), means.shape[2])):
+        return False
+    exact = all(one.dtype == torch.float64 and bool(one.isfinite().all()) for one in known)
+    return exact and bool((variances > 0).all())
 
 
 def gated_threshold(
@@ -177,7 +274,7 @@ def make_decisions(
         false_alarm_rate: of the alarm; None is 0.05.
         error_rate: of the answers; None asks for none.
         certainty: of the error rate; None is 0.95.
-        coverage: of the sets; None asks for none.
+        coverage: of the sets, or of the intervals where outputs are numbers; None asks for none.
         by_class: whether sets hold each class as often as asked for.
 
     Returns:
@@ -193,7 +290,20 @@ def make_decisions(
     if by_class and coverage is None:
         message = "--by-class goes with --coverage: give both, or neither."
         raise OptionError(message)
-    answer = sets = None
+    answer = sets = intervals = None
+    if not fitted.posterior.likelihood.discrete:
+        for option, asked in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
+            if asked:
+                message = f"{option} is for classes, and the outputs of {fitted.folder} are numbers: --coverage 0.9 gives intervals."
+                raise OptionError(message)
+        if coverage is not None:
+            said, targets = kept_predictions(fitted, "--coverage")
+            try:
+                intervals = prediction_intervals(said, targets, coverage)
+            except DataError as error:
+                message = f"--coverage: {error}"
+                raise OptionError(message) from error
+        return Decisions(limit, intervals=intervals)
     if error_rate is not None:
         known, score = kept_calibration(fitted, "--error-rate")
         try:

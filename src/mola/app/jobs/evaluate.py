@@ -2,7 +2,7 @@
 
 All methods but LLLA follow from the logits that predicting with the posterior gives anyway, so the data are read once and the
 networks run once; LLLA runs the first network once more. The validation data are read once, too: temperatures and LLLA are tuned
-on what the networks made of them.
+on what the networks made of them. What differs where outputs are numbers is in `mola.app.jobs.evaluate_numbers`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,24 @@ from torch import Tensor
 
 from mola import __version__
 from mola.app.jobs.decisions import CERTAINTY, kept_calibration, make_decisions
+from mola.app.jobs.evaluate_numbers import (
+    ENSEMBLE_N,
+    NumbersContest,
+    interval_decisions,
+    promised_intervals,
+    scaled_noise,
+)
 from mola.app.jobs.fit import check_order, make_rule
 from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.job import Progress
+from mola.app.jobs.numbers import untuned_noise
+from mola.app.jobs.positions import COMPARED, DrawnRows, draw_rows, layout_of
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, overlap
 from mola.baselines.temperature import as_classes, fit_temperature
-from mola.compare import Answer, Tally, tally_set
+from mola.compare import Answer, Said, Tally, tally_set
 from mola.compare.evaluation import short
+from mola.compare.numbers import differences, numbers_leads, numbers_result
 from mola.compare.record import AnswerResult, Comparison, DecisionResult, Record, SetInfo
 from mola.compare.results import (
     labelled_leads,
@@ -40,10 +50,11 @@ from mola.compare.results import (
 from mola.decisions.sets import PredictionSets, sets_of
 from mola.distributed import Team
 from mola.errors import DataError, MolaWarning, OptionError
-from mola.likelihood import CATEGORICAL, Likelihood
+from mola.likelihood import CATEGORICAL, Gaussian, Likelihood
 from mola.network import undisturbed
 from mola.posterior import MoLA
 from mola.prediction import Prediction
+from mola.regression import RegressionMoLA
 from mola.tuning.candidates import HeldOut, read_held_out
 
 __all__ = ["run_evaluate"]
@@ -77,35 +88,77 @@ class _Contest:
         cooled |= {} if own.distance_exponent == 0 else {"distance_exponent": own.distance_exponent}
         return {"prior_precision": list(own.prior_precision), **cooled}
 
-    def ask(self, batch: Any) -> dict[str, Answer]:
-        """What every method says of a batch; the plain ensemble has the posterior's weights."""
+    def ask(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, Said], Tensor | None, int]:
+        """What every method says of a batch; the plain ensemble has the posterior's weights.
+
+        Args:
+            batch: as a loader yields it.
+            labels: its labels, where there are any.
+            start: how many inputs came before.
+
+        Returns:
+            Answers by method, the labels of their rows, and the number of inputs.
+        """
         (whole,) = self.posterior.predict_batches([batch])
-        assert whole.logit_mean is not None  # a mixture of Laplace approximations has logits
-        logits, weights = whole.logit_mean, self.posterior.weights
-        meaning = self.posterior.likelihood
-        answers = {SINGLE: _mixed(logits[:1], None, meaning)}
+        (one,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
+        mine, other, inputs = _Row.of(whole), _Row.of(one), None
+        if self.posterior.has_positions:
+            layout = layout_of(whole, whole.probs)
+            outputs = whole.probs.shape[whole.axis]
+            given = None if labels is None else layout.labels(labels, outputs, "the labels")
+            ignored = self.posterior.components[0].head.positions.ignore_index  # type: ignore[union-attr]
+            drawn = draw_rows(layout, given, ignored, start)
+            mine, other, inputs = mine.at(drawn), other.at(drawn), drawn.inputs
+            if labels is not None:
+                labels = drawn.of_outputs(labels) if labels.dim() == len(layout.sizes) + 2 else drawn.of_map(labels)
+                labels = self.posterior.likelihood.check_labels(labels, mine.probs, "the labels")
+            if not len(inputs):
+                return {}, None, len(whole)
+        return self._answers(mine, other, whole, inputs), labels, len(whole)
+
+    def _answers(self, mine: _Row, one: _Row, whole: Prediction, inputs: Tensor | None) -> dict[str, Said]:
+        logits, weights, meaning = mine.logits, self.posterior.weights, self.posterior.likelihood
+        answers: dict[str, Said] = {SINGLE: _mixed(logits[:1], None, meaning, inputs)}
         if SINGLE_T in self.temperatures:
-            answers[SINGLE_T] = _mixed(logits[:1] / self.temperatures[SINGLE_T], None, meaning)
+            answers[SINGLE_T] = _mixed(logits[:1] / self.temperatures[SINGLE_T], None, meaning, inputs)
+        sets = None if self.sets is None else self.sets(whole).to(whole.probs.device)
         if len(logits) == 1:
-            mine = Answer(whole.probs, logits, None, whole.ood_score, self._sets(whole), likelihood=meaning)
-            return {**answers, LAPLACE: mine}
-        answers[ENSEMBLE] = _mixed(logits, weights, meaning)
+            own = Answer(mine.probs, logits, None, mine.score, sets, likelihood=meaning, inputs=inputs)
+            return {**answers, LAPLACE: own}
+        answers[ENSEMBLE] = _mixed(logits, weights, meaning, inputs)
         if ENSEMBLE_T in self.temperatures:
-            answers[ENSEMBLE_T] = _mixed(logits / self.temperatures[ENSEMBLE_T], weights, meaning)
-        (one,) = self.single.predict_batches([batch])
-        answers[LAPLACE] = Answer(one.probs, one.logit_mean, None, one.ood_score, likelihood=meaning)
-        mine = Answer(whole.probs, logits, weights, whole.ood_score, self._sets(whole), likelihood=meaning)
-        return {**answers, MIXTURE: mine}
-
-    def _sets(self, prediction: Prediction) -> Tensor | None:
-        return None if self.sets is None else self.sets(prediction).to(prediction.probs.device)
+            answers[ENSEMBLE_T] = _mixed(logits / self.temperatures[ENSEMBLE_T], weights, meaning, inputs)
+        answers[LAPLACE] = Answer(one.probs, one.logits, None, one.score, likelihood=meaning, inputs=inputs)
+        own = Answer(mine.probs, logits, weights, mine.score, sets, likelihood=meaning, inputs=inputs)
+        return {**answers, MIXTURE: own}
 
 
-def _mixed(logits: Tensor, weights: Tensor | None, likelihood: Likelihood = CATEGORICAL) -> Answer:
+@dataclass(frozen=True)
+class _Row:
+    """What is read of a prediction."""
+
+    probs: Tensor
+    logits: Tensor
+    score: Tensor
+
+    @staticmethod
+    def of(said: Prediction) -> _Row:
+        """All of it."""
+        assert said.logit_mean is not None  # a mixture of Laplace approximations has logits
+        return _Row(said.probs, said.logit_mean, said.ood_score)
+
+    def at(self, drawn: DrawnRows) -> _Row:
+        """At some positions alone."""
+        return _Row(drawn.of_outputs(self.probs), drawn.of_outputs(self.logits), drawn.of_map(self.score))
+
+
+def _mixed(
+    logits: Tensor, weights: Tensor | None, likelihood: Likelihood = CATEGORICAL, inputs: Tensor | None = None
+) -> Answer:
     """Networks without a posterior, by their logits (K, n, C); without weights, one network."""
     shares = [1.0] if weights is None else weights.tolist()
     members = [share * likelihood.probabilities(one) for share, one in zip(shares, logits, strict=True)]
-    return Answer(torch.stack(members).sum(0), logits, weights, likelihood=likelihood)
+    return Answer(torch.stack(members).sum(0), logits, weights, likelihood=likelihood, inputs=inputs)
 
 
 def run_evaluate(
@@ -170,7 +223,6 @@ def run_evaluate(
         None if exposed is None else loader(exposed, "tuning", 0, labelled=False),
         together,
     )
-    contest = replace(contest, sets=_usual_sets(fitted))
     tallies: dict[str, dict[str, Tally]] = {}
     for step, (name, source) in enumerate(sources.items(), 1):
         with together.work(f"evaluating on {name}"):
@@ -179,7 +231,8 @@ def run_evaluate(
         account = account.together(together)
     progress("done", 1.0)
     inside = tallies[test]
-    classes = tuple(fitted.classes or (str(index) for index in range(fitted.outputs)))
+    numbers, own = isinstance(contest, NumbersContest), list(inside)[-1]
+    classes = _names(fitted)
     seconds = time.perf_counter() - began
     return Comparison(
         title=test,
@@ -188,7 +241,9 @@ def run_evaluate(
                 name,
                 short(name, tuple(outliers)),
                 "test" if name == test else "outlier",
-                next(iter(found.values())).count,
+                (first := next(iter(found.values()))).count,
+                parts="" if first.groups is None else "position" if fitted.posterior.has_positions else "label",
+                inputs=None if first.groups is None else first.inputs,
             )
             for name, found in tallies.items()
         },
@@ -203,17 +258,26 @@ def run_evaluate(
                 data={},
                 chosen=contest.chosen(method),
                 seconds={},
-                labelled={test: labelled_result(tally, errors=True, classes=classes)},
+                labelled={
+                    test: numbers_result(tally, classes)
+                    if numbers
+                    else labelled_result(tally, errors=True, classes=classes)
+                },
                 outliers={name: outlier_result(tally, tallies[name][method], errors=True) for name in outliers},
             )
             for method, tally in inside.items()
         ),
         classes=classes,
-        leads={test: labelled_leads(inside)} | {name: outlier_leads(inside, tallies[name]) for name in outliers},
+        leads={test: numbers_leads(inside) if numbers else labelled_leads(inside)}
+        | {name: outlier_leads(inside, tallies[name]) for name in outliers},
         notes=(*notes, *_warnings(fitted, test, tuned_on)),
         left_out=account.left_out,
         noted=account.noted,
-        decisions=_decided(fitted, inside, classes),
+        decisions=interval_decisions(fitted, inside[own], tuple(contest.intervals))
+        if isinstance(contest, NumbersContest)
+        else _decided(fitted, inside, classes),
+        numbers=numbers,
+        differences=differences(inside, own) if numbers else {},
         made={
             "components": len(fitted.posterior.components),
             "posterior": str(fitted.folder),
@@ -226,41 +290,43 @@ def run_evaluate(
     )
 
 
+def _names(fitted: PosteriorFolder) -> tuple[str, ...]:
+    """Of the classes, or of the numbers that are predicted."""
+    count, likelihood = fitted.outputs, fitted.posterior.likelihood
+    if isinstance(likelihood, Gaussian):
+        count = likelihood.latent(count)
+    return tuple((fitted.classes or tuple(str(index) for index in range(count)))[:count])
+
+
 def _contest(
     fitted: PosteriorFolder, val: Loader | None, exposed: Loader | None, team: Team
-) -> tuple[_Contest, list[str]]:
-    fitted.refuse_positions("mola evaluate compares answers to one question for each input")
+) -> tuple[_Contest | NumbersContest, list[str]]:
     posterior, notes = fitted.posterior, []
-    temperatures: dict[str, float] = {}
     held: HeldOut | None = None
     if val is None:
-        notes.append("There are no validation data, so no temperatures: name some with --val.")
+        lacking = "temperatures" if posterior.likelihood.discrete else "scaled noise"
+        notes.append(f"There are no validation data, so no {lacking}: name some with --val.")
     else:
         with team.work("reading the validation data"):
             held = _held_out(posterior, val, team)
-            logits, labels = _logits(held, team)
-        if posterior.likelihood.competing:
-            check_order(torch.stack([labels, logits[0].argmax(1)], 1), logits.shape[2], None, val.source.name)
-        else:
-            held.check_labels(val.source.name)
-            logits, labels = as_classes(logits, labels, posterior.likelihood)
-        wanted = {SINGLE_T: logits[:1]} | ({ENSEMBLE_T: logits} if len(logits) > 1 else {})
-        for name, some in wanted.items():
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always", MolaWarning)
-                temperatures[name] = fit_temperature(some, labels, posterior.weights if len(some) > 1 else None)
-            notes += [f"{name}: {one.message}" for one in caught]
-    if not posterior.likelihood.competing:
+    if posterior.has_positions:
         notes.append(
-            "Every number is over labels: each known label of an input counts as one. Standard errors take labels as independent."
+            f"Every number is over positions, at most {COMPARED} of each input, drawn at random. Standard errors count inputs, whose "
+            f"positions are alike."
         )
-    single = posterior
+    elif posterior.likelihood.discrete and not posterior.likelihood.competing:
+        notes.append(
+            "Every number is over labels: each known label of an input counts as one. Standard errors count inputs, whose labels may "
+            "depend on each other."
+        )
     shares = posterior.weights.tolist()
     if max(shares) - min(shares) > 1e-9:
         listed = ", ".join(f"{share:.3f}" for share in shares)
-        notes.append(f"The networks have the same weights in {ENSEMBLE}, {ENSEMBLE_T} and {MIXTURE}: {listed}.")
+        others = f"{ENSEMBLE_T} and {MIXTURE}" if posterior.likelihood.discrete else f"{ENSEMBLE_N} and {MIXTURE}"
+        notes.append(f"The networks have the same weights in {ENSEMBLE}, {others}: {listed}.")
+    single = posterior
     if len(posterior.components) > 1:
-        single = MoLA(posterior.components[:1], posterior.link)
+        single = type(posterior)(posterior.components[:1], posterior.link)
         rule = make_rule(fitted.job, exposed)
         if rule is not None:
             with warnings.catch_warnings():
@@ -270,14 +336,44 @@ def _contest(
                 single = single.tune(
                     None if fitted.job.rule == "evidence" else first, rule=rule, progress=False, team=team
                 )
+    what = "logits are cooled" if posterior.likelihood.discrete else "standard deviations grow"
     for name, one in ((LAPLACE, single), (MIXTURE, posterior)):
         if one is single and name != LAPLACE:
             continue
         if one.distance_exponent > 0:
-            notes.append(f"{name}: logits are cooled by distance, with exponent {one.distance_exponent:.4g}.")
+            notes.append(f"{name}: {what} by distance, with exponent {one.distance_exponent:.4g}.")
         if one.tuning is not None:
             notes += [f"{name}: {note}" for note in one.tuning.notes]
-    return _Contest(posterior, single, temperatures, fitted.outputs), notes
+    if isinstance(posterior, RegressionMoLA):
+        assert isinstance(single, RegressionMoLA)
+        factors: dict[str, Tensor] = {}
+        if held is not None:
+            with team.work("scaling the noise"):
+                factors = scaled_noise(posterior, held, team)
+        promised = promised_intervals(fitted)
+        return NumbersContest(posterior, single, untuned_noise(posterior), factors, promised), notes
+    temperatures, told = ({}, []) if held is None or val is None else _temperatures(posterior, held, val, team)
+    return _Contest(posterior, single, temperatures, fitted.outputs, _usual_sets(fitted)), [*notes, *told]
+
+
+def _temperatures(posterior: MoLA, held: HeldOut, val: Loader, team: Team) -> tuple[dict[str, float], list[str]]:
+    """Those of the networks alone that do best on the validation data, and what was remarked."""
+    temperatures: dict[str, float] = {}
+    notes: list[str] = []
+    with team.work("tuning temperatures"):
+        logits, labels = _logits(held, team)
+    if posterior.likelihood.competing:
+        check_order(torch.stack([labels, logits[0].argmax(1)], 1), logits.shape[2], None, val.source.name)
+    else:
+        held.check_labels(val.source.name)
+        logits, labels = as_classes(logits, labels, posterior.likelihood)
+    wanted = {SINGLE_T: logits[:1]} | ({ENSEMBLE_T: logits} if len(logits) > 1 else {})
+    for name, some in wanted.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", MolaWarning)
+            temperatures[name] = fit_temperature(some, labels, posterior.weights if len(some) > 1 else None)
+        notes += [f"{name}: {one.message}" for one in caught]
+    return temperatures, notes
 
 
 def _held_out(posterior: MoLA, loader: Loader, team: Team) -> HeldOut:
@@ -304,16 +400,20 @@ def _logits(held: HeldOut, team: Team) -> tuple[Tensor, Tensor]:
     return rows.transpose(0, 1), team.rows(held.labels if len(held) else None)
 
 
-def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
-    def answers() -> Iterator[tuple[dict[str, Answer], Tensor | None]]:
+def _read(contest: _Contest | NumbersContest, loader: Loader, team: Team) -> dict[str, Tally]:
+    def answers() -> Iterator[tuple[dict[str, Said], Tensor | None]]:
+        seen = 0
         for batch in loader:
             labels = None
             if loader.labelled:
                 labels = batch["labels"] if isinstance(batch, dict) else batch[1]
-            yield contest.ask(batch), labels
+            said, own, count = contest.ask(batch, labels, seen)
+            seen += count
+            yield said, own
 
     tallies = tally_set(answers(), team, loader.source.name)
     if loader.labelled and contest.posterior.likelihood.competing:
+        assert isinstance(contest, _Contest)
         single = tallies[SINGLE]
         pairs = torch.stack([single["label"], single["predicted"]], 1).long()
         check_order(pairs, contest.outputs, None, loader.source.name)
@@ -322,6 +422,8 @@ def _read(contest: _Contest, loader: Loader, team: Team) -> dict[str, Tally]:
 
 def _usual_sets(fitted: PosteriorFolder) -> PredictionSets | None:
     """Sets at the usual coverage; None where the folder has not what they need, or too few data."""
+    if not fitted.posterior.likelihood.competing:
+        return None
     try:
         known, _ = kept_calibration(fitted, "decisions")
         return sets_of(known, COVERAGE)

@@ -1,167 +1,173 @@
-"""`mola evaluate` where outputs are numbers: one network, the ensemble, LLLA and MoLA on a user's own test data."""
+"""`mola evaluate` where outputs are numbers: one network, the ensemble, both with scaled noise, LLLA and MoLA."""
 
 from __future__ import annotations
 
-import platform
-import time
-import warnings
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from mola import __version__
-from mola.app.jobs.fit import make_rule
-from mola.app.jobs.folder import PosteriorFolder
-from mola.app.jobs.job import Progress
-from mola.app.jobs.numbers import MEASURES, best_noise, errors, measures, summary
-from mola.app.jobs.rows import Account, Loader
-from mola.app.jobs.sets import divided
-from mola.compare.report.tables import Column, Table, make_table
+from mola.app.jobs.decisions import kept_predictions
+from mola.app.jobs.folder import PosteriorFolder, alarm
+from mola.app.jobs.numbers import networks_alone, noise_factors, untuned_noise
+from mola.app.jobs.positions import DrawnRows, draw_rows, layout_of
+from mola.compare import Said, Tally, mean_of
+from mola.compare.numbers import LEVELS, NumbersAnswer
+from mola.compare.record import DecisionResult, IntervalResult
+from mola.decisions.intervals import PredictionIntervals, prediction_intervals
 from mola.distributed import Team
-from mola.errors import MolaWarning, OptionError
-from mola.likelihood import Gaussian
-from mola.network import undisturbed
+from mola.errors import DataError, OptionError
 from mola.regression import RegressionMoLA
 from mola.regression_prediction import RegressionPrediction
-from mola.tuning.candidates import HeldOut, read_held_out
+from mola.tuning.candidates import HeldOut
 
-__all__ = ["numbers_table", "run_evaluate_numbers"]
+__all__ = ["ENSEMBLE_N", "NumbersContest", "interval_decisions", "promised_intervals", "scaled_noise"]
 
-SINGLE, ENSEMBLE, LAPLACE, MIXTURE = "MAP", "DE", "LLLA", "MoLA"
+SINGLE, SINGLE_N, ENSEMBLE, ENSEMBLE_N, LAPLACE, MIXTURE = "MAP", "MAP-N", "DE", "DE-N", "LLLA", "MoLA"
 
 
-def run_evaluate_numbers(
-    fitted: PosteriorFolder,
-    test: str,
-    progress: Progress = lambda doing, done: None,
-    *,
-    val: str | None = None,
-    strict: bool = False,
-    directory: str | None = None,
-    team: Team | None = None,
-) -> tuple[dict[str, Any], Account]:
-    """Compare the methods on the same test data.
+@dataclass(frozen=True)
+class NumbersContest:
+    """The methods, from one posterior for numbers."""
 
-    The networks alone have the noise that does best on the validation data, for one network and for the ensemble apart; LLLA is
-    tuned by the posterior's rule.
+    posterior: RegressionMoLA
+    single: RegressionMoLA
+    """The first component alone."""
+    untuned: Tensor
+    """Factors (K, D) to the noise that networks have before anything was tuned."""
+    factors: Mapping[str, Tensor]
+    """By method whose noise is scaled: factors (D,) of it."""
+    intervals: Mapping[float, PredictionIntervals]
+    """By coverage: calibrated on the validation data, where the folder has what that takes."""
+
+    def chosen(self, method: str) -> dict[str, Any]:
+        """What was tuned of a method; noises are standard deviations, or factors where networks say their own."""
+        own = {LAPLACE: self.single, MIXTURE: self.posterior}.get(method)
+        if own is None:
+            noise = self.posterior.noise[0] * self.posterior.temperature * self.untuned[0].sqrt()
+            return {"noise": (noise * self.factors[method]).tolist()} if method in self.factors else {}
+        grown = {} if own.distance_exponent == 0 else {"distance_exponent": own.distance_exponent}
+        return {"prior_precision": list(own.prior_precision), "noise": own.noise[0].tolist(), **grown}
+
+    def ask(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, Said], Tensor | None, int]:
+        """What every method says of a batch; the ensemble has the posterior's weights.
+
+        Args:
+            batch: as a loader yields it.
+            labels: its targets, where there are any.
+            start: how many inputs came before.
+
+        Returns:
+            Answers by method, the targets of their rows, and the number of inputs.
+        """
+        said: Any = self.posterior.predict_batches([batch])
+        whole: RegressionPrediction = next(iter(said))
+        one = whole
+        if self.single is not self.posterior:
+            said = self.single.predict_batches([batch])
+            one = next(iter(said))
+        count, inputs = len(whole), None
+        if self.posterior.has_positions:
+            layout = layout_of(whole, whole.component_mean[0])
+            given = None if labels is None else layout.labels(labels, whole.component_mean.shape[2], "the targets")
+            ignored = self.posterior.components[0].head.positions.ignore_index  # type: ignore[union-attr]
+            drawn = draw_rows(layout, given, ignored, start)
+            inputs = drawn.inputs
+            whole, one = _rows_of(whole, drawn), _rows_of(one, drawn)
+            if labels is not None:
+                labels = drawn.of_outputs(labels) if labels.dim() == len(layout.sizes) + 2 else drawn.of_map(labels)
+            if not len(inputs):
+                return {}, None, count
+        networks = len(self.posterior.components)
+        answers: dict[str, Said] = {}
+        for name, scaled, some in ((SINGLE, SINGLE_N, 1), (ENSEMBLE, ENSEMBLE_N, networks)):
+            if some == 1 and name == ENSEMBLE:
+                continue
+            answers[name] = NumbersAnswer(networks_alone(whole, some, self.untuned), inputs=inputs)
+            if scaled in self.factors:
+                alone = networks_alone(whole, some, self.untuned, self.factors[scaled])
+                answers[scaled] = NumbersAnswer(alone, inputs=inputs)
+        if networks > 1:
+            answers[LAPLACE] = NumbersAnswer(one, one.ood_score, inputs=inputs)
+        promised = {level: band(whole) for level, band in self.intervals.items()}
+        own = NumbersAnswer(whole, whole.ood_score, promised, inputs)
+        return {**answers, LAPLACE if networks == 1 else MIXTURE: own}, labels, count
+
+
+def _rows_of(said: RegressionPrediction, drawn: DrawnRows) -> RegressionPrediction:
+    """The prediction at some positions, as rows."""
+    parts = (said.component_mean, said.component_variance, said.component_noise)
+    means, variances, noises = (drawn.of_outputs(part) for part in parts)
+    distance = None if said.distance is None else drawn.of_map(said.distance)
+    score = drawn.of_map(said.ood_score)
+    return RegressionPrediction(
+        means, variances, noises, said.weights, score, said.ood_score_name, distance, likelihood=said.likelihood
+    )
+
+
+def scaled_noise(posterior: RegressionMoLA, held: HeldOut, team: Team) -> dict[str, Tensor]:
+    """What the noise of the networks alone is multiplied by to do best on validation data.
+
+    Args:
+        posterior: whose networks they are.
+        held: what they make of the validation data.
+        team: the processes that hold them. Call it inside `team.work(...)`.
+
+    Returns:
+        Factors (D,), by method.
+    """
+    assert held.labels is not None
+    said, untuned = posterior.on_held_out(held), untuned_noise(posterior)
+    targets = team.rows(posterior.likelihoods[0].in_units(held.labels) if len(held) else None)
+    found = {}
+    for name, count in ((SINGLE_N, 1), (ENSEMBLE_N, len(posterior.components))):
+        if name == SINGLE_N or count > 1:
+            given = [networks_alone(said, count, untuned)] if len(held) else []
+            everyone = RegressionPrediction.gather(given, team, posterior.likelihood)
+            found[name] = noise_factors(everyone, targets)
+    return found
+
+
+def promised_intervals(fitted: PosteriorFolder) -> dict[float, PredictionIntervals]:
+    """Intervals at the usual coverages that the folder's validation data can promise."""
+    try:
+        said, targets = kept_predictions(fitted, "intervals")
+    except OptionError:
+        return {}
+    found = {}
+    for level in LEVELS:
+        try:
+            found[level] = prediction_intervals(said, targets, level)
+        except DataError:  # too few data for it
+            continue
+    return found
+
+
+def interval_decisions(fitted: PosteriorFolder, tally: Tally, levels: Sequence[float]) -> DecisionResult | None:
+    """What the test data show of promises that were made on the validation data.
 
     Args:
         fitted: an opened posterior.
-        test: data with targets, as the user names them.
-        progress: told what is being done, and which share of the work is done.
-        val: data with targets to choose noise on; None takes those that the posterior was tuned on.
-        strict: whether an input that cannot be used is an error.
-        directory: that holds the built-in sets.
-        team: the processes that do it together, each on its own part of every set. None is this one alone.
+        tally: of the posterior on the test data.
+        levels: coverages that were promised.
 
     Returns:
-        The document that is written, the same for every process, and what was left out.
-
-    Raises:
-        OptionError: if there are no validation data.
+        The numbers; None where nothing was promised.
     """
-    began, posterior = time.perf_counter(), fitted.posterior
-    assert isinstance(posterior, RegressionMoLA)
-    together, account = Team.alone() if team is None else team, Account()
-    tuned_on = val or fitted.job.val
-    if tuned_on is None:
-        message = "numbers need validation data for the noise of the networks alone: name some with --val."
-        raise OptionError(message)
-
-    def read(name: str, said: bool, doing: str, share: float) -> HeldOut:
-        progress(doing, share)
-        source = fitted.open_set(name, labelled=True, directory=directory, said=said)
-        loader = Loader(divided(source, together), account, strict, True, lambda _: None, whole=together.size == 1)
-        heads = [component.head for component in posterior.components]
-        posterior.check_networks()
-        with together.work(doing), undisturbed(*posterior.networks):
-            return read_held_out(
-                posterior.networks,
-                heads,
-                loader,
-                where=f"{doing} data",
-                labelled=True,
-                progress=False,
-                team=together,
-                likelihood=posterior.likelihood,
-            )
-
-    held, data = read(tuned_on, val is not None, "validation", 0.0), read(test, True, "test", 0.4)
-    progress("comparing", 0.8)
-    single, notes = posterior, []
-    if len(posterior.components) > 1:
-        single = RegressionMoLA(posterior.components[:1], posterior.link)
-        rule = make_rule(fitted.job, None)
-        if rule is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", MolaWarning)  # kept in the notes
-                first = replace(held, features=held.features[:1], logits=held.logits[:1])
-                single = single.tune(
-                    None if fitted.job.rule == "evidence" else first, rule=rule, progress=False, team=together
-                )
-    for name, one in ((LAPLACE, single), (MIXTURE, posterior)):
-        notes += [] if one.tuning is None else [f"{name}: {note}" for note in one.tuning.notes]
-    with together.work("comparing"):
-        found = _compared(posterior, single, held, data)
-        account = account.together(together)
-    methods = {name: {"scores": summary(rows), "errors": errors(rows)} for name, rows in found.items()}
-    document = {
-        "test": test,
-        "validation": tuned_on,
-        "count": len(next(iter(found.values()))),
-        "methods": methods,
-        "notes": notes,
-        "posterior": str(fitted.folder),
-        "seconds": time.perf_counter() - began,
-        "versions": {"mola": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    }
-    progress("done", 1.0)
-    return document, account
-
-
-def _compared(
-    posterior: RegressionMoLA, single: RegressionMoLA, held: HeldOut, data: HeldOut
-) -> dict[str, torch.Tensor]:
-    """Rows of measures of every method, over the data of all processes."""
-    team, units = data.team, posterior.likelihoods[0].in_units
-    assert data.labels is not None
-    assert held.labels is not None
-    targets, known = units(data.labels), units(held.labels)
-
-    def rows(said: RegressionPrediction) -> torch.Tensor:
-        return team.rows(measures(said, targets) if len(data) else None)
-
-    whole, before = posterior.on_held_out(data), posterior.on_held_out(held)
-    found = {}
-    for name, count in ((SINGLE, 1), (ENSEMBLE, len(posterior.components))):
-        if name == ENSEMBLE and count == 1:
-            continue
-        weights = posterior.weights[:count] / posterior.weights[:count].sum()
-        means = team.rows(before.component_mean[:count].transpose(0, 1) if len(held) else None).transpose(0, 1)
-        noise = best_noise(weights, means, team.rows(known if len(held) else None))
-        alone = Gaussian(noise=tuple(noise.tolist()))
-        found[name] = rows(RegressionPrediction.of_means(whole.component_mean[:count], weights, alone))
-    if single is posterior:
-        return {**found, LAPLACE: rows(whole)}
-    first = replace(data, features=data.features[:1], logits=data.logits[:1])
-    return {**found, LAPLACE: rows(single.on_held_out(first)), MIXTURE: rows(whole)}
-
-
-def numbers_table(document: dict[str, Any]) -> Table:
-    """The document's scores as a table."""
-    names = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS", "coverage": "in 90 % intervals %", "std": "mean std."}
-    lower = ("rmse", "nll", "crps")
-    columns = [
-        Column(names[key], better="low" if key in lower else None, digits=4 if key != "coverage" else 1)
-        for key in MEASURES
-    ]
-    values = {
-        name: [one["scores"][key] * (100 if key == "coverage" else 1) for key in MEASURES]
-        for name, one in document["methods"].items()
-    }
-    caption = (
-        f"{document['count']:,} inputs, targets in their own units. The networks alone have the noise that does best on the "
-        f"validation data."
+    limit = alarm(fitted, None)
+    if limit is None or "scores" not in fitted.document["result"]["validation"]:
+        return None
+    intervals = []
+    for level in levels:
+        held = mean_of(tally[f"promised[{level}]"], tally.groups)
+        width = float(tally[f"promised width[{level}]"].mean())
+        intervals.append(IntervalResult(level, held.value, held.error, width))
+    return DecisionResult(
+        false_alarm_rate=float(fitted.document["result"]["validation"]["false_alarm_rate"]),
+        alarms=float((tally["ood score"] > limit).double().mean()),
+        curves={},
+        answers=[],
+        sets=None,
+        intervals=intervals,
     )
-    return make_table("On the test data", caption, columns, values)

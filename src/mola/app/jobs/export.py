@@ -60,6 +60,12 @@ def run_export(
     made = make_decisions(
         fitted, false_alarm_rate=false_alarm_rate, error_rate=error_rate, certainty=certainty, coverage=coverage
     )
+    if made.intervals is not None:
+        message = (
+            "--coverage: exported files give means and variances, and no calibrated intervals: `mola predict --coverage` does, and in "
+            "Python mola.prediction_intervals."
+        )
+        raise OptionError(message)
     told: dict[str, Any] = {
         "classes": fitted.classes,
         "outputs": outputs,

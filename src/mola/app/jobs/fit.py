@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mola import __version__
-from mola.app.jobs.decisions import decision_columns, decision_rows
+from mola.app.jobs.decisions import decision_columns, decision_rows, interval_columns, interval_rows
 from mola.app.jobs.folder import (
     BUNDLED,
     describe_inputs,
@@ -33,17 +33,17 @@ from mola.app.jobs.folder import (
 )
 from mola.app.jobs.job import NAME, Job, Progress, relative, to_toml
 from mola.app.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
-from mola.app.jobs.numbers import best_noise, measures, summary
+from mola.app.jobs.numbers import networks_alone, noise_factors, some_of, summary, untuned_noise
 from mola.app.jobs.pictures import Pictures, shown_by
 from mola.app.jobs.preparation import settle
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, open_set
 from mola.compare import Answer, Tally
+from mola.compare.numbers import NumbersAnswer
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, warn
 from mola.fitting import fit
 from mola.laplace import STRUCTURES
-from mola.likelihood import Gaussian
 from mola.links import LINKS, as_link
 from mola.network import call, check_positions, find_heads, undisturbed
 from mola.options import one_of
@@ -327,6 +327,8 @@ def _measure(
     given: list[Tensor] = []
     known: list[Tensor] = []
     assert held_out.labels is not None
+    # Positions of one input are no independent data: nothing could be promised by them.
+    decided = posterior.likelihood.competing and not posterior.has_positions
     with team.work("checking"):
         for start in range(0, len(held_out), ROWS):
             part = slice(start, start + ROWS)
@@ -337,11 +339,11 @@ def _measure(
             plain.add(Answer(alone, likelihood=likelihood), held_out.labels[part])
             whole.add(Answer(probs, ood_score=score, likelihood=likelihood), held_out.labels[part])
             given.append(score)
-            if likelihood.competing:
+            if decided:
                 known.append(decision_rows(probs, held_out.labels[part], score))
         plain, whole = plain.together(team), whole.together(team)
         scores = team.rows(torch.cat(given).double() if given else None).numpy()
-        rows = team.rows(torch.cat(known) if known else None) if posterior.likelihood.competing else None
+        rows = team.rows(torch.cat(known) if known else None) if decided else None
     threshold, rate = usual_alarm(scores)
     measured = {
         "count": len(scores),
@@ -354,31 +356,41 @@ def _measure(
     return measured, scores, None if rows is None else decision_columns(rows)
 
 
-def _measure_numbers(posterior: MoLA, held_out: HeldOut) -> tuple[dict[str, Any], NDArray[np.float64], None]:
+def _measure_numbers(
+    posterior: MoLA, held_out: HeldOut
+) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor] | None]:
     """The same for numbers: the networks alone have the noise that does best on these data, and the posterior's weights."""
     assert isinstance(posterior, RegressionMoLA)
     assert held_out.labels is not None
-    team, likelihood = held_out.team, posterior.likelihoods[0]
+    team, count = held_out.team, len(posterior.components)
+    plain, whole = Tally(), Tally()
     with team.work("checking"):
-        said = posterior.on_held_out(held_out)
-        targets = likelihood.in_units(held_out.labels)
-        rows = team.rows(torch.cat([measures(said, targets), said.ood_score[:, None]], 1) if len(held_out) else None)
-        scores = rows[:, -1].double().numpy()
-        means, values = team.rows(said.component_mean.transpose(0, 1)), team.rows(targets)
-    alone = best_noise(posterior.weights, means.transpose(0, 1), values)
-    plain = RegressionPrediction.of_means(
-        means.transpose(0, 1), posterior.weights, Gaussian(noise=tuple(alone.tolist()))
-    )
+        said, untuned = posterior.on_held_out(held_out), untuned_noise(posterior)
+        targets = posterior.likelihoods[0].in_units(held_out.labels)
+        given = [networks_alone(said, count, untuned)] if len(held_out) else []
+        everyone = RegressionPrediction.gather(given, team, posterior.likelihood)
+        factors = noise_factors(everyone, team.rows(targets if len(held_out) else None))
+        alone = networks_alone(said, count, untuned, factors)
+        for start in range(0, len(held_out), ROWS):
+            part = slice(start, start + ROWS)
+            plain.add(NumbersAnswer(some_of(alone, part)), targets[part])
+            whole.add(NumbersAnswer(some_of(said, part)), targets[part])
+        plain, whole = plain.together(team), whole.together(team)
+        scores = team.rows(said.ood_score.double() if len(held_out) else None).numpy()
+        # Positions of one input are no independent data: nothing could be promised by them.
+        kept = None
+        if not posterior.has_positions:
+            kept = team.rows(interval_rows(said, targets) if len(held_out) else None)
     threshold, rate = usual_alarm(scores)
     measured = {
         "count": len(scores),
-        "networks": summary(measures(plain, values)),
-        "posterior": summary(rows[:, :-1]),
+        "networks": summary(plain),
+        "posterior": summary(whole),
         "outlier_threshold": threshold,
         "false_alarm_rate": rate,
         "outlier_quantiles": quantiles(scores),
     }
-    return measured, scores, None
+    return measured, scores, None if kept is None else interval_columns(kept, count)
 
 
 def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:

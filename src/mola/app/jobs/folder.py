@@ -85,6 +85,9 @@ FALSE_ALARMS = 0.05
 MOST_SCORES = 100_000
 """Scores that are kept; of more, about so many at even distances, the largest, and the threshold at the usual rate."""
 
+MOST_NUMBERS = 2**23
+"""Numbers that are kept of all validation data together, for decisions: of many outputs, those of fewer data."""
+
 COLUMN = "datum."
 """Before the names of numbers that are kept of each validation datum."""
 
@@ -533,7 +536,7 @@ def keep_scores(
     Args:
         folder: that exists.
         scores: (n,), of the validation data.
-        columns: numbers of each validation datum (n,), in their order; of very many data, some at even distances are kept.
+        columns: numbers of each validation datum (n, ...), in their order; of very many data, some at even distances are kept.
 
     Returns:
         What `job.toml` says of them.
@@ -545,7 +548,9 @@ def keep_scores(
         even = np.linspace(1, count, MOST_SCORES).round().astype(np.int64)
         ranks = np.union1d(even, [alarm_rank(count, FALSE_ALARMS)])
     values = torch.from_numpy(np.sort(scores)[ranks - 1].copy())
-    places = torch.linspace(0, count - 1, min(count, MOST_SCORES), dtype=torch.float64).round().long()
+    width = sum(column[0].numel() for column in (columns or {}).values())
+    most = max(1, min(count, MOST_SCORES, MOST_NUMBERS // max(1, width)))
+    places = torch.linspace(0, count - 1, most, dtype=torch.float64).round().long()
     kept = {f"{COLUMN}{name}": column[places].contiguous() for name, column in (columns or {}).items()}
     content = save_tensors({"scores": values, "ranks": torch.from_numpy(ranks.astype(np.int64)), **kept})
     checksum = hashlib.sha256(content).hexdigest()

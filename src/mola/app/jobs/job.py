@@ -73,6 +73,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "noise": "numbers",
         "location": "numbers",
         "scale": "numbers",
+        "heteroscedastic": "flag",
         "structure": "text",
         "link": "text",
         "mixing": "text",
@@ -119,6 +120,7 @@ class Job:
     noise: tuple[float, ...] | None = None
     location: tuple[float, ...] | None = None
     scale: tuple[float, ...] | None = None
+    heteroscedastic: bool = False
     structure: str = "kron"
     link: str = "probit"
     mixing: str = "uniform"
@@ -146,6 +148,7 @@ class Job:
         likelihood = as_likelihood(self.likelihood)
         given = {name: getattr(self, name) for name in ("noise", "location", "scale")}
         given = {name: value for name, value in given.items() if value is not None}
+        given |= {"heteroscedastic": True} if self.heteroscedastic else {}
         if not given:
             return likelihood
         if not isinstance(likelihood, Gaussian):

@@ -1,62 +1,95 @@
-"""Numbers as outputs, in a few scores: how far predictions are off, how likely targets are, and how often intervals hold them."""
+"""Numbers as outputs: what the networks alone say, whose noise is their own, and a few scores for a folder's document."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mola.baselines.noise import best_factors
+from mola.compare import Tally
+from mola.compare.numbers import numbers_measured
+from mola.regression import RegressionMoLA
 from mola.regression_prediction import RegressionPrediction
 
-__all__ = ["MEASURES", "best_noise", "measures", "summary"]
-
-MEASURES = ("rmse", "nll", "crps", "coverage", "std")
-"""Root mean squared error, negative log-likelihood, CRPS, share of targets in 90 % intervals, mean standard deviation."""
+__all__ = ["PROBABILITY", "networks_alone", "noise_factors", "some_of", "summary", "untuned_noise"]
 
 PROBABILITY = 0.9
-"""Of the intervals."""
+"""Of the intervals that are written where no coverage is asked for."""
 
 
-def measures(said: RegressionPrediction, targets: Tensor) -> Tensor:
-    """A row (n, 5) for each input, whose means over inputs `summary` makes scores of; the first is the squared error.
+def untuned_noise(posterior: RegressionMoLA) -> Tensor:
+    """Variance of the noise that each network has before anything was tuned, over that which it has now.
+
+    It is that of the residuals of the training data, or as given; where networks say their own, as they say it.
 
     Args:
-        said: of the inputs.
-        targets: (n, D), in their own units.
+        posterior: tuned or not.
 
     Returns:
-        Squared error, negative log-likelihood of all outputs, CRPS, whether intervals hold the targets, standard deviation; those of
-        each output averaged over outputs.
+        Factors (K, D), in float64.
     """
-    lower, upper = said.interval(PROBABILITY)
-    values = targets.to(said.mean.dtype)
-    columns = (
-        (said.mean - values).square().mean(1),
-        -said.log_prob(targets),
-        said.crps(targets).mean(1),
-        ((values >= lower) & (values <= upper)).double().mean(1),
-        said.std.mean(1),
+    rows = []
+    for component, likelihood in zip(posterior.components, posterior.likelihoods, strict=True):
+        factors = component.require_curvature("the noise")[1].factors
+        sums = factors.label_sums
+        width = posterior.noise.shape[1] if sums is None else sums.shape[1]
+        before = likelihood
+        if likelihood.estimated:
+            before = replace(likelihood, noise=None, estimated=False).settled(sums, factors.count)
+        rows.append((before.deviation(width) / likelihood.deviation(width)).square())
+    return torch.stack(rows) / posterior.temperature**2
+
+
+def networks_alone(
+    said: RegressionPrediction, count: int, untuned: Tensor, factors: Tensor | None = None
+) -> RegressionPrediction:
+    """What the first networks of a posterior say by themselves: means, and noise around them.
+
+    Args:
+        said: by the posterior, (n, D).
+        count: how many networks.
+        untuned: as `untuned_noise` gives it.
+        factors: of the noise (D,), where it was scaled.
+
+    Returns:
+        The prediction, with the posterior's weights.
+    """
+    means = said.component_mean[:count]
+    noise = said.component_noise[:count] * untuned[:count, None].to(means)
+    if factors is not None:
+        noise = noise * factors.to(means).square()
+    weights = said.weights[:count] / said.weights[:count].sum()
+    # Networks alone have no outlier score: their variance is one, and every method has that.
+    none = means.new_zeros(means.shape[1])
+    return RegressionPrediction(means, noise, noise, weights, none, "none", likelihood=said.likelihood)
+
+
+def some_of(said: RegressionPrediction, rows: slice | Tensor) -> RegressionPrediction:
+    """The prediction (n, D) of some inputs alone."""
+    parts = (said.component_mean, said.component_variance, said.component_noise)
+    means, variances, noises = (part[:, rows] for part in parts)
+    return RegressionPrediction(
+        means,
+        variances,
+        noises,
+        said.weights,
+        said.ood_score[rows],
+        said.ood_score_name,
+        None if said.distance is None else said.distance[rows],
+        likelihood=said.likelihood,
     )
-    return torch.stack([column.double() for column in columns], 1)
 
 
-def summary(rows: Tensor) -> dict[str, float]:
-    """Scores by name, from the rows of all inputs."""
-    means = rows.mean(0).tolist()
-    return dict(zip(MEASURES, [math.sqrt(means[0]), *means[1:]], strict=True))
+def noise_factors(alone: RegressionPrediction, targets: Tensor) -> Tensor:
+    """What the noise (D,) of networks is to be multiplied by, so that targets (n, D) are most likely."""
+    noise = alone.component_noise
+    return best_factors(alone.weights, alone.component_mean, noise, noise, targets)
 
 
-def errors(rows: Tensor) -> dict[str, float]:
-    """Standard errors of the scores, over inputs; that of the root by the rule of its derivative."""
-    spread = (rows.std(0) / math.sqrt(len(rows))).tolist() if len(rows) > 1 else [math.nan] * len(MEASURES)
-    root = math.sqrt(float(rows[:, 0].mean()))
-    return dict(zip(MEASURES, [spread[0] / (2 * root) if root > 0 else 0.0, *spread[1:]], strict=True))
-
-
-def best_noise(weights: Tensor, means: Tensor, targets: Tensor) -> Tensor:
-    """Standard deviation (D,) of the noise at which targets are most likely, for members who know nothing but a mean (K, n, D)."""
-    unit: Any = torch.ones_like(means)
-    return best_factors(weights, means, unit, unit, targets)
+def summary(tally: Tally) -> dict[str, float]:
+    """RMSE, NLL, CRPS, the share of targets in 90 % intervals and the mean standard deviation, as a folder's document has them."""
+    found = numbers_measured(tally)
+    names = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": "coverage_90", "std": "std"}
+    return {name: found[metric].value for name, metric in names.items()}

@@ -21,18 +21,19 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mola.app.jobs.decisions import Decisions, decide, make_decisions
-from mola.app.jobs.folder import PosteriorFolder, alarm
+from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.job import Progress
 from mola.app.jobs.numbers import PROBABILITY
 from mola.app.jobs.rows import Account, Rows, Set
 from mola.app.jobs.sets import in_turns
+from mola.decisions.intervals import PredictionIntervals
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.posterior import MoLA
@@ -50,6 +51,7 @@ __all__ = [
     "in_order",
     "open_writer",
     "portions",
+    "predicted",
     "records",
     "run_predict",
 ]
@@ -156,7 +158,8 @@ def run_predict(
         false_alarm_rate: how often inputs like the validation data may be called outlying; None is 0.05.
         error_rate: how often answers may be wrong: rows say whether to answer; None does not.
         certainty: of the error rate; None is 0.95.
-        coverage: how often sets are to hold the true class: rows have a set of classes; None has none.
+        coverage: how often sets are to hold the true class: rows have a set of classes; None has none. Where outputs are numbers,
+            how often intervals are to hold the target: "lower" and "upper" are theirs; None writes the posterior's own 90 % intervals.
         by_class: whether each class is to be held so often.
         team: the processes that do it together, each on its own batches, with rank 0 writing. None is this one alone.
 
@@ -172,13 +175,6 @@ def run_predict(
         message = f"{output} holds the data, and would be overwritten with predictions: choose another --output."
         raise OptionError(message)
     fitted.refuse_positions("mola predict writes a row for each input")
-    if not fitted.posterior.likelihood.discrete:
-        return _run_numbers(
-            fitted, data, output, progress, strict=strict, directory=directory, rate=false_alarm_rate, team=team
-        )
-    together = Team.alone() if team is None else team
-    source = fitted.open_set(data, labelled=False, directory=directory, said=True)
-    names = _class_names(fitted)
     decisions = make_decisions(
         fitted,
         false_alarm_rate=false_alarm_rate,
@@ -187,6 +183,13 @@ def run_predict(
         coverage=coverage,
         by_class=by_class,
     )
+    if not fitted.posterior.likelihood.discrete:
+        return _run_numbers(
+            fitted, data, output, progress, strict=strict, directory=directory, decisions=decisions, team=team
+        )
+    together = Team.alone() if team is None else team
+    source = fitted.open_set(data, labelled=False, directory=directory, said=True)
+    names = _class_names(fitted)
     threshold = decisions.alarm
     account = Account()
     several = not fitted.posterior.likelihood.competing
@@ -205,7 +208,7 @@ def run_predict(
         )
         fields = (*FIELDS, *decided(decisions))
         writer = stack.enter_context(open_writer(output, names, columns, fields)) if together.first else None
-        for portion in in_order(own, together):
+        for portion in in_order(own, together, Portion):
             assert writer is not None  # only rank 0 is given any
             account.add(source.name, portion.rows())
             for record in records(portion, names, decisions, several=several):
@@ -260,6 +263,8 @@ class NumbersResult:
         threshold: outlier score above which inputs are called outlying; None without validation data.
         outlying: share of the inputs that are; None without a threshold.
         seconds: that predicting and writing took.
+        decisions: how intervals were calibrated, as plain values; empty where they are the posterior's own.
+        width: mean length of the intervals, over inputs and outputs.
     """
 
     output: Path
@@ -270,11 +275,15 @@ class NumbersResult:
     threshold: float | None
     outlying: float | None
     seconds: float
+    decisions: dict[str, Any] = field(default_factory=dict)
+    width: float = 0.0
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
-        own = {name: getattr(self, name) for name in ("count", "std", "epistemic", "threshold", "outlying", "seconds")}
-        return {"output": str(self.output), **own, **self.account.plain()}
+        names = ("count", "std", "epistemic", "width", "threshold", "outlying", "seconds")
+        own = {name: getattr(self, name) for name in names}
+        decided = {"decisions": self.decisions} if self.decisions else {}
+        return {"output": str(self.output), **own, **decided, **self.account.plain()}
 
 
 def _run_numbers(
@@ -285,7 +294,7 @@ def _run_numbers(
     *,
     strict: bool,
     directory: str | None,
-    rate: float | None,
+    decisions: Decisions,
     team: Team | None,
 ) -> NumbersResult | None:
     """`run_predict` where outputs are numbers: their columns are those of `OF_EACH`, named by the output where there are several.
@@ -296,13 +305,13 @@ def _run_numbers(
     began = time.perf_counter()
     together = Team.alone() if team is None else team
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
-    threshold, account = alarm(fitted, rate), Account()
+    threshold, account = decisions.alarm, Account()
     likelihood: Any = fitted.posterior.likelihood
     width = likelihood.latent(fitted.outputs)
     names = (fitted.classes or tuple(map(str, range(width))))[:width]
     columns = [kind if width == 1 else f"{kind}_{name}" for name in names for kind in OF_EACH]
     fields = ("name", *columns, "ood_score", "distance", "outlying", "error")
-    sums, outlying, count = np.zeros(2), 0, 0
+    sums, outlying, count, wide = np.zeros(2), 0, 0, 0.0
     progress("predicting", 0.0)
     with together.work("predicting"), ExitStack() as stack:
         own = portions(
@@ -312,9 +321,10 @@ def _run_numbers(
             outputs=len(columns) + 2 - len(COLUMNS),
             seed=None,
             tell=lambda share: progress("predicting", share),
+            intervals=decisions.intervals,
         )
         writer = stack.enter_context(open_writer(output, names, 0, fields)) if together.first else None
-        for portion in in_order(own, together):
+        for portion in in_order(own, together, Portion):
             assert writer is not None  # only rank 0 is given any
             account.add(source.name, portion.rows())
             numbers = iter(portion.numbers.tolist())
@@ -330,6 +340,7 @@ def _run_numbers(
                 writer.add({"name": name, **dict(zip(columns, values, strict=False)), **last})
             every = portion.numbers[:, : len(columns)].reshape(-1, width, len(OF_EACH))
             sums += [every[:, :, 1].mean(1).sum(), (every[:, :, 4] / every[:, :, 1] ** 2).mean(1).sum()]
+            wide += float((every[:, :, 3] - every[:, :, 2]).mean(1).sum())
             outlying += 0 if threshold is None else int((portion.numbers[:, -2] > threshold).sum())
             count += len(portion.numbers)
         if together.first and count == 0:
@@ -342,7 +353,10 @@ def _run_numbers(
         return None
     std, epistemic = (sums / count).tolist()
     share = None if threshold is None else outlying / count
-    return NumbersResult(output, count, account, std, epistemic, threshold, share, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return NumbersResult(
+        output, count, account, std, epistemic, threshold, share, seconds, decisions.plain(), wide / count
+    )
 
 
 def decided(decisions: Decisions) -> tuple[str, ...]:
@@ -446,17 +460,17 @@ def _found(names: Sequence[str], probs: Sequence[float | None]) -> str:
     return BETWEEN.join(name for name, value in zip(names, probs, strict=True) if value is not None and value > YES)
 
 
-def _portion(rows: Rows, prediction: Any, outputs: int) -> Portion:
+def _portion(rows: Rows, prediction: Any, outputs: int, intervals: PredictionIntervals | None = None) -> Portion:
     """A batch with its prediction, if any input of it could be used; `outputs`: how many probabilities to keep."""
     numbers = np.zeros((0, len(COLUMNS) + outputs))
     if isinstance(prediction, RegressionPrediction):
-        lower, upper = prediction.interval(PROBABILITY)
+        lower, upper = prediction.interval(PROBABILITY) if intervals is None else intervals(prediction)
         columns = (prediction.mean, prediction.std, lower, upper, prediction.epistemic)
         # Output by output, and then what is known of the input.
-        each = torch.stack([column.double() for column in columns], 2).flatten(1)
+        each = torch.stack([column.double().cpu() for column in columns], 2).flatten(1)
         unknown = torch.full((len(prediction),), math.nan)
         last = (prediction.ood_score, unknown if prediction.distance is None else prediction.distance)
-        numbers = torch.cat([each, *(one.double()[:, None] for one in last)], 1).numpy()
+        numbers = torch.cat([each, *(one.double().cpu()[:, None] for one in last)], 1).numpy()
     elif prediction is not None:
         unknown = prediction.probs.new_full((len(prediction),), math.nan)
         values = [getattr(prediction, name) for name in COLUMNS]
@@ -476,6 +490,7 @@ def portions(
     outputs: int,
     seed: int | None,
     tell: Callable[[float], None] = lambda share: None,
+    intervals: PredictionIntervals | None = None,
 ) -> Iterator[Portion]:
     """Predict a set batch by batch.
 
@@ -486,9 +501,42 @@ def portions(
         outputs: how many probabilities to keep of each input: all or none.
         seed: of links that draw; None uses the link's own.
         tell: told which share of the set has been read, where its size is known.
+        intervals: where outputs are numbers: those to write in place of the posterior's own.
+
+    Returns:
+        A portion for each batch, in order; `DataError` for an input that cannot be used, if this is strict.
+    """
+
+    def make(rows: Rows, prediction: Any) -> Portion:
+        return _portion(rows, prediction, outputs, intervals)
+
+    return predicted(posterior, source, make, strict=strict, seed=seed, tell=tell)
+
+
+Made = TypeVar("Made")
+
+
+def predicted(
+    posterior: MoLA,
+    source: Set,
+    make: Callable[[Rows, Any], Made],
+    *,
+    strict: bool,
+    seed: int | None = None,
+    tell: Callable[[float], None] = lambda share: None,
+) -> Iterator[Made]:
+    """What is made of each batch of a set and its prediction.
+
+    Args:
+        posterior: that predicts.
+        source: the set, or this process's part.
+        make: of a batch and its prediction, which is None if no input of it could be used.
+        strict: whether an input that cannot be used is an error.
+        seed: of links that draw; None uses the link's own.
+        tell: told which share of the set has been read, where its size is known.
 
     Yields:
-        A portion for each batch, in order; `DataError` for an input that cannot be used, if this is strict.
+        What was made, in order; `DataError` for an input that cannot be used, if this is strict.
     """
     pending = deque[Rows]()
 
@@ -513,19 +561,34 @@ def portions(
             while pending:
                 rows = pending.popleft()
                 used = rows.inputs is not None
-                yield _portion(rows, prediction if used else None, outputs)
+                yield make(rows, prediction if used else None)
                 if used:
                     break
     for rows in pending:
-        yield _portion(rows, None, outputs)
+        yield make(rows, None)
 
 
-def in_order(own: Iterator[Portion], team: Team) -> Iterator[Portion]:
+class Sent(Protocol):
+    """What processes send each other as JSON."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+
+    @classmethod
+    def of_plain(cls, document: dict[str, Any]) -> Self:
+        """From what `plain` gave."""
+
+
+SentT = TypeVar("SentT", bound=Sent)
+
+
+def in_order(own: Iterator[SentT], team: Team, kind: type[SentT]) -> Iterator[SentT]:
     """On rank 0 the portions of all processes, in the order of the data; on the others nothing. Call it inside `team.work(...)`.
 
     Args:
         own: those of this process, whose set is divided by `in_turns`.
         team: the processes.
+        kind: of portion.
 
     Yields:
         One portion after the other.
@@ -541,7 +604,7 @@ def in_order(own: Iterator[Portion], team: Team) -> Iterator[Portion]:
         more = team.share(None if everyone is None else None not in everyone)
         for document in everyone or ():
             if document is not None:
-                yield Portion.of_plain(document)
+                yield kind.of_plain(document)
 
 
 class Writer(ABC):

@@ -205,12 +205,11 @@ def checked_rows(
                 errors[index] = f"holds {count} {'value that is' if count == 1 else 'values that are'} nan or infinite"
             good &= finite.cpu()
     if labels is not None and not likelihood.competing:
-        labels = labels.cpu().double()
+        labels = labels.cpu().double() if labels.dim() < 3 else labels.cpu()
         fits = likelihood.readable(labels)
         for index in torch.nonzero(~fits & good).flatten().tolist():
-            errors[index] = (
-                f"has the labels {labels[index].tolist()}, which likelihood {likelihood.name!r} does not take"
-            )
+            words = f"the labels {labels[index].tolist()}" if labels.dim() < 3 else "labels at some positions"
+            errors[index] = f"has {words}, which likelihood {likelihood.name!r} does not take"
         good &= fits
     elif labels is not None and labels.dim() > 1:
         labels = labels.cpu().long()

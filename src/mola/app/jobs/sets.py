@@ -105,10 +105,10 @@ class Own:
                 )
                 raise DataError(message)
             several = not self.likelihood.competing
-            if labels is not None and not several and (labels.ndim != 1 or bool((labels != labels.floor()).any())):
+            if labels is not None and not several and (labels.ndim < 1 or bool((labels != labels.floor()).any())):
                 message = (
                     f"batch {index} of {self.name} has labels of shape {tuple(labels.shape)} and type {labels.dtype}: expected a "
-                    f"whole number for each input, the index of its class."
+                    f"whole number for each input, the index of its class, or for each of its positions."
                 )
                 raise DataError(message)
             yield checked_rows(

@@ -12,7 +12,7 @@ from mola.compare.record import Comparison, Record, SetInfo
 from mola.compare.report.estimate import On, at_level, estimate
 from mola.compare.report.single_run_tables import SCORE_NAMES
 from mola.compare.report.style import INK, Axes, Figure, Shape, canvas, colours, explain, quiet_axes, strokes
-from mola.compare.tally import SCORES
+from mola.compare.tally import ALL_SCORES
 from mola.reliability import Curve, draw_reliability
 
 __all__ = ["MOST_SETS", "draw_histograms", "draw_reliability_panels", "draw_score_histograms"]
@@ -180,7 +180,7 @@ def draw_score_histograms(comparison: Comparison, name: str, shape: Shape) -> Fi
     """Every method by every score on one set of outliers; on a phone the networks alone beside the posterior."""
     methods = list(comparison.methods) if shape.wide else [comparison.baseline, comparison.own]
     found = {method: comparison.methods[method].outliers[name] for method in methods}
-    known = [score for score in SCORES if any(score in one.scores for one in found.values())]
+    known = [score for score in ALL_SCORES if any(score in one.scores for one in found.values())]
     pairs = [(method, score) for method in methods for score in known]
     if not shape.wide:
         pairs = [(method, score) for score in known for method in methods]

@@ -221,7 +221,7 @@ def estimate(records: Iterable[Record], quantity: Quantity, factor: float = 1.0)
 
 @dataclass(frozen=True)
 class On:
-    """A number on one set: of labelled data a metric; of outliers "confidence", or how well a score tells them apart."""
+    """A number on one set: of labelled data a metric; of outliers "confidence", "std", or how well a score tells them apart."""
 
     name: str
     metric: str
@@ -235,7 +235,9 @@ class On:
             value, error = _metric(labelled, self.metric), labelled.errors.get(self.metric)
         elif (outliers := record.outliers.get(self.name)) is not None:
             value, error = outliers.confidence, outliers.confidence_error
-            if self.metric != "confidence":
+            if self.metric == "std":
+                value, error = outliers.std, outliers.std_error
+            elif self.metric != "confidence":
                 value, error = (
                     by_score.get(self.score, {}).get(self.metric) for by_score in (outliers.scores, outliers.errors)
                 )

@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 from mola.compare.demo_result import DemoResult
 from mola.compare.record import Comparison
 from mola.compare.report import words
+from mola.compare.report.number_tables import number_tables, output_table
 from mola.compare.report.reading import SuiteResults
 from mola.compare.report.rendering import Drawn
 from mola.compare.report.single_run_tables import class_table, demo_tables, evaluation_tables
@@ -83,14 +84,16 @@ def evaluation_page(comparison: Comparison, figures: Mapping[str, Drawn]) -> str
         kind, _, index = name.partition("-")
         title, caption = words.EVALUATION_FIGURES[kind]
         told.append((drawn, title.format(outliers[int(index)].title) if index else title, caption))
+    numbers = comparison.numbers
     return _render(
         "evaluation",
         comparison=comparison,
         outliers=len(outliers),
         findings=words.evaluation_findings(comparison),
-        tables=evaluation_tables(comparison),
-        classes=class_table(comparison),
+        tables=number_tables(comparison) if numbers else evaluation_tables(comparison),
+        classes=output_table(comparison) if numbers else class_table(comparison),
         figures=told,
+        described=words.NUMBER_METHODS if numbers else words.METHODS,
         remarks=words.evaluation_remarks(comparison),
     )
 

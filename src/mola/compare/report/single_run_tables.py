@@ -10,7 +10,7 @@ from mola.compare.measured import CLEAR
 from mola.compare.record import Comparison, SetInfo, SetResult
 from mola.compare.report.estimate import On, estimate
 from mola.compare.report.tables import Column, Number, Shown, Table, make_table, records_table
-from mola.compare.tally import SCORES
+from mola.compare.tally import ALL_SCORES, SCORES
 from mola.options import counted
 
 __all__ = [
@@ -21,6 +21,8 @@ __all__ = [
     "decision_tables",
     "demo_tables",
     "evaluation_tables",
+    "outlier_tables",
+    "set_words",
     "worst_classes",
 ]
 
@@ -30,6 +32,7 @@ SCORE_NAMES = {
     "energy": "energy",
     "maximum logit": "max logit",
     "ood score": "ood_score",
+    "variance": "variance",
 }
 """How scores are called where there is little room."""
 
@@ -40,6 +43,13 @@ BOLD = (
     f"Bold: leads every other method{{}} by more than {CLEAR:g} standard errors of their difference, which is taken input by "
     f"input; where nothing is bold, no lead is clear."
 )
+
+
+def set_words(one: SetInfo) -> str:
+    """How much there is of a set: "300 inputs of test.npz", or "900 labels of 300 inputs of test.npz"."""
+    if one.inputs is None:
+        return f"{counted(one.count, 'input')} of {one.name}"
+    return f"{counted(one.count, one.parts)} of {counted(one.inputs, 'input')} of {one.name}"
 
 
 def _labelled(name: str, shown: Iterable[tuple[str, Column, float]]) -> list[Shown]:
@@ -68,15 +78,17 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
     """In distribution, and against each set of outliers."""
     test = comparison.test
     caption = (
-        f"{counted(test.count, 'input')} of {test.name}, with standard errors: how far chance alone moves a number on so many "
+        f"{set_words(test)}, with standard errors: how far chance alone moves a number on so many "
         f"inputs. {BOLD.format('')} NLL: log loss. ECE: expected calibration error, 15 bins."
     )
     several = [one for one in LABELS if one[0] in comparison.methods[comparison.own].labelled[test.name].metrics]
     if several:
-        caption += " AUROC and average precision: the mean over labels."
+        caption += (
+            " AUROC and average precision (AP): the mean over labels, each by itself; ECE: of the more probable answer."
+        )
     shown = _labelled(test.name, (*TEST_DATA, *several))
     inside = records_table("On the test data", caption, comparison.runs, shown, leads=comparison.leads)
-    outside = [table for one in comparison.of_role("outlier") for table in _against(comparison, one)]
+    outside = [table for one in comparison.of_role("outlier") for table in outlier_tables(comparison, one)]
     return [inside, *decision_tables(comparison), *outside]
 
 
@@ -125,15 +137,26 @@ def _classes(size: str) -> str:
     return {"0": "are empty", "1": "hold one", "more": "hold more"}.get(size, f"hold {size}")
 
 
-def _against(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
-    """Mean confidence and AUROC; and, as both would be too wide side by side, false positives."""
+def outlier_tables(comparison: Comparison, one: SetInfo, sure: Shown | None = None) -> tuple[Table, Table]:
+    """Mean confidence, or what else is shown first, and AUROC; and, as both would be too wide side by side, false positives."""
+    told = (
+        "MMC: mean confidence in them."
+        if sure is None
+        else "Standard deviation: mean over them, in the targets' units."
+    )
+    how = (
+        "Every method is shown by every score that it has; energy and largest logit come from the logits alone, so LLLA has MAP's and "
+        "MoLA has the ensemble's."
+        if sure is None
+        else "By the variance of the prediction, which is the same for all inputs where a network alone has constant noise; and by "
+        "the outlier score."
+    )
     caption = (
-        f"{counted(one.count, 'input')} of {one.name}, with standard errors. MMC: mean confidence in them. AUROC: how well a score "
-        f"tells them from the test data; 50 is guessing. Every method is shown by every score that it has; energy and largest logit "
-        f"come from the logits alone, so LLLA has MAP's and MoLA has the ensemble's. {BOLD.format(', by whichever score,')}"
+        f"{set_words(one)}, with standard errors. {told} AUROC: how well a score tells them from the test data; 50 is guessing. {how} "
+        f"{BOLD.format(', by whichever score,')}"
     )
     below = "FPR95: outliers that pass where 95 % of the test data do. Errors and bold as above."
-    sure = Shown(Column("MMC %", better="low"), On(one.name, "confidence"), 100)
+    sure = sure or Shown(Column("MMC %", better="low"), On(one.name, "confidence"), 100)
     areas = _by_score(comparison, one.name, "auroc", Column("", "AUROC %", "high"))
     rates = _by_score(comparison, one.name, "fpr95", Column("", "FPR95 %", "low"))
     runs, leads = comparison.runs, comparison.leads
@@ -145,7 +168,7 @@ def _against(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
 
 def _by_score(comparison: Comparison, name: str, metric: str, like: Column) -> list[Shown]:
     """A column for each score that a method has."""
-    quantities = [On(name, metric, score) for score in SCORES]
+    quantities = [On(name, metric, score) for score in ALL_SCORES]
     known = [
         one for on in quantities for runs in comparison.runs.values() if (one := estimate(runs, on, 100)) is not None
     ]
@@ -188,11 +211,16 @@ def class_table(comparison: Comparison, most: int | None = None) -> Table:
         ]
         for name in order[:most]
     }
-    title = "Class by class" if len(values) == len(order) else f"The worst {len(values)} of {len(order)} classes"
+    one, many = ("class", "classes") if "auroc" not in shown else ("label", "labels")
+    title = (
+        f"{one.capitalize()} by {one}"
+        if len(values) == len(order)
+        else f"The worst {len(values)} of {len(order)} {many}"
+    )
     least = min(results[0][name].count for name in values)
     caption = (
-        f"Classes that {comparison.own} gets wrong most often first. Mean confidence far above accuracy: overconfident there. A "
-        f"class of {counted(least, 'input')} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
+        f"{many.capitalize()} that {comparison.own} gets wrong most often first. Mean confidence far above accuracy: overconfident "
+        f"there. A {one} of {counted(least, 'input')} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
     )
     return make_table(title, caption, columns, values)
 

@@ -48,6 +48,8 @@ KNOWN: dict[str, tuple[str, Any]] = {
     **{method: (colour, "-") for method, colour in COLOURS.items()},
     "MAP-T": (COLOURS["MAP"], DASHED),
     "DE-T": (COLOURS["DE"], DASHED),
+    "MAP-N": (COLOURS["MAP"], DASHED),
+    "DE-N": (COLOURS["DE"], DASHED),
     "MoLA (NLL)": (COLOURS["MoLA"], DASHED),
     "MoLA (distance)": ("#d55e00", "-"),
     "LLLA (distance)": ("#d55e00", DASHED),

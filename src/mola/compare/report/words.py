@@ -15,6 +15,7 @@ from mola.compare.measured import CLEAR, Lead
 from mola.compare.record import Comparison, OutlierResult, Record, SetInfo
 from mola.compare.report import paper_numbers
 from mola.compare.report.estimate import On, Quantity, Ranking, estimate, levels_of, ranking, runs_counted, shifted
+from mola.compare.report.number_tables import digits_of
 from mola.compare.report.reading import SuiteResults, known_scores, listed
 from mola.compare.report.single_run_tables import SCORE_NAMES, worst_classes
 from mola.compare.report.suite_tables import GROUP_TITLES, METRIC_NAMES, paper_network
@@ -23,6 +24,7 @@ __all__ = [
     "DEMO_FIGURES",
     "EVALUATION_FIGURES",
     "METHODS",
+    "NUMBER_METHODS",
     "SUITE_FIGURES",
     "Finding",
     "Headline",
@@ -55,6 +57,16 @@ METHODS = {
     "MIMO-MoLA": "MIMO, each of its outputs with a Laplace approximation",
 }
 """What each method is."""
+
+NUMBER_METHODS = {
+    "MAP": "the first network as it is, with the noise that the training data show",
+    "MAP-N": "the same, its noise scaled to do best on the validation data",
+    "DE": "the deep ensemble: an equal mixture of all networks, each with its noise",
+    "DE-N": "the same, the noise scaled to do best on the validation data",
+    "LLLA": METHODS["LLLA"],
+    "MoLA": METHODS["MoLA"],
+}
+"""What they are where outputs are numbers."""
 
 RELIABILITY = (
     "Whether confidence can be taken at its word",
@@ -109,6 +121,20 @@ EVALUATION_FIGURES = {
         "Answer less, err less",
         "Error rate of the test data that are answered, if the surest are. Crosses: what would be answered so that the error rate is, "
         "with 95 % certainty, at most that of the dotted line; inputs that ring the alarm are not answered.",
+    ),
+    "coverage": (
+        "Whether intervals can be taken at their word",
+        "Share of the test targets that central intervals hold, against the probability that they are made for. On the dashed line "
+        "they hold as many as they say; below it a method is surer than it is right. Bands: one standard error.",
+    ),
+    "spread": (
+        "Whether the standard deviation says how large errors are",
+        "Test data in groups of equal size by their predicted standard deviation: its root mean square, and the root mean squared "
+        "error of the predictions. On the dashed line both are the same. A method that says the same of all data is a single cross.",
+    ),
+    "predicted": (
+        "Predicted, against what was true",
+        "Means and 90 % intervals for some of the test data. On the dashed line the prediction is right.",
     ),
     "scores": (
         "How outlier scores are spread: {}",
@@ -266,6 +292,8 @@ def demo_remarks(result: DemoResult) -> list[str]:
 
 def evaluation_findings(comparison: Comparison) -> list[Finding]:
     """What a reader in a hurry can act on."""
+    if comparison.numbers:
+        return [_on_numbers(comparison), *_outlier_findings(comparison)]
     methods, own, test = comparison.methods, comparison.own, comparison.test.name
     plain, mine = (methods[name].labelled[test].metrics for name in ("MAP", own))
     best = comparison.leads[test]["nll"]
@@ -279,6 +307,12 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
     if mine["nll"] > 1.05 * best.value and comparison.made["rule"] == "threshold":
         text = "The threshold rule gives up some log loss for caution outside the data; mola fit --rule nll does not."
         found.append(Finding("Log loss or caution", text))
+    return [*found, *_outlier_findings(comparison), *_worst(comparison)]
+
+
+def _outlier_findings(comparison: Comparison) -> list[Finding]:
+    methods, own = comparison.methods, comparison.own
+    found = []
     for one in comparison.of_role("outlier"):
         outside = {method: methods[method].outliers[one.name] for method in ("MAP", comparison.baseline, own)}
         best_scores = {method: max(given.scores.items(), key=_auroc) for method, given in outside.items()}
@@ -288,11 +322,35 @@ def evaluation_findings(comparison: Comparison) -> list[Finding]:
         )
         text = (
             f"{lead_sentence(comparison.leads[one.name]['auroc'], 'the highest AUROC of all scores', 2, 100, ' %')}. "
-            f"The best score of each: {each}. Mean confidence in them: MAP {100 * outside['MAP'].confidence:.1f} %, {own} "
-            f"{100 * outside[own].confidence:.1f} %."
+            f"The best score of each: {each}. {_outside(comparison, outside)}"
         )
         found.append(Finding(f"Outliers: {one.title}", text))
-    return [*found, *_worst(comparison)]
+    return found
+
+
+def _outside(comparison: Comparison, found: Mapping[str, OutlierResult]) -> str:
+    """How sure the first network and the posterior are of outliers; of numbers, how much wider the posterior is there."""
+    own, test = comparison.own, comparison.test.name
+    if not comparison.numbers:
+        first, last = (100 * (found[name].confidence or 0.0) for name in ("MAP", own))
+        return f"Mean confidence in them: MAP {first:.1f} %, {own} {last:.1f} %."
+    usual = comparison.methods[own].labelled[test].metrics["std"]
+    times = (found[own].std or 0.0) / usual
+    return f"{own}'s standard deviations are {times:.2f} times as large there as on the test data, on average."
+
+
+def _on_numbers(comparison: Comparison) -> Finding:
+    """Who predicts best, and whether intervals can be taken at their word."""
+    own, test = comparison.own, comparison.test.name
+    leads, methods = comparison.leads[test], comparison.methods
+    digits = {name: digits_of(comparison, name) for name in ("rmse", "nll")}
+    held = {name: 100 * methods[name].labelled[test].metrics["coverage_90"] for name in dict.fromkeys(("MAP", own))}
+    told = ", ".join(f"{name} {value:.1f} %" for name, value in held.items())
+    return Finding(
+        "On the test data",
+        f"{lead_sentence(leads['rmse'], 'the lowest root mean squared error', digits['rmse'])}. "
+        f"{lead_sentence(leads['nll'], 'the lowest negative log-likelihood', digits['nll'])}. 90 % intervals hold the target: {told}.",
+    )
 
 
 def _auroc(scored: tuple[str, dict[str, float]]) -> float:
@@ -330,8 +388,13 @@ def _worst(comparison: Comparison) -> list[Finding]:
         for name in worst_classes(comparison)[:NAMED]
         if classes[name].accuracy < 1
     ]
-    told = f"{comparison.own} is least often right about {', '.join(worst)}." if worst else "No class has an error."
-    return [Finding("Worst classes", told)]
+    many = "classes" if all(one.auroc is None for one in classes.values()) else "labels"
+    told = (
+        f"{comparison.own} is least often right about {', '.join(worst)}."
+        if worst
+        else f"None of the {many} has an error."
+    )
+    return [Finding(f"Worst {many}", told)]
 
 
 def _gap(scores: dict[str, float]) -> str:
@@ -346,6 +409,11 @@ def evaluation_remarks(comparison: Comparison) -> list[str]:
         f"Prior precision of {method}: {one['prior_precision'][0]:.4g}."
         for method, one in chosen.items()
         if "prior_precision" in one
+    ]
+    lines += [
+        f"Noise of {method}: {', '.join(f'{value:.4g}' for value in one['noise'])}."
+        for method, one in chosen.items()
+        if "noise" in one
     ]
     lines += [
         f"Temperature of {method}: {one['temperature']:.4g}." for method, one in chosen.items() if "temperature" in one

@@ -29,6 +29,8 @@ from mola.compare.report.curve_figures import (
 )
 from mola.compare.report.estimate import levels_of
 from mola.compare.report.heat_maps import suite_types
+from mola.compare.report.number_figures import draw_coverage, draw_predicted, draw_spread
+from mola.compare.report.number_tables import number_tables, output_table
 from mola.compare.report.page import SuiteReport, demo_page, evaluation_page, suites_page
 from mola.compare.report.picture_figures import demo_moons, draw_examples, example_sets
 from mola.compare.report.reading import SuiteResults
@@ -36,13 +38,14 @@ from mola.compare.report.rendering import Drawn, Maker, drawing_key, kept_or_dra
 from mola.compare.report.single_run_tables import FEW, class_table, evaluation_tables
 from mola.compare.report.style import Figure, Shape
 from mola.compare.report.suite_tables import ablation_groups, compared_by_type, suite_tables
-from mola.compare.report.tables import as_markdown, latex_document
+from mola.compare.report.tables import Table, as_markdown, latex_document
 from mola.errors import OptionError
 
 __all__ = [
     "demo_figures",
     "evaluation_figures",
     "prepare_folder",
+    "shown_tables",
     "suite_figures",
     "write_demo",
     "write_evaluation",
@@ -162,22 +165,44 @@ def write_demo(result: DemoResult, directory: Path, progress: Progress = _quiet)
 def evaluation_figures(comparison: Comparison) -> dict[str, Maker]:
     """What draws each figure, by name, in the order of the page."""
     outliers = comparison.of_role("outlier")[:MOST_SETS]
+    scores: dict[str, Maker] = {
+        f"scores-{index}": partial(draw_score_histograms, comparison, one.name) for index, one in enumerate(outliers)
+    }
+    alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
+    beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
+    if comparison.numbers:
+        return {
+            "coverage": partial(draw_coverage, comparison, {"networks alone": alone, "with Laplace": beside}),
+            "spread": partial(draw_spread, comparison),
+            "predicted": partial(draw_predicted, comparison),
+            **scores,
+        }
 
     def histograms(shape: Shape) -> Figure:
         return draw_histograms(comparison, outliers if shape.wide else outliers[:2], shape)
 
-    panels = {
-        "networks, and temperatures": (0.0, [one for one in comparison.methods if one.startswith(("MAP", "DE"))]),
-        "with Laplace": (0.0, [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]),
-    }
-    scores = {
-        f"scores-{index}": partial(draw_score_histograms, comparison, one.name) for index, one in enumerate(outliers)
-    }
+    panels = {"networks, and temperatures": (0.0, alone), "with Laplace": (0.0, beside)}
     reliability = partial(draw_reliability_panels, comparison, panels, digits=2)
     decided: dict[str, Maker] = {}
     if comparison.decisions is not None:
         decided["decisions"] = partial(evaluation_decisions, comparison)
     return {"reliability": reliability, "confidence": histograms, **decided, **scores}
+
+
+def shown_tables(comparison: Comparison, most: int) -> list[Table]:
+    """All tables of a comparison on a user's data.
+
+    Args:
+        comparison: what was found.
+        most: classes in the table of classes, the worst first; of outputs that are numbers, all are shown.
+
+    Returns:
+        The tables.
+    """
+    if not comparison.numbers:
+        return [*evaluation_tables(comparison), class_table(comparison, most)]
+    last = output_table(comparison)
+    return [*number_tables(comparison), *([] if last is None else [last])]
 
 
 def write_evaluation(
@@ -187,7 +212,7 @@ def write_evaluation(
 
     def texts(figures: dict[str, Drawn]) -> dict[str, str]:
         lines = [f"* **{finding.title}.** {finding.text}" for finding in words.evaluation_findings(comparison)]
-        lines += ["", *[as_markdown(table) for table in [*evaluation_tables(comparison), class_table(comparison, FEW)]]]
+        lines += ["", *[as_markdown(table) for table in shown_tables(comparison, FEW)]]
         lines += [*[f"* {one}" for one in words.evaluation_remarks(comparison)], ""]
         return {
             "numbers.json": _as_json(numbers),

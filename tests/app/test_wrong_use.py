@@ -1,0 +1,126 @@
+"""Labels and outputs that do not fit together are named, in Python and on the command line, whatever the likelihood."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import mola
+from mola.app.cli import app
+
+pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+
+CODE = """
+from torch import nn
+
+def rows(outputs):
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, outputs))
+
+def one():
+    return rows(1)
+
+def two():
+    return rows(2)
+
+def three():
+    return rows(3)
+
+def pixels():
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1))
+"""
+
+COUNT = 60
+RANDOM = np.random.default_rng(0)
+ROWS = RANDOM.normal(size=(COUNT, 4)).astype(np.float32)
+PICTURES = RANDOM.normal(size=(COUNT, 1, 5, 7)).astype(np.float32)
+INDICES = RANDOM.integers(3, size=COUNT)
+ONE_HOT = np.eye(3, dtype=np.int64)[INDICES]
+
+CASES = {
+    # name: network, inputs, labels, options of the command, words in Python, words on the command line
+    "a label too few": ("three", ROWS, INDICES[:-1], (), "60 class indices", "60 whole numbers"),
+    "one-hot for softmax": ("three", ROWS, ONE_HOT, (), "not one-hot", "not one-hot"),
+    "one-hot in floats": ("three", ROWS, ONE_HOT.astype(np.float32), (), "not one-hot", "class of each input"),
+    "numbers for softmax": ("three", ROWS, ROWS[:, 0], (), "likelihood='gaussian'", "whole numbers"),
+    "one output for softmax": ("one", ROWS, INDICES, (), "at least 2 classes", "at least 2 classes"),
+    "indices for bernoulli": ("three", ROWS, INDICES, ("bernoulli",), "are for likelihood='categorical'", "does not take"),
+    "indices for one logit": ("one", ROWS, INDICES, ("bernoulli",), "must be 0 or 1, got", "does not take"),
+    "a label for too few outputs": (
+        "three", ROWS, (ROWS[:, :2] > 0).astype(float), ("bernoulli",), "shape (60, 3), 0 or 1", "shape (60, 3), 0 or 1",
+    ),
+    "too many targets": ("two", ROWS, ROWS[:, :3], ("gaussian",), "targets of shape (60, 2)", "targets of shape (60, 2)"),
+    "indices for numbers": ("three", ROWS, INDICES, ("gaussian",), "use likelihood='categorical'", "likelihood='categorical'"),
+    "nan targets": (
+        "one", ROWS, np.full((COUNT, 1), math.nan), ("gaussian",), "targets must be finite", "no input that can be used",
+    ),
+    "a constant target": ("one", ROWS, np.full((COUNT, 1), 2.0), ("gaussian",), "the same, 2, for all 60", "nothing to learn"),
+    "one output where two are needed": (
+        "one", ROWS, ROWS[:, :1], ("gaussian", "--heteroscedastic"), "two outputs for each target", "two outputs for each target",
+    ),
+    "two outputs where one is needed": (
+        "two", ROWS, ROWS[:, :1], ("gaussian",), "mola.Gaussian(heteroscedastic=True)", "heteroscedastic",
+    ),
+    "label maps of another size": (
+        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 10, 14)), (), "taking the nearest position", "nearest position",
+    ),
+    "one-hot label maps": (
+        "pixels", PICTURES, RANDOM.integers(2, size=(COUNT, 3, 5, 7)), (), "not one-hot", "not one-hot",
+    ),
+    "label maps for bernoulli": (
+        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 5, 7)), ("bernoulli",), "likelihood='categorical'", "does not take",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    root = tmp_path_factory.mktemp("wrong")
+    (root / "wrong_networks.py").write_text(CODE)
+    return root
+
+
+def built(desk, monkeypatch, name):
+    monkeypatch.setattr(sys, "path", [str(desk), *sys.path])
+    monkeypatch.chdir(desk)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    import wrong_networks
+
+    network: nn.Module = getattr(wrong_networks, name)()
+    save_file(network.state_dict(), desk / f"{name}.safetensors")
+    return network
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_python(desk, monkeypatch, case):
+    name, inputs, labels, options, words, _ = CASES[case]
+    network = built(desk, monkeypatch, name)
+    likelihood = options[0] if options else "categorical"
+    if "--heteroscedastic" in options:
+        likelihood = mola.Gaussian(heteroscedastic=True)
+    loader = [(torch.from_numpy(inputs), torch.from_numpy(labels))]
+    with pytest.raises(mola.MolaError, match=re.escape(words)):
+        mola.fit(network, loader, likelihood=likelihood, progress=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_the_command_line(desk, monkeypatch, tmp_path, case):
+    name, inputs, labels, options, _, words = CASES[case]
+    built(desk, monkeypatch, name)
+    np.savez(tmp_path / "train.npz", x=inputs, y=labels)
+    named = ["fit", f"{name}.safetensors", "--network", f"wrong_networks:{name}", "--train", tmp_path / "train.npz"]
+    told = ["--likelihood", *options] if options else []
+    result = CliRunner().invoke(
+        app, [str(one) for one in (*named, *told, "--rule", "evidence", "--output", tmp_path / "posterior")]
+    )
+    assert result.exit_code != 0
+    assert words in " ".join(f"{result.output} {result.exception}".split())
+    assert not (tmp_path / "posterior" / "posterior.json").exists()
