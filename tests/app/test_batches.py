@@ -117,6 +117,43 @@ def test_what_cannot_be_predicted_is_told(desk, source_of, tmp_path):
         predictor.spark_schema({"id": "long"})
 
 
+def test_what_is_wrong_with_a_batch_is_said_and_nothing_is_lost_or_wrapped_around(desk, source_of, tmp_path):
+    source, more = source_of("hub")
+    frame = frame_of(desk)
+    predictor = mola.BatchPredictor(source, inputs=COLUMNS, shape=(3, 6, 6), **more)
+    # The error of a source is not one of the columns.
+    with pytest.raises(mola.StorageError, match=r"^[^:]*nowhere\.onnx is neither"):
+        mola.BatchPredictor(tmp_path / "nowhere.onnx", inputs=COLUMNS)(frame)
+    with pytest.raises(mola.DataError, match=r"^row 4 of the batch is not finite"):
+        predictor(frame.assign(x3=np.where(np.arange(len(frame)) == 4, np.nan, 1.0)))
+    # A column that is kept would be hidden by a prediction of the same name.
+    clashing = mola.BatchPredictor(source, inputs=COLUMNS, keep=["label"], shape=(3, 6, 6), **more)
+    for batch in (frame.assign(label=9), {name: frame[name].to_numpy() for name in COLUMNS} | {"label": frame["id"]}):
+        with pytest.raises(mola.OptionError, match="keep: 'label' is also the name of a column of the predictions"):
+            clashing(batch)
+    with pytest.raises(mola.DataError, match="row 1 of the batch is None"):
+        mola.BatchPredictor(source, inputs="x", **more)({"x": np.array([np.zeros(3), None], dtype=object)})
+    # Numbers that a type cannot hold would become others in silence.
+    for dtype, value in (("int64", np.nan), ("uint8", 300.0), ("uint8", -1.0), ("int32", 0.5)):
+        with pytest.raises(mola.DataError, match=f"row 2 of the batch has numbers that {dtype} cannot hold"):
+            mola.BatchPredictor(source, dtype=dtype, **more)(np.array([[1.0], [2.0], [value]]))
+    # Columns may have numbers for names, as frames made of arrays do; tensors may be in a graph.
+    inputs, _ = desk.inputs("test")
+    numbered = mola.BatchPredictor(source, inputs=range(len(COLUMNS)), shape=(3, 6, 6), **more)
+    expected = predictor(frame)["confidence"].tolist()
+    assert numbered(pd.DataFrame(inputs.flatten(1).numpy()))["confidence"].tolist() == expected
+    assert predictor(inputs.flatten(1).requires_grad_())["confidence"].tolist() == expected
+    # Nested lists, as Arrow and Spark hand them out: arrays of arrays.
+    nested = np.empty(len(inputs), dtype=object)
+    for index, image in enumerate(inputs.numpy()):
+        nested[index] = np.empty(3, dtype=object)
+        for channel in range(3):
+            nested[index][channel] = np.empty(6, dtype=object)
+            nested[index][channel][:] = list(image[channel])
+    cells = mola.BatchPredictor(source, inputs="picture", **more)
+    assert cells({"picture": nested})["confidence"].tolist() == expected
+
+
 def test_a_source_is_read_once_and_again_when_it_changes(desk, source_of, tmp_path, monkeypatch):
     source = Path(shutil.copytree(source_of("hub")[0], tmp_path / "moved"))
     reads = []
@@ -171,3 +208,13 @@ def test_arrow_tables(desk, source_of):
     predictor = mola.BatchPredictor(source_of("folder")[0], inputs=COLUMNS, keep=["id"], shape=(3, 6, 6))
     found = predictor(arrow.Table.from_pandas(frame, preserve_index=False)).to_pandas()
     pd.testing.assert_frame_equal(found, predictor(frame), check_dtype=False)
+    # Empty partitions have the types of full ones, and record batches stay what they are, as Spark's `mapInArrow` asks.
+    predictor = mola.BatchPredictor(
+        source_of("folder")[0], inputs=COLUMNS, keep=["id"], shape=(3, 6, 6), probabilities=True
+    )
+    for kind in (arrow.Table, arrow.RecordBatch):
+        batch = kind.from_pandas(frame, preserve_index=False)
+        full, empty = predictor(batch), predictor(batch.slice(0, 0))
+        assert isinstance(full, kind)
+        assert isinstance(empty, kind)
+        assert full.schema == empty.schema

@@ -11,7 +11,7 @@ from torch import nn
 import mola
 from mola import metrics
 from mola.compare import CLEAR, SCORES, Answer, Tally, area_between, calibration_error, lead, mean_of, pass_rate
-from mola.compare.report.estimate import Estimate, leaders, within
+from mola.compare.report.estimate import Estimate, leaders, ranking, within
 from mola.compare.results import labelled_result, outlier_result
 
 
@@ -183,6 +183,31 @@ def test_differences_of_estimates_are_those_of_the_runs_that_both_have():
     assert gap.mean == pytest.approx(1.0)
     assert gap.error == pytest.approx(0.5)
     assert gap.runs == 2
+
+
+def test_rotations_that_share_images_do_not_pass_for_independent_runs():
+    """Five rotations, each on two of five parts: runs taken for independent would understate the variance of their mean by 8/3."""
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(4000, 5, generator=generator, dtype=torch.float64)
+    rotations = torch.stack([(parts[:, (3 + turn) % 5] + parts[:, (4 + turn) % 5]) / 2 for turn in range(5)], dim=1)
+    true = float(rotations.mean(1).var())
+    naive, corrected = (
+        sum(Estimate.over(dict(enumerate(row)), overlap).error ** 2 for row in rotations.tolist()) / len(rotations)
+        for overlap in (0.0, 2 / 3)
+    )
+    assert naive == pytest.approx(true * 3 / 8, rel=0.1)
+    assert true < corrected < 2 * true
+    # What leads clearly in independent runs need not do so here; the correction stays through differences and units.
+    values = {"a": [3.0, 3.2, 3.1, 3.4, 3.3], "b": [2.5, 3.1, 2.9, 3.2, 2.6]}
+    alone, sharing = (
+        {name: Estimate.over(dict(enumerate(found)), overlap).scaled(100) for name, found in values.items()}
+        for overlap in (0.0, 2 / 3)
+    )
+    assert leaders(alone, "high") == ["a"]
+    assert leaders(sharing, "high") == []
+    gap = sharing["a"].minus(sharing["b"])
+    assert gap.error == pytest.approx(alone["a"].minus(alone["b"]).error * (1 + 5 * 2 / 3) ** 0.5)
+    assert ranking(sharing, "high", 1).ahead.error == pytest.approx(gap.error)
 
 
 # --- tallies ----------------------------------------------------------------------------------------------------------------

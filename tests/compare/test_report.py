@@ -389,6 +389,36 @@ def test_the_words_say_who_leads_and_name_what_is_far_from_the_paper(suite):
 # --- formats --------------------------------------------------------------------------------------------------------
 
 
+def test_rotations_of_a_cross_fit_are_not_told_as_runs_with_networks_of_their_own(suite, tmp_path):
+    make_store(tmp_path, runs=3, ablations=False)
+    path = tmp_path / "mnist" / "suite.json"
+    sets = json.loads(path.read_text())["sets"]
+    for name, count in {"test": 2000, "train": 2000, "validation": 1000}.items():
+        sets[name] = {"title": name, "role": name, "count": count}
+    change(path, sets=sets, experiment={"options": {"cross_fit": True}})
+    rotated = read_suites(tmp_path)[0]
+    assert {record.overlap for record in rotated.records} == {2 / 3}
+    plain, shown = (suite_tables(one)["in-distribution"] for one in (suite, rotated))
+    assert "over 3 rotations of a cross-fit, enlarged for the images that rotations share" in shown.caption
+    assert "over 3 runs" in plain.caption
+
+    def error(table):
+        return next(float(cell.text.split("± ")[1]) for row in table.rows for cell in row.cells if "±" in cell.text)
+
+    # Of the log loss, rounded to four digits.
+    assert error(shown) == pytest.approx(error(plain) * 3**0.5, abs=2e-4)
+    told = {finding.title: finding.text for finding in suite_findings(rotated)}
+    assert "Networks and outliers are the same in all of them" in told["How sure this is"]
+    assert "whose networks differ" not in told["How sure this is"]
+    assert "of 3 rotations" in told["In distribution"]
+    # The records themselves are as they were.
+    assert all("overlap" not in record.to_json() for record in rotated.records)
+    del sets["train"]["count"]
+    change(path, sets=sets)
+    with pytest.raises(StorageError, match="expected how many data test, train and validation have"):
+        read_suites(tmp_path)
+
+
 def test_latex_escapes_everything_special():
     assert escape_latex(r"50% & $x_1$ #2 {a} ~^\ |<>") == (
         r"50\% \& \$x\_1\$ \#2 \{a\} \textasciitilde{}\textasciicircum{}\textbackslash{} \textbar{}\textless{}\textgreater{}"

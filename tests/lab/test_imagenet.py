@@ -43,6 +43,28 @@ class Fixed(nn.Module):
         assert images.shape[1:] == (3, self.size, self.size)
         return self.head(self.hidden(images.flatten(1)).tanh())
 
+class Wide(nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        torch.manual_seed(3)
+        self.hidden, self.head = nn.Linear(3 * 8 * 8, 9), nn.Linear(9, outputs)
+
+    def forward(self, images):
+        return self.head(self.hidden(images.flatten(1)).tanh())
+
+class Soft(Wide):
+    def forward(self, images):
+        return super().forward(images).softmax(-1)
+
+def wide():
+    return mola.Resized(Wide(12), 8)
+
+def other():
+    return mola.Resized(Wide(10), 8)
+
+def soft():
+    return mola.Resized(Soft(12), 8)
+
 def small():
     return mola.Resized(Fixed(8, 1), 8, crop=0.875)
 
@@ -201,6 +223,59 @@ def test_streamed_sums_give_the_records_of_stored_activations(root, tmp_path, mo
     train = folds.sources[0]["train"]
     assert (tmp_path / "streamed" / "sums").is_dir()
     assert not any(train.checksum in path.name for path in (tmp_path / "streamed").rglob("*"))
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_path):
+    """Architectures differ in the features of their last layers: 6 and 9 here, 2048 and 1536 elsewhere."""
+    folds = IMAGENET.make_folds(options(root))
+    names = "sizes_for_test:small,sizes_for_test:wide"
+    networks, fold = open_named(names, 12), folds.sources[0]
+    plan = Plan(IMAGENET, names, networks, fold, 1, 2, folds=folds.sources[:1], options=options(root))
+    kept = Activations(tmp_path / "cache")
+    records = run_suite(plan, kept, Store(tmp_path / "results"), lambda doing, done: None)
+    found = next(record for record in records if record.method == "MoLA (NLL)")
+    bare = next(record for record in records if record.method == "DE")
+    assert {"Mahalanobis", "nearest neighbours"} <= set(bare.outliers["svhn"].scores)
+    posterior = mola.fit(
+        [network.load() for network in networks],
+        list(fold["train"].open()),
+        list(fold["validation"].open()),
+        rule="nll",
+    )
+    predicted = posterior.predict(list(fold["test"].open()))
+    expected = float(mola.metrics.negative_log_likelihood(predicted.probs, labels_of(fold["test"])))
+    assert found.labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-3)
+    # As a detector of one network has it, zeros behind its features would be features too.
+    alone = kept.read(networks[:1], fold["test"])
+    both = kept.read(networks, fold["test"])
+    (seen,), (one,) = both.slices(), alone.slices()
+    assert [part.shape[1] for part in seen.by_network()] == [6, 9]
+    assert torch.equal(seen.by_network()[0], one.features[:, 0])
+
+
+def labels_of(source):
+    return torch.cat([labels for _, labels in source.open()])
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        (
+            "other",
+            mola.OptionError,
+            r"different numbers of outputs \(sizes_for_test:small: 12, sizes_for_test:other: 10\)",
+        ),
+        ("soft", mola.HeadError, "sizes_for_test:soft: .* applies a softmax"),
+    ],
+)
+def test_networks_that_cannot_be_mixed_are_refused_before_they_are_run(root, tmp_path, name, error, words):
+    source = IMAGENET.make_folds(options(root)).sources[0]["test"].whole
+    networks = open_named(f"sizes_for_test:small,sizes_for_test:{name}", 12)
+    with pytest.raises(error, match=words):
+        Activations(tmp_path).compute(networks, [source], lambda doing, done: None)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("name", IMAGENET_PARAMETERS)

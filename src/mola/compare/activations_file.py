@@ -19,8 +19,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from mola.errors import DataError, StorageError
+from mola.errors import DataError, OptionError, StorageError
 from mola.saving.storage import partial_file
 from mola.schema import SEAL
 
@@ -275,7 +276,10 @@ class RowWriter:
 
 
 class HeadOnly(nn.Module):
-    """A network's last layer over features (n, K, P) that are known: the rest of the network has been run already."""
+    """A network's last layer over features (n, K, P) that are known: the rest of the network has been run already.
+
+    P is that of the widest network; one that has fewer features finds its own in front.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, index: int) -> None:
         super().__init__()
@@ -285,7 +289,7 @@ class HeadOnly(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits of this network."""
-        logits: Tensor = self.head(features[:, self.index])
+        logits: Tensor = self.head(features[:, self.index, : self.head.in_features])
         return logits
 
     def cooled(self, temperature: float) -> HeadOnly:
@@ -299,10 +303,16 @@ class Seen:
     """What the heads of K networks see of some data."""
 
     features: Tensor
-    """(n, K, P)"""
+    """(n, K, P), with zeros behind those of networks that have fewer than the widest."""
     logits: Tensor
     """(n, K, C)"""
     labels: Tensor
+    widths: tuple[int, ...]
+    """Features of each network."""
+
+    def by_network(self) -> list[Tensor]:
+        """The features of each network alone: K of (n, its own number)."""
+        return [self.features[:, index, :width] for index, width in enumerate(self.widths)]
 
     def batches(self) -> list[Tensor]:
         """The features in batches, for networks that are `HeadOnly`."""
@@ -319,9 +329,18 @@ class Stored:
 
     @classmethod
     def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:
-        """From one file for each network, or from its files in the order of their rows; all of the same set."""
+        """From one file for each network, or from its files in the order of their rows; all of the same set.
+
+        Raises:
+            OptionError: if the networks have different numbers of outputs.
+        """
         listed = [[one] if isinstance(one, Path) else list(one) for one in paths]
-        return cls(tuple(TensorFile(one[0]) if len(one) == 1 else TensorFiles(one) for one in listed))
+        files = tuple(TensorFile(one[0]) if len(one) == 1 else TensorFiles(one) for one in listed)
+        outputs = [file.shape("logits")[1] for file in files]
+        if len(set(outputs)) > 1:
+            message = f"the networks of a mixture tell the same classes apart, got {outputs} outputs: leave out those that differ."
+            raise OptionError(message)
+        return cls(files)
 
     def first(self, count: int | None) -> Stored:
         """The first `count` networks alone; None is all of them."""
@@ -360,14 +379,16 @@ class Stored:
 
     def slices(self) -> Iterator[Seen]:
         """All data, in slices of a bounded size that are whole batches but for the last."""
-        width = max(file.shape("features")[1] for file in self.files)
-        rows = max(1, NUMBERS_AT_ONCE // width // BATCH) * BATCH
+        widths = tuple(file.shape("features")[1] for file in self.files)
+        rows = max(1, NUMBERS_AT_ONCE // max(widths) // BATCH) * BATCH
         for start in range(0, self.count, rows):
             features, logits = (
-                torch.stack([self._read(file, name, start, start + rows) for file in self.files], dim=1)
-                for name in ("features", "logits")
+                [self._read(file, name, start, start + rows) for file in self.files] for name in ("features", "logits")
             )
-            yield Seen(features, logits, self.labels[start : start + rows])
+            if len(set(widths)) > 1:
+                features = [functional.pad(one, (0, max(widths) - one.shape[1])) for one in features]
+            labels = self.labels[start : start + rows]
+            yield Seen(torch.stack(features, dim=1), torch.stack(logits, dim=1), labels, widths)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of (features, labels)."""

@@ -201,6 +201,9 @@ class Record:
     environment: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
     """By name of what a suite asks beyond the metrics, its numbers. Absent from files where nothing was asked."""
+    overlap: float = 0.0
+    """Of the runs of a cross-fit, which share data: test data for each of those that it was fitted or tuned on. 0 for runs that have
+    networks of their own. Not in files: whoever reads them has it from the suite's document."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values of a suite's record, without what only comparisons of one run have (errors over data, classes)."""
@@ -210,6 +213,7 @@ class Record:
                 one: {key: value for key, value in result.items() if key not in optional or (key in KEPT and value)}
                 for one, result in document[name].items()
             }
+        del document["overlap"]
         if not self.measures:
             del document["measures"]
         return document

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from mola.compare.activations_file import Stored, written_rows
 from mola.distributed import Team
+from mola.errors import OptionError, located
 from mola.lab.suite import Batches, Source
 from mola.network import find_heads, peek, stream, undisturbed
+from mola.network.head import find_head
 from mola.saving.weights_files import load_weights
 
 __all__ = [
@@ -166,6 +168,8 @@ class Activations:
             ]
             # Listed by one: others may see files that were written meanwhile.
             missing, slices = together.share((missing, slices))
+            if missing or slices:
+                _check_outputs(networks, sources[0])
             mine = missing[together.rank :: together.size]
             self._compute([(networks[index], sources[place]) for index, place in mine], sources, progress)
             ours = slices[together.rank :: together.size]
@@ -254,6 +258,24 @@ class Activations:
         whole = source.whole or source
         stored = Stored.open([self.paths(network, whole) for network in networks])
         return stored if source.whole is None else stored.at(source.places)
+
+
+def _check_outputs(networks: Sequence[Network], source: Source) -> None:
+    """Refuse networks that cannot be mixed before any of them has been run over all the data.
+
+    Raises:
+        OptionError: if they have different numbers of outputs.
+    """
+    (inputs, _), _ = peek(source.open(), source.title)
+    outputs: dict[str, int] = {}
+    for network in networks:
+        loaded = network.load()
+        with undisturbed(loaded), located(network.label):
+            outputs[network.label] = find_head(loaded, inputs[:1]).layer.weight.shape[0]
+    if len(set(outputs.values())) > 1:
+        listed = ", ".join(f"{name}: {count}" for name, count in outputs.items())
+        message = f"the networks of a mixture tell the same classes apart, got different numbers of outputs ({listed})."
+        raise OptionError(message)
 
 
 def _layer(head: nn.Module) -> dict[str, Any]:

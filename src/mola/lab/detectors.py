@@ -471,9 +471,9 @@ def feature_scores(train: Stored, validation: Stored) -> dict[str, Callable[[See
         warn(f"ViM is left out of the scores: {error}")
 
     def ensemble(members: list[Detector]) -> Callable[[Seen], Tensor]:
-        found = [_member_scores(members, seen.features.unbind(1)) for seen in validation.slices()]
+        found = [_member_scores(members, seen.by_network()) for seen in validation.slices()]
         detector = DetectorEnsemble.standardised(members, torch.cat(found, dim=1))
-        return lambda seen: detector(seen.features.unbind(1))
+        return lambda seen: detector(seen.by_network())
 
     return {
         "energy": lambda seen: energy_score(seen.logits).mean(1),

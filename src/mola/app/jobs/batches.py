@@ -114,17 +114,12 @@ class BatchPredictor:
             DataError: if columns are missing, or inputs cannot be used.
         """
         if isinstance(batch, (np.ndarray, Tensor)):
-            return self._columns(np.asarray(batch))
+            return self._columns(batch.detach().cpu().numpy() if isinstance(batch, Tensor) else batch)
         library = type(batch).__module__.partition(".")[0]
         if library == "pandas":
             return self._frame(batch)
         if library == "pyarrow":
-            arrow: Any = sys.modules["pyarrow"]
-            found = self._predicted(batch, batch.column_names, lambda name: batch[name].to_numpy(zero_copy_only=False))
-            kept = {name: batch[name] for name in self.keep}
-            return arrow.table(
-                kept | {name: arrow.array(list(one)) if one.ndim > 1 else one for name, one in found.items()}
-            )
+            return self._arrow(batch)
         if isinstance(batch, Mapping):
             found = self._predicted(batch, batch, lambda name: np.asarray(batch[name]))
             return {name: batch[name] for name in self.keep} | found
@@ -168,37 +163,77 @@ class BatchPredictor:
         made = pandas.DataFrame(cells, index=batch.index)
         return pandas.concat([batch[list(self.keep)], made], axis=1) if self.keep else made
 
+    def _arrow(self, batch: Any) -> Any:
+        arrow: Any = sys.modules["pyarrow"]
+        found = self._predicted(batch, batch.schema.names, lambda name: batch[name].to_numpy(zero_copy_only=False))
+        cells = {}
+        for name, one in found.items():
+            # Said, not guessed from the cells: an empty batch has none, and partitions must agree.
+            kind = arrow.string() if one.dtype == object else arrow.from_numpy_dtype(one.dtype)
+            cells[name] = arrow.array(one.tolist(), arrow.list_(kind)) if one.ndim > 1 else arrow.array(one, kind)
+        made = arrow.RecordBatch if isinstance(batch, arrow.RecordBatch) else arrow.Table
+        return made.from_pydict({name: batch[name] for name in self.keep} | cells)
+
     def _predicted(self, batch: Any, names: Iterable[str], read: Callable[[str], NDArray[Any]]) -> Columns:
         if not self.inputs:
             message = "inputs: name the columns that hold the inputs, BatchPredictor(source, inputs=[...])."
             raise DataError(message)
-        known = [str(name) for name in names]
+        known = list(names)
         missing = [name for name in (*self.inputs, *self.keep) if name not in known]
         if missing:
-            message = f"the batch has no column {missing[0]!r}; it has {', '.join(known) or 'none'}."
+            message = f"the batch has no column {missing[0]!r}; it has {', '.join(map(repr, known)) or 'none'}."
             raise DataError(message)
         columns = [read(name) for name in self.inputs]
         if not len(columns[0]):
-            return self._empty()
+            return self._without_clash(self._empty())
+        listed = f"the column{'s' if len(columns) > 1 else ''} {', '.join(map(str, self.inputs))}"
+        absent = next(
+            (row for one in columns if one.dtype == object for row, cell in enumerate(one) if cell is None), None
+        )
+        if absent is not None:
+            message = f"{listed}: row {absent} of the batch is None: leave such rows out before they are predicted."
+            raise DataError(message)
         try:
             if len(columns) == 1:
                 cells = columns[0]
-                rows = np.stack(list(cells)) if cells.dtype == object else cells
+                rows = _stacked(cells)
                 rows = rows[:, None] if rows.ndim == 1 else rows
             else:
                 rows = np.stack(columns, axis=1)
-            return self._columns(rows.astype(self.dtype))
+            rows = rows.astype("float64") if rows.dtype == object else rows
         except (ValueError, TypeError) as error:
-            message = f"the columns {', '.join(self.inputs)} cannot be made {self.dtype} inputs of one shape: {error}"
+            message = f"{listed} cannot be made {self.dtype} inputs of one shape: {error}"
             raise DataError(message) from error
+        return self._without_clash(self._columns(rows))
+
+    def _without_clash(self, found: Columns) -> Columns:
+        """The columns of predictions.
+
+        Raises:
+            OptionError: if one of them has the name of a column that is to be kept.
+        """
+        clash = [name for name in self.keep if name in found]
+        if clash:
+            message = f"keep: {clash[0]!r} is also the name of a column of the predictions: rename yours before."
+            raise OptionError(message)
+        return found
 
     def _columns(self, rows: NDArray[Any]) -> Columns:
         if not len(rows):
             return self._empty()
-        if self.shape is not None:
-            rows = rows.reshape(len(rows), *self.shape)
-        # Copied: engines hand out arrays that may not be written to, which torch warns of.
-        inputs = torch.from_numpy(np.array(rows, dtype=self.dtype))
+        try:
+            rows = rows if self.shape is None else rows.reshape(len(rows), *self.shape)
+            with np.errstate(invalid="ignore", over="ignore"):
+                # Copied: engines hand out arrays that may not be written to, which torch warns of.
+                made = np.array(rows, dtype=self.dtype)
+        except (ValueError, TypeError) as error:
+            message = f"inputs of shape {rows.shape} and type {rows.dtype} cannot be made {self.dtype} of shape {self.shape}: {error}"
+            raise DataError(message) from error
+        if made.dtype.kind in "iu" and not np.array_equal(made, rows):
+            bad = int(np.nonzero((made != rows).reshape(len(rows), -1).any(1))[0][0])
+            message = f"row {bad} of the batch has numbers that {self.dtype} cannot hold: {np.ravel(rows[bad])[:4].tolist()} ..."
+            raise DataError(message)
+        inputs = torch.from_numpy(made)
         if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
             bad = int((~torch.isfinite(inputs.flatten(1)).all(1)).nonzero()[0])
             message = f"row {bad} of the batch is not finite: leave such rows out before they are predicted."
@@ -249,6 +284,13 @@ class BatchPredictor:
             if key not in READ or READ[key][0] != times:
                 READ[key] = (times, _load(source, self.build, self.trust))
             return READ[key][1]
+
+
+def _stacked(cells: NDArray[Any]) -> NDArray[Any]:
+    """Cells that are arrays, or arrays of arrays as Arrow and Spark have nested lists, as one array."""
+    if cells.dtype != object or not len(cells) or not isinstance(cells[0], (np.ndarray, list, tuple)):
+        return cells
+    return np.stack([_stacked(np.asarray(cell)) for cell in cells])
 
 
 TYPES = ("float32", "float64", "float16", "int64", "int32", "uint8")

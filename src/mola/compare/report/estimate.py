@@ -1,10 +1,15 @@
-"""Numbers out of records: one for each run, then mean and standard error over runs, and who leads by more than chance."""
+"""Numbers out of records: one for each run, then mean and standard error over runs, and who leads by more than chance.
+
+Runs with networks of their own are independent. The runs of a cross-fit are not: they have the same networks, and an image that one
+tests on, another tests, tunes or fits on. Their spread understates the error of their mean; with n test data and m others in each of
+J such runs, it is corrected as by Nadeau and Bengio (Machine Learning 52, 2003): s^2 (1 / J + n / m) in place of s^2 / J.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mola.compare.measured import CLEAR, excess_risk
@@ -17,6 +22,7 @@ __all__ = [
     "On",
     "Quantity",
     "Ranking",
+    "are_rotations",
     "at_level",
     "estimate",
     "leaders",
@@ -45,13 +51,16 @@ class Estimate:
     runs: int
     by_run: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
     """The values by run, where these are known: what two methods have in common in a run cancels in their difference."""
+    overlap: float = field(default=0.0, compare=False, repr=False)
+    """Of runs that share data, test data for each of the others; see `mola.compare.record.Record.overlap`."""
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> Estimate | None:
-        """Mean m and standard error sqrt(sum (x - m)^2 / (n - 1) / n) of what there is.
+    def of(cls, values: Iterable[float | None], overlap: float = 0.0) -> Estimate | None:
+        """Mean m and standard error sqrt(sum (x - m)^2 / (n - 1) (1 / n + overlap)) of what there is.
 
         Args:
             values: one for each run; None is left out.
+            overlap: of runs that share data, test data for each of the others.
 
         Returns:
             The estimate, or None if there are no values.
@@ -59,14 +68,14 @@ class Estimate:
         known = [value for value in values if value is not None]
         if not known:
             return None
-        return cls(math.fsum(known) / len(known), _error(known), len(known))
+        return cls(math.fsum(known) / len(known), _error(known, overlap), len(known), overlap=overlap)
 
     @classmethod
-    def over(cls, values: Mapping[int, float | None]) -> Estimate | None:
+    def over(cls, values: Mapping[int, float | None], overlap: float = 0.0) -> Estimate | None:
         """The same of values by run, which are kept to be compared run by run."""
         known = {run: value for run, value in values.items() if value is not None}
-        found = cls.of(known.values())
-        return None if found is None else cls(found.mean, found.error, found.runs, known)
+        found = cls.of(known.values(), overlap)
+        return None if found is None else replace(found, by_run=known)
 
     def minus(self, other: Estimate) -> Estimate:
         """The difference: over the runs that both have, or of the means where there are fewer than two of these.
@@ -76,7 +85,8 @@ class Estimate:
         shared = [run for run in self.by_run if run in other.by_run]
         if len(shared) > 1:
             gaps = [self.by_run[run] - other.by_run[run] for run in shared]
-            return Estimate(math.fsum(gaps) / len(gaps), _error(gaps), len(gaps))
+            overlap = max(self.overlap, other.overlap)
+            return Estimate(math.fsum(gaps) / len(gaps), _error(gaps, overlap), len(gaps), overlap=overlap)
         errors = [self._error_beside(other), other._error_beside(self)]
         known = [error for error in errors if error is not None]
         error = math.hypot(*known) if len(known) == 2 else None
@@ -93,9 +103,8 @@ class Estimate:
     def scaled(self, factor: float) -> Estimate:
         """The same in another unit."""
         error = None if self.error is None else abs(factor) * self.error
-        return Estimate(
-            factor * self.mean, error, self.runs, {run: factor * value for run, value in self.by_run.items()}
-        )
+        by_run = {run: factor * value for run, value in self.by_run.items()}
+        return replace(self, mean=factor * self.mean, error=error, by_run=by_run)
 
     def text(self, digits: int) -> str:
         """Such as `98.9 ± 0.1`, or `98.9` where no error is known."""
@@ -155,12 +164,12 @@ def within(times: float, freedom: int) -> float:
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
-def _error(values: Sequence[float]) -> float | None:
+def _error(values: Sequence[float], overlap: float = 0.0) -> float | None:
     count = len(values)
     if count < 2:
         return None
     mean = math.fsum(values) / count
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) * (1 / count + overlap))
 
 
 @dataclass(frozen=True)
@@ -200,7 +209,7 @@ def ranking(found: Mapping[str, Estimate | None], better: Literal["low", "high"]
     second = next((method for method in others if method not in level), None)
     theirs = known[second].by_run if second is not None else {}
     gaps = [sign * (value - theirs[run]) for run, value in first.by_run.items() if run in theirs]
-    return Ranking(best, first, tuple(level), second, Estimate.of(gaps), sum(gap > 0 for gap in gaps))
+    return Ranking(best, first, tuple(level), second, Estimate.of(gaps, first.overlap), sum(gap > 0 for gap in gaps))
 
 
 Quantity = Callable[[Record], Estimate | None]
@@ -211,11 +220,13 @@ BY_CONFIDENCE = "max probability"
 
 def estimate(records: Iterable[Record], quantity: Quantity, factor: float = 1.0) -> Estimate | None:
     """Mean and standard error over runs, in another unit if asked for; of a single run, the error over data."""
+    records = tuple(records)
     known = {record.run: one for record in records if (one := quantity(record)) is not None}
     if len(known) == 1:
         ((run, one),) = known.items()
         return Estimate(one.mean, one.error, 1, {run: one.mean}).scaled(factor)
-    found = Estimate.over({run: one.mean for run, one in known.items()})
+    overlap = max((record.overlap for record in records), default=0.0)
+    found = Estimate.over({run: one.mean for run, one in known.items()}, overlap)
     return None if found is None else found.scaled(factor)
 
 
@@ -308,12 +319,18 @@ def shared_outliers(comparison: Comparison, methods: Mapping[str, Sequence[Recor
 
 
 def runs_counted(methods: Mapping[str, Sequence[Record]]) -> str:
-    """How many runs these methods have: "4 runs", or "2 to 4 runs"."""
+    """How many runs these methods have: "4 runs", "2 to 4 runs", or "5 rotations" of a cross-fit."""
     counts = [len(records) for records in methods.values()]
     low, high = min(counts, default=0), max(counts, default=0)
     if high == 1:
         return "one run"
-    return f"{high} runs" if low == high else f"{low} to {high} runs"
+    runs = "rotations" if are_rotations(methods) else "runs"
+    return f"{high} {runs}" if low == high else f"{low} to {high} {runs}"
+
+
+def are_rotations(methods: Mapping[str, Sequence[Record]]) -> bool:
+    """Whether the runs are rotations of a cross-fit, which share networks and data."""
+    return any(record.overlap > 0 for records in methods.values() for record in records)
 
 
 def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
@@ -321,6 +338,12 @@ def runs_words(methods: Mapping[str, Sequence[Record]]) -> str:
     counted = runs_counted(methods)
     if counted == "one run":
         return "One run, so no spread is known and nothing is bold."
+    if are_rotations(methods):
+        return (
+            f"Mean \N{PLUS-MINUS SIGN} standard error over {counted} of a cross-fit, enlarged for the images that rotations share "
+            f"(Nadeau and Bengio, 2003); networks and outliers are the same in all of them, so that it says nothing of others. Bold: "
+            f"leads every other, rotation by rotation, by more than chance (Student's t, 95 %)."
+        )
     return (
         f"Mean \N{PLUS-MINUS SIGN} standard error over {counted}. Bold: leads every other, run by run, by more than chance "
         f"(Student's t, 95 %)."

@@ -140,7 +140,9 @@ def read_suite(store: Store, name: str) -> SuiteResults:
     place = store.directory / name
     document = store.read_document(name, "suite.json") or {}
     _check(document, SUITE_SCHEMA, f"{place / 'suite.json'}")
-    records, unread = _readable_records(store, name)
+    found, unread = _readable_records(store, name)
+    overlap = _overlap(document)
+    records = [replace(record, overlap=overlap) for record in found]
     cost = store.read_document(name, "cost.json")
     if cost is not None:
         _check(cost, COST_SCHEMA, f"{place / 'cost.json'}")
@@ -231,6 +233,23 @@ def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]
     order = [name for name in known if name in found] + [name for name in found if name not in known]
     titled = [replace(found[name], title=known[name]["title"]) if name in known else found[name] for name in order]
     return {one.name: one for one in sorted(titled, key=lambda one: (roles.index(one.role), one.level))}
+
+
+def _overlap(document: dict[str, Any]) -> float:
+    """Of the runs of a cross-fit, test data for each of the others, see `Record.overlap`; 0 where runs have networks of their own.
+
+    Raises:
+        StorageError: if the document does not say how many there are.
+    """
+    experiment = document.get("experiment")
+    options = experiment.get("options") if isinstance(experiment, dict) else None
+    if not (isinstance(options, dict) and options.get("cross_fit")):
+        return 0.0
+    tested, *others = (document["sets"].get(role, {}).get("count") for role in ("test", "train", "validation"))
+    if not all(isinstance(count, int) and count > 0 for count in (tested, *others)):
+        message = "expected how many data test, train and validation have, of a cross-fit. Run the suite again: records are kept."
+        raise StorageError(message)
+    return float(tested / sum(others))
 
 
 def _rank(method: str) -> tuple[int, list[str | int]]:

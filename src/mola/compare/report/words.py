@@ -14,7 +14,17 @@ from mola.compare.demo_result import COOLED, DemoResult
 from mola.compare.measured import CLEAR, Lead
 from mola.compare.record import Comparison, OutlierResult, Record, SetInfo
 from mola.compare.report import paper_numbers
-from mola.compare.report.estimate import On, Quantity, Ranking, estimate, levels_of, ranking, runs_counted, shifted
+from mola.compare.report.estimate import (
+    On,
+    Quantity,
+    Ranking,
+    are_rotations,
+    estimate,
+    levels_of,
+    ranking,
+    runs_counted,
+    shifted,
+)
 from mola.compare.report.number_tables import digits_of
 from mola.compare.report.reading import SuiteResults, known_scores, listed
 from mola.compare.report.single_run_tables import SCORE_NAMES, worst_classes
@@ -444,7 +454,8 @@ def _ranking_sentence(found: Ranking, digits: int) -> str:
     if found.second is None or found.ahead is None:
         return words
     runs = found.ahead.runs
-    count = "in the one run" if runs == 1 else f"in {found.wins} of {runs} runs"
+    kind = "rotations" if found.ahead.overlap > 0 else "runs"
+    count = "in the one run" if runs == 1 else f"in {found.wins} of {runs} {kind}"
     return f"{words}, ahead of {found.second} by {found.ahead.text(digits)} {count}"
 
 
@@ -578,6 +589,12 @@ def _paper(suite: SuiteResults) -> Finding | None:
 def _certainty(suite: SuiteResults) -> Finding:
     if suite.run_count == 1:
         text = "One run: no spread is known, and small differences may turn around with other networks."
+    elif are_rotations(suite.runs):
+        text = (
+            f"Errors are standard errors over {runs_counted(suite.runs)} of a cross-fit, enlarged for the data that these share: "
+            f"every datum is fitted on, tuned on and tested in turn. Networks and outliers are the same in all of them, so errors say "
+            f"how sure a mean is over data, not over networks. A lead that is smaller than three times its error may be chance."
+        )
     else:
         text = (
             f"Errors are standard errors over {runs_counted(suite.runs)}, whose networks differ and whose test data do not: they "
