@@ -168,7 +168,8 @@ def start(
     started = []
     for node in range(nodes):
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--nnodes={nodes}"]
-        address = ADDRESSES[0] if namespaces else "127.0.0.1"
+        # The namespaces' addresses are reached from inside them only: processes of one node meet on the machine's own.
+        address = ADDRESSES[0] if namespaces and nodes > 1 else "127.0.0.1"
         torchrun += [f"--node-rank={node}", f"--master-addr={address}", f"--master-port={PORT}"]
         command = [*torchrun, *arguments] if processes * nodes > 1 else [sys.executable, *arguments]
         own = {}

@@ -1,5 +1,6 @@
 """ImageNet as a user runs it: networks by name, images of different sizes, cross-fitting, slices, generated corruptions."""
 
+import os
 import sys
 import types
 from dataclasses import replace
@@ -24,6 +25,7 @@ from mola.lab.plan import Plan
 from mola.lab.runner import run_suite
 from mola.lab.suite import DataOptions
 from mola.lab.suites.imagenet import IMAGENET
+from tests.forked_python import run_python, run_team
 
 SIDE = 24
 
@@ -276,6 +278,53 @@ def test_networks_that_cannot_be_mixed_are_refused_before_they_are_run(root, tmp
     with pytest.raises(error, match=words):
         Activations(tmp_path).compute(networks, [source], lambda doing, done: None)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+IN_SLICES = "import mola.lab.activations as storing; storing.SLICE = 3; from mola.__main__ import main; main()"
+"""The `mola` command, with slices that a few images fill more than one of."""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["stored", "streamed"])
+def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
+    """They divide slices of images between them, and methods; streamed sums are added up, in another order."""
+    arguments = [
+        "bench",
+        "imagenet",
+        "--cross-fit",
+        "--runs",
+        "2",
+        "--networks",
+        "sizes_for_test:small,sizes_for_test:large",
+    ]
+    arguments += ["--components", "2", "--image-size", str(SIDE), "--types", "contrast,gaussian_noise", "--quiet"]
+    arguments += ["--threads", "1", *(["--stream"] if stream else [])]
+    path = {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
+
+    def command(name):
+        folders = {"data": root / "data", "results": tmp_path / name / "results", "cache": tmp_path / name / "cache"}
+        return ["-c", IN_SLICES, *arguments, *(f"--{what}={folder}" for what, folder in folders.items())]
+
+    alone = run_python(*command("one"), env=os.environ | path, timeout=600)
+    assert alone.returncode == 0, alone.stderr
+    codes, errors = run_team(2, command("two"), tmp_path, timeout=600, **path)
+    assert codes == [0, 0], errors
+    assert list((tmp_path / "one" / "cache").rglob("000000003.safetensors"))  # a second slice
+    one, two = (
+        {(record.method, record.run): record for record in Store(tmp_path / name / "results").records("imagenet")}
+        for name in ("one", "two")
+    )
+    assert len(one) == 18
+    assert one.keys() == two.keys()
+    for name, record in one.items():
+        other = two[name]
+        if not stream:
+            assert replace(other, seconds={}, environment={}) == replace(record, seconds={}, environment={})
+        assert other.chosen.get("prior_precision", 0) == pytest.approx(record.chosen.get("prior_precision", 0), rel=1e-9)
+        for shown, result in record.labelled.items():
+            assert other.labelled[shown].metrics == pytest.approx(result.metrics, rel=1e-6, abs=1e-9), name
+        for shown, result in record.outliers.items():
+            for score, numbers in result.scores.items():
+                assert other.outliers[shown].scores[score] == pytest.approx(numbers, rel=1e-6), (name, score)
 
 
 @pytest.mark.parametrize("name", IMAGENET_PARAMETERS)

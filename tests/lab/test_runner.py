@@ -23,6 +23,7 @@ from mola.lab.activations import Activations, open_networks
 from mola.lab.comparisons import COMPARISONS
 from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
 from mola.lab.data.images import Images
+from mola.lab.measures import HumanLabels
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
 from mola.lab.plan import Plan, describe
 from mola.lab.runner import run_suite
@@ -287,6 +288,31 @@ def test_a_second_run_computes_nothing(plan, copied, monkeypatch):
     monkeypatch.setattr(Activations, "_run", lambda *_: pytest.fail("ran a network again"))
     assert {(record.method, record.run): record for record in run(plan, copied)} == first
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_finished_run_needs_no_activations(plan, copied, monkeypatch):
+    shutil.rmtree(copied / "activations")
+    monkeypatch.setattr(Activations, "_run", lambda *_: pytest.fail("ran a network again"))
+    assert len(run(plan, copied)) == 18
+    assert not list((copied / "activations").rglob("*.safetensors"))
+
+
+def test_a_new_measure_is_asked_on_its_own_sets_alone(plan, copied):
+    """Records that lack a measure are completed without the shifted sets and outliers that they were made with."""
+    before = {(record.method, record.run): record for record in records_of(copied)}
+    shutil.rmtree(copied / "activations")
+    labels = torch.cat([labels for _, labels in plan.sources["test"].open()])
+    counts = nn.functional.one_hot(labels, CLASSES) * 50
+    asked = run(replace(plan, measures=(HumanLabels(counts),)), copied)
+    for record in asked:
+        old = before[record.method, record.run]
+        assert record == replace(old, measures=record.measures)
+        # All people agree with the label: their cross-entropy is the log loss.
+        assert record.measures["people"]["cross-entropy"] == pytest.approx(
+            old.labelled["test"].metrics["nll"], rel=1e-5
+        )
+    seen = {path.stem for path in (copied / "activations").rglob("*.safetensors")}
+    assert seen == {plan.sources[name].checksum for name in ("train", "validation", "test")}
 
 
 def test_an_interrupted_run_keeps_every_record_it_had(plan, tmp_path, monkeypatch):

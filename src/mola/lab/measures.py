@@ -28,6 +28,10 @@ class Measure(Protocol):
     def name(self) -> str:
         """Unique within the suite; a record's numbers are kept under it."""
 
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Names of the sets that it is about: no others are asked for."""
+
     def __call__(self, answers: Answers, /) -> dict[str, float]:
         """The numbers of one method, by name."""
 
@@ -66,6 +70,7 @@ class HumanLabels:
     counts: Tensor
     """(n, C), in the order of the test set: how many people gave each label."""
     name: str = "people"
+    sets: tuple[str, ...] = ("test",)
 
     def __call__(self, answers: Answers) -> dict[str, float]:
         """The numbers of one method.
@@ -129,6 +134,11 @@ class Rejection:
     """Names of the sets to choose the threshold on: in scope, and out of it."""
     test: tuple[str, str]
     name: str = "rejection"
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """All four of them."""
+        return (*self.validation, *self.test)
 
     def __call__(self, answers: Answers) -> dict[str, float]:
         """The numbers of one method."""

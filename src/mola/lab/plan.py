@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -75,13 +75,20 @@ class Plan:
         """The sets of a run."""
         return self.folds[run] if self.folds else self.sources
 
-    def computed(self) -> list[Source]:
-        """The sets that networks are run over, each once: parts share what was computed for the whole."""
+    def computed(self, needed: Collection[tuple[int, str]]) -> list[Source]:
+        """The sets that networks are run over, each once: parts share what was computed for the whole.
+
+        Args:
+            needed: runs, and names of their sets.
+
+        Returns:
+            The sets, in the order of the suite; without those that are streamed.
+        """
         every = [
             source.whole or source
             for run in range(self.runs)
-            for source in self.sources_of(run).values()
-            if not (self.stream and source.role == "train")
+            for name, source in self.sources_of(run).items()
+            if (run, name) in needed and not (self.stream and source.role == "train")
         ]
         return list({source.checksum: source for source in every}.values())
 

@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -74,18 +74,29 @@ def run_suite(
         if together.first:
             before = claim(plan, store, fresh=fresh)
             store.write_document(plan.suite.name, SUITE, describe(plan, before))
-    members = [one for group in plan.groups for run in range(plan.runs_of(group)) for one in plan.members(group, run)]
-    needed = list({network.checksum: network for network in members}.values())
-    activations.compute(needed, plan.computed(), lambda doing, done: progress(doing, FIRST_PART * done), together)
-    sums = StreamedSums(activations.directory / "sums", activations.device)
-    if plan.stream:
-        _stream(plan, sums, progress, together)
     work = [
         (group, run, method)
         for group in plan.groups
         for run in range(plan.runs_of(group))
         for method in plan.methods(group)
     ]
+    with together.work("the records so far"):
+        # Methods that train share what they trained for the same run.
+        mine = {
+            index: _examine(plan, store, job, fresh=fresh)
+            for index, job in enumerate(work)
+            if (job[1] if job[0] in LONG else index) % together.size == together.rank
+        }
+        wanted = [(index, job.needs(plan)) for index, job in mine.items() if not job.done]
+        unfinished = sorted(one for some in together.share(together.collect(wanted)) for one in some)
+    jobs = [work[index] for index, _ in unfinished]
+    members = [network for group, run, _ in jobs for network in plan.members(group, run)]
+    needed = list({network.checksum: network for network in members}.values())
+    sets = plan.computed({(work[index][1], name) for index, names in unfinished for name in names})
+    activations.compute(needed, sets, lambda doing, done: progress(doing, FIRST_PART * done), together)
+    sums = StreamedSums(activations.directory / "sums", activations.device)
+    if plan.stream:
+        _stream(plan, jobs, sums, progress, together)
 
     @cache
     def read(networks: tuple[Network, ...], run: int, name: str) -> Stored:
@@ -95,22 +106,15 @@ def run_suite(
     refused: list[str] = []
     older: list[list[str]] = []
     with together.work("the methods"):
-        for index, (group, run, method) in enumerate(work):
-            # Methods that train share what they trained for the same run.
-            if (run if group in LONG else index) % together.size != together.rank:
-                continue
+        for index, job in mine.items():
+            run, method, there, unasked = job.run, job.method, job.there, job.unasked
             doing, done = f"run {run + 1}: {method.name}", FIRST_PART + (1 - FIRST_PART) * index / len(work)
             progress(doing, done)
-            networks = tuple(plan.members(group, run))
-            identity = _identity(plan, method, networks, run)
-            known = None if fresh else _known(store, plan.suite.name, method.name, run)
-            sources = plan.sources_of(run)
-            there = known if known is not None and _counts(known, identity, sources) else None
-            unasked = [] if there is None else _unasked(there, plan)
             if there is not None and not unasked:
                 progress(f"{doing} (there already)", done)
-                older.append(_lacking(there, sources))
+                older.append(_lacking(there, plan.sources_of(run)))
                 continue
+            networks = tuple(plan.members(job.group, run))
             threshold = plan.suite.threshold
             given = partial(_given, sums, networks, plan.sources_of(run)["train"]) if plan.stream else None
             read_run = partial(read, networks, run)
@@ -118,7 +122,9 @@ def run_suite(
             try:
                 # The same settings, networks and data give the same method: what is new is asked, and the rest is kept.
                 made = (
-                    _run(plan, method, context, identity) if there is None else _asked(there, method, context, unasked)
+                    _run(plan, method, context, job.identity)
+                    if there is None
+                    else _asked(there, method, context, unasked)
                 )
                 store.write(made)
             except StorageError:
@@ -136,13 +142,13 @@ def run_suite(
     return [record for record in found if record is not None]
 
 
-def _stream(plan: Plan, sums: StreamedSums, progress: Progress, team: Team) -> None:
-    """The sums that the methods of a plan ask for: one pass over the training data for each structure and run."""
+def _stream(
+    plan: Plan, jobs: Sequence[tuple[str, int, SuiteMethod]], sums: StreamedSums, progress: Progress, team: Team
+) -> None:
+    """The sums that methods ask for: one pass over the training data for each structure and run."""
     asked = {
         (run, tuple(plan.members(group, run)), structure): None
-        for group in plan.groups
-        for run in range(plan.runs_of(group))
-        for method in plan.methods(group)
+        for group, run, method in jobs
         if (structure := method.settings().get("structure")) is not None
     }
     for run, networks, structure in asked:
@@ -157,6 +163,40 @@ def _given(
 
 Identity = tuple[dict[str, Any], list[str], dict[str, str]]
 """Settings, checksums of networks and checksums of data: what a record that is there must agree in."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A method in a run, and what there is of it so far."""
+
+    group: str
+    run: int
+    method: SuiteMethod
+    identity: Identity
+    there: Record | None
+    """The record of before, if it counts."""
+    unasked: list[Measure]
+    """What it was not asked yet."""
+
+    @property
+    def done(self) -> bool:
+        return self.there is not None and not self.unasked
+
+    def needs(self, plan: Plan) -> list[str]:
+        """Names of the sets that networks must have seen: all of them, or for a few questions more those that these are about."""
+        sources = plan.sources_of(self.run)
+        if self.there is None:
+            return list(sources)
+        asked = {name for measure in self.unasked for name in measure.sets}
+        return [name for name, source in sources.items() if source.role in ("train", "validation") or name in asked]
+
+
+def _examine(plan: Plan, store: Store, job: tuple[str, int, SuiteMethod], *, fresh: bool) -> _Job:
+    group, run, method = job
+    identity = _identity(plan, method, tuple(plan.members(group, run)), run)
+    known = None if fresh else _known(store, plan.suite.name, method.name, run)
+    there = known if known is not None and _counts(known, identity, plan.sources_of(run)) else None
+    return _Job(group, run, method, identity, there, [] if there is None else _unasked(there, plan))
 
 
 def _identity(plan: Plan, method: SuiteMethod, networks: tuple[Network, ...], run: int) -> Identity:
