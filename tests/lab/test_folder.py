@@ -204,6 +204,10 @@ def test_all_synsets_are_numbered_by_name(tmp_path):
     assert opened.prepare == CENTRE_224
     (tmp_path / "imagenet" / "val" / "n00000007" / "x.png").unlink()
     assert open_imagenet(tmp_path, "test").labels.tolist() == [0, *range(2, 1000)]
+    (tmp_path / "imagenet" / "val" / "thumbnails").mkdir()
+    with pytest.raises(mola.DataError, match="has 1001 subfolders, where ImageNet has 1000 synsets: take out"):
+        open_imagenet(tmp_path)
+    (tmp_path / "imagenet" / "val" / "thumbnails").rmdir()
     (tmp_path / "imagenet" / "val" / "n00000007").rmdir()
     with pytest.raises(mola.DataError, match=r"has 999 of 1000 synset folders.*put a file synsets.txt"):
         open_imagenet(tmp_path)

@@ -136,7 +136,8 @@ def test_one_command_from_names_of_networks_to_records(root, tmp_path):
         assert set(record.labelled["severity 3"].types) == {"contrast", "gaussian_noise"}
         assert set(record.outliers) == {"svhn"}
     document = store.read_document("imagenet", "suite.json")
-    assert "training images are not here" in document["notes"][-1]
+    assert "training images are not here" in document["notes"][-2]
+    assert "types are compared on different classes" in document["notes"][-1]
     assert document["network"] == "sizes_for_test:small, sizes_for_test:large"
     # Nothing is left to do: the same command ends at once, and leaves the records as they are.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*.json")}
@@ -374,7 +375,8 @@ def libraries(monkeypatch):
             raise ValueError(message)
         return network(num_classes)
 
-    shown = types.SimpleNamespace(crop_size=[14], resize_size=[16], mean=[0.4] * 3, std=[0.2] * 3)
+    cubic = types.SimpleNamespace(value="bicubic")
+    shown = types.SimpleNamespace(crop_size=[14], resize_size=[16], mean=[0.4] * 3, std=[0.2] * 3, interpolation=cubic)
     weights = types.SimpleNamespace(DEFAULT=types.SimpleNamespace(transforms=lambda: shown))
     models = types.ModuleType("torchvision.models")
     models.get_model, models.get_model_weights = get_model, lambda name: weights
@@ -391,6 +393,7 @@ def test_networks_of_libraries_bring_images_to_their_own_size(libraries, tmp_pat
     names = [f"{name}={tmp_path / 'weights.safetensors'}" for name in ("timm:any", "torchvision:resnet9")]
     timm, vision = (network.load() for network in open_named(",".join(names), 7))
     assert (timm.size, timm.crop, vision.size, vision.crop) == (10, 0.9, 14, 0.875)
+    assert (timm.interpolation, vision.interpolation) == ("bilinear", "bicubic")
     images = torch.rand(4, 3, 16, 16)
     torch.testing.assert_close(vision(images), inner((images[:, :, 1:15, 1:15] - 0.4) / 0.2))
     torch.testing.assert_close(timm(images), inner(timm.inputs(images)))

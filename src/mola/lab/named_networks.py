@@ -24,7 +24,7 @@ from torch import nn
 from mola.errors import MissingExtraError, OptionError
 from mola.lab.activations import Network, network_checksum
 from mola.lab.imported import import_builder
-from mola.network.resized import Resized
+from mola.network.resized import INTERPOLATIONS, Resized
 
 __all__ = ["TIMM", "TORCHVISION", "are_names", "open_named", "timm_builder", "torchvision_builder"]
 
@@ -122,7 +122,7 @@ def _like_timm(network: nn.Module) -> nn.Module:
         crop=1.0 if found.get("crop_mode") == "squash" else float(found.get("crop_pct") or CROP),
         mean=found.get("mean") or 0.0,
         std=found.get("std") or 1.0,
-        interpolation=interpolation if interpolation in ("bilinear", "bicubic") else "bilinear",
+        interpolation=interpolation if interpolation in INTERPOLATIONS else "bilinear",
     )
 
 
@@ -156,6 +156,15 @@ def torchvision_builder(name: str, classes: int) -> Callable[[], nn.Module]:
             )
             raise OptionError(message) from error
         size, resized = (getattr(evaluated, side)[0] for side in ("crop_size", "resize_size"))
-        return Resized(network, size, crop=size / resized, mean=evaluated.mean, std=evaluated.std)
+        # A member of torchvision's InterpolationMode: bicubic for many of its newer networks.
+        interpolation = evaluated.interpolation.value
+        return Resized(
+            network,
+            size,
+            crop=size / resized,
+            mean=evaluated.mean,
+            std=evaluated.std,
+            interpolation=interpolation if interpolation in INTERPOLATIONS else "bilinear",
+        )
 
     return build

@@ -374,7 +374,7 @@ def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:
     """The names of all classes in the order of their numbers.
 
     Raises:
-        DataError: if some are missing and no file names them.
+        DataError: if some are missing and no file names them, or there are too many.
     """
     present = tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")))
     if len(present) == CLASSES:
@@ -386,6 +386,9 @@ def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:
                 message = f"{place / SYNSETS} names a synset twice among its {len(names)} lines."
                 raise DataError(message)
             return names
+    if len(present) > CLASSES:
+        message = f"{folder} has {len(present)} subfolders, where ImageNet has {CLASSES} synsets: take out what is not one of them."
+        raise DataError(message)
     message = (
         f"{folder} has {len(present)} of {CLASSES} synset folders, so the classes' numbers are not known: complete it, or "
         f"put a file {SYNSETS} with the {CLASSES} names in the order of their numbers into {beside[0]}."

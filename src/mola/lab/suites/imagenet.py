@@ -70,7 +70,7 @@ def _preparation(options: DataOptions) -> Preparation:
 
 @dataclass(frozen=True)
 class _Pictures:
-    """Image files, each corrupted when it is read, or none."""
+    """Image files; each is corrupted when it is read, or none is."""
 
     images: ImageFolder
     severity: int = 0
@@ -365,7 +365,8 @@ def _folds(options: DataOptions) -> Folds:
         folds.append({**fold, **outliers})
     notes = (
         "The training images are not here: the sums come from two of every five validation images, one tunes and two test, in five "
-        "rotations. Every image is tested in two of them, and errors over rotations are those of runs that share images.",
+        "rotations. Every image is tested in two of them, and all rotations have the same networks and outliers.",
+        "All images of a class have one type of corruption: types are compared on different classes.",
     )
     return Folds(tuple(folds), notes)
 
@@ -376,7 +377,7 @@ def _present(labels: Tensor) -> Tensor:
 
 
 def _ranks(labels: Tensor) -> Tensor:
-    """The how manieth of its class each image is, from 0."""
+    """The place of each image among those of its class, from 0."""
     ranks, seen = torch.zeros_like(labels), dict[int, int]()
     for place, label in enumerate(labels.tolist()):
         ranks[place] = seen.get(label, 0)
