@@ -639,11 +639,10 @@ def test_variances_beyond_float32_stay_finite():
 
 @pytest.mark.filterwarnings("ignore::mola.MolaWarning")
 def test_reweighting_by_distance_is_no_worse_than_where_it_began():
-    nets = [network(1, seed, hidden=4 + seed) for seed in range(3)]
-    x, y = data()
-    new, targets = data(seed=7)
+    nets = [network(1, 10 + member, hidden=3 + 2 * member) for member in range(3)]
+    posterior = mola.fit(nets, [data(seed=1)], likelihood="gaussian", progress=False)
+    new, targets = data(seed=101)
     new = 3 * new
-    posterior = mola.fit(nets, [(x, y)], likelihood="gaussian", progress=False).tune([data(seed=6)], progress=False)
     for start in ([0.9, 0.05, 0.05], [0.05, 0.9, 0.05], [1 / 3, 1 / 3, 1 / 3]):
         before = posterior.with_weights(start).with_distance_exponent(4.0)
         after = before.reweight([(new, targets)], progress=False)
