@@ -26,8 +26,9 @@ from mola.distributed import Team
 from mola.errors import OptionError, located, warn
 from mola.laplace import LogitMoments, in_range
 from mola.likelihood import Gaussian
-from mola.mixture import describe_numbers, stacking_weights
+from mola.mixture import describe_numbers, stacked_in_turn, stacking_weights, uniform_weights
 from mola.network import Inputs, one_batch, undisturbed, without_autocast
+from mola.numerics import exact
 from mola.positions import DenseBatch
 from mola.posterior import MoLA
 from mola.prediction import later
@@ -58,13 +59,14 @@ class RegressionMoLA(MoLA):
     @property
     def noise(self) -> Tensor:
         """Standard deviation (K, D) of the noise in the targets' units; for networks that say their own, a factor of it."""
-        widths = [1 if one.curvature is None else len(one.curvature.weights) for one in self.components]
-        pairs = zip(self.likelihoods, widths, strict=True)
-        rows = [
-            torch.tensor(one.noise or 1.0, dtype=torch.float64, device="cpu").expand(max(width, len(one.noise or (1,))))  # type: ignore[arg-type]
-            for one, width in pairs
-        ]
-        return torch.stack([row.clone() for row in rows])
+        rows = []
+        for component, likelihood in zip(self.components, self.likelihoods, strict=True):
+            given: Any = likelihood.noise
+            if given is None:  # 1, or it is not known, which is said
+                given = likelihood.deviation(1).tolist()
+            width = len(given) if component.curvature is None else len(component.curvature.weights)
+            rows.append(torch.tensor(given, dtype=torch.float64, device="cpu").expand(width).clone())
+        return torch.stack(rows)
 
     def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
         """The same mixture with another noise.
@@ -75,23 +77,42 @@ class RegressionMoLA(MoLA):
 
         Returns:
             A new posterior, whose noise rules leave as it is.
+
+        Raises:
+            OptionError: if it is not as many numbers as there are outputs.
         """
         count = len(self.components)
-        given: Any = noise
-        table = isinstance(given, (Tensor, np.ndarray, list, tuple)) and len(given) and hasattr(given[0], "__len__")
-        table = table or (isinstance(given, Tensor) and given.dim() == 2)
-        rows = per_component(list(given), count, "noise") if table else [given] * count
-        moved = [
-            component.of_likelihood(replace(likelihood, noise=row, estimated=False))
-            for component, likelihood, row in zip(self.components, self.likelihoods, rows, strict=True)
-        ]
+        given: Any = noise.detach().cpu().numpy() if isinstance(noise, Tensor) else noise
+        given = given.tolist() if isinstance(given, (np.ndarray, np.generic)) else given
+        if given is None:
+            message = (
+                "noise: expected one number, or one for each output; got None. posterior.tune(val_loader) chooses it."
+            )
+            raise OptionError(message)
+        table = isinstance(given, (list, tuple)) and any(hasattr(row, "__len__") for row in given)
+        rows = per_component(given, count, "noise") if table else [given] * count
+        moved = []
+        for component, likelihood, row in zip(self.components, self.likelihoods, rows, strict=True):
+            meant = replace(likelihood, noise=row, estimated=False)
+            if component.curvature is not None:
+                meant.deviation(len(component.curvature.weights))  # refuses another number of them
+            moved.append(component.of_likelihood(meant))
         return self._with(components=moved, tuning=None)
 
     def _described_link(self) -> str:
         noise = "; ".join(dict.fromkeys(describe_numbers(row.tolist()) for row in self.noise))
         how = "chosen" if self.tuning is not None and self.tuning.noise_factors else None
         how = how or ("from the training data's residuals" if self.likelihoods[0].estimated else "as given")
+        if self.likelihoods[0].heteroscedastic:
+            how = "chosen" if how == "chosen" else "as given" if how == "as given" else "as they were trained"
+            return f"  noise: as the networks say, times {noise}, {how}\n"
         return f"  noise: {noise}, {how}\n"
+
+    def _described_cooling(self) -> str:
+        parts = [f"by {self.temperature:.4g}"] if self.temperature != 1 else []
+        if self.distance_exponent > 0:
+            parts.append(f"by distance, with exponent {self.distance_exponent:.4g}")
+        return f"  standard deviations multiplied: {' and '.join(parts)}\n" if parts else ""
 
     def _with_noise_scaled(self, factors: Sequence[float]) -> Self:
         pairs = zip(self.components, factors, strict=True)
@@ -154,21 +175,27 @@ class RegressionMoLA(MoLA):
                 noise if one.spread is None else noise + self.temperature**2 * one.variance
                 for noise, one in zip(noises, moments, strict=True)
             ]
-            return units(torch.stack(left) * growth)
+            return units(exact(torch.stack(left)) * exact(growth))
+
+        def squares(values: Tensor) -> Tensor:
+            """As the network's numbers are, or in float64 where these do not hold them: their roots they do hold."""
+            returned = back(values.to(means))
+            return returned if bool(torch.isfinite(returned).all()) else values
 
         means = torch.stack(self._means(moments))
 
         def score() -> Tensor:
             if name != VARIANCE:
                 return self._score(moments, name)
-            between = torch.einsum("k,knd->nd", weights.to(means), (means - self._mix(list(means))).square())
-            noise = torch.einsum("k,knd->nd", weights.to(means), units(torch.stack(noises)))
-            return (between / noise).log1p().mean(1)
+            wide = exact(means)
+            between = torch.einsum("k,knd->nd", weights.to(wide), (wide - self._mix(list(wide))).square())
+            noise = torch.einsum("k,knd->nd", weights.to(wide), units(exact(torch.stack(noises))))
+            return (between / noise).log1p().mean(1).to(means)
 
         return RegressionPrediction(
             back(means),
-            later(lambda: back(variance()), device),
-            back(units(torch.stack(noises)).contiguous()),
+            later(lambda: squares(variance()), device),
+            squares(units(exact(torch.stack(noises))).contiguous()),
             weights,
             later(lambda: back(score()), device),
             name,
@@ -251,6 +278,9 @@ class RegressionMoLA(MoLA):
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
         """Stacking: the weights that maximise the mixture's log-likelihood on validation data.
 
+        With caution by distance, variances and weights are found in turn, as for classes: the result is no worse than these weights,
+        nor than uniform ones.
+
         Args:
             val_loader: validation data with targets, read once, or what was read of them.
             progress: whether to show a progress bar on stderr, if that is a terminal.
@@ -263,12 +293,29 @@ class RegressionMoLA(MoLA):
         with together.work("reweight"), torch.no_grad():
             data = self._read(val_loader, "validation loader", labelled=True, progress=progress, team=together)
             self._doubts(data)
-            said = self.on_held_out(data)
             targets = self.likelihoods[0].in_units(data.labels)  # type: ignore[arg-type]
-            logs = normal_mixtures.normal_log_density(said.component_mean, said.component_variance, targets).sum(2)
-            # Densities have no scale of their own: relative to the best component, none underflows.
-            relative = (logs - logs.amax(0)).exp().T.contiguous()
-            weights = stacking_weights(together.rows(relative if len(data) else None))
+
+            def densities(posterior: Self) -> tuple[Tensor, float]:
+                """Of each component (n, K), relative to the best one of each datum, and the mean logarithm of the best."""
+                said = posterior.on_held_out(data)
+                logs = normal_mixtures.normal_log_density(said.component_mean, said.component_variance, targets).sum(2)
+                # Densities have no scale of their own: relative to the best component, none underflows.
+                best = logs.amax(0)
+                relative = (logs - best).exp().T.contiguous()
+                sums = torch.stack([best.sum(), best.new_tensor(float(len(data)))])
+                total, count = together.sum([sums.cpu()])[0].tolist()
+                return together.rows(relative if len(data) else None), total / count
+
+            def judged(weights: Tensor) -> tuple[Tensor, float]:
+                # One process speaks for all, of the score too: they take the same number of turns.
+                at = self.with_weights(together.share(weights.tolist()))
+                found, best = densities(at)
+                return found, together.share(float((found.double() @ at.weights.cpu()).log().mean()) + best)
+
+            if self.distance_exponent == 0:
+                weights = stacking_weights(densities(self)[0])
+            else:  # variances grow with the mixture's distance, which depends on the weights
+                weights = stacked_in_turn(judged, [self.weights.cpu(), uniform_weights(len(self.components))])
             return self.with_weights(together.share(weights.tolist()))
 
     def _doubts(self, data: HeldOut) -> tuple[str, ...]:

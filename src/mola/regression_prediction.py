@@ -11,7 +11,7 @@ from torch import Tensor
 from mola import normal_mixtures
 from mola.errors import DataError, OptionError
 from mola.likelihood import GAUSSIAN, Gaussian, Likelihood
-from mola.numerics import exact
+from mola.numerics import exact, exact_device
 from mola.options import is_real
 from mola.prediction import Later, LazyFields
 
@@ -80,9 +80,9 @@ class RegressionPrediction(LazyFields):
             The prediction, whose outlier score is how much the members disagree.
         """
         variance = likelihood.variance_in_units(likelihood.deviation(means.shape[2]).square()).to(means)
-        shares = weights.to(means)
-        between = torch.einsum("k,knd->nd", shares, (means - torch.einsum("k,knd->nd", shares, means)).square())
-        score = (between / variance).log1p().mean(1)
+        wide, shares = exact(means), exact(weights.to(means))
+        between = torch.einsum("k,knd->nd", shares, (wide - torch.einsum("k,knd->nd", shares, wide)).square())
+        score = (between / exact(variance)).log1p().mean(1).to(means)
         noise = variance.expand_as(means).contiguous()
         return cls(means, noise, noise, weights, score, "variance", likelihood=likelihood)
 
@@ -168,6 +168,19 @@ class RegressionPrediction(LazyFields):
     def _mixed(self, values: Tensor) -> Tensor:
         return torch.einsum("k,k...->...", self.weights.to(values), values)
 
+    def _between(self) -> Tensor:
+        """Variance of the means, in float64: squares leave the range of float32 where their roots do not."""
+        means = exact(self.component_mean)
+        return self._mixed((means - self._mixed(means)).square())
+
+    def _variance(self) -> Tensor:
+        return self._mixed(exact(self.component_variance)) + self._between()
+
+    def _in_range(self, values: Tensor) -> Tensor:
+        """As the means are, or in float64 where that does not hold them."""
+        returned = values.to(self.component_mean)
+        return returned if bool(torch.isfinite(returned).all()) else values
+
     # --- moments ----------------------------------------------------------------------------------------------------
 
     @property
@@ -178,32 +191,33 @@ class RegressionPrediction(LazyFields):
     @property
     def between(self) -> Tensor:
         """Variance (n, D) of the networks' means: how much they disagree."""
-        return self._mixed((self.component_mean - self.mean).square())
+        return self._in_range(self._between())
 
     @property
     def aleatoric(self) -> Tensor:
         """Variance (n, D) of the noise: what no data would remove."""
-        return self._mixed(self.component_noise)
+        return self._in_range(self._mixed(exact(self.component_noise)))
 
     @property
     def within(self) -> Tensor:
         """Variance (n, D) beside the noise: what each network does not know of its own weights, and caution by distance."""
-        return self._mixed(self.component_variance - self.component_noise)
+        return self._in_range(self._mixed(exact(self.component_variance) - exact(self.component_noise)))
 
     @property
     def epistemic(self) -> Tensor:
         """Variance (n, D) that more data would remove: `within` and `between`."""
-        return self.within + self.between
+        within = self._mixed(exact(self.component_variance) - exact(self.component_noise))
+        return self._in_range(within + self._between())
 
     @property
     def variance(self) -> Tensor:
         """Variance (n, D) of the prediction: `aleatoric` and `epistemic`."""
-        return self._mixed(self.component_variance) + self.between
+        return self._in_range(self._variance())
 
     @property
     def std(self) -> Tensor:
         """Standard deviation (n, D) of the prediction."""
-        return self.variance.sqrt()
+        return self._variance().sqrt().to(self.component_mean)
 
     # --- its distribution -------------------------------------------------------------------------------------------
 
@@ -215,9 +229,17 @@ class RegressionPrediction(LazyFields):
         """Targets as (n, D) in float64.
 
         Raises:
-            DataError: if they are of another shape.
+            DataError: if they are of another shape, or no real numbers.
         """
-        given = exact(torch.as_tensor(targets)).to(self.component_mean.device)
+        try:
+            read = torch.as_tensor(targets)
+        except (TypeError, ValueError, RuntimeError) as error:
+            message = f"expected targets as a tensor, an array or numbers, got {type(targets).__name__}."
+            raise DataError(message) from error
+        if read.is_complex():
+            message = f"expected real targets, got {read.dtype}."
+            raise DataError(message)
+        given = exact(read).to(exact_device(self.component_mean.device))
         shape = self.component_mean.shape[1:]
         if given.dim() == len(shape) - 1 and shape[self.axis] == 1:
             given = given.unsqueeze(self.axis)
@@ -225,7 +247,7 @@ class RegressionPrediction(LazyFields):
             given = given.expand(shape)
         if given.shape != shape:
             message = (
-                f"expected targets of shape {tuple(shape)}, got {tuple(given.shape)}: one for each input and output."
+                f"expected targets of shape {tuple(shape)}, got {tuple(read.shape)}: one for each input and output."
             )
             raise DataError(message)
         return given

@@ -744,3 +744,34 @@ def test_scikit_learn_takes_several_labels():
     assert model.ood_score(table).shape == (300,)
     tuned = mola.MolaClassifier(members=1, epochs=40, rule="nll", random_state=0).fit(table, labels)
     assert (tuned.predict(table) == labels).mean() > 0.9
+
+
+class Flat(nn.Module):
+    """A network whose one logit has no axis."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs):
+        return self.network(inputs).squeeze(-1)
+
+
+@pytest.mark.parametrize("wrapped", [nn.Sequential, Flat])
+def test_logits_between_0_and_1_of_a_weak_network_are_logits(wrapped):
+    torch.manual_seed(0)
+    x = torch.randn(200, 3)
+    layer = nn.Linear(3, 1)
+    with torch.no_grad():
+        layer.weight.mul_(0.1)
+        layer.bias.fill_(0.5)
+    assert bool(((layer(x) > 0) & (layer(x) < 1)).all())
+    network = wrapped(layer)
+    posterior = mola.fit(network, [(x, (torch.rand(200) < 0.6).float())], likelihood="bernoulli", progress=False)
+    torch.testing.assert_close(
+        posterior.with_prior_precision(1e12).predict(x).probs, torch.sigmoid(layer(x)).detach(), atol=1e-5, rtol=0
+    )
+    plain = mola.ensemble(network, likelihood="bernoulli")
+    torch.testing.assert_close(plain(x), torch.sigmoid(layer(x)).detach())
+    with pytest.raises(HeadError, match="seem to be probabilities"):
+        mola.ensemble(nn.Sequential(layer, nn.Sigmoid()), likelihood="bernoulli")(x)

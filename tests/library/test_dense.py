@@ -576,3 +576,69 @@ def test_heads_are_seen_in_every_pass():
     assert (head.classes, head.inputs, head.width, head.axis) == (CLASSES, FEATURES, FEATURES + 1, 1)
     assert isinstance(seen, features.DenseFeatures)
     close(seen.logits.flatten(0, 1), head.lift(seen.features.flatten(0, 1)) @ head.weights().T)
+
+
+# --- what a review found ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", ["convolution", "linear"])
+def test_two_numbers_for_each_of_several_targets_at_many_positions(layer):
+    torch.manual_seed(0)
+    meaning = mola.Gaussian(heteroscedastic=True)
+    if layer == "convolution":
+        x, targets = torch.randn(5, 3, 4, 6).double(), torch.randn(5, 2, 4, 6).double()
+        head, axis = nn.Conv2d(3, 4, 1).double(), 1
+    else:
+        x, targets, head, axis = (
+            torch.randn(5, 7, 3).double(),
+            torch.randn(5, 7, 2).double(),
+            nn.Linear(3, 4).double(),
+            -1,
+        )
+    rows = nn.Sequential(nn.Linear(3, 4).double())
+    with torch.no_grad():
+        rows[0].weight.copy_(head.weight.flatten(1))
+        rows[0].bias.copy_(head.bias)
+    posterior = mola.fit(nn.Sequential(head), [(x, targets)], likelihood=meaning, progress=False)
+    flat, flat_targets = (values.movedim(axis, -1).flatten(0, -2) for values in (x, targets))
+    twin = mola.fit(rows, [(flat, flat_targets)], likelihood=meaning, progress=False).predict(flat)
+    said = posterior.predict(x)
+    assert said.mean.shape == targets.shape
+    torch.testing.assert_close(said.variance.movedim(axis, -1).flatten(0, -2), twin.variance)
+    torch.testing.assert_close(said.log_prob(targets).flatten(), twin.log_prob(flat_targets))
+
+
+def test_position_with_some_of_its_targets_left_out_is_refused():
+    x, targets = torch.randn(2, 3, 4, 5), torch.randn(2, 2, 4, 5)
+    targets[1, 0, 2, 2] = -100
+    with pytest.raises(DataError, match=r"batch 0 .* at 1 positions some of the 2 targets"):
+        mola.fit(nn.Sequential(nn.Conv2d(3, 2, 1)), [(x, targets)], likelihood="gaussian", progress=False)
+    targets[1, :, 2, 2] = -100
+    posterior = mola.fit(nn.Sequential(nn.Conv2d(3, 2, 1)), [(x, targets)], likelihood="gaussian", progress=False)
+    assert posterior.components[0].curvature.count == 39
+
+
+def test_labels_of_yes_or_no_are_left_out_one_by_one_by_any_value():
+    torch.manual_seed(0)
+    x, labels = torch.randn(3, 3, 4, 5).double(), torch.randint(2, (3, 2, 4, 5))
+    missing = torch.rand(3, 2, 4, 5) < 0.3
+    network = nn.Sequential(nn.Conv2d(3, 2, 1)).double()
+
+    def fitted(value, dtype, **options):
+        marked = torch.where(missing, value, labels).to(dtype)
+        return mola.fit(network, [(x, marked)], structure="full", likelihood="bernoulli", progress=False, **options)
+
+    expected = fitted(-100, torch.int64)
+    assert torch.equal(fitted(255, torch.uint8, ignore_index=255)(x), expected(x))
+
+
+def test_logits_between_0_and_1_of_a_head_are_not_taken_for_probabilities():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 1, 1))
+    with torch.no_grad():
+        network[0].weight.mul_(0.05)
+        network[0].bias.fill_(0.5)
+    x, labels = torch.randn(2, 3, 9, 9), torch.randint(2, (2, 1, 9, 9))
+    assert bool(((network(x) > 0) & (network(x) < 1)).all())
+    posterior = mola.fit(network, [(x, labels)], likelihood="bernoulli", progress=False)
+    assert posterior.predict(x).probs.shape == (2, 1, 9, 9)

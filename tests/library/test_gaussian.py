@@ -1,5 +1,6 @@
 """Regression: every structure against the dense Hessian, the mixture against draws, noise, units, rules and refusals."""
 
+import copy
 import json
 import math
 
@@ -694,3 +695,115 @@ def test_exported_files_say_what_the_posterior_says(tmp_path, trained, rule):
         assert np.allclose(np.asarray(values), getattr(said, field).numpy(), rtol=2e-4, atol=1e-4), field
     with pytest.raises(OptionError, match="expected some of mean"):
         mola.export_torch(posterior, tmp_path / "no.pt2", x[:4], outputs=["probabilities"])
+
+
+# --- what a review found ------------------------------------------------------------------------------------------------
+
+
+def test_heteroscedastic_posterior_is_loaded_again(tmp_path):
+    x, y = data()
+    nets = [network(2, seed) for seed in range(2)]
+    posterior = mola.fit(nets, [(x, y)], likelihood=mola.Gaussian(heteroscedastic=True), progress=False)
+    posterior.save(tmp_path / "p")
+    again = mola.load(tmp_path / "p", nets)
+    assert torch.equal(again.predict(x).variance, posterior.predict(x).variance)
+    with torch.no_grad():
+        nets[1][2].weight[1, 0] += 1  # of the variance: no mean row has changed
+    with pytest.raises(mola.StorageError, match="other layers have changed"):
+        mola.load(tmp_path / "p", nets)
+
+
+def test_noise_of_each_output_may_be_any_kind_of_vector():
+    posterior, *_ = fitted(outputs=2, members=2)
+    expected = torch.tensor([[0.1, 0.5], [0.1, 0.5]], dtype=torch.float64)
+    for given in ([0.1, 0.5], (0.1, 0.5), np.array([0.1, 0.5]), expected[0], expected, expected.numpy()):
+        assert torch.equal(posterior.with_noise(given).noise, expected)
+    for given in (0.3, torch.tensor(0.3).double(), np.array(0.3), np.float64(0.3), [[0.3], [0.3]]):
+        assert torch.equal(posterior.with_noise(given).noise, torch.full((2, 2), 0.3, dtype=torch.float64))
+
+
+def test_noise_of_other_outputs_and_none_are_refused_at_once():
+    posterior, *_ = fitted(outputs=2, members=2)
+    with pytest.raises(OptionError, match="expected one number, or 2 of them"):
+        posterior.with_noise([0.1, 0.2, 0.3])
+    with pytest.raises(OptionError, match="got None"):
+        posterior.with_noise(None)
+
+
+def test_noise_that_is_not_known_is_not_said_to_be_one():
+    ensemble = mola.ensemble([network(2)], likelihood="gaussian")
+    with pytest.raises(OptionError, match=r"not known.*scale_noise"):
+        ensemble.noise  # noqa: B018
+    own = mola.ensemble([network(2)], likelihood=mola.Gaussian(heteroscedastic=True))
+    assert own.noise.tolist() == [[1.0]]
+
+
+def test_variances_beyond_float32_stay_finite():
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(3, 2)).float() for _ in range(2)]
+    x, y = data(2)
+    posterior = mola.fit(nets, [(x.float(), y.float())], likelihood="gaussian", progress=False)
+    far = 1e25 * x[:4].float()
+    said = posterior.predict(far)
+    twins = [copy.deepcopy(net).double() for net in nets]
+    exact = mola.fit(twins, [(x.float().double(), y.float().double())], likelihood="gaussian", progress=False)
+    expected = exact.predict(far.double())
+    assert said.std.dtype == torch.float32
+    for name in ("mean", "std", "variance", "within", "between", "epistemic"):
+        torch.testing.assert_close(getattr(said, name).double(), getattr(expected, name), rtol=1e-4, atol=0)
+    for one, other in zip(said.interval(0.9), expected.interval(0.9), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e20)
+    assert bool(said.log_prob(y[:4]).isfinite().all())
+    assert bool(said.crps(y[:4]).isfinite().all())
+
+
+@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+def test_reweighting_by_distance_is_no_worse_than_where_it_began():
+    nets = [network(1, 10 + member, hidden=3 + 2 * member) for member in range(3)]
+    posterior = mola.fit(nets, [data(seed=1)], likelihood="gaussian", progress=False)
+    new, targets = data(seed=101)
+    new = 3 * new
+    for start in ([0.9, 0.05, 0.05], [0.05, 0.9, 0.05], [1 / 3, 1 / 3, 1 / 3]):
+        before = posterior.with_weights(start).with_distance_exponent(4.0)
+        after = before.reweight([(new, targets)], progress=False)
+        uniform = before.with_weights("uniform")
+        score = [float(one.predict(new).log_prob(targets).mean()) for one in (before, uniform, after)]
+        assert score[2] >= max(score[:2]) - 1e-9
+        again = after.reweight([(new, targets)], progress=False)
+        assert float(again.predict(new).log_prob(targets).mean()) >= score[2] - 1e-9
+
+
+def test_scale_noise_names_targets_that_cannot_be_used():
+    ensemble, (x, y) = mola.ensemble([network(2)], likelihood="gaussian"), data(2)
+    with pytest.raises(DataError, match=r"batch 1 of the validation loader: targets must be finite"):
+        mola.scale_noise(ensemble, [(x, y), (x, y * math.nan)])
+    with pytest.raises(
+        DataError, match=r"batch 0 of the validation loader: expected targets of shape \(60, 2\), got \(60,\)"
+    ):
+        mola.scale_noise(ensemble, [(x, y[:, 0])])
+    with pytest.raises(DataError, match="exactly"):
+        mola.scale_noise(ensemble, [(x, network(2)(x).detach())])
+    image = nn.Sequential(nn.Conv2d(3, 2, 1))
+    with pytest.raises(OptionError, match="many positions"):
+        mola.scale_noise(
+            mola.ensemble([image], likelihood="gaussian"), [(torch.randn(2, 3, 4, 4), torch.randn(2, 2, 4, 4))]
+        )
+
+
+def test_targets_of_a_prediction_must_be_real_numbers():
+    posterior, _, x, _ = fitted()
+    said = posterior.predict(x[:2])
+    with pytest.raises(DataError, match="got str"):
+        said.log_prob("targets")
+    with pytest.raises(DataError, match="real targets"):
+        said.log_prob(torch.zeros(2, dtype=torch.complex64))
+
+
+def test_words_are_about_numbers():
+    posterior, *_ = fitted()
+    words = repr(posterior.with_temperature(2.0).with_distance_exponent(0.5))
+    assert "standard deviations multiplied: by 2 and by distance, with exponent 0.5" in words
+    assert "logits" not in words
+    x, y = data()
+    own = mola.fit(network(2), [(x, y)], likelihood=mola.Gaussian(heteroscedastic=True), progress=False)
+    assert "as the networks say, times 1, as they were trained" in repr(own)

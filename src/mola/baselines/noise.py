@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mola import normal_mixtures
-from mola.errors import DataError, OptionError, StorageError
+from mola.errors import DataError, OptionError, StorageError, located
 from mola.likelihood import CATEGORICAL, Gaussian, Likelihood
 from mola.mixture import Mixture
 from mola.network import as_batch, batches_of
@@ -76,7 +76,7 @@ def scale_noise(predictor: Mixture, val_loader: Iterable[Any]) -> Any:
 
     Raises:
         OptionError: if it does not predict numbers, or has curvature.
-        DataError: if there are no validation data.
+        DataError: if there are no validation data, or their targets cannot be used.
     """
     likelihood = predictor.likelihood
     if not isinstance(likelihood, Gaussian):
@@ -101,14 +101,30 @@ def scale_noise(predictor: Mixture, val_loader: Iterable[Any]) -> Any:
             message = f"{place} has no targets. Yield (inputs, targets)."
             raise DataError(message)
         said = started._predict_batch(batch.inputs, None, place).cpu()
+        if said.component_mean.dim() > 3:
+            message = (
+                "scale_noise takes predictors with one row of numbers for each input, and this one predicts at many positions. Give "
+                "the noise: mola.Gaussian(noise=...)."
+            )
+            raise OptionError(message)
         parts.append(said)
-        given = batch.labels.double().cpu()
-        targets.append(given[:, None] if given.dim() == 1 else given)
+        with located(place):
+            given = said._targets(batch.labels)
+        if not bool(torch.isfinite(given).all()):
+            message = f"{place}: targets must be finite. Leave out rows without a target."
+            raise DataError(message)
+        targets.append(given)
     if not parts:
         message = "the validation loader is empty: it yielded no batch."
         raise DataError(message)
     said = type(parts[0]).concatenate(parts)
-    observed = said._targets(torch.cat(targets))
+    observed = torch.cat(targets)
+    if bool((said.component_mean == observed).all(1).any()):
+        message = (
+            "a network predicts all validation targets of an output exactly: they say nothing of its noise. Pass "
+            "mola.Gaussian(noise=...)."
+        )
+        raise DataError(message)
     factors = best_factors(said.weights, said.component_mean, said.component_variance, said.component_noise, observed)
     noise = torch.tensor(unit.noise, dtype=torch.float64, device="cpu").expand(len(factors)) * factors
     return _with(predictor, replace(likelihood, noise=tuple(noise.tolist()), estimated=True))

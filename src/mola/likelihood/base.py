@@ -78,6 +78,7 @@ class Likelihood(ABC):
         hides_shift: whether a shift common to all outputs changes nothing.
         discrete: whether labels are answers to choose from, and not numbers.
         competing: whether outputs compete: one is probable only at the cost of the others.
+        partial: whether some of a datum's labels may be missing, and the others count.
         links: names of the links that apply.
         rules: names of the rules that mean something.
         default_rule: the rule that is taken where none is named.
@@ -87,6 +88,7 @@ class Likelihood(ABC):
     hides_shift: bool = False
     discrete: bool = True
     competing: bool = False
+    partial: bool = False
     links: tuple[str, ...] = ()
     rules: tuple[str, ...] = ("threshold", "nll", "brier", "ece", "evidence", "distance")
     default_rule: str = "threshold"

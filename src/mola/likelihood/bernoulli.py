@@ -31,6 +31,7 @@ class Bernoulli(Likelihood):
     """Yes or no for each of C labels, by a sigmoid of one logit each."""
 
     name = "bernoulli"
+    partial = True
     links = ("probit", "mean-field", "mc")
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:

@@ -183,7 +183,7 @@ class Gaussian(Likelihood):
                 return torch.ones(width, dtype=torch.float64, device="cpu")
             message = (
                 "the noise is not known: pass mola.Gaussian(noise=...), or fit with batches of (inputs, targets), from whose "
-                "residuals it is estimated."
+                "residuals it is estimated. For an ensemble, mola.scale_noise(ensemble, val_loader) chooses it."
             )
             raise OptionError(message)
         noise = _wide(self.noise, width, "noise")

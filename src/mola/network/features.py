@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -160,10 +160,11 @@ class Watched:
             return self._without_head(logits, inputs)
         flat = logits.dim() == 1
         axes = 0 if self.head is None or self.head.positions is None else self.head.positions.axes
-        if self.head is None or logits.dim() != 2 + axes:
-            logits = self.likelihood.check_outputs(logits)
         if self.head is None:
+            logits = self._checked(logits, inputs)
             return Features(logits[:, :0], logits)
+        if logits.dim() != 2 + axes:
+            logits = self.likelihood.check_outputs(logits, [(self.head.name, logits.shape)])
         for seen in reversed(calls):
             # In a trace nothing has an address: (n,) is then taken to be the head's (n, 1), as it was when the head was found.
             if seen.gave(logits) or (flat and torch.compiler.is_compiling()):
@@ -171,6 +172,21 @@ class Watched:
                 return seen_by(self.head, seen.features, logits)
         message = f"the network's output is not the output of its head {self.head.name!r} in this pass. Was the network changed?"
         raise HeadError(message)
+
+    def _checked(self, outputs: Tensor, inputs: Inputs) -> Tensor:
+        """Outputs of a network of which no head is known, as rows.
+
+        Raises:
+            HeadError: if they do not fit, or seem to be probabilities and are not what a linear layer gave.
+        """
+        try:
+            return self.likelihood.check_outputs(outputs)
+        except HeadError:
+            # Logits, too, may all lie between 0 and 1: those that a linear layer gave are logits.
+            with suppress(HeadError, DataError):
+                first_pass(self.network, inputs, None, self.likelihood)
+                return self.likelihood.check_outputs(outputs, [("", outputs.shape)])
+            raise
 
     def _without_head(self, outputs: Tensor, inputs: Inputs) -> DenseFeatures:
         """Outputs at many positions of a network of which no head is known: the layer that gave them says where classes stand."""
@@ -566,7 +582,7 @@ def _read(
         rows: of a piece, at most.
         most: how many positions of each input are drawn; None: all are taken.
         start_input: number of inputs that were read before.
-        likelihood: what the outputs mean; of those that say variances, labels have the means alone.
+        likelihood: what the outputs mean; says how many labels a position has.
 
     Returns:
         The batch in pieces: in one, if the networks gave rows.
@@ -591,13 +607,32 @@ def _read(
     used = None
     if given is not None:
         used = given != ignored
-        used = used.any(2) if used.dim() == 3 else used
+        if used.dim() == 3:
+            given, used = _partly_labelled(given, used, likelihood, place), used.any(2)
     inputs = layout.inputs if used is None else int(used.any(1).sum())
     if most is None:
         pieces = _all_positions(dense, given, used, max(rows, ROWS) if rows == 1 else rows)
         return BatchRows(pieces, layout.rows, inputs, layout.inputs)
     pieces = _some_positions(dense, given, used, most, start_input)
     return BatchRows(pieces, layout.inputs * min(most, layout.count), inputs, layout.inputs)
+
+
+def _partly_labelled(labels: Tensor, used: Tensor, likelihood: Likelihood, place: str) -> Tensor:
+    """Labels (n, positions, C), of which some of a position's may be left out.
+
+    Raises:
+        DataError: if some are, and the likelihood needs all of them.
+    """
+    partly = used.any(2) & ~used.all(2)
+    if not bool(partly.any()):
+        return labels
+    if not likelihood.partial:
+        message = (
+            f"{place}: at {int(partly.sum())} positions some of the {labels.shape[2]} targets have the label that is left out, and "
+            f"others do not. Give all targets of a position, or leave out all of them."
+        )
+        raise DataError(message)
+    return torch.where(used, labels.double(), torch.nan)
 
 
 def _all_positions(

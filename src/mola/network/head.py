@@ -402,7 +402,7 @@ def first_pass(
     if watched.outputs.dim() > 2:
         found, outputs = _at_positions(network, inputs, watched)
         head = replace(_insist(found, expected, name), positions=Positions(outputs.dim() - 2))
-        likelihood.check_outputs(_some_rows(outputs, head.axis))
+        likelihood.check_outputs(_some_rows(outputs, head.axis), [(head.name, outputs.shape)])
         return head, found.features, outputs
     calls, ran = watched.calls, watched.ran
     logits = likelihood.check_outputs(watched.outputs, ran)

@@ -147,12 +147,12 @@ class Layout:
             return self.by_position(labels)
         remedy = ""
         if labels.shape == (self.inputs, 1, *self.sizes):
-            remedy = " Remove the axis of size 1: labels.squeeze(1)."
+            remedy = " If they are class indices, remove the axis of size 1: labels.squeeze(1)."
         elif labels.shape[:1] == plain[:1] and labels.dim() == len(plain):
             remedy = " Bring the labels to the size of the outputs first, taking the nearest position."
         message = (
-            f"{where}: expected a label for each position, of shape {plain}, for outputs of shape {self.shape(outputs)}; got "
-            f"labels of shape {tuple(labels.shape)}.{remedy}"
+            f"{where}: expected a label for each position, of shape {plain}, or one for each output there, of shape "
+            f"{self.shape(outputs)}; got labels of shape {tuple(labels.shape)}.{remedy}"
         )
         raise DataError(message)
 

@@ -280,10 +280,13 @@ def unpack(
         raise StorageError(message)
     try:
         structure = _rebuild(document["structure"], STRUCTURES, "structure")
-        heads = _check_networks(networks, parts, document["classes"])
+        likelihoods = [_likelihood(document, part) for part in parts]
+        heads = _check_networks(networks, parts, document["classes"], likelihoods[0])
         components = [
-            _component(index, network, head, part, structure, _likelihood(document, part), tensors)
-            for index, (network, head, part) in enumerate(zip(networks, heads, parts, strict=True))
+            _component(index, network, head, part, structure, likelihood, tensors)
+            for index, (network, head, part, likelihood) in enumerate(
+                zip(networks, heads, parts, likelihoods, strict=True)
+            )
         ]
     except (OptionError, TypeError) as error:
         message = f"the saved document holds a value that cannot be used: {error}"
@@ -370,7 +373,9 @@ def _tensor(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Te
     return tensor
 
 
-def _check_networks(networks: Sequence[nn.Module], parts: Sequence[dict[str, Any]], classes: int) -> list[Head]:
+def _check_networks(
+    networks: Sequence[nn.Module], parts: Sequence[dict[str, Any]], classes: int, likelihood: Likelihood
+) -> list[Head]:
     """The head of each network.
 
     Raises:
@@ -379,9 +384,11 @@ def _check_networks(networks: Sequence[nn.Module], parts: Sequence[dict[str, Any
     heads = []
     with undisturbed(*networks):
         for index, (network, part) in enumerate(zip(networks, parts, strict=True)):
-            problem = _mismatch(network, part, classes)
+            problem = _mismatch(network, part, classes, likelihood)
             if problem is not None:
-                others = [other for other, one in enumerate(networks) if _mismatch(one, part, classes) is None]
+                others = [
+                    other for other, one in enumerate(networks) if _mismatch(one, part, classes, likelihood) is None
+                ]
                 hint = f" They are those of models[{others[0]}]." if others else ""
                 message = (
                     f"models[{index}]: {problem}{hint} Pass the same {len(networks)} networks, in the order they were "
@@ -416,7 +423,7 @@ def _every_position(part: dict[str, Any]) -> bool:
     return bool(part.get("every_position", False))
 
 
-def _mismatch(network: nn.Module, part: dict[str, Any], classes: int) -> str | None:
+def _mismatch(network: nn.Module, part: dict[str, Any], classes: int, likelihood: Likelihood) -> str | None:
     """Why a network is not the one a component was fitted on, or None if it is."""
     try:
         head = head_by_name(network, part["head"])
@@ -429,7 +436,10 @@ def _mismatch(network: nn.Module, part: dict[str, Any], classes: int) -> str | N
     if same and "tensors" in part["network"] and "weight" not in head.layer._parameters:
         return None  # the weights are computed from others, which are the same: in another precision they follow only to rounding
     dtype = str(head.layer.weight.dtype).removeprefix("torch.")
-    if fingerprint(head.weights())[dtype] != part["fingerprint"].get(dtype):
+    uncertain = head.weights()[
+        likelihood.rows(head.classes)
+    ]  # those of variances are compared with the rest of the network
+    if fingerprint(uncertain)[dtype] != part["fingerprint"].get(dtype):
         return f"the weights of head {head.name!r} are not those the posterior was fitted on."
     if not same:
         return f"its head {head.name!r} was fitted, but other layers have changed since the posterior was saved."
