@@ -120,7 +120,7 @@ class McDropout(Mixture):
         Returns:
             The folder, for `mola.McDropout.load(directory, model)`.
         """
-        document = {"samples": self.samples, "seed": self.seed, "network": signature_of(self.network)}
+        document: dict[str, Any] = {"samples": self.samples, "seed": self.seed, "network": signature_of(self.network)}
         document |= saved_likelihood(self.likelihood)
         return storage.write(directory, document, {}, kind="mc-dropout")
 
