@@ -224,7 +224,7 @@ def examples_of(tally: Tally) -> Examples:
 
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Which of several methods leads on the same labelled data, by accuracy, nll, brier and ece; where inputs have several labels, by auroc."""
+    """Which of several methods leads on the same labelled data: by accuracy, nll, brier and ece, of several labels by auroc, too."""
     measured = {method: tally.measured() for method, tally in tallies.items()}
     better = {**BETTER, **({"auroc": HIGH} if all("auroc" in one for one in measured.values()) else {})}
     return {
