@@ -183,6 +183,11 @@ def test_evaluate_compares_positions_that_count(desk, fitted, monkeypatch, tmp_p
     by_input = torch.stack([(said.label[i] == torch.tensor(labels[i]))[known[i]].double().mean() for i in range(20)])
     assert found["methods"]["LLLA"]["errors"]["accuracy"] == pytest.approx(float(by_input.std()) / 20**0.5)
     assert "MAP-T" in found["methods"]
+    truth = torch.tensor(labels)
+    for index, name in enumerate(("dark", "grey", "bright")):
+        own, called = (truth == index) & known, (said.label == index) & known
+        expected = float((own & called).sum() / (own | called).sum())
+        assert found["methods"]["LLLA"]["classes"][name]["iou"] == pytest.approx(expected)
     assert "1,400 positions of 20 inputs" in (tmp_path / "report" / "tables.md").read_text()
 
 

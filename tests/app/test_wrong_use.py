@@ -38,6 +38,8 @@ def pixels():
 """
 
 COUNT = 60
+TOLD = "are for --likelihood categorical"
+UNUSED = "holds no input that can be used. The first: train.npz[0]: has the labels [nan]"
 RANDOM = np.random.default_rng(0)
 ROWS = RANDOM.normal(size=(COUNT, 4)).astype(np.float32)
 PICTURES = RANDOM.normal(size=(COUNT, 1, 5, 7)).astype(np.float32)
@@ -51,15 +53,15 @@ CASES = {
     "one-hot in floats": ("three", ROWS, ONE_HOT.astype(np.float32), (), "not one-hot", "class of each input"),
     "numbers for softmax": ("three", ROWS, ROWS[:, 0], (), "likelihood='gaussian'", "whole numbers"),
     "one output for softmax": ("one", ROWS, INDICES, (), "at least 2 classes", "at least 2 classes"),
-    "indices for bernoulli": ("three", ROWS, INDICES, ("bernoulli",), "are for likelihood='categorical'", "does not take"),
-    "indices for one logit": ("one", ROWS, INDICES, ("bernoulli",), "must be 0 or 1, got", "does not take"),
+    "indices for bernoulli": ("three", ROWS, INDICES, ("bernoulli",), "are for likelihood='categorical'", TOLD),
+    "indices for one logit": ("one", ROWS, INDICES, ("bernoulli",), "must be 0 or 1, got", TOLD),
     "a label for too few outputs": (
         "three", ROWS, (ROWS[:, :2] > 0).astype(float), ("bernoulli",), "shape (60, 3), 0 or 1", "shape (60, 3), 0 or 1",
     ),
     "too many targets": ("two", ROWS, ROWS[:, :3], ("gaussian",), "targets of shape (60, 2)", "targets of shape (60, 2)"),
     "indices for numbers": ("three", ROWS, INDICES, ("gaussian",), "use likelihood='categorical'", "likelihood='categorical'"),
     "nan targets": (
-        "one", ROWS, np.full((COUNT, 1), math.nan), ("gaussian",), "targets must be finite", "no input that can be used",
+        "one", ROWS, np.full((COUNT, 1), math.nan), ("gaussian",), "targets must be finite", UNUSED,
     ),
     "a constant target": ("one", ROWS, np.full((COUNT, 1), 2.0), ("gaussian",), "the same, 2, for all 60", "nothing to learn"),
     "one output where two are needed": (
@@ -75,7 +77,7 @@ CASES = {
         "pixels", PICTURES, RANDOM.integers(2, size=(COUNT, 3, 5, 7)), (), "not one-hot", "not one-hot",
     ),
     "label maps for bernoulli": (
-        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 5, 7)), ("bernoulli",), "likelihood='categorical'", "does not take",
+        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 5, 7)), ("bernoulli",), "likelihood='categorical'", TOLD,
     ),
 }  # fmt: skip
 

@@ -60,8 +60,8 @@ def evaluation_document(comparison: Comparison) -> dict[str, Any]:
 CHOSEN = (("prior_precision", "prior precision"), ("temperature", "temperature"), ("noise", "noise"))
 """What was tuned of a method, and how that is called."""
 
-LABELS = ("auroc", "average_precision")
-"""Scores of inputs that have several labels, averaged over these."""
+LABELS = ("auroc", "average_precision", "miou")
+"""Scores of inputs that have several labels, averaged over these; of positions, averaged over classes."""
 
 
 def _method(record: Record, test: str) -> dict[str, Any]:

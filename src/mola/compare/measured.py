@@ -156,7 +156,7 @@ def mean_area_of_labels(yes: Tensor, truth: Tensor, labels: Tensor, groups: Tens
         The mean over labels that have both answers, with DeLong's contributions; None if there is none.
     """
     areas, contributions = [], torch.zeros_like(yes)
-    for label in torch.unique(labels).tolist():
+    for label in sorted(set(labels.tolist())):
         positive, negative = ((labels == label) & (truth == answer) for answer in (1, 0))
         if bool(positive.any()) and bool(negative.any()):
             above = _placements(yes[positive], yes[negative])

@@ -79,6 +79,8 @@ class ClassResult:
     """Likewise."""
     ece: float | None = None
     """Likewise: calibration error of the probability of yes."""
+    iou: float | None = None
+    """Of positions: intersection over union of those that are of the class and those that are called so."""
 
 
 @dataclass(frozen=True)

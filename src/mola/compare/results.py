@@ -50,8 +50,8 @@ METRICS = (
 )
 """Of labelled data, as `mola.metrics` defines them."""
 
-LABEL_METRICS = ("auroc", "average_precision")
-"""Of data with several labels, besides."""
+LABEL_METRICS = ("auroc", "average_precision", "miou")
+"""Besides: of data with several labels; the last of positions, the mean over classes of intersection over union."""
 
 EXAMPLES = 8
 """Inputs of each set that a report shows."""
@@ -96,6 +96,8 @@ def labelled_result(
         The numbers.
     """
     found = _metrics(tally)
+    if classes and tally.groups is not None and "question" not in tally.columns:
+        found["miou"] = _mean_of_known(tally.overlaps(len(classes)))
     return LabelledResult(
         level=level,
         count=tally.count,
@@ -224,7 +226,7 @@ def examples_of(tally: Tally) -> Examples:
 
 
 def labelled_leads(tallies: Mapping[str, Tally]) -> dict[str, Lead]:
-    """Which method leads on the same labelled data, by accuracy, nll, brier and ece; where inputs have several labels, by auroc."""
+    """Which of several methods leads on the same labelled data: by accuracy, nll, brier and ece, of several labels by auroc, too."""
     measured = {method: tally.measured() for method, tally in tallies.items()}
     better = {**BETTER, **({"auroc": HIGH} if all("auroc" in one for one in measured.values()) else {})}
     return {
@@ -257,7 +259,10 @@ def _by_class(tally: Tally, classes: Sequence[str]) -> dict[str, ClassResult]:
     rows = zip(classes, *tally.by_class(len(classes)), strict=True)
     found = {name: ClassResult(count, right / count, sure / count) for name, count, right, sure in rows if count}
     if "question" not in tally.columns:
-        return found
+        if tally.groups is None:
+            return found
+        shared = dict(zip(classes, tally.overlaps(len(classes)), strict=True))
+        return {name: replace(one, iou=shared[name]) for name, one in found.items()}
     measured = tally.by_label()
 
     def value(measure: str, place: int) -> float | None:

@@ -7,6 +7,7 @@ input is kept, since these are no independent data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -297,6 +298,14 @@ class Tally:
             name: [float(measure(probs[:, None], truth[:, None])[0]) for probs, truth in each]
             for name, measure in measures.items()
         }
+
+    def overlaps(self, classes: int) -> list[float]:
+        """Intersection over union of each class: of the rows that are of it and those that are called so; nan where there are none."""
+        truth, called = self["label"].long(), self["predicted"].long()
+        both = torch.bincount(truth[truth == called], minlength=classes)
+        either = torch.bincount(truth, minlength=classes) + torch.bincount(called, minlength=classes) - both
+        found: list[float] = torch.where(either > 0, both.double() / either, math.nan).tolist()
+        return found
 
     def by_class(self, classes: int) -> tuple[list[int], list[float], list[float]]:
         """Number of data, correct predictions and sum of confidences of each class."""

@@ -23,6 +23,7 @@ from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Rows, checked_rows
 from mola.errors import DataError
 from mola.likelihood import CATEGORICAL, Likelihood
+from mola.likelihood.bernoulli import MISSING
 
 __all__ = ["Arrays", "InMemory", "open_arrays"]
 INPUTS = ("x", "inputs", "images", "data", "arr_0")
@@ -204,6 +205,19 @@ def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tens
             message = (
                 f"{path}: {member} has shape {values.shape} and type {values.dtype}: expected {count} rows of numbers, one for each "
                 f"output of the networks, or for each output at each position."
+            )
+            raise DataError(message)
+        unlike = values.dtype.kind in "iu" or values.ndim == 1
+        if (
+            likelihood.discrete
+            and unlike
+            and not bool(likelihood.readable(torch.from_numpy(values.astype(np.float64))).all())
+        ):
+            strange = values[(values != 0) & (values != 1) & (values != MISSING) & ~np.isnan(values.astype(np.float64))]
+            message = (
+                f"{path}: {member} holds {strange.flat[0]:g}, and likelihood {likelihood.name!r} takes 0 and 1 for each output, NaN "
+                f"or {MISSING} where a label is missing. Class indices, of which one is right for each input, are for --likelihood "
+                f"categorical."
             )
             raise DataError(message)
         # At many positions they stay as small as they are in the file, but for types that torch has not.

@@ -548,12 +548,15 @@ class Material:
             mode, shape = shown_by(train)
             self.intake = replace(self.intake, mode=mode, shape=shape)
             train = train.taken_by(self.intake)
+        why = ""
         for rows in train.taken_by(replace(self.intake, batch_size=min(8, self.intake.batch_size))):
+            if not why and rows.errors and rows.errors[0]:
+                why = f" The first: {rows.names[0]}: {rows.errors[0]}."
             if rows.inputs is not None:
                 if isinstance(rows.inputs, torch.Tensor):
                     self.intake = replace(self.intake, shape=tuple(rows.inputs.shape[1:]))
                 return train, rows.inputs
-        message = f"{name} holds no input that can be used."
+        message = f"{name} holds no input that can be used.{why}"
         raise DataError(message)
 
     def _open(self, name: str, *, labelled: bool) -> UserSet:

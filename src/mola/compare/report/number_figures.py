@@ -69,6 +69,12 @@ def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]], s
     return figure
 
 
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Of an axis: with some room around the values, and never less than a tenth of them."""
+    room = max(0.1 * (max(values) - min(values)), 0.05 * max(values))
+    return max(0.0, min(values) - room), max(values) + room
+
+
 def draw_spread(comparison: Comparison, shape: Shape) -> Figure:
     """Root mean squared error against predicted standard deviation, a panel for each of the first outputs."""
     details, drawn = _details(comparison), strokes(comparison.methods)
@@ -77,16 +83,17 @@ def draw_spread(comparison: Comparison, shape: Shape) -> Figure:
     figure, axes = canvas(shape, 1, len(outputs), 3.6 + LEGEND_ROW * rows)
     for panel, output in zip(axes, outputs, strict=True):
         quiet_axes(panel)
-        every = [row[place] for one in details.values() for row in one.spread[output] for place in (1, 2)]
-        low, high = 0.9 * min(every), 1.1 * max(every)
+        ends = [_ends([row[place] for one in details.values() for row in one.spread[output]]) for place in (1, 2)]
+        low, high = min(ends)[0], max(one[1] for one in ends)
         panel.plot([low, high], [low, high], color=INK, linestyle=DASHED, linewidth=0.9)
         for method, one in details.items():
             points = np.array(one.spread[output], dtype=float)
             if len(points) == 1:
-                panel.plot(points[:, 1], points[:, 2], "x", color=drawn[method]["color"], label=method, markersize=7)
+                cross = "x" if drawn[method]["linestyle"] == "-" else "+"
+                panel.plot(points[:, 1], points[:, 2], cross, color=drawn[method]["color"], label=method, markersize=8)
             else:
                 panel.plot(points[:, 1], points[:, 2], marker="o", markersize=3.5, label=method, **drawn[method])
-        panel.set(xlabel="predicted standard deviation", ylabel="root mean squared error", xlim=(low, high))
+        panel.set(xlabel="predicted standard deviation", ylabel="root mean squared error", xlim=ends[0], ylim=ends[1])
         panel.set_title(f"output {output}" if len(outputs) > 1 or len(comparison.classes) > 1 else "")
         _legend(panel)
     return figure

@@ -16,12 +16,14 @@ MOST_DIGITS = 8
 
 
 def _digits(errors: list[float], values: list[float]) -> int:
-    """Decimals that show two digits of the smallest error, or, where none is known, four of the values."""
-    known = [one for one in errors if one > 0]
-    if known:
-        return min(MOST_DIGITS, max(0, 1 - math.floor(math.log10(min(known)))))
-    sizes = [abs(one) for one in values if one != 0]
-    return min(MOST_DIGITS, max(0, 3 - math.floor(math.log10(max(sizes))))) if sizes else 1
+    """Decimals that show two digits of the smallest error; but, as what is constant has next to none, at most five of the values."""
+    largest = max((abs(one) for one in values), default=0.0)
+    if largest == 0:
+        return 1
+    most = 4 - math.floor(math.log10(largest))
+    known = [one for one in errors if one > 1e-6 * largest]
+    wanted = 1 - math.floor(math.log10(min(known))) if known else most
+    return min(MOST_DIGITS, max(0, min(wanted, most)))
 
 
 def digits_of(comparison: Comparison, metric: str) -> int:
@@ -48,7 +50,10 @@ def _scores(comparison: Comparison) -> Table:
         )
         for metric, title in names.items()
     ]
-    several = " RMSE, CRPS and standard deviations are means over outputs; the likelihood is that of all of them."
+    several = (
+        " RMSE, CRPS and standard deviations are means over outputs, so where these have different units, the largest decide: see the "
+        "table of outputs. The likelihood is that of all of them."
+    )
     caption = (
         f"{set_words(comparison.test)}, targets in their own units, with standard errors: how far chance alone moves a number on so "
         f"many inputs. {BOLD.format('')} NLL: negative log-likelihood, in nats. CRPS: continuous ranked probability score, in the "
@@ -125,7 +130,7 @@ def output_table(comparison: Comparison) -> Table | None:
     names = list(next(iter(known.values()), {}))
     if len(names) < 2:
         return None
-    shown = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS", "coverage_90": "in 90 % intervals, %"}
+    shown = {"rmse": "RMSE", "nll": "NLL", "crps": "CRPS", "coverage_90": "90 % held, %"}
 
     def number(method: str, output: str, metric: str) -> Estimate:
         one = known[method][output]
@@ -143,5 +148,5 @@ def output_table(comparison: Comparison) -> Table | None:
     }
     many = len(comparison.classes)
     title = "Output by output" if many == len(names) else f"The first {len(names)} of {many} outputs"
-    caption = "Each output by itself, in its own units, with standard errors."
+    caption = "Each output by itself, in its own units, with standard errors. Last: how often 90 % intervals hold it."
     return make_table(title, caption, columns, values, best=set())

@@ -70,8 +70,9 @@ TEST_DATA = (
 LABELS = (
     ("auroc", Column("AUROC %", better="high", digits=2), 100),
     ("average_precision", Column("AP %", better="high", digits=2), 100),
+    ("miou", Column("mean IoU %", better="high", digits=2), 100),
 )
-"""Where inputs have several labels."""
+"""Where inputs have several labels, and where outputs are at many positions."""
 
 
 def evaluation_tables(comparison: Comparison) -> list[Table]:
@@ -82,7 +83,9 @@ def evaluation_tables(comparison: Comparison) -> list[Table]:
         f"inputs. {BOLD.format('')} NLL: log loss. ECE: expected calibration error, 15 bins."
     )
     several = [one for one in LABELS if one[0] in comparison.methods[comparison.own].labelled[test.name].metrics]
-    if several:
+    if several and several[0][0] == "miou":
+        caption += " Mean IoU: intersection over union of each class, averaged."
+    elif several:
         caption += (
             " AUROC and average precision (AP): the mean over labels, each by itself; ECE: of the more probable answer."
         )
@@ -199,6 +202,8 @@ def class_table(comparison: Comparison, most: int | None = None) -> Table:
     shown = {"accuracy": "accuracy %", "confidence": "mean conf. %"}
     if any(one.ece is not None for one in results[0].values()):  # labels that are yes or no
         shown |= {"auroc": "AUROC %", "average_precision": "AP %", "ece": "ECE %"}
+    if any(one.iou is not None for one in results[0].values()):  # pixels, or tokens
+        shown |= {"iou": "IoU %"}
     columns += [Column(method, group) for group in shown.values() for method in methods]
 
     def percent(value: float | None) -> Number:
@@ -218,9 +223,10 @@ def class_table(comparison: Comparison, most: int | None = None) -> Table:
         else f"The worst {len(values)} of {len(order)} {many}"
     )
     least = min(results[0][name].count for name in values)
+    unit = comparison.test.parts or "input"
     caption = (
         f"{many.capitalize()} that {comparison.own} gets wrong most often first. Mean confidence far above accuracy: overconfident "
-        f"there. A {one} of {counted(least, 'input')} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
+        f"there. A {one} of {counted(least, unit)} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."
     )
     return make_table(title, caption, columns, values)
 

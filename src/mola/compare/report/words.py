@@ -71,7 +71,7 @@ METHODS = {
 NUMBER_METHODS = {
     "MAP": "the first network as it is, with the noise that the training data show",
     "MAP-N": "the same, its noise scaled to do best on the validation data",
-    "DE": "the deep ensemble: an equal mixture of all networks, each with its noise",
+    "DE": "the deep ensemble: a mixture of all networks, each with its noise",
     "DE-N": "the same, the noise scaled to do best on the validation data",
     "LLLA": METHODS["LLLA"],
     "MoLA": METHODS["MoLA"],
