@@ -291,9 +291,9 @@ def main() -> int:
     if options.bars is not None:
         if options.networks is None:
             parser.error("--bars needs --networks DIR, with mnist/00.safetensors and resnet20/00.safetensors in it")
-        judged = distance_bars.measure(options.data, options.networks, options.only)
+        judged = distance_bars.measure(options.data, options.networks, options.only, quick=options.quick)
         document = {"threads": options.threads, "environment": record.environment("mola-torch")}
-        if not options.only:
+        if not (options.only or options.quick):
             record.write("distance_bars", document | {"rows": judged})
         return int(not all(row["met"] for row in judged))
     print(HEADER, flush=True)
