@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, Self
@@ -268,7 +268,8 @@ class Component(LaplaceComponent):
         if self.curvature is None or self.head is None:
             return None
         # The network's owner may have moved it since. Any parameter tells: reading `weight` may compute it.
-        like = next(self.head.layer.parameters())
+        like = next(self._own_parameters(), None)
+        like = next(self.head.layer.parameters()) if like is None else like
         ready = self._posterior
         if ready is None or not ready.is_at(like.device, like.dtype):
             # Made anew and published when it is done: another thread may be predicting with the one there is.
@@ -279,6 +280,11 @@ class Component(LaplaceComponent):
                     ready.follow(like.device, like.dtype)
                     self._posterior = ready
         return ready
+
+    def _own_parameters(self) -> Iterator[Tensor]:
+        """Parameters that the head has itself: to look through the modules inside takes longer, and is paid at every batch."""
+        assert self.head is not None
+        return (one for one in self.head.layer._parameters.values() if one is not None)
 
     def _changed(self, names: Sequence[str]) -> HeadError:
         assert self.head is not None  # where there is curvature

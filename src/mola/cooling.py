@@ -163,8 +163,11 @@ class Cooling:
 
     def excess(self, moments: Sequence[LogitMoments]) -> Tensor:
         """How many times longer than usual each network's features are (K, n), at least 1."""
-        lengths = torch.stack([_spread(one).log_length() for one in moments])
-        return self._log_excess(lengths).clamp_max(_log_largest(lengths) / 2).exp()
+        return self.excess_of(_stacked([_spread(one).log_length() for one in moments]))
+
+    def excess_of(self, log_length: Tensor) -> Tensor:
+        """The same from the logarithms of the lengths (K, n)."""
+        return self._log_excess(log_length).clamp_max(_log_largest(log_length) / 2).exp()
 
     def mean_log(self, log_distance: Tensor, weights: Tensor) -> Tensor:
         """Logarithm (n,) of the mixture's distance, relative to the usual one, from those of the networks (K, n)."""
@@ -192,8 +195,34 @@ class Cooling:
         """What the logits (n, C) of each network are divided by (K, n), or all of them (K,)."""
         if self.exponent == 0:
             return moments[0].mean.new_full((len(moments), 1), self.temperature)
-        distances = torch.stack([_spread(one).log_distance() for one in moments])
-        return self.from_logs(distances, torch.stack([_spread(one).log_length() for one in moments]), weights)
+        distances = _stacked([_spread(one).log_distance() for one in moments])
+        return self.from_logs(distances, _stacked([_spread(one).log_length() for one in moments]), weights)
+
+    def divisors_at(
+        self,
+        coolings: Sequence[tuple[float, float]],
+        log_distance: Tensor,
+        log_length: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        """What logits are divided by under many coolings of the same data, with these usual distances and lengths.
+
+        Args:
+            coolings: L temperatures with exponents.
+            log_distance: (K, n), as for `from_logs`.
+            log_length: (K, n), likewise.
+            weights: (K,) of the mixture.
+
+        Returns:
+            (L, K, n)
+        """
+        pairs = log_distance.new_tensor(coolings)[:, :, None, None]
+        temperatures, exponents = pairs[:, 0], pairs[:, 1]
+        steep = self.mean_log(log_distance, weights).clamp_min_(0)
+        logs = (exponents * steep).clamp_max_(LARGEST).add_(temperatures.log())
+        logs = self._log_excess(log_length).mul_(2).add(logs)
+        found = logs.clamp_max_(_log_largest(log_length)).exp_()
+        return torch.where(exponents > 0, found, temperatures)
 
     def growth(self, moments: Sequence[LogitMoments], weights: Tensor) -> Tensor:
         """What the standard deviations of numbers are multiplied by (n,), at least 1: distance alone, to the exponent.
@@ -217,6 +246,11 @@ class Cooling:
             return list(moments)
         pairs = zip(moments, self.divisors(moments, weights), strict=True)
         return [one.divided(divisor) for one, divisor in pairs]
+
+
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    """Numbers (K, n) of the networks; of one network a view, as this is paid at every prediction."""
+    return values[0][None] if len(values) == 1 else torch.stack(list(values))
 
 
 def _spread(moments: LogitMoments) -> Spread:

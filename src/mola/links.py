@@ -22,7 +22,18 @@ from mola.laplace import LogitMoments, or_nan
 from mola.likelihood import Likelihood
 from mola.options import one_of, resolve, whole_number
 
-__all__ = ["LINKS", "Bridge", "CentredProbit", "Link", "MeanField", "MonteCarlo", "Probit", "as_link", "cooled_table"]
+__all__ = [
+    "LINKS",
+    "Bridge",
+    "CentredProbit",
+    "Link",
+    "MeanField",
+    "MonteCarlo",
+    "Probit",
+    "as_link",
+    "cooled_table",
+    "divided_and_cooled",
+]
 
 PAIRS_AT_ONCE = 2**23
 """Pairs of classes, over all data, whose covariances are held at once by the mean-field link; more are taken in turns."""
@@ -98,6 +109,27 @@ def cooled_table(
     start = variance.new_ones(()) if squares is None else squares
     logits = torch.add(start, variance, alpha=math.pi / 8, out=variance).rsqrt_().mul_(mean)
     return likelihood.table_of_logits(logits)
+
+
+def divided_and_cooled(link: Link, moments: LogitMoments, divisor: Tensor) -> Tensor:
+    """Probabilities (n, C) of logits that are divided before a link cools them: `m / sqrt(s^2 + pi/8 v)`, in one step.
+
+    The same as `link(moments.divided(divisor))` but for rounding.
+
+    Args:
+        link: one with `cooled_by`.
+        moments: of the logits as they are, with a spread.
+        divisor: (n,), above 0.
+
+    Returns:
+        Probabilities.
+    """
+    contrast = link.cooled_by == "contrast_variance"
+    mean, variance = (
+        (_centre(moments.mean), moments.contrast_variance) if contrast else (moments.mean, moments.variance)
+    )
+    logits = torch.add(divisor.square()[:, None], variance, alpha=math.pi / 8).rsqrt_().mul_(mean)
+    return moments.likelihood.probabilities(logits)
 
 
 @dataclass(frozen=True)

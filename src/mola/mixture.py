@@ -256,6 +256,8 @@ class Mixture(nn.Module):
         return self._mix(self._member_probs(one_batch(inputs), seed_from(generator)))
 
     def _mix(self, member_probs: Sequence[Tensor]) -> Tensor:
+        if len(member_probs) == 1:  # with the weight 1: the same numbers, without three operations
+            return member_probs[0]
         total = torch.zeros_like(member_probs[0])
         for weight, probs in zip(self.weights.tolist(), member_probs, strict=True):
             total = total + weight * probs

@@ -22,7 +22,7 @@ from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located, warn
 from mola.laplace import ClassGeometry, FeatureSpread, LogitMoments, in_range
 from mola.likelihood import Likelihood
-from mola.links import Link, as_link
+from mola.links import Link, as_link, divided_and_cooled
 from mola.mixture import (
     Mixture,
     check_weighting,
@@ -247,7 +247,11 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
 
     def _probabilities(self, moments: Sequence[LogitMoments], seed: int | None) -> Tensor:
         """Probabilities (n, C) of the mixture, from its logits."""
-        return self._mix([self.link(one, seed) for one in self._cooled(moments)])
+        return self._mix(self._members(moments, seed))
+
+    def _members(self, moments: Sequence[LogitMoments], seed: int | None) -> list[Tensor]:
+        """Probabilities (n, C) of each component."""
+        return [self.link(one, seed) for one in self._cooled(moments)]
 
     def _cooled(self, moments: Sequence[LogitMoments]) -> list[LogitMoments]:
         return list(moments) if self._cooling.changes_nothing else self.cooling(moments, self.weights)
@@ -551,6 +555,12 @@ class MoLA(LaplaceMixture[Component]):
     def _as_link(self, link: str | Link) -> Link:
         return as_link(link, self.likelihood)
 
+    def _members(self, moments: Sequence[LogitMoments], seed: int | None) -> list[Tensor]:
+        if self.distance_exponent == 0 or self.link.cooled_by is None:  # without distances as ever, to the last bit
+            return super()._members(moments, seed)
+        pairs = zip(moments, self.cooling.divisors(moments, self.weights), strict=True)
+        return [divided_and_cooled(self.link, one, divisor) for one, divisor in pairs]
+
     @property
     def structure(self) -> str | None:
         """Name of the curvature structure; None for a plain ensemble."""
@@ -607,18 +617,16 @@ class MoLA(LaplaceMixture[Component]):
         cooling = Cooling(usual=usual)
         # At any prior precision: neither lengths nor distances depend on it.
         posteriors = [
-            curvature.spectrum.posterior(component.precision).measured_by(component.distance)
+            curvature.spectrum.posterior(component.precision)
             for component in self.components
             if (curvature := component.curvature) is not None
         ]
-        for _, features, logits in data.portions(ROWS_AT_ONCE):
-            pairs = zip(logits, posteriors, features, strict=True)
-            moments = [
-                LogitMoments(mean, posterior.at(values), None, self.likelihood) for mean, posterior, values in pairs
-            ]
-            lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
-            distance, excess = cooling.log_distance(moments, self.weights), cooling.excess(moments)
-            every = torch.stack(logits)
+        log_distances, log_lengths = data.measured(self._geometries() or ())
+        for part, features, logits in data.portions(ROWS_AT_ONCE):
+            pairs = zip(posteriors, features, strict=True)
+            lengths = torch.stack([posterior.mahalanobis(values) for posterior, values in pairs])
+            distance = cooling.mean_log(log_distances[:, part], self.weights)
+            excess, every = cooling.excess_of(log_lengths[:, part]), torch.stack(logits)
             terms = outlier_terms(every, lengths, distance, excess, self.weights, self.likelihood)
             parts.append(torch.cat([terms, energies(every, excess, self.likelihood)]).T)
         rows = data.team.rows(torch.cat(parts) if parts else None)

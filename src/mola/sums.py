@@ -808,6 +808,7 @@ def _portions(
         features, logits = seen.features[part], seen.logits[part]
         if not isinstance(seen, Lifted):
             features, logits = buffer.put(Features(features, logits))
+            buffer.handed_out()
         yield features, logits, None if labels is None else labels[part].to(logits.device)
 
 

@@ -442,6 +442,8 @@ class FeatureSpread(Spread):
     """
 
     has_length = True
+    in_range = False
+    """Whether the squares of the features are known to keep their digits: `fits` has looked."""
 
     def __init__(self, posterior: Posterior, features: Tensor) -> None:
         """Bind a posterior to features."""
@@ -520,7 +522,8 @@ class FeatureSpread(Spread):
     def _logs(self) -> tuple[Tensor, Tensor]:
         assert self.posterior.distance is not None  # has_distance
         # Where the posterior computes in float64 whatever it is given, features may come in more than its own precision.
-        return self.posterior.distance.to(self.features.device, self.features.dtype).logs(self.features)
+        distance = self.posterior.distance.to(self.features.device, self.features.dtype)
+        return distance.logs(self.features, in_range=self.in_range)
 
     def log_distance(self) -> Tensor:
         """Logarithm (n,) of each datum's distance from the training classes."""
@@ -539,10 +542,13 @@ class FeatureSpread(Spread):
         if not len(self.features):
             return True
         least, most = self.posterior.reach
-        size = self.features.abs().amax(1)
-        smallest, largest = (float(end) for end in size.aminmax())
+        largest = max(abs(float(end)) for end in self.features.aminmax())
         if self.features.dtype != torch.float64:
-            return largest <= most and not (smallest < least and bool(((size < least) & (size > 0)).any()))
+            # No datum is too small where the last of its features, mostly the constant 1, is large enough: one look at one column.
+            self.in_range = largest <= most and (
+                float(self.features[:, -1].min()) >= least or not bool(_smaller(self.features, least).any())
+            )
+            return self.in_range
         if largest > most:
             message = (
                 f"features are as large as {largest:.3g}, and their squares leave the range of float64. "
@@ -588,6 +594,12 @@ class Candidate(FeatureSpread):
     def contrast_variance(self) -> Tensor:
         """Variance (n, C) of each centred logit."""
         return self.spectrum.variance(self.projected, self.precision, contrast=True)
+
+
+def _smaller(features: Tensor, least: float) -> Tensor:
+    """Which data (n,) have a largest feature below a number, 0 apart."""
+    size = features.abs().amax(1)
+    return (size < least) & (size > 0)
 
 
 def beside_tables(precisions: Sequence[float]) -> Tensor:

@@ -288,6 +288,7 @@ class RowBuffer:
         self.head, self.rows, self._bias = head, rows, head.has_bias
         self._kept: Lifted | None = None
         self._form: tuple[object, ...] = ()
+        self._ones = 0
 
     def put(self, seen: Features, start: int = 0) -> Lifted:
         """Copy rows there.
@@ -309,9 +310,14 @@ class RowBuffer:
         # First to the device, then to float64: a device that has none cannot convert on the way.
         features.narrow(1, 0, width).copy_(given.to(features.device))
         logits.copy_(outputs.to(logits.device))
-        if self._bias:  # again and again: whoever had these rows before may have written into them
-            features.select(1, width).fill_(1)
+        if self._bias and start + count > self._ones:
+            kept.features.select(1, width).fill_(1)
+            self._ones = kept.logits.shape[0]
         return Lifted(features, logits)
+
+    def handed_out(self) -> None:
+        """Note that somebody has the rows now, and may write into them: the constant 1 is then written anew."""
+        self._ones = 0
 
     def first(self, count: int) -> Lifted:
         """The first rows that were put there.
@@ -342,7 +348,7 @@ class RowBuffer:
             if had is not None:
                 self._kept.features[:start].copy_(had.features[:start])
                 self._kept.logits[:start].copy_(had.logits[:start])
-            had = self._kept
+            had, self._ones = self._kept, 0
         return had
 
 
@@ -424,6 +430,8 @@ class Gathered:
         """All that was gathered, checked; the next batch that is added overwrites it."""
         waiting, count = self._waiting, self.count
         self._waiting, self.count, self.ended = [], 0, (0, 0, 0)
+        for buffer in self._buffers:
+            buffer.handed_out()
         joined: list[Features] = list(waiting[0].seen)
         if len(waiting) > 1:
             joined = [buffer.first(count) for buffer in self._buffers]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -194,10 +195,10 @@ class _Memory:
         # A scripted module keeps its parts elsewhere, and cannot gain or lose any.
         modules = [module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self.places = [
-            (table, name, value)
+            (table, list(table), list(table.values()))
             for module in modules
             for table in (module._modules, module._parameters, module._buffers)
-            for name, value in table.items()
+            if table
         ]
         self.tensors, self.records = list(tensors), list(records)
         self.marks = [_mark(tensor) for tensor in tensors]
@@ -216,7 +217,7 @@ class _Memory:
 
     def in_place(self) -> bool:
         """Whether everything hangs where it did."""
-        return all(table.get(name) is value for table, name, value in self.places)
+        return all(all(map(is_, map(table.get, names), values)) for table, names, values in self.places)
 
     def _versions(self) -> list[int]:
         return [tensor._version for tensor in self.counted]

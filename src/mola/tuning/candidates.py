@@ -6,9 +6,10 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,10 @@ WEIGHTS_AT_ONCE = 2**21
 PROJECTED_AT_ONCE = 2**24
 """Projected numbers of all components held at once when candidates are compared; the data are taken in portions."""
 
+FEW_NUMBERS = 2**20
+"""What was made of the data is kept from one round of candidates to the next if it is no more than this: 8 MB of each kind."""
+
+Made = TypeVar("Made")
 
 LONG = 0.99
 """Share of the validation data whose features are not long."""
@@ -75,6 +80,7 @@ class HeldOut:
     _measured: dict[int, tuple[ClassGeometry, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _accuracy: list[tuple[float, float]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         """Number of data."""
@@ -142,6 +148,8 @@ class HeldOut:
         if self.labels is None:
             message = "the threshold rule needs labels: yield (inputs, labels), or pass a confidence."
             raise DataError(message)
+        if self._accuracy:  # rules ask more than once; in a team all ranks have it, or none
+            return self._accuracy[0]
         asked = self.likelihood.asked(self.labels)
         known = asked >= 0
         right = torch.stack([(self.likelihood.answered(logits) == asked) & known for logits in self.logits]).double()
@@ -153,7 +161,8 @@ class HeldOut:
         accuracy = sum(one / count for one in by_network) / len(by_network)
         spread = max(0.0, square - 2 * accuracy * product + accuracy**2 * square_asked) / self.independent
         # At least 1 / (count + 2): where all are right, or all wrong, the spread is 0, and a few data are still a few.
-        return accuracy, max(math.sqrt(spread) / count, 1 / (self.independent * count + 2))
+        self._accuracy.append((accuracy, max(math.sqrt(spread) / count, 1 / (self.independent * count + 2))))
+        return self._accuracy[0]
 
     def check_labels(self, where: str) -> None:
         """Refuse labels whose classes are in another order than a network's outputs; warn of labels that fit no better than guesses.
@@ -508,6 +517,24 @@ class LastLayerProblem(Problem):
     spectra: Sequence[Spectrum]
     link: Link
     geometries: Sequence[ClassGeometry] | None = None
+    _kept: dict[str, tuple[HeldOut, object, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was made of few data last, by its name, with the data and the prior precisions: a search comes back to them."""
+
+    def _once(self, name: str, data: HeldOut, at: object, numbers: int, make: Callable[[], Made]) -> Made:
+        """What `make` makes of held-out data at prior precisions; if it is few numbers, kept until it is asked for others."""
+        if numbers > FEW_NUMBERS:
+            return make()
+        found = self._kept.get(name)
+        if found is None or found[0] is not data or found[1] != at:
+            found = self._kept[name] = (data, at, make())
+        return found[2]
+
+    def _portions(self, data: HeldOut, rows: int) -> Iterable[tuple[slice, list[Tensor], list[Tensor]]]:
+        """Portions of the data; few data in one, which is not made anew for every candidate."""
+        if len(data) > rows:
+            return data.portions(rows)
+        numbers = sum(some.numel() for some in (*data.features, *data.logits))
+        return self._once("portion", data, None, numbers, lambda: list(data.portions(rows)))
 
     @property
     def can_be_cooled(self) -> bool:
@@ -578,14 +605,23 @@ class LastLayerProblem(Problem):
         """Probabilities (L, A, m) of some of the data under some coolings, until all are through."""
         mixing, outputs = self.weights_at(precisions), self.spectra[0].outputs
         logs = data.measured(self.geometries) if self.geometries is not None else None
-        posteriors = [spectrum.posterior(one) for spectrum, one in zip(self.spectra, precisions, strict=True)]
-        portion = max(1, LOGITS_AT_ONCE // outputs)
-        contrast = self.link.cooled_by == "contrast_variance"
-        for part, features, means in data.portions(portion):
+        at, portion = tuple(precisions), max(1, LOGITS_AT_ONCE // outputs)
+        alone = len(data) <= portion
+
+        def variances_of(spreads: Sequence[Spread]) -> list[Tensor]:
+            contrast = self.link.cooled_by == "contrast_variance"
+            return [(one.contrast_variance() if contrast else one.variance()).T for one in spreads]
+
+        posteriors = self._once(
+            "posteriors",
+            data,
+            at,
+            sum(one.features * one.projection_size for one in self.spectra),
+            lambda: [spectrum.posterior(one) for spectrum, one in zip(self.spectra, at, strict=True)],
+        )
+        for part, features, means in self._portions(data, portion):
             spreads = [one.at(values) for one, values in zip(posteriors, features, strict=True)]
-            divisors = torch.stack(
-                [self._divisors(logs, part, mixing, Cooling(*one), len(means[0])) for one in coolings]
-            )
+            divisors = self._divisors(logs, part, mixing, coolings, len(means[0]))
             if self.link.cooled_by is None:
                 for index, by in enumerate(divisors):
                     probs = torch.zeros_like(means[0])
@@ -593,7 +629,9 @@ class LastLayerProblem(Problem):
                         probs += weight * self.link(LogitMoments(mean, spread, None, self.likelihood).divided(own))
                     yield slice(index, index + 1), part, self.likelihood.table(probs.T[None])
                 continue
-            variances = [(one.contrast_variance() if contrast else one.variance()).T for one in spreads]
+            make = partial(variances_of, spreads)
+            numbers = len(means) * means[0].numel()
+            variances = self._once("variances", data, at, numbers, make) if alone else make()
             together = max(1, LOGITS_AT_ONCE // (len(means[0]) * outputs))
             for start in range(0, len(coolings), together):
                 which, total = slice(start, min(start + together, len(coolings))), None
@@ -606,12 +644,18 @@ class LastLayerProblem(Problem):
                 yield which, part, total
 
     def _divisors(
-        self, logs: tuple[Tensor, Tensor] | None, part: slice, mixing: Tensor, cooling: Cooling, count: int
+        self,
+        logs: tuple[Tensor, Tensor] | None,
+        part: slice,
+        mixing: Tensor,
+        coolings: Sequence[tuple[float, float]],
+        count: int,
     ) -> Tensor:
-        """What the logits of some of the data are divided by (K, n)."""
-        if cooling.exponent == 0 or logs is None:
-            return torch.full((len(mixing), count), cooling.temperature, dtype=torch.float64, device="cpu")
-        return replace(cooling, usual=self.usual[0]).from_logs(logs[0][:, part], logs[1][:, part], mixing)
+        """What the logits of some of the data are divided by (L, K, n)."""
+        if logs is None or all(exponent == 0 for _, exponent in coolings):
+            temperatures = torch.tensor([one for one, _ in coolings], dtype=torch.float64, device="cpu")
+            return temperatures[:, None, None].expand(-1, len(mixing), count)
+        return Cooling(usual=self.usual[0]).divisors_at(coolings, logs[0][:, part], logs[1][:, part], mixing)
 
     def _tried(
         self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0
@@ -628,8 +672,11 @@ class LastLayerProblem(Problem):
         projected = PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra)
         outputs = self.spectra[0].outputs
         portion = max(1, min(projected, LOGITS_AT_ONCE // outputs))
-        for part, features, means in data.portions(portion):
-            projections = [spectrum.project(values) for spectrum, values in zip(self.spectra, features, strict=True)]
+        alone = len(data) <= portion
+        for part, features, means in self._portions(data, portion):
+            make = partial(_projected, self.spectra, features)
+            numbers = len(data) * sum(one.projection_size for one in self.spectra)
+            projections = self._once("projections", data, None, numbers, make) if alone else make()
             if self.link.cooled_by is None:
                 for index, precision in enumerate(precisions):
                     tried = [
@@ -696,6 +743,11 @@ class LastLayerProblem(Problem):
             moments = LogitMoments(mean, spread, None, self.likelihood)
             probs += weight * self.link(moments if temperature == 1 else moments.divided(mean.new_tensor(temperature)))
         return self.likelihood.table(probs.T[None])
+
+
+def _projected(spectra: Sequence[Spectrum], features: Sequence[Tensor]) -> list[Tensor]:
+    """Features of each network in the eigenbasis of its curvature."""
+    return [spectrum.project(values) for spectrum, values in zip(spectra, features, strict=True)]
 
 
 class _Scores:

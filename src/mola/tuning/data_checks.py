@@ -65,7 +65,9 @@ def other_order(pairs: Tensor) -> OtherOrder | None:
     if total == 0:
         return None
     # Only pairs that occur: a table of counts would be too large for many classes.
-    found, counts = torch.unique(pairs, dim=0, return_counts=True)
+    width = 1 + int(pairs.max())
+    codes, counts = torch.unique(pairs[:, 0] * width + pairs[:, 1], return_counts=True)  # many times as fast as rows
+    found = torch.stack([codes // width, codes % width], dim=1)
     favourite: dict[int, int] = {}
     most: dict[int, int] = {}
     labels: dict[int, int] = {}

@@ -23,15 +23,21 @@ from mola.links import LINKS, Bridge
 from mola.options import is_real, one_of
 from mola.tuning.candidates import COPIES, HeldOut, LastLayerProblem, Problem, Tuning
 from mola.tuning.regression import RegressionProblem
-from mola.tuning.rules import PLAIN_RULES, ConfidenceThreshold, Evidence, Rule, require_data
+from mola.tuning.rules import PLAIN_RULES, ConfidenceThreshold, Evidence, Rule, ValidationScore, require_data
 
 __all__ = ["Distance"]
 
-EXPONENTS = tuple(step / 8 for step in range(65))
-"""Tried first, from 0 to 8; then those between two of them, twice."""
+EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Tried first; then, again and again, some between the last that meets the limits and the first that does not."""
+
+FINEST = 2.0**-11
+"""Exponents are multiples of this."""
+
+PARTS = 8
+"""In how many parts the gap is divided each time. The finest grid has 16,384 exponents, of which so some thirty are tried."""
 
 BETWEEN = 16
-"""Exponents between two of them."""
+"""Exponents between two of those that are tried where outputs are numbers."""
 
 GROWTHS = tuple(step / 16 for step in range(17))
 """Exponents that are tried where outputs are numbers: up to 1, where the standard deviation grows in proportion to the distance. So
@@ -106,7 +112,10 @@ class Distance:
             raise OptionError(message)
         data = problem.read(given, "validation loader", True)
         first = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
-        base = first.choose(problem, None if isinstance(first, Evidence) else data)  # type: ignore[arg-type]
+        if type(first) is ValidationScore:
+            base = first.best(problem, data)
+        else:
+            base = first.choose(problem, None if isinstance(first, Evidence) else data)  # type: ignore[arg-type]
         search = _Exponents(problem, data, base)
         target, _, notes = ConfidenceThreshold().target(data)
         if self.price is None:
@@ -221,11 +230,12 @@ class _Exponents:
     def largest(self, limits: Sequence[_Limit]) -> float:
         """The largest exponent up to which all that were tried meet the limits; 0 if none does."""
         place = self._last(limits)
-        for _ in range(2):
-            if place is None or place + 1 == len(self.tried):
-                break
+        while place is not None and place + 1 < len(self.tried):
             low, high = self.tried[place], self.tried[place + 1]
-            self._try([low + (high - low) * step / BETWEEN for step in range(1, BETWEEN)])
+            step = max(FINEST, (high - low) / PARTS)
+            if high - low <= FINEST:
+                break
+            self._try([low + step * part for part in range(1, round((high - low) / step))])
             place = self._last(limits)
         return 0.0 if place is None else self.tried[place]
 

@@ -81,6 +81,9 @@ FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
 SAME = 1e-9
 """Relative difference of scores that are the same but for rounding."""
 
+SMOOTH = ("nll", "brier")
+"""Scores that are smooth in the prior precision: the calibration error jumps where data change their bins."""
+
 SCORES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error"}
 """What scores are called in notes."""
 
@@ -100,11 +103,39 @@ def check_grid(grid: Sequence[float]) -> tuple[float, ...]:
 class Search:
     """Candidates and their curve, growing by a decade past an end that wins."""
 
-    def __init__(self, evaluate: Callable[[Sequence[float]], dict[str, Tensor]], grid: Sequence[float] | None) -> None:
-        self.evaluate = evaluate
+    def __init__(
+        self,
+        evaluate: Callable[[Sequence[float]], dict[str, Tensor]],
+        grid: Sequence[float] | None,
+        smooth: str | None = None,
+    ) -> None:
+        self.evaluate, self.smooth = evaluate, smooth
         self.grid = list(PAPER_GRID if grid is None else check_grid(grid))
         self.first_grid = (self.grid[0], self.grid[-1])
-        self.curve = evaluate(self.grid)
+        self.curve = evaluate(self.grid) if smooth is None else self._around_valleys(smooth)
+
+    def _around_valleys(self, score: str) -> dict[str, Tensor]:
+        """A curve over the grid that is known where a smooth score is smallest, and infinite where nothing was tried.
+
+        Every ninth candidate and both ends first, then those around each valley that these show.
+        """
+        count, curve = len(self.grid), dict[str, Tensor]()
+        tried: set[int] = set()
+        for step in (9, 3, 1):
+            if not curve:
+                places = {*range(0, count, step), count - 1}
+            else:
+                known = sorted(tried)
+                values = curve[score][known].tolist()
+                ends = [math.inf, *values, math.inf]
+                valleys = [known[k] for k in range(len(known)) if values[k] <= min(ends[k], ends[k + 2])]
+                near = {place + sign * away for place in valleys for away in (step, 2 * step) for sign in (-1, 1)}
+                places = {place for place in near if 0 <= place < count} - tried
+            order = sorted(places)
+            for name, scores in (self.evaluate([self.grid[place] for place in order]) if order else {}).items():
+                curve.setdefault(name, torch.full((count,), math.inf, dtype=scores.dtype, device="cpu"))[order] = scores
+            tried |= places
+        return curve
 
     def grow(self, *, down: bool) -> bool:
         """Add a decade below or above; False where the grid may not grow further."""
@@ -463,7 +494,7 @@ def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score
         if float(curve[-1] - curve.min()) <= SAME * abs(float(curve[-1])) and tried[-1] == 1:
             return None  # also where a link does not depend on temperatures
         temperature = tried[int(curve.argmin())]
-        search = Search(partial(problem.curve, data, temperature=temperature), first)
+        search = Search(partial(problem.curve, data, temperature=temperature), first, search.smooth)
         index = _smallest(search, score, meant=True)
     after = float(search.curve[score][index])
     note = (
@@ -593,8 +624,19 @@ class ValidationScore:
         data = problem.read(given, "validation loader", True)
         if isinstance(problem, RegressionProblem):
             return _with_noise(problem, data, self.score, self.grid)
-        search, name = Search(lambda grid: problem.curve(data, grid), self.grid), f"ValidationScore({self.score!r})"
-        index, meant = _smallest(search, self.score, meant=not data.guessed()), not data.guessed()
+        return self._best(problem, data, None)
+
+    def best(self, problem: Problem, data: HeldOut) -> Tuning:
+        """The same choice without the whole curve, for rules that go on from there: most candidates need not be tried.
+
+        The log loss and the Brier score are smooth in the logarithm of the prior precision, over far more than a step of the grid.
+        """
+        return self._best(problem, data, self.score if self.score in SMOOTH else None)
+
+    def _best(self, problem: Problem, data: HeldOut, smooth: str | None) -> Tuning:
+        search = Search(lambda grid: problem.curve(data, grid), self.grid, smooth)
+        name, meant = f"ValidationScore({self.score!r})", not data.guessed()
+        index = _smallest(search, self.score, meant=meant)
         sharper = sharpened(problem, data, search, index, self.score) if meant else None
         temperature, also = 1.0, tuple[str, ...]()
         if sharper is not None:

@@ -1,0 +1,182 @@
+"""The bars on cooling by distance: what it may cost, with trained networks on real data.
+
+`python benchmarks/fit_overhead.py --bars distance` runs this. Whole calls, one network, batches of 128, one thread, CPU time:
+
+* fit: `mola.fit` over training data against the bare pass of the network over the same batches;
+* predict: a posterior that is cooled by distance against the deep ensemble (`mola.ensemble`) of the same network;
+* tune: `posterior.tune(rule="distance")` on 2000 validation data against the bare pass over them. The posterior is new each time, so
+  that its eigenproblem and the distances are solved in it.
+
+Each figure is the median of repeats in turns, with quartiles. Beside it stands what is added outside the network in the same calls,
+1 + time outside / time inside: steadier on a busy machine, but blind to what the calls do to the network's own speed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pairing import Inside, timed
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import mola
+from mola.component import Component
+from mola.lab.data.catalogue import load_images
+from mola.lab.data.images import normalisation
+from mola.lab.models import lenet, resnet20
+
+BATCH, VALIDATION = 128, 2000
+EXPONENT = 1.5
+
+Loader = Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A network with its data, how much of them is read, and the bars."""
+
+    name: str
+    network: Callable[[], nn.Module]
+    data: str
+    normalise: str
+    folder: str
+    """Of the networks, below the folder of networks."""
+    training: int
+    repeats: int
+    predicted: int
+    """Batches in a turn of predictions."""
+    bars: dict[str, float]
+
+
+SUITES = (
+    Suite(
+        "LeNet / MNIST",
+        lenet,
+        "mnist",
+        "none",
+        "mnist",
+        60_000,
+        5,
+        30,
+        {"fit": 1.06, "predict over DE": 1.06, "tune": 1.1},
+    ),
+    # A part of the training data: what is done once weighs more than it would over all of them.
+    Suite(
+        "ResNet-20 / CIFAR-10",
+        resnet20,
+        "cifar10",
+        "imagenet",
+        "resnet20",
+        4096,
+        3,
+        4,
+        {"fit": 1.03, "predict over DE": 1.03, "tune": 1.1},
+    ),
+)
+
+
+def measure(data: Path | None, networks: Path, only: str, *, quick: bool) -> list[dict[str, Any]]:
+    """All figures, each printed as it is known; quick: on a tenth of the training data, with fewer repeats."""
+    print(f"{'':22} {'':16} {'median':>7} {'[quartiles]':18} {'added':>7} {'bar':>6}")
+    rows = []
+    for suite in SUITES:
+        if only in suite.name:
+            if quick:
+                suite = replace(suite, training=suite.training // 10, repeats=max(1, suite.repeats // 2))
+            for row in _of(suite, data, networks / suite.folder):
+                rows.append(row)
+                print(line(row), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row for people."""
+    low, high = row["quartiles"]
+    verdict = "met" if row["met"] else "MISSED"
+    return (
+        f"{row['setting']:22} {row['work']:16} {row['median']:7.3f} [{low:.3f}, {high:.3f}]{'':4} {row['added']:7.3f} "
+        f"{row['bar']:6.2f} {verdict}"
+    )
+
+
+def _of(suite: Suite, data: Path | None, folder: Path) -> list[dict[str, Any]]:
+    network = suite.network()
+    network.load_state_dict(load_file(folder / "00.safetensors"))
+    network.eval()
+    training = _loader(suite, data, "train", suite.training)
+    validation = _loader(suite, data, "test", VALIDATION)
+    posterior = mola.fit(network, training[:20], progress=False)
+    posterior.tune(validation, rule="distance", progress=False)  # what torch does once is no part of it
+    cooled, ensemble = posterior.with_distance_exponent(EXPONENT), mola.ensemble(network)
+    batches = [inputs for inputs, _ in training[: suite.predicted]]
+    fitted: list[mola.MoLA] = []
+
+    def tune() -> None:
+        _new(fitted[-1]).tune(validation, rule="distance", progress=False)
+
+    works: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
+        "fit": (
+            lambda: fitted.append(mola.fit(network, training, progress=False)),
+            lambda: _bare(network, training),
+            suite.repeats,
+        ),
+        "predict over DE": (
+            lambda: [cooled(inputs) for inputs in batches],
+            lambda: [ensemble(inputs) for inputs in batches],
+            4 * suite.repeats + 1,
+        ),
+        "tune": (tune, lambda: _bare(network, validation), 2 * suite.repeats + 1),
+    }
+    return [_row(suite, work, network, *what) for work, what in works.items()]
+
+
+def _row(
+    suite: Suite, work: str, network: nn.Module, tested: Callable[[], Any], plain: Callable[[], Any], repeats: int
+) -> dict[str, Any]:
+    ratios, added = [], []
+    for repeat in range(repeats):
+        found = {}
+        for name in ("tested", "plain") if repeat % 2 else ("plain", "tested"):
+            with Inside([network]) as inside:
+                total = timed(tested if name == "tested" else plain)[1]
+            found[name] = (total, inside.total[1])
+        ratios.append(found["tested"][0] / found["plain"][0])
+        outside = [1 + (total - own) / own for total, own in found.values()]
+        one = dict(zip(found, outside, strict=True))
+        added.append(one["tested"] / (one["plain"] if work == "predict over DE" else 1))
+    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    bar = suite.bars[work]
+    return {
+        "setting": suite.name,
+        "work": work,
+        "median": middle,
+        "quartiles": [low, high],
+        "added": float(np.median(added)),
+        "repeats": repeats,
+        "bar": bar,
+        "met": middle <= bar,
+    }
+
+
+def _loader(suite: Suite, data: Path | None, split: str, count: int) -> Loader:
+    images = load_images(suite.data, split, data)
+    inputs, labels = normalisation(suite.normalise)(images.pixels[:count]), images.labels[:count]
+    return list(zip(inputs.split(BATCH), labels.split(BATCH), strict=True))
+
+
+def _bare(network: nn.Module, loader: Loader) -> None:
+    with torch.no_grad():
+        for inputs, _ in loader:
+            network(inputs)
+
+
+def _new(posterior: mola.MoLA) -> mola.MoLA:
+    """The same posterior with nothing solved yet."""
+    components = []
+    for one in posterior.components:
+        assert one.curvature is not None
+        components.append(Component(one.network, one.head, replace(one.curvature), one.precision))
+    return mola.MoLA(components, posterior.link)
