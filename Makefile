@@ -4,7 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.ready-demo
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --root-user-action=ignore -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --root-user-action=ignore --no-compile -c constraints.txt
+# pip compiles what it installs on one processor, which is more than a third of the time; this does it on all. Some packages hold files
+# for other versions of Python, which cannot be compiled and are not needed: pip passes over them as well.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # pip warns of every index that lacks a package, although another one has it. Its progress and its errors are shown.
 SHELL := /bin/bash
 CALMLY := 2> >(grep -v '^WARNING: Location' >&2)
@@ -24,6 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(INSTALL) -e '.[cli,bench,export,transformers,explore,docs,dev]' einops einconv linear_operator opt-einsum $(CALMLY)
 	@echo "3/3  K-FAC of all layers (curvlinops)"
 	@$(INSTALL) --no-deps 'curvlinops-for-pytorch>=3.0,<4' $(CALMLY)
+	@$(COMPILE)
 	@touch $(DEMO_READY) $@
 	@echo "Ready. Next: source $(VENV)/bin/activate"
 
@@ -33,6 +37,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2/2  The library, the command line and what draws figures (torch is large: a few minutes)"
 	@$(INSTALL) -e '.[cli,bench]' $(CALMLY)
+	@$(COMPILE)
 	@touch $@
 
 demo: $(DEMO_READY)  ## the main job on embedded data: table, figures and a page in demo-results/

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -37,17 +38,20 @@ SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[
 
 
 LONGEST = (
-    "library/test_distributed.py",
-    "compare/test_report.py",
-    "library/test_export.py",
-    "house/test_docs.py",
-    "lab/test_demo.py",
     "lab/test_real_data.py",
     "house/test_examples.py",
-    "lab/test_runner.py",
-    "lab/test_suites.py",
+    "library/test_export.py",
+    "library/test_distributed.py",
+    "app/test_hub_models.py",
+    "app/test_explore_browser.py",
+    "lab/test_results.py",
+    "compare/test_report.py",
+    "house/test_docs.py",
+    "lab/test_demo.py",
+    "app/test_cli_work.py",
+    "library/test_dense.py",
     "app/test_export_command.py",
-    "house/test_campaigns.py",
+    "library/test_export_labels.py",
 )
 """Files that take longest, to be begun first: the last file of all is one worker's alone, and should be short."""
 
@@ -60,6 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
     ranks = {path: rank for rank, path in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.relative_to(Path(__file__).parent).as_posix(), len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded now stays: to look through it again and again for garbage would take a twentieth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 def require_shared(name: str) -> Path:
@@ -126,6 +136,16 @@ def make_problem(seed: int = 0, classes: int = 4, width: int = 6, count: int = 4
     inputs = torch.randn(count, 3, generator=generator)
     labels = torch.randint(classes, (count,), generator=generator)
     return Problem(network, inputs, labels, bias)
+
+
+@pytest.fixture
+def _blank_figures(monkeypatch) -> None:
+    """Figures of reports are empty. They are drawn where they are looked at: test_report.py, test_demo.py, test_cli_work.py."""
+    from mola.compare.report import rendering, writing
+
+    blank = "<svg ></svg>\n"
+    for room in (rendering, writing):
+        monkeypatch.setattr(room, "render", lambda name, _: rendering.Drawn(name, blank, blank, b""))
 
 
 @pytest.fixture(autouse=True)

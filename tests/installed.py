@@ -15,10 +15,14 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import zipfile
 from pathlib import Path
+
+from build import ProjectBuilder
+from build.env import DefaultIsolatedEnv
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "cli,bench"
@@ -46,9 +50,13 @@ def say(words: str) -> None:
     print(f"{time.perf_counter() - STARTED:6.1f} s  {words}", flush=True)
 
 
+NOT_OURS = {"PYTHONPATH", "VIRTUAL_ENV", "MOLA_DATA", "PYTHONDONTWRITEBYTECODE"}
+"""Variables that tell of another environment. With the last one, every command would compile all of torch anew."""
+
+
 def run(*command: str | Path, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a command that must end with this code, without what an environment of ours would add to it."""
-    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV", "MOLA_DATA"}}
+    kept = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=kept, capture_output=True, text=True, check=False
     )
@@ -78,12 +86,19 @@ def packed(wheel: Path) -> dict[str, bytes]:
 
 def build(folder: Path) -> Path:
     """Build a wheel from the sources and one from the source distribution; both must hold the package, and nothing else."""
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder / "direct", ROOT, cwd=folder)
-    run(sys.executable, "-m", "build", "--outdir", folder / "by-sdist", ROOT, cwd=folder)
+    with DefaultIsolatedEnv() as tools:  # what pyproject.toml asks for to build, and nothing else; once for all
+        builder = ProjectBuilder.from_isolated_env(tools, ROOT)
+        tools.install(builder.build_system_requires)
+        for kind in ("wheel", "sdist"):
+            tools.install(builder.get_requires_for_build(kind))
+        wheels = {"direct": builder.build("wheel", folder / "direct")}
+        with tarfile.open(builder.build("sdist", folder / "sdist")) as archive:
+            archive.extractall(folder / "unpacked", filter="data")
+        (unpacked,) = (folder / "unpacked").iterdir()
+        wheels["by-sdist"] = ProjectBuilder.from_isolated_env(tools, unpacked).build("wheel", folder / "by-sdist")
     expected = tracked()
-    for source in ("direct", "by-sdist"):
-        (wheel,) = (folder / source).glob("*.whl")
-        found = packed(wheel)
+    for source, wheel in wheels.items():
+        found = packed(Path(wheel))
         missing, strange = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         changed = sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])
         check(
@@ -92,7 +107,7 @@ def build(folder: Path) -> Path:
             f"Missing from the wheel: {missing}\nIn the wheel alone: {strange}\nOf other contents: {changed}",
         )
         say(f"built ({source}): {len(found)} files, as in the sources")
-    return next((folder / "direct").glob("*.whl"))
+    return Path(wheels["direct"])
 
 
 class Environment:

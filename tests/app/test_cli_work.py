@@ -154,6 +154,7 @@ def test_info_for_people_and_for_programs(posterior, mola_command):
     assert json.loads(out)["components"] == 3
 
 
+@pytest.mark.usefixtures("_blank_figures")
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_caution_by_distance_from_fit_to_evaluate(desk, tmp_path, mola_command):
     place = tmp_path / "posterior"
@@ -473,6 +474,7 @@ def test_the_process_itself_ends_with_these_codes(desk, posterior, tmp_path):
 # --- a run again from its own file
 
 
+@pytest.mark.usefixtures("_blank_figures")
 def test_every_run_writes_the_file_that_makes_it_again(desk, tmp_path, mola_command):
     posterior, first, second = tmp_path / "posterior", tmp_path / "one.csv", tmp_path / "two.csv"
     assert mola_command(*arguments(desk, posterior), "--quiet")[0] == 0

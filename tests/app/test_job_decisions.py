@@ -170,7 +170,8 @@ def test_of_very_many_data_some_are_kept(fitted, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_an_exported_file_decides_alike_and_its_thresholds_can_be_changed(desk, fitted, tmp_path):
     pytest.importorskip("onnxruntime")
-    (written,) = run_export(fitted, onnx=tmp_path / "model.onnx", **ASKED)
+    outputs = ["probabilities", "confidence", "ood_score"]  # by which it decides
+    (written,) = run_export(fitted, onnx=tmp_path / "model.onnx", outputs=outputs, **ASKED)
     made = make_decisions(fitted, **ASKED)
     loaded = mola.load_exported(written.path)
     inputs, _ = desk.inputs("test")

@@ -85,7 +85,9 @@ def test_label_maps_are_fitted_and_exported(desk, monkeypatch, tmp_path):
         opened.posterior.log_evidence(), expected.with_prior_precision(opened.posterior.prior_precision).log_evidence()
     )
     assert opened.posterior.predict(values).probs.shape == (40, 3, 8, 10)
-    result = run(desk, monkeypatch, "export", tmp_path / "posterior", "--onnx", tmp_path / "maps.onnx")
+    # All outputs at many positions: tests/library/test_dense.py.
+    asked = ("--onnx", tmp_path / "maps.onnx", "--outputs", "probabilities")
+    result = run(desk, monkeypatch, "export", tmp_path / "posterior", *asked)
     assert result.exit_code == 0, result.output
     said = mola.load_exported(tmp_path / "maps.onnx")(values)
     assert torch.allclose(said["probabilities"], opened.posterior.predict(values).probs, atol=1e-5)

@@ -760,8 +760,7 @@ def test_a_figure_cut_short_is_drawn_again(written, suite, monkeypatch):
     assert path.read_text() == whole
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW])
-@pytest.mark.parametrize("count", [2, 7, 11])
+@pytest.mark.parametrize(("shape", "count"), [(WIDE, 11), (NARROW, 2), (NARROW, 11)])
 def test_legends_of_reliability_are_inside_and_apart(suite, shape, count):
     records = suite.runs["MoLA (NLL)"]
     many = {f"MIMO-MoLA {index}": records for index in range(count)}

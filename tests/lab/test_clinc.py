@@ -66,6 +66,7 @@ def data(tmp_path):
     return tmp_path / "data"
 
 
+@pytest.mark.usefixtures("_blank_figures")
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_from_sentences_to_records_and_a_report(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -207,6 +207,7 @@ def mnist(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_blank_figures")
 @pytest.mark.filterwarnings("always::mola.MolaWarning")
 def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
     """Train, run, report: three commands, and the record of each method."""

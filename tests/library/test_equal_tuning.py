@@ -7,7 +7,7 @@ import torch
 
 import mola
 from mola.links import LINKS
-from tests.conftest import make_problem
+from tests.conftest import STRUCTURES, make_problem
 
 GRID = (1e-4, 1e-2, 0.3, 4.0, 1e3)
 
@@ -85,8 +85,9 @@ def test_last_layers(structure, name):
     loader = first.loader
     posterior = mola.fit([first.network, second.network], loader, structure=structure)
     every = rules([3 * first.inputs[:9]])
-    # A rule sees scores, whatever the structure that they come from: all rules with one, two of them with the others.
-    check(posterior, LINKS_TO_COPY[name], first.inputs, loader, every if structure == "kron" else [every[1], every[-2]])
+    # A rule sees scores, whatever the structure that they come from: all rules with one, one of them with each other.
+    given = every if structure == "kron" else [every[STRUCTURES.index(structure) + 1]]
+    check(posterior, LINKS_TO_COPY[name], first.inputs, loader, given)
 
 
 @pytest.mark.parametrize("options", WHOLE, ids=str)

@@ -24,10 +24,12 @@ def posterior_of(*outputs, rule, squeezed=False):
     ), inputs
 
 
-@pytest.mark.parametrize("writer", ["onnx", "torch"])
 @pytest.mark.parametrize(
-    ("outputs", "squeezed"),
-    [pytest.param(3, False, id="three labels"), pytest.param(1, True, id="(n,)", marks=pytest.mark.slow)],
+    ("writer", "outputs", "squeezed"),
+    [
+        pytest.param("onnx", 3, False, id="onnx, three labels"),
+        pytest.param("torch", 1, True, id="torch, (n,)", marks=pytest.mark.slow),
+    ],
 )
 def test_a_file_says_what_the_posterior_says(writer, outputs, squeezed, tmp_path):
     if writer == "onnx":

@@ -516,10 +516,9 @@ def test_a_copy_is_whole_and_apart(structure, how):
             twin.predict(X)
 
 
-@pytest.mark.parametrize(
-    ("structure", "used"), [*((structure, False) for structure in STRUCTURES), ("kron", True), (None, False)]
-)
+@pytest.mark.parametrize(("structure", "used"), [("kron", False), ("kron", True), (None, False)])
 def test_an_exported_posterior_gives_the_same_for_any_batch_size(structure, used):
+    """With the other structures: test_export.py, and for one size test_five_ways.py."""
     networks = three()
     posterior = mola.ensemble(networks) if structure is None else mola.fit(networks, LOADER, structure=structure)
     if used:

@@ -1,5 +1,7 @@
 """Sums and scores do not depend on how rows are portioned: 13 rows in one go, and in portions of which the last has one row."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -88,16 +90,15 @@ def test_blocks_of_features_of_which_the_last_has_one(structure, block, monkeypa
         mola.laplace.symmetric._size_of.cache_clear()
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("link", ["probit", "probit-centered", "mean-field", "bridge", "mc"])
-def test_tuning(structure, link, size, monkeypatch):
+def test_tuning(structure, link, monkeypatch):
     posterior, problem = fitted(structure, link=link)
     expected = posterior.tune(problem.batches(5), Curve(), progress=False).tuning.curve
     projected = sum(component.curvature.spectrum.projection_size for component in posterior.components)
     widths = sum(component.curvature.spectrum.features for component in posterior.components)
     by_candidate = posterior.link.needs_covariance
-    monkeypatch.setattr("mola.tuning.candidates.PROJECTED_AT_ONCE", size * (widths if by_candidate else projected))
-    for candidates in (1, 2):  # the last of three by itself, too
+    for size, candidates in itertools.product(SIZES, (1, 2)):  # the last of three by itself, too
+        monkeypatch.setattr("mola.tuning.candidates.PROJECTED_AT_ONCE", size * (widths if by_candidate else projected))
         monkeypatch.setattr("mola.tuning.candidates.LOGITS_AT_ONCE", max(size, candidates) * size * CLASSES)
         monkeypatch.setattr("mola.tuning.candidates.WEIGHTS_AT_ONCE", candidates * CLASSES * FEATURES)
         found = posterior.tune(problem.batches(5), Curve(), progress=False).tuning.curve

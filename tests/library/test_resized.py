@@ -66,7 +66,7 @@ def test_exported_it_says_the_same(networks, tmp_path):
     x, y = (one.float() if one.is_floating_point() else one for one in images())
     networks = [one.float() for one in networks[1:]]
     posterior = mola.fit(networks, [(x, y)], progress=False)
-    path = mola.export_torch(posterior, tmp_path / "model.pt2", x[:2]).path
+    path = mola.export_torch(posterior, tmp_path / "model.pt2", x[:2], outputs=["probabilities"]).path
     torch.testing.assert_close(
         mola.load_exported(path, trust=True)(x)["probabilities"].float(), posterior(x).float(), rtol=1e-4, atol=1e-5
     )

@@ -171,7 +171,8 @@ def explain(figure: Figure, shape: Shape, *parts: str) -> None:
 def settle(figure: Figure) -> None:
     """Arrange the panels now and for good: arranging takes longer than drawing, and would be done for each format."""
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    # Not "none": that leaves an engine that arranges nothing, for which each format is drawn twice.
+    figure.set_layout_engine(None)
 
 
 def as_png(figure: Figure) -> bytes:
