@@ -199,7 +199,7 @@ def numbers_of(folder: Path, layout: str) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for path in (folder / f"posterior-{layout}").glob("*.safetensors"):
         kind = re.sub(r"-[0-9a-f]{16}", "", path.stem)
-        found |= {f"fit/{kind}/{name}": one for name, one in load_file(path).items()}
+        found |= {f"fit/{kind}/{name}": one for name, one in in_one_order(load_file(path)).items()}
     document = json.loads((folder / f"posterior-{layout}" / "posterior.json").read_text())
     found["tune/lambda"] = np.array([part["prior_precision"] for part in document["components"]])
     with np.load(folder / f"predictions-{layout}.npz") as arrays:
@@ -208,6 +208,15 @@ def numbers_of(folder: Path, layout: str) -> dict[str, np.ndarray]:
     for path in sorted((folder / f"results-{layout}" / "digits").glob("*/run-*.json")):
         found |= flat(f"bench/{path.parent.name}", json.loads(path.read_text()))
     return found
+
+
+def in_one_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What was kept of each validation datum, sorted: processes keep their data together, and no threshold depends on the order."""
+    columns = {name: one for name, one in tensors.items() if name.startswith("datum.")}
+    if not columns:
+        return tensors
+    order = np.lexsort([columns["datum.confidence"], columns["datum.entropy"]])
+    return tensors | {name: one[order] for name, one in columns.items()}
 
 
 TIMES = ("seconds", "environment", "made", "version", "versions", "created", "posterior")

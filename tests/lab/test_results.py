@@ -47,6 +47,12 @@ def test_the_regression_pages_tables_are_those_of_the_records():
     assert _filler().fill(page, RESULTS) == page, "run: python docs/tables.py docs/regression.md results"
 
 
+def test_the_tables_of_the_page_on_text_are_those_of_the_records():
+    page = (ROOT / "docs" / "clinc.md").read_text(encoding="utf-8")
+    assert page.count("<!-- table:") >= 3
+    assert _filler().fill(page, RESULTS) == page, "run: python docs/tables.py docs/clinc.md results"
+
+
 def test_a_number_that_is_not_a_records_is_noticed():
     page = PAGE.read_text(encoding="utf-8")
     number = re.search(r"\| MoLA \|.*?(\d\d\.\d)", page)
