@@ -296,8 +296,19 @@ class Mixture(nn.Module):
     def _predict_numbers(
         self, likelihood: Gaussian, inputs: Inputs, seed: int | None, place: str
     ) -> RegressionPrediction:
-        """What members say of numbers: distributions, of those that are mixtures themselves, or means."""
-        if all(isinstance(member, Mixture) for member in self.predictors):
+        """What members say of numbers: distributions, of those that are mixtures themselves, or means.
+
+        Raises:
+            OptionError: if some give distributions and others means: the spread of the former would be dropped in silence.
+        """
+        known = [isinstance(member, Mixture) for member in self.predictors]
+        if any(known) and not all(known):
+            message = (
+                f"predictors[{known.index(False)}] gives means alone and predictors[{known.index(True)}] distributions, whose spread "
+                f"a mixture of means would drop: give the former as mola.ensemble(network, likelihood=mola.Gaussian(noise=...))."
+            )
+            raise OptionError(message)
+        if all(known):
             parts = [member._predict_batch(inputs, seed, place) for member in self.predictors]  # type: ignore[attr-defined]
             return RegressionPrediction.mixed(parts, self.weights)
         return RegressionPrediction.of_means(torch.stack(self._member_probs(inputs, seed)), self.weights, likelihood)

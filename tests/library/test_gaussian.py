@@ -603,6 +603,18 @@ def test_a_mixture_of_posteriors_has_all_their_components():
     assert torch.allclose(both.log_prob(y), expected)
 
 
+def test_a_mixture_of_means_and_distributions_is_refused():
+    first, networks, x, _ = fitted(2, 2)
+    with pytest.raises(OptionError, match=r"predictors\[1\] gives means alone and predictors\[0\] distributions"):
+        mola.Mixture([first, networks[0]]).predict(x)
+
+
+def test_a_temperature_for_numbers_names_what_scales_their_noise():
+    _, networks, x, y = fitted(2, 2)
+    with pytest.raises(OptionError, match=r"use mola.scale_noise"):
+        mola.temperature_scaled(mola.ensemble(networks, likelihood="gaussian"), [(x, y)])
+
+
 # --- wrong use ----------------------------------------------------------------------------------------------------------
 
 

@@ -411,7 +411,8 @@ def temperature_scaled(
         The predictor.
     """
     one_of(mode, MODES, "mode")
-    plain = ensemble(models, weights, likelihood=_discrete(likelihood))
+    own = getattr(models, "likelihood", None)  # of an ensemble, where networks were asked for
+    plain = ensemble(models, weights, likelihood=_discrete(own if isinstance(own, Likelihood) else likelihood))
     with undisturbed(*plain.networks):
         data = read_held_out(
             plain.networks,
@@ -444,6 +445,9 @@ def _discrete(likelihood: str | Likelihood) -> Likelihood:
     chosen = as_likelihood(likelihood)
     if not chosen.discrete or type(chosen) is not LIKELIHOODS.get(chosen.name):
         known = ", ".join(repr(name) for name, kind in LIKELIHOODS.items() if kind.discrete)
-        message = f"a temperature divides logits, and likelihood {chosen.name!r} has none: it is for {known}."
+        message = (
+            f"a temperature divides logits, and likelihood {chosen.name!r} has none: it is for {known}. Numbers have a noise instead: "
+            f"use mola.scale_noise."
+        )
         raise OptionError(message)
     return chosen
