@@ -56,7 +56,9 @@ test: $(READY)  ## the tests, without those in a browser and the slow ones on re
 test-slow: $(READY)  ## the others: in a browser (chromium), on real data, long campaigns
 	$(PYTEST) -m 'browser or slow'
 
-test-all: test test-slow  ## all tests
+# In one run: what both would collect, load and fit is there once, and no worker waits at the end of the first.
+test-all: $(READY)  ## all tests
+	$(PYTEST)
 
 test-wheel: $(READY)  ## what users get: the wheel, installed into an empty environment and used from an empty folder
 	$(BIN)/python tests/installed.py

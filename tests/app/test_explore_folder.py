@@ -284,6 +284,7 @@ def test_a_missing_extra_is_named_with_its_remedy():
     )
 
 
+@pytest.mark.slow  # a server in a process of its own is also what tests/app/test_explore_hostile.py asks
 @needs_gradio
 def test_it_serves_a_page_and_ctrl_c_ends_it_quietly(folder, desk):
     code = "from mola.__main__ import main; main()"

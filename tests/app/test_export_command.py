@@ -70,6 +70,7 @@ def test_what_is_wrong_is_told(folder, tmp_path):
     assert not (tmp_path / "a.pt2").exists()
 
 
+@pytest.mark.slow
 def test_a_posterior_on_exported_programs_is_exported_where_they_are_trusted(desk, tmp_path, monkeypatch):
     monkeypatch.chdir(desk.root)
     pixels, _ = desk.pixels("test")

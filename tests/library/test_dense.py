@@ -429,7 +429,10 @@ def test_a_parametrised_convolution_has_the_weights_that_it_uses():
 
 @pytest.mark.parametrize(
     ("kind", "file", "outputs"),
-    [("sequence", "torch", ["probabilities", "label", "entropy", "distance"]), ("image", "onnx", None)],
+    [
+        ("sequence", "torch", ["probabilities", "label", "entropy", "distance"]),
+        pytest.param("image", "onnx", None, marks=pytest.mark.slow),
+    ],
 )
 def test_exports_keep_the_layout(kind, file, outputs, tmp_path):
     """A file of either kind is written from the same trace."""

@@ -27,8 +27,8 @@ def posterior_of(*outputs, rule, squeezed=False):
 @pytest.mark.parametrize(
     ("writer", "outputs", "squeezed"),
     [
-        pytest.param("onnx", 3, False, id="onnx, three labels"),
-        pytest.param("torch", 1, True, id="torch, (n,)", marks=pytest.mark.slow),
+        pytest.param("onnx", 3, False, id="onnx, three labels", marks=pytest.mark.slow),
+        pytest.param("torch", 1, True, id="torch, (n,)"),
     ],
 )
 def test_a_file_says_what_the_posterior_says(writer, outputs, squeezed, tmp_path):
