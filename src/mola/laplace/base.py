@@ -442,8 +442,6 @@ class FeatureSpread(Spread):
     """
 
     has_length = True
-    in_range = False
-    """Whether the squares of the features are known to keep their digits: `fits` has looked."""
 
     def __init__(self, posterior: Posterior, features: Tensor) -> None:
         """Bind a posterior to features."""
@@ -522,8 +520,7 @@ class FeatureSpread(Spread):
     def _logs(self) -> tuple[Tensor, Tensor]:
         assert self.posterior.distance is not None  # has_distance
         # Where the posterior computes in float64 whatever it is given, features may come in more than its own precision.
-        distance = self.posterior.distance.to(self.features.device, self.features.dtype)
-        return distance.logs(self.features, in_range=self.in_range)
+        return self.posterior.distance.to(self.features.device, self.features.dtype).logs(self.features)
 
     def log_distance(self) -> Tensor:
         """Logarithm (n,) of each datum's distance from the training classes."""
@@ -545,10 +542,9 @@ class FeatureSpread(Spread):
         largest = max(abs(float(end)) for end in self.features.aminmax())
         if self.features.dtype != torch.float64:
             # No datum is too small where the last of its features, mostly the constant 1, is large enough: one look at one column.
-            self.in_range = largest <= most and (
+            return largest <= most and (
                 float(self.features[:, -1].min()) >= least or not bool(_smaller(self.features, least).any())
             )
-            return self.in_range
         if largest > most:
             message = (
                 f"features are as large as {largest:.3g}, and their squares leave the range of float64. "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -527,7 +527,7 @@ class LastLayerProblem(Problem):
         found = self._kept.get(name)
         if found is None or found[0] is not data or found[1] != at:
             found = self._kept[name] = (data, at, make())
-        return found[2]
+        return cast("Made", found[2])
 
     def _portions(self, data: HeldOut, rows: int) -> Iterable[tuple[slice, list[Tensor], list[Tensor]]]:
         """Portions of the data; few data in one, which is not made anew for every candidate."""
