@@ -58,6 +58,11 @@ def desk(tmp_path_factory):
     return root
 
 
+@pytest.fixture(autouse=True)
+def _single_precision():
+    torch.set_default_dtype(torch.float32)  # put back after each test
+
+
 def run(desk, monkeypatch, *words):
     monkeypatch.chdir(desk)
     monkeypatch.setattr(sys, "path", [str(desk), *sys.path])

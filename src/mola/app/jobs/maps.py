@@ -124,6 +124,8 @@ class MapPortion:
     errors: list[str | None]
     notes: tuple[tuple[str, str], ...]
     maps: dict[str, NDArray[Any]]
+    axis: int = 1
+    """Of the outputs, where each has its own map: 1, or the last."""
 
     def plain(self) -> dict[str, Any]:
         """As JSON, the numbers to the last bit."""
@@ -131,7 +133,7 @@ class MapPortion:
             name: [str(one.dtype), list(one.shape), base64.b64encode(one.tobytes()).decode("ascii")]
             for name, one in self.maps.items()
         }
-        return {"names": self.names, "errors": self.errors, "notes": self.notes, "maps": maps}
+        return {"names": self.names, "errors": self.errors, "notes": self.notes, "maps": maps, "axis": self.axis}
 
     @classmethod
     def of_plain(cls, document: dict[str, Any]) -> MapPortion:
@@ -141,7 +143,7 @@ class MapPortion:
             for name, (kind, shape, content) in document["maps"].items()
         }
         notes = tuple((name, words) for name, words in document["notes"])
-        return cls(document["names"], document["errors"], notes, maps)
+        return cls(document["names"], document["errors"], notes, maps, document["axis"])
 
 
 def run_maps(
@@ -194,7 +196,7 @@ def run_maps(
 
     def make(rows: Rows, said: Any) -> MapPortion:
         maps = {} if said is None else maps_of(said, probabilities=probabilities)
-        return MapPortion(rows.names, rows.errors, rows.notes, maps)
+        return MapPortion(rows.names, rows.errors, rows.notes, maps, 1 if said is None else said.axis)
 
     progress("predicting", 0.0)
     with together.work("predicting"), ExitStack() as stack:
@@ -210,7 +212,7 @@ def run_maps(
         for portion in in_order(own, together, MapPortion):
             assert writer is not None  # only rank 0 is given any
             account.add(source.name, Rows(portion.names, portion.errors, None, None, portion.notes))
-            good = 0
+            good, writer.averages.axis = 0, portion.axis
             for name, error in zip(portion.names, portion.errors, strict=True):
                 maps = None
                 if error is None:
@@ -281,6 +283,8 @@ class _Averages:
     def __init__(self, fitted: PosteriorFolder, names: Sequence[str]) -> None:
         likelihood = fitted.posterior.likelihood
         self.names, self.numbers, self.competing = list(names), _is_numbers(fitted), likelihood.competing
+        self.axis = 1
+        """Of the outputs in the maps of a batch, where each has its own; told with each portion."""
         if self.numbers:
             each = [
                 f"{kind}_{name}" if len(names) > 1 else kind for name in names for kind in ("mean", "std", "epistemic")
@@ -312,20 +316,19 @@ class _Averages:
         if self.competing:
             shares: list[float] = (np.bincount(labels.ravel(), minlength=len(self.names)) / size).tolist()
             return shares
-        return [float(one.mean()) for one in _by_output(labels, maps["ood_score"].shape)]
+        return [float(one.mean()) for one in self._by_output(labels)]
+
+    def _by_output(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Numbers of one input with an axis of outputs, that axis first."""
+        return values if self.axis == 1 else np.moveaxis(values, -1, 0)
 
     def _of_numbers(self, maps: Mapping[str, NDArray[Any]]) -> dict[str, float]:
-        parts = {kind: _by_output(maps[kind], maps["ood_score"].shape) for kind in ("mean", "std", "epistemic")}
+        parts = {kind: self._by_output(maps[kind]) for kind in ("mean", "std", "epistemic")}
         return {
             f"{kind}_{name}" if len(self.names) > 1 else kind: _mean(part[place])
             for place, name in enumerate(self.names)
             for kind, part in parts.items()
         }
-
-
-def _by_output(values: NDArray[Any], positions: tuple[int, ...]) -> NDArray[Any]:
-    """Numbers of one input with an axis of outputs, that axis first: it is the first of images, and the last of sequences."""
-    return values if values.shape[1:] == positions else np.moveaxis(values, -1, 0)
 
 
 def _mean(values: NDArray[Any]) -> float:
@@ -337,6 +340,8 @@ def _mean(values: NDArray[Any]) -> float:
 
 class _Writer(ABC):
     """Writes what is known of each input beside what is wanted, which it becomes when all went well."""
+
+    averages: _Averages
 
     @abstractmethod
     def add(
