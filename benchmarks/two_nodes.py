@@ -287,7 +287,7 @@ def dying_node(folder: Path, namespaces: bool) -> dict[str, Any]:
         raise SystemExit("\n".join(told))
     resumed_seconds = time.monotonic() - begun
     sums = [
-        {k: v for path in (folder / name).glob("tensors*.safetensors") for k, v in load_file(path).items()}
+        {k: v for path in (folder / name).glob("factors*.safetensors") for k, v in load_file(path).items()}
         for name in ("whole", "interrupted")
     ]
     same = all(np.array_equal(sums[0][name], sums[1][name]) for name in sums[0]) and set(sums[0]) == set(sums[1])
