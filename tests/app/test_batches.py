@@ -191,6 +191,7 @@ def test_the_example_of_an_engine_gives_the_numbers_of_the_plain_call(engine, tm
     root = Path(__file__).resolve().parents[2]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # of the workers
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "600")  # Ray gives a busy machine 30 to start
     monkeypatch.setattr("sys.argv", ["engines.py", "--engine", engine])
     runpy.run_path(str(root / "examples" / "engines.py"), run_name="__main__")
     printed = capfd.readouterr().out

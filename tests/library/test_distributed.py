@@ -140,6 +140,19 @@ def test_a_process_that_ends_ends_all(size, what, tmp_path):
 
 
 @pytest.mark.slow  # what it says of mola, the test above says too
+def test_a_rank_that_ends_because_another_did_passes_that_on():
+    """So that the processes that are left say the same line, and no rank is named that did nothing wrong."""
+
+    def told(error):
+        team = mola.Team.__new__(mola.Team)
+        team.size, team.rank, team._store = 2, 0, torch.distributed.HashStore()
+        team.close(error)
+        return team._store.get("ended").decode()
+
+    assert told(mola.DistributedError("lost touch with the other processes")) == "lost touch with the other processes"
+    assert told(ValueError("a mistake")) == "rank 0 ended: ValueError: a mistake"
+
+
 def test_torchrun_ends_all_when_one_is_killed(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

@@ -126,8 +126,11 @@ class Team:
         if self.size == 1:
             return
         if error is not None:
+            # One that ends because another did says so in the same words: the news is that one, not this rank.
+            passed_on = isinstance(error, DistributedError)
+            told = str(error) if passed_on else f"rank {self.rank} ended: {type(error).__name__}: {error}"
             with suppress(RuntimeError):  # then nobody is left to be told
-                self._store.compare_set("ended", "", f"rank {self.rank} ended: {type(error).__name__}: {error}")
+                self._store.compare_set("ended", "", told)
         # A group of some of the processes is left to the end of all: torch would give the next one of the same processes its name, and
         # one of them could find the address of another that is no longer there, and wait for it.
         elif dist.is_initialized() and self.size == dist.get_world_size():
