@@ -227,6 +227,7 @@ def test_without_validation_data_no_noise_is_scaled(place, monkeypatch):
 def test_the_networks_alone_are_the_ensemble_itself(fitted, monkeypatch):
     """MAP and DE have the noise of the training residuals, as mola.ensemble with it, and DE-N is mola.scale_noise."""
     monkeypatch.syspath_prepend(str(fitted))
+    monkeypatch.chdir(fitted)
     posterior = open_posterior(fitted / "kept").posterior
     sets, kind = {}, next(posterior.networks[0].parameters()).dtype
     for name in ("train", "val", "more"):

@@ -139,10 +139,10 @@ def test_arrays_hold_the_maps_of_the_posterior(desk, fitted, monkeypatch, tmp_pa
 def test_a_folder_holds_pictures_of_the_maps(desk, fitted, monkeypatch, tmp_path):
     values, _ = draw(5, 6)
     np.savez(tmp_path / "some.npz", x=values)
-    said = open_posterior(fitted).posterior.predict(torch.tensor(values))
     for _ in range(2):  # the second run replaces the first
         result = run(desk, monkeypatch, "predict", fitted, tmp_path / "some.npz", "--output", tmp_path / "maps")
         assert result.exit_code == 0, result.output
+    said = open_posterior(fitted).posterior.predict(torch.tensor(values))
     with open(tmp_path / "maps" / "predictions.csv", newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     for index, row in enumerate(rows):
@@ -162,9 +162,9 @@ def test_a_folder_holds_pictures_of_the_maps(desk, fitted, monkeypatch, tmp_path
 def test_tables_hold_averages(desk, fitted, monkeypatch, tmp_path):
     values, _ = draw(4, 8)
     np.savez(tmp_path / "some.npz", x=values)
-    said = open_posterior(fitted).posterior.predict(torch.tensor(values))
     result = run(desk, monkeypatch, "predict", fitted, tmp_path / "some.npz", "--output", tmp_path / "rows.jsonl")
     assert result.exit_code == 0, result.output
+    said = open_posterior(fitted).posterior.predict(torch.tensor(values))
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["positions"] for row in rows] == [80] * 4
     for index, row in enumerate(rows):
