@@ -244,7 +244,9 @@ def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
         other = two[name]
         if not stream:
             assert replace(other, seconds={}, environment={}) == replace(record, seconds={}, environment={})
-        assert other.chosen.get("prior_precision", 0) == pytest.approx(record.chosen.get("prior_precision", 0), rel=1e-9)
+        assert other.chosen.get("prior_precision", 0) == pytest.approx(
+            record.chosen.get("prior_precision", 0), rel=1e-9
+        )
         for shown, result in record.labelled.items():
             assert other.labelled[shown].metrics == pytest.approx(result.metrics, rel=1e-6, abs=1e-9), name
         for shown, result in record.outliers.items():
