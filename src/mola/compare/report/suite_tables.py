@@ -416,8 +416,9 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
         Shown(Column("MMC %", "outliers", "low", 1), mean_over(outliers, "confidence"), 100),
         Shown(Column("AUROC", "outliers", "high", 2), mean_over(outliers, "auroc"), 100),
     ]
+    along = f" Shifted: mean over all levels of {suite.shift_title}." if suite.of_role("shift") else ""
     caption = (
-        f"{runs_words(suite.groups[group])} Shifted: mean over all levels of {suite.shift_title}. Outliers: mean over "
+        f"{runs_words(suite.groups[group])}{along} Outliers: mean over "
         f"{'all sets' if every else ', '.join(one.title for one in sets)}, told apart by confidence."
     )
     return records_table(f"{suite.title}: {GROUP_TITLES.get(group, group)}", caption, suite.groups[group], shown)
