@@ -1010,6 +1010,7 @@ def test_the_report_sees_records_only():
         "mola.compare.measured",
         "mola.compare.tally",
         "mola.compare.demo_result",
+        "mola.compare.numbers",
         "mola.reliability",
         "mola.options",
         "mola.errors",

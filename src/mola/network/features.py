@@ -161,10 +161,10 @@ class Watched:
         flat = logits.dim() == 1
         axes = 0 if self.head is None or self.head.positions is None else self.head.positions.axes
         if self.head is None:
-            logits = self._checked(logits, inputs)
+            logits = self._rows(logits, lambda: first_pass(self.network, inputs, None, self.likelihood))
             return Features(logits[:, :0], logits)
         if logits.dim() != 2 + axes:
-            logits = self.likelihood.check_outputs(logits, [(self.head.name, logits.shape)])
+            logits = self._rows(logits, lambda: None)
         for seen in reversed(calls):
             # In a trace nothing has an address: (n,) is then taken to be the head's (n, 1), as it was when the head was found.
             if seen.gave(logits) or (flat and torch.compiler.is_compiling()):
@@ -173,8 +173,15 @@ class Watched:
         message = f"the network's output is not the output of its head {self.head.name!r} in this pass. Was the network changed?"
         raise HeadError(message)
 
-    def _checked(self, outputs: Tensor, inputs: Inputs) -> Tensor:
-        """Outputs of a network of which no head is known, as rows.
+    def _rows(self, outputs: Tensor, check: Callable[[], object]) -> Tensor:
+        """Outputs as rows.
+
+        Args:
+            outputs: of the network.
+            check: raises unless a linear layer gave them.
+
+        Returns:
+            The rows.
 
         Raises:
             HeadError: if they do not fit, or seem to be probabilities and are not what a linear layer gave.
@@ -184,7 +191,7 @@ class Watched:
         except HeadError:
             # Logits, too, may all lie between 0 and 1: those that a linear layer gave are logits.
             with suppress(HeadError, DataError):
-                first_pass(self.network, inputs, None, self.likelihood)
+                check()
                 return self.likelihood.check_outputs(outputs, [("", outputs.shape)])
             raise
 
