@@ -615,6 +615,14 @@ def test_a_temperature_for_numbers_names_what_scales_their_noise():
         mola.temperature_scaled(mola.ensemble(networks, likelihood="gaussian"), [(x, y)])
 
 
+def test_noise_that_a_rule_scales_stays_within_its_range():
+    for likelihood in (mola.Gaussian(noise=[0.5, 0.7]), mola.Gaussian(noise=0.5, location=3.0, scale=20.0)):
+        for factor in (1e-30, 1e30):
+            scaled = likelihood.scaled(factor, 2)
+            assert all(1e-12 <= one <= 1e12 for one in scaled.noise)
+    assert mola.Gaussian(noise=0.5).scaled(2.0, 1).noise == (1.0,)
+
+
 # --- wrong use ----------------------------------------------------------------------------------------------------------
 
 

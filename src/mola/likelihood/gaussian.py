@@ -313,8 +313,12 @@ class Gaussian(Likelihood):
         return replace(self, noise=tuple(noise.tolist()))
 
     def scaled(self, factor: float, width: int) -> Gaussian:
-        """The same with all noise multiplied by a factor."""
-        return self.with_deviation(factor * self.deviation(width))
+        """The same with all noise multiplied by a factor, within what noise may be.
+
+        Few data may ask for none at all, where the weights' uncertainty explains every error.
+        """
+        scales = self.widths(width)[1] if not self.heteroscedastic else torch.ones_like(self.deviation(width))
+        return self.with_deviation((factor * self.deviation(width)).clamp(SMALLEST / scales, LARGEST / scales))
 
     # --- the log-likelihood and its curvature -----------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class Own:
                 )
                 raise DataError(message)
             several = not self.likelihood.competing
-            if labels is not None and not several and (labels.ndim < 1 or bool((labels != labels.floor()).any())):
+            if labels is not None and not several and not _are_indices(labels, self.outputs):
                 message = (
                     f"batch {index} of {self.name} has labels of shape {tuple(labels.shape)} and type {labels.dtype}: expected a "
                     f"whole number for each input, the index of its class, or for each of its positions."
@@ -391,4 +391,14 @@ def some_of(source: Pictures, places: Sequence[int]) -> Pictures:
         names=tuple(source.names[place] for place in places),
         labels=None if source.labels is None else source.labels[list(places)],
         problems={now[place]: words for place, words in source.problems.items() if place in now},
+    )
+
+
+def _are_indices(labels: Tensor, outputs: int | None) -> bool:
+    """Whether labels may be indices of classes, for each input or for each of its positions; one-hot rows are not."""
+    if labels.ndim < 1 or bool((labels != labels.floor()).any()):
+        return False
+    rows_of_classes = labels.ndim == 2 and labels.shape[1] == outputs and labels.is_floating_point()
+    return not (
+        rows_of_classes and len(labels) and bool(((labels == 0) | (labels == 1)).all() & (labels.sum(1) == 1).all())
     )
