@@ -495,6 +495,7 @@ def read_information(folder: Path) -> dict[str, Any]:
         "heads": [part["head"] for part in document["components"]],
         "network_numbers": [part["network"]["numbers"] for part in document["components"]],
         "train_count": document["components"][0]["count"],
+        "has_positions": document["components"][0].get("positions") is not None,  # older versions have written none
         "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
         "tensors": len(tensors),
         "sha256": document["tensors"]["sha256"],
@@ -515,6 +516,7 @@ def read_information(folder: Path) -> dict[str, Any]:
         "intake": result["intake"],
         "train": job.train,
         "val": job.val,
+        "positions": job.positions,
         "validation": result.get("validation"),
         "left_out": result.get("left_out", 0),
         "versions": result.get("versions", {}),
