@@ -126,6 +126,19 @@ class PosteriorFolder:
         """How many classes there are."""
         return int(self.document["result"]["outputs"])
 
+    def refuse_probabilities(self) -> None:
+        """Refuse to write probabilities of classes where outputs are numbers.
+
+        Raises:
+            OptionError: if they are.
+        """
+        if not self.posterior.likelihood.discrete:
+            message = (
+                f"--probabilities is for classes, and the networks of {self.folder} predict numbers: leave it out. Rows have "
+                f"the mean, the standard deviation and the ends of an interval."
+            )
+            raise OptionError(message)
+
     def refuse_positions(self, reason: str) -> None:
         """Refuse a posterior with outputs at many positions.
 
