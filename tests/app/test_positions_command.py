@@ -243,6 +243,7 @@ def test_what_cannot_be_written_is_named(desk, fitted, monkeypatch, tmp_path, ou
         (("--positions", "some"), "positions must be 'all', 'average' or a number"),
         (("--positions", "0"), "positions must be a whole number of at least 1"),
         (("--ignore-index", "7"), "labels must lie in [0, 2]"),
+        (("--ignore-index", "7"), "name a label that does not count: ignore_index=255"),
     ],
 )
 def test_wrong_use_is_named(desk, monkeypatch, tmp_path, more, words):
