@@ -146,6 +146,7 @@ def test_promises_that_cannot_be_kept_are_refused(fitted, monkeypatch):
         (("--coverage", "1.5"), "coverage must"),
         (("--error-rate", "0.1"), "--error-rate is for classes"),
         (("--coverage", "0.9", "--by-class"), "--by-class is for classes"),
+        (("--probabilities",), "--probabilities is for classes"),
     ):
         result = run(fitted, "predict", "kept", "more.npz", "--output", "none.csv", *options)
         assert result.exit_code != 0

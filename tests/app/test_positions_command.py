@@ -99,6 +99,22 @@ def test_label_maps_are_fitted_and_exported(desk, monkeypatch, tmp_path):
     assert run(desk, monkeypatch, "info", tmp_path / "posterior").exit_code == 0
 
 
+def test_what_was_counted_is_named(desk, monkeypatch, tmp_path):
+    """70 positions of each of 40 and 30 inputs count: they are no inputs."""
+    said = " ".join(fit(desk, monkeypatch, tmp_path / "all").output.split())
+    assert "on 2,800 positions:" in said
+    assert "2,100 positions, which were tuned on" in said
+    assert "2,800 positions" in run(desk, monkeypatch, "info", tmp_path / "all").output
+    said = " ".join(fit(desk, monkeypatch, tmp_path / "average", "--positions", "average").output.split())
+    assert "on 40 inputs:" in said
+    assert "2,100 positions, which were tuned on" in said
+    assert "40 inputs" in run(desk, monkeypatch, "info", tmp_path / "average").output
+    opened = open_posterior(tmp_path / "all", "cpu", trust=True)
+    opened.posterior.save(tmp_path / "python")
+    said = run(desk, monkeypatch, "info", tmp_path / "python").output
+    assert "2,800 positions, or inputs where positions were averaged" in " ".join(said.split())
+
+
 @pytest.fixture(scope="module")
 def fitted(desk, tmp_path_factory):
     place = tmp_path_factory.mktemp("fitted") / "posterior"
@@ -195,7 +211,11 @@ def test_evaluate_compares_positions_that_count(desk, fitted, monkeypatch, tmp_p
         own, called = (truth == index) & known, (said.label == index) & known
         expected = float((own & called).sum() / (own | called).sum())
         assert found["methods"]["LLLA"]["classes"][name]["iou"] == pytest.approx(expected)
-    assert "1,400 positions of 20 inputs" in (tmp_path / "report" / "tables.md").read_text()
+    tables = (tmp_path / "report" / "tables.md").read_text()
+    assert "1,400 positions of 20 inputs" in tables
+    by_class = tables[tables.index("Class by class") :]
+    assert "| positions |" in by_class
+    assert "| inputs |" not in by_class
 
 
 @pytest.mark.parametrize(
@@ -223,6 +243,7 @@ def test_what_cannot_be_written_is_named(desk, fitted, monkeypatch, tmp_path, ou
         (("--positions", "some"), "positions must be 'all', 'average' or a number"),
         (("--positions", "0"), "positions must be a whole number of at least 1"),
         (("--ignore-index", "7"), "labels must lie in [0, 2]"),
+        (("--ignore-index", "7"), "name a label that does not count: ignore_index=255"),
     ],
 )
 def test_wrong_use_is_named(desk, monkeypatch, tmp_path, more, words):

@@ -827,3 +827,21 @@ def test_words_are_about_numbers():
     x, y = data()
     own = mola.fit(network(2), [(x, y)], likelihood=mola.Gaussian(heteroscedastic=True), progress=False)
     assert "as the networks say, times 1, as they were trained" in repr(own)
+
+
+@pytest.mark.parametrize(
+    ("heteroscedastic", "words"),
+    [
+        (False, "have 4 outputs, and location has 2 numbers. .* pass heteroscedastic=True"),
+        (
+            True,
+            "have 2 outputs, means and variances of 1 target, and location has 2 numbers. .* leave heteroscedastic out",
+        ),
+    ],
+)
+def test_units_for_another_number_of_targets_ask_about_variances(heteroscedastic, words):
+    """Whoever forgets that half of the outputs are variances, or says so of means, is told so."""
+    network = nn.Linear(3, 2 if heteroscedastic else 4)
+    likelihood = mola.Gaussian(location=(20.0, 250.0), scale=(5.0, 60.0), heteroscedastic=heteroscedastic)
+    with pytest.raises(mola.HeadError, match=words):
+        mola.fit(network, [(torch.randn(8, 3), torch.randn(8, 2))], likelihood=likelihood, progress=False)

@@ -102,7 +102,8 @@ class Categorical(Likelihood):
         if low < 0 or high >= classes:
             message = (
                 f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, "
-                f"got values from {low} to {high}. Remove padding or ignore-index labels, or remap the classes."
+                f"got values from {low} to {high}. Remove padding or ignore-index labels, or remap the classes; at many "
+                f"positions, name a label that does not count: ignore_index={high if high >= classes else low}."
             )
             raise DataError(message)
         return labels

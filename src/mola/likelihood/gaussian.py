@@ -28,7 +28,7 @@ from torch.nn import functional
 from mola.errors import DataError, HeadError, OptionError
 from mola.likelihood.base import Likelihood, OutputCurvature, Ran, matrix_of
 from mola.numerics import exact, exact_device
-from mola.options import is_real, one_of
+from mola.options import counted, is_real, one_of
 
 __all__ = ["GAUSSIAN", "Gaussian"]
 
@@ -145,10 +145,14 @@ class Gaussian(Likelihood):
         for name in ("noise", "location", "scale"):
             given: Any = getattr(self, name)
             if given is not None and len(given) not in (1, self.latent(width)):
-                message = (
-                    f"the networks have {self.latent(width)} outputs, and {name} has {len(given)} numbers. Pass one number, or one "
-                    f"for each output."
-                )
+                have, each = counted(width, "output"), "output"
+                if self.heteroscedastic:
+                    have, each = f"{have}, means and variances of {counted(self.latent(width), 'target')}", "target"
+                message = f"the networks have {have}, and {name} has {len(given)} numbers. Pass one number, or one for each {each}."
+                if self.heteroscedastic and len(given) == width:
+                    message += " If every output is a mean, leave heteroscedastic out."
+                elif not self.heteroscedastic and 2 * len(given) == width:
+                    message += " If half of the outputs say the variance of the others, pass heteroscedastic=True."
                 raise HeadError(message)
         return matrix
 

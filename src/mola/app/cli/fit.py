@@ -378,8 +378,10 @@ def _show(output: Path, job: Job, result: FitResult, heard: set[str]) -> None:
     rule = f", by {found['rule']}" if found["rule"] else ""
     cooled = "".join(f", {words}" for words in cooling_words(found["temperature"], found["distance_exponent"]))
     outputs = f"{found['outputs']} classes" if job.likelihood == "categorical" else counted(found["outputs"], "output")
+    part = "position" if found["has_positions"] else "input"
+    datum = "input" if job.positions == "average" else part
     console.print(
-        f"Fitted {count} with {outputs} on {counted(found['train_count'], 'input')}: structure {job.structure}, lambda "
+        f"Fitted {count} with {outputs} on {counted(found['train_count'], datum)}: structure {job.structure}, lambda "
         f"{precisions}{cooled}{escape(rule)}."
     )
     measured = found["validation"]
@@ -395,7 +397,7 @@ def _show(output: Path, job: Job, result: FitResult, heard: set[str]) -> None:
             name: [times * one[key] for key, _, times, _ in shown]
             for name, one in ((plain, measured["networks"]), ("posterior", measured["posterior"]))
         }
-        caption = f"{counted(measured['count'], 'input')}, which were tuned on: `mola evaluate` measures on others."
+        caption = f"{counted(measured['count'], part)}, which were tuned on: `mola evaluate` measures on others."
         console.print(for_terminal(make_table("On the validation data", caption, columns, values)))
         before, after = measured["networks"]["nll"], measured["posterior"]["nll"]
         if after > before and str(found["rule"]).startswith("ConfidenceThreshold"):

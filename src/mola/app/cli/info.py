@@ -42,6 +42,14 @@ def info(
     console.print(table)
 
 
+def _fitted_on(found: dict[str, Any]) -> str:
+    if not found["has_positions"] or found.get("positions") == "average":
+        return counted(found["train_count"], "input")
+    if found["job"] is None:  # saved from Python, which does not say what was counted
+        return f"{found['train_count']:,} positions, or inputs where positions were averaged"
+    return counted(found["train_count"], "position")
+
+
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in found["prior_precision"]))
     sizes = ", ".join(dict.fromkeys(f"{one:,}" for one in found["network_numbers"]))
@@ -56,7 +64,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("lambda", f"{precisions}, {'by ' + found['rule'] if found['rule'] else 'as given'}"),
         ("cooling", _cooling(found)),
         *[("note", note) for note in found["notes"]],
-        ("fitted on", counted(found["train_count"], "input")),
+        ("fitted on", _fitted_on(found)),
         ("files", f"{found['bytes']:,} bytes, intact; checksum {found['sha256'][:16]}"),
     ]
     if found["job"] is None:

@@ -442,6 +442,7 @@ def _result(
         **({"noise": posterior.noise.tolist()} if isinstance(posterior, RegressionMoLA) else {}),
         "rule": None if posterior.tuning is None else posterior.tuning.rule,
         "train_count": posterior.components[0].require_curvature("a result")[1].factors.count,
+        "has_positions": posterior.has_positions,
         "left_out": len(data.account),
         "intake": data.intake.plain(),
         "validation": measured,

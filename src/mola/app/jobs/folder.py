@@ -126,6 +126,19 @@ class PosteriorFolder:
         """How many classes there are."""
         return int(self.document["result"]["outputs"])
 
+    def refuse_probabilities(self) -> None:
+        """Refuse to write probabilities of classes where outputs are numbers.
+
+        Raises:
+            OptionError: if they are.
+        """
+        if not self.posterior.likelihood.discrete:
+            message = (
+                f"--probabilities is for classes, and the networks of {self.folder} predict numbers: leave it out. Rows have "
+                f"the mean, the standard deviation and the ends of an interval."
+            )
+            raise OptionError(message)
+
     def refuse_positions(self, reason: str) -> None:
         """Refuse a posterior with outputs at many positions.
 
@@ -495,6 +508,7 @@ def read_information(folder: Path) -> dict[str, Any]:
         "heads": [part["head"] for part in document["components"]],
         "network_numbers": [part["network"]["numbers"] for part in document["components"]],
         "train_count": document["components"][0]["count"],
+        "has_positions": document["components"][0].get("positions") is not None,  # older versions have written none
         "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
         "tensors": len(tensors),
         "sha256": document["tensors"]["sha256"],
@@ -515,6 +529,7 @@ def read_information(folder: Path) -> dict[str, Any]:
         "intake": result["intake"],
         "train": job.train,
         "val": job.val,
+        "positions": job.positions,
         "validation": result.get("validation"),
         "left_out": result.get("left_out", 0),
         "versions": result.get("versions", {}),

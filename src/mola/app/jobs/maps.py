@@ -185,6 +185,8 @@ def run_maps(
     if output.exists() and Path(data).expanduser().exists() and output.samefile(Path(data).expanduser()):
         message = f"{output} holds the data, and would be overwritten with predictions: choose another --output."
         raise OptionError(message)
+    if probabilities:
+        fitted.refuse_probabilities()
     if probabilities and output.suffix != ".npz":
         message = f"--probabilities of all positions are written to .npz alone, got {output}."
         raise OptionError(message)

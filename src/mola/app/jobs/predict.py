@@ -167,7 +167,7 @@ def run_predict(
         What was done, on rank 0, and None on the others.
 
     Raises:
-        OptionError: if the output would take the place of the data.
+        OptionError: if the output would take the place of the data, or probabilities are asked of numbers.
         DataError: if no input can be used.
     """
     began = time.perf_counter()
@@ -175,6 +175,8 @@ def run_predict(
         message = f"{output} holds the data, and would be overwritten with predictions: choose another --output."
         raise OptionError(message)
     fitted.refuse_positions("mola predict writes a row for each input")
+    if probabilities:
+        fitted.refuse_probabilities()
     decisions = make_decisions(
         fitted,
         false_alarm_rate=false_alarm_rate,

@@ -136,17 +136,19 @@ def output_table(comparison: Comparison) -> Table | None:
         one = known[method][output]
         return Estimate(one.metrics[metric], one.errors[metric], 1).scaled(100 if metric == "coverage_90" else 1)
 
-    def digits(metric: str) -> int:
+    def digits(output: str, metric: str) -> int:
         if metric == "coverage_90":
             return 1
-        every = [one for outputs in known.values() for one in outputs.values()]
-        return _digits([one.errors[metric] or 0.0 for one in every], [one.metrics[metric] for one in every])
+        both = [outputs[output] for outputs in known.values()]
+        return _digits([one.errors[metric] or 0.0 for one in both], [one.metrics[metric] for one in both])
 
-    columns = [Column(method, title, digits=digits(metric)) for metric, title in shown.items() for method in methods]
+    columns = [Column(method, title) for title in shown.values() for method in methods]
     values: dict[str, list[Number]] = {
         output: [number(method, output, metric) for metric in shown for method in methods] for output in names
     }
     many = len(comparison.classes)
     title = "Output by output" if many == len(names) else f"The first {len(names)} of {many} outputs"
     caption = "Each output by itself, in its own units, with standard errors. Last: how often 90 % intervals hold it."
-    return make_table(title, caption, columns, values, best=set())
+    # A price beside a temperature: decimals that suit the one would hide all of the other.
+    decimals = {output: [digits(output, metric) for metric in shown for _ in methods] for output in names}
+    return make_table(title, caption, columns, values, best=set(), digits=decimals)

@@ -197,7 +197,9 @@ def class_table(comparison: Comparison, most: int | None = None) -> Table:
         The table, worst classes first.
     """
     methods, order = [comparison.baseline, comparison.own], worst_classes(comparison)
-    columns = [Column("inputs", digits=0)]
+    # A label is counted once for each input that has it known, a class once for each position that has it.
+    unit = "position" if comparison.test.parts == "position" else "input"
+    columns = [Column(f"{unit}s", digits=0)]
     results = [comparison.methods[method].labelled[comparison.test.name].classes for method in methods]
     shown = {"accuracy": "accuracy %", "confidence": "mean conf. %"}
     if any(one.ece is not None for one in results[0].values()):  # labels that are yes or no
@@ -223,7 +225,6 @@ def class_table(comparison: Comparison, most: int | None = None) -> Table:
         else f"The worst {len(values)} of {len(order)} {many}"
     )
     least = min(results[0][name].count for name in values)
-    unit = comparison.test.parts or "input"
     caption = (
         f"{many.capitalize()} that {comparison.own} gets wrong most often first. Mean confidence far above accuracy: overconfident "
         f"there. A {one} of {counted(least, unit)} can be off by {100 * 0.5 / least**0.5:.0f} points by chance."

@@ -110,6 +110,7 @@ def make_table(
     values: Mapping[str, Sequence[Number]],
     aside: Mapping[str, Sequence[Number]] | None = None,
     best: Collection[tuple[str, int]] | None = None,
+    digits: Mapping[str, Sequence[int]] | None = None,
 ) -> Table:
     """Format numbers and mark the best of each column, where it leads by more than chance.
 
@@ -121,6 +122,7 @@ def make_table(
         aside: further rows that do not compete.
         best: row and column of each cell to mark, where that was decided before. None compares the estimates over runs: the best
             mean is marked if it leads every other clearly, see `mola.compare.report.estimate.leaders`.
+        digits: decimals of each column, by row, where rows have units of their own. None takes those of the columns.
 
     Returns:
         The table.
@@ -133,10 +135,13 @@ def make_table(
             for name in leaders({name: row[index] for name, row in values.items()}, column.better)
         }
 
+    usual = [column.digits for column in columns]
+
     def cells(row: Sequence[Number], name: str | None = None) -> tuple[Cell, ...]:
+        decimals = usual if digits is None or name is None else digits[name]
         return tuple(
-            Cell(MISSING) if number is None else Cell(_text(number, column.digits), (name, index) in best)
-            for index, (number, column) in enumerate(zip(row, columns, strict=True))
+            Cell(MISSING) if number is None else Cell(_text(number, places), (name, index) in best)
+            for index, (number, places) in enumerate(zip(row, decimals, strict=True))
         )
 
     rows = [Row(name, cells(row, name)) for name, row in values.items()]
