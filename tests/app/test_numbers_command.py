@@ -248,3 +248,29 @@ def test_the_networks_alone_are_the_ensemble_itself(fitted, monkeypatch):
     noise = one.component_noise[:, 0].double().sqrt() * noise_factors(one, sets["val"][1])
     # One factor for all networks: the same likelihood to what their different noises leave.
     assert torch.allclose(noise.mean(0), scaled.noise.mean(0), rtol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # nobody has trained this network
+def test_outputs_that_are_variances_are_no_targets(place, monkeypatch):
+    (place / "numbers_and_noise.py").write_text(
+        "from torch import nn\n\n\ndef build():\n    return nn.Linear(3, 2)\n", encoding="utf-8"
+    )
+    save_file(torch.nn.Linear(3, 2).state_dict(), place / "said.safetensors")
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.chdir(place)
+    result = run(
+        place, "fit", "said.safetensors", "--network", "numbers_and_noise:build", "--train", "train.npz", "--val", "val.npz",
+        "--likelihood", "gaussian", "--location", LOCATION, "--scale", SCALE, "--heteroscedastic", "--output", "said",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "1 network with 2 outputs, means and variances of 1 target, on 300 inputs" in " ".join(result.output.split())
+
+
+def test_numbers_for_networks_that_name_classes_ask_for_their_likelihood(place, monkeypatch):
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.chdir(place)
+    result = run(
+        place, "fit", "0.safetensors", "--network", "numbers_net:build", "--train", "train.npz", "--val", "val.npz"
+    )
+    assert result.exit_code != 0
+    assert "Numbers to predict are for --likelihood gaussian" in result.output + str(result.exception)

@@ -1028,3 +1028,24 @@ def test_a_record_survives_the_store(results, suite):
     stored = suite.runs["MoLA"][1]
     assert asdict(Record.from_json(json.loads(json.dumps(stored.to_json())))) == asdict(stored)
     assert stored.run == 1
+
+
+def test_a_group_of_columns_that_is_too_wide_is_parted():
+    """Numbers of a narrow terminal are never cut off: a group that fits on no line is shown in parts, under its name in each."""
+    columns = [
+        Column(name, "FPR95 %", digits=2) for name in ("max prob.", "entropy", "energy", "max logit", "ood_score")
+    ]
+    values = {name: [Estimate(100.0, 0.0, 1)] * 5 for name in ("MAP", "MoLA")}
+    console = Console(width=60, file=io.StringIO(), highlight=False)
+    console.print(for_terminal(make_table("Outliers that pass", "", columns, values)))
+    said = console.file.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in said
+    assert said.count("100.00 \N{PLUS-MINUS SIGN} 0.00") == 10
+    assert "(2 of 2)" in said
+    assert said.count("FPR95") == 2
+
+
+def test_commands_in_running_text_are_code():
+    assert _prose("`mola predict --coverage 0.9` writes <such>.") == (
+        "<code>mola predict --coverage 0.9</code> writes &lt;such&gt;."
+    )

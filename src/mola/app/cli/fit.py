@@ -378,6 +378,8 @@ def _show(output: Path, job: Job, result: FitResult, heard: set[str]) -> None:
     rule = f", by {found['rule']}" if found["rule"] else ""
     cooled = "".join(f", {words}" for words in cooling_words(found["temperature"], found["distance_exponent"]))
     outputs = f"{found['outputs']} classes" if job.likelihood == "categorical" else counted(found["outputs"], "output")
+    if job.heteroscedastic:
+        outputs += f", means and variances of {counted(found['outputs'] // 2, 'target')},"
     part = "position" if found["has_positions"] else "input"
     datum = "input" if job.positions == "average" else part
     console.print(

@@ -231,6 +231,8 @@ def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tens
             f"{path}: {member} has shape {values.shape} and type {values.dtype}: expected {count} whole numbers, the class of each "
             f"input, counted from 0; or, of an integer type, the class of each of its positions."
         )
+        if values.dtype.kind == "f" and bool(np.any(np.isfinite(values) & (values != np.floor(values)))):
+            message += " Numbers to predict are for --likelihood gaussian."
         raise DataError(message)
     return torch.from_numpy(values.astype(np.int64))
 

@@ -133,11 +133,12 @@ def _render(template: str, **context: object) -> str:
 
 
 def _prose(text: str) -> Markup:
-    """Running text, in which a number stays with its error and its unit, and a method's name in one piece."""
+    """Running text, in which a number stays with its error and its unit, a method's name in one piece; commands are set as code."""
     joined = re.sub(
         r"(?<=\d) (?=%)| (?=\N{PLUS-MINUS SIGN} \d)|(?<=\N{PLUS-MINUS SIGN}) (?=\d)", "\N{NO-BREAK SPACE}", text
     )
-    return Markup(UNBROKEN.sub(r'<span class="unbroken">\g<0></span>', str(escape(joined))))
+    unbroken = UNBROKEN.sub(r'<span class="unbroken">\g<0></span>', str(escape(joined)))
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", unbroken))
 
 
 def _inline_svg(svg: str, label: str) -> Markup:

@@ -211,7 +211,7 @@ BETWEEN = 2
 
 
 def fitting(table: Table, width: int) -> list[Table]:
-    """The table in parts of whole groups of columns that fit; only the last has the caption.
+    """The table in parts of whole groups of columns that fit, or of columns where a group is too wide; only the last has the caption.
 
     Args:
         table: what to show.
@@ -220,15 +220,23 @@ def fitting(table: Table, width: int) -> list[Table]:
     Returns:
         At least one table.
     """
-    # Columns without a group can be parted anywhere.
-    groups = [group for name, places in table.groups for group in ([places] if name else [[one] for one in places])]
     widths = [
         BETWEEN + max([wide, *[len(word) for word in column.group.split()]])
         for wide, column in zip(table.widths, table.columns, strict=True)
     ]
+
+    def too_wide(places: list[int]) -> bool:
+        return BETWEEN + table.name_width + sum(widths[place] for place in places) > width
+
+    # Columns without a group can be parted anywhere, and those of a group that fits nowhere have to be: numbers would be cut off.
+    groups = [
+        group
+        for name, places in table.groups
+        for group in ([places] if name and not too_wide(places) else [[one] for one in places])
+    ]
     parts: list[list[int]] = [[]]
     for group in groups:
-        if parts[-1] and BETWEEN + table.name_width + sum(widths[place] for place in parts[-1] + group) > width:
+        if parts[-1] and too_wide(parts[-1] + group):
             parts.append([])
         parts[-1] += group
     if len(parts) == 1:
