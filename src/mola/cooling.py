@@ -137,11 +137,12 @@ class Cooling:
             (K, n)
         """
         # In place from the first step on: there are few numbers, and each operation costs more than they do.
-        steep = self.mean_log(log_distance, weights).clamp_min_(0).mul_(self.exponent).clamp_max_(LARGEST)
+        steep = self.mean_log(log_distance, weights).mul_(self.exponent).clamp_(0.0, LARGEST)
         if self.temperature != 1:
             steep.add_(math.log(self.temperature))
         # Not bounded but by the precision: logits grow with the features, and must vanish beside the divisor all the same.
-        return self._log_excess(log_length).mul_(2).add_(steep).clamp_max_(_log_largest(log_length)).exp_()
+        logs = torch.add(steep, self._log_excess(log_length), alpha=2)
+        return logs.clamp_max_(_log_largest(log_length)).exp_()
 
     def _usual_logs(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithms of the usual distances (K, 1) and lengths (K, 1), made once for a device and a precision."""
