@@ -71,6 +71,7 @@ def run_suite(
     """
     together = Team.alone() if team is None else team
     with together.work("the folder of results"):
+        _check_same_data(plan, together)
         if together.first:
             before = claim(plan, store, fresh=fresh)
             store.write_document(plan.suite.name, SUITE, describe(plan, before))
@@ -140,6 +141,27 @@ def run_suite(
         raise OptionError(message)
     found = (store.read(plan.suite.name, method.name, run) for _, run, method in work)
     return [record for record in found if record is not None]
+
+
+def _check_same_data(plan: Plan, team: Team) -> None:
+    """Inside `work`: refuse processes that see other files, before hours of passes are stored under names that others do not know.
+
+    Raises:
+        OptionError: on every rank.
+    """
+    seen = {
+        f"{source.title} (run {run + 1})": source.checksum
+        for run in range(plan.runs if team.size > 1 else 0)
+        for source in plan.sources_of(run).values()
+    }
+    for rank, theirs in enumerate(team.collect(seen) or ()):
+        other = next((title for title, checksum in seen.items() if theirs.get(title) != checksum), None)
+        if other is not None:
+            message = (
+                f"rank {rank} does not see the same data as rank 0: {other} differs in files, sizes or dates. Let all nodes read one "
+                f"folder, or copy it with its dates (cp -p, rsync -t)."
+            )
+            raise OptionError(message)
 
 
 def _stream(

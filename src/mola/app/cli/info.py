@@ -105,7 +105,10 @@ def _outputs(found: dict[str, Any]) -> str:
     """How many, and what they mean where they are no classes."""
     if found["likelihood"] == "categorical":
         return f"{found['outputs']} classes"
-    return f"{counted(found['outputs'], 'output')}, likelihood {found['likelihood']}"
+    variances = ""
+    if found["likelihood_settings"].get("heteroscedastic"):
+        variances = f" (means and variances of {counted(found['outputs'] // 2, 'target')})"
+    return f"{counted(found['outputs'], 'output')}{variances}, likelihood {found['likelihood']}"
 
 
 def _cooling(found: dict[str, Any]) -> str:

@@ -493,6 +493,7 @@ def read_information(folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "components": len(document["components"]),
         "likelihood": document["likelihood"],
+        "likelihood_settings": document.get("likelihood_settings", {}),
         "structure": document["structure"]["name"],
         "link": document["link"]["name"],
         "weights": document["weights"],
