@@ -2,9 +2,10 @@
 
     python benchmarks/saturated_features.py
 
-Eight inputs, normal; four linear functions of them with noise say what is true: which is largest (a class), or which are positive (four
-labels). Three networks with one kind of activation in both hidden layers; the rule is "distance". Far inputs are test inputs times ten, and
-test inputs moved by eight along all axes. AUROC of each score, mean and standard error over seeds; the ensemble's confidence beside it.
+Eight inputs, normal; four linear functions of them with noise say what is true: which is largest (a class), or which
+are positive (four labels). Three networks with one kind of activation in both hidden layers; the rule is "distance".
+Far inputs are test inputs times ten, and test inputs moved by eight along all axes. AUROC of each score, mean and
+standard error over seeds; the ensemble's confidence beside it.
 """
 
 import itertools
