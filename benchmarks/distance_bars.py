@@ -1,7 +1,7 @@
 """The bars on cooling by distance: what it may cost, with trained networks on real data.
 
 `python benchmarks/fit_overhead.py --bars distance` runs this. Whole calls, one network, one thread, CPU time. LeNets
-get batches of 512, as the paper's evaluation has them, and of 128 beside it, which no bar judges: a pass over 128 images takes 4 ms, and
+get batches of 512, as the paper's evaluation has them, and of 128 beside, which no bar judges: a pass over 128 images takes 4 ms, and
 some fifty small operations beside it cost what they cost:
 
 * fit: `mola.fit` over training data against the bare pass of the network over the same batches;
