@@ -21,7 +21,7 @@ from mola.errors import DataError, warn
 from mola.laplace import Candidate, ClassDistance, ClassGeometry, LogitMoments, Scale, Spectrum, Spread
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.links import Link, cooled_table
-from mola.metrics import bin_sums, calibration_gaps
+from mola.metrics import bin_index
 from mola.network import Head, batch_count, batches_of, stream, without_autocast
 from mola.tuning.data_checks import guessed, other_columns, other_order, unlike_frequencies
 
@@ -41,8 +41,15 @@ FEW_NUMBERS = 2**20
 
 Made = TypeVar("Made")
 
+Tried = tuple[slice, slice | Tensor, Tensor]
+"""Some candidates, some rows of the data, and probabilities (L, A, m) under these: of A answers to m questions. L is 1 where they are
+the same under all of the candidates."""
+
 LONG = 0.99
 """Share of the validation data whose features are not long."""
+
+BINS = 15
+"""Of the calibration error."""
 
 COPIES = 0.1
 """Least distance that counts as usual, relative to that of the training data: below, validation data are copies of these."""
@@ -481,33 +488,35 @@ class Problem(ABC):
         """Whether outputs are numbers with a noise, as in `tuning/regression.py`."""
         return False
 
-    def curve(self, data: HeldOut, precisions: Sequence[float]) -> dict[str, Tensor]:
+    def curve(self, data: HeldOut, precisions: Sequence[float], *, only: str | None = None) -> dict[str, Tensor]:
         """What each candidate scores on held-out data.
 
         Args:
             data: features, logits and, for scores that need them, labels.
             precisions: the candidates.
+            only: the one score that is asked for, of data with labels; None is all of them.
 
         Returns:
             One value for each candidate of "confidence" and, with labels, "nll", "brier" and "ece"; without, "uniform", the
             cross-entropy to the uniform distribution.
         """
-        return self._scored(data, len(precisions), self._tried(data, precisions))
+        return self._scored(data, len(precisions), self._tried(data, precisions), only)
 
-    def _scored(self, data: HeldOut, tries: int, tried: Iterable[tuple[slice, slice, Tensor]]) -> dict[str, Tensor]:
-        scores = _Scores(tries)
+    def _scored(self, data: HeldOut, tries: int, tried: Iterable[Tried], only: str | None = None) -> dict[str, Tensor]:
+        scores = _Scores(tries, only)
         for which, part, probs in tried:
             scores.add(which, probs, None if data.labels is None else self.likelihood.asked(data.labels[part]))
         sums, bins, count = data.team.sum([scores.sums, scores.bins, scores.counts])
         means = sums / count[:, None]
         if data.labels is None:
             return {"confidence": means[:, 0], "uniform": means[:, 1]}
-        scored = {"confidence": means[:, 0], "nll": means[:, 1], "brier": means[:, 2]}
-        return scored | {"ece": calibration_gaps(bins)}
+        gaps = bins.abs().sum(1) / count
+        scored = {"confidence": means[:, 0], "nll": means[:, 1], "brier": means[:, 2], "ece": gaps}
+        return scored if only is None else {only: scored[only]}
 
     @abstractmethod
-    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Probabilities (L, A, m) of some of the data under some candidates, until all are through: of A answers to m questions."""
+    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[Tried]:
+        """Probabilities of some of the data under some candidates, until all are through."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -541,23 +550,29 @@ class LastLayerProblem(Problem):
         """Whether temperatures and distance exponents can be tried."""
         return True
 
-    def curve(self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0) -> dict[str, Tensor]:
+    def curve(
+        self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0, *, only: str | None = None
+    ) -> dict[str, Tensor]:
         """What each candidate scores on held-out data; see `Problem.curve`.
 
         Args:
             data: as there.
             precisions: the candidates.
             temperature: what all logits are divided by.
+            only: as there.
 
         Returns:
             As there.
         """
-        if temperature == 1:
-            return super().curve(data, precisions)
-        return self._scored(data, len(precisions), self._tried(data, precisions, temperature))
+        return self._scored(data, len(precisions), self._tried(data, precisions, temperature), only)
 
     def cooled_curve(
-        self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]
+        self,
+        data: HeldOut,
+        precisions: Sequence[float],
+        coolings: Sequence[tuple[float, float]],
+        *,
+        only: str | None = None,
     ) -> dict[str, Tensor]:
         """What each way to cool scores on held-out data.
 
@@ -565,11 +580,12 @@ class LastLayerProblem(Problem):
             data: as for `curve`.
             precisions: one for each component.
             coolings: temperatures with distance exponents.
+            only: as for `curve`.
 
         Returns:
             As `curve` does, one value for each of the coolings.
         """
-        return self._scored(data, len(coolings), self._cooled_tries(data, precisions, coolings))
+        return self._scored(data, len(coolings), self._cooled_tries(data, precisions, coolings), only)
 
     def judged(self, data: HeldOut, precisions: Sequence[float], cooling: tuple[float, float]) -> tuple[Tensor, Tensor]:
         """Confidence in each of this process's data that have labels, and whether the answer is right, as 0 or 1.
@@ -601,7 +617,7 @@ class LastLayerProblem(Problem):
 
     def _cooled_tries(
         self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
+    ) -> Iterator[Tried]:
         """Probabilities (L, A, m) of some of the data under some coolings, until all are through."""
         mixing, outputs = self.weights_at(precisions), self.spectra[0].outputs
         logs = data.measured(self.geometries) if self.geometries is not None else None
@@ -657,16 +673,12 @@ class LastLayerProblem(Problem):
             return temperatures[:, None, None].expand(-1, len(mixing), count)
         return Cooling(usual=self.usual[0]).divisors_at(coolings, logs[0][:, part], logs[1][:, part], mixing)
 
-    def _tried(
-        self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _tried(self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0) -> Iterator[Tried]:
         if self.link.needs_covariance:
             return self._by_candidate(data, precisions, temperature)
         return self._by_portion(data, precisions, temperature)
 
-    def _by_portion(
-        self, data: HeldOut, precisions: Sequence[float], temperature: float
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _by_portion(self, data: HeldOut, precisions: Sequence[float], temperature: float) -> Iterator[Tried]:
         """Probabilities of every candidate, where variances are enough: data are projected once, for all candidates."""
         mixing = torch.stack([self.weights_at(precision) for precision in precisions])
         projected = PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra)
@@ -711,9 +723,7 @@ class LastLayerProblem(Problem):
         assert total is not None  # a mixture has a component
         return total
 
-    def _by_candidate(
-        self, data: HeldOut, precisions: Sequence[float], temperature: float
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _by_candidate(self, data: HeldOut, precisions: Sequence[float], temperature: float) -> Iterator[Tried]:
         """The same where a link needs covariances: each candidate's posteriors are built once, for all data."""
         portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.features for spectrum in self.spectra))
         bar = tqdm(precisions, desc="candidates", disable=None if self.progress else True, leave=False)
@@ -751,11 +761,13 @@ def _projected(spectra: Sequence[Spectrum], features: Sequence[Tensor]) -> list[
 
 
 class _Scores:
-    """Sums over the data of what candidates score."""
+    """Sums over the data of what candidates score: of all scores, or of one."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, only: str | None) -> None:
+        self.only = only
         self.sums = torch.zeros(count, 3, dtype=torch.float64, device="cpu")
-        self.bins = torch.zeros(count, 15, 3, dtype=torch.float64, device="cpu")
+        # Of confidence less right answers: the calibration error asks for nothing else.
+        self.bins = torch.zeros(count, BINS, dtype=torch.float64, device="cpu")
         self.counts = torch.zeros(count, dtype=torch.float64, device="cpu")
 
     def add(self, which: slice, probs: Tensor, labels: Tensor | None) -> None:
@@ -764,16 +776,23 @@ class _Scores:
             known = labels >= 0
             probs, labels = probs[:, :, known], labels[known]
         self.counts[which] += probs.shape[2]
-        confidence = probs.amax(1)
         if labels is None:
-            self.sums[which, :2] += torch.stack([confidence.sum(1), -_log(probs).mean(1).sum(1)], dim=1)
+            self.sums[which, :2] += torch.stack([probs.amax(1).sum(1), -_log(probs).mean(1).sum(1)], dim=1)
             return
         own = probs.gather(1, labels.expand(len(probs), 1, -1)).squeeze(1)
-        brier = torch.linalg.vector_norm(probs, dim=(1, 2)).square() - 2 * own.sum(1) + len(labels)
-        self.sums[which] += torch.stack([confidence.sum(1), -_log(own).sum(1), brier], dim=1)
-        # Which class is largest takes several times as long to find as how large it is, and matters in a tie alone.
-        tied = int(torch.count_nonzero(probs == confidence[:, None])) != confidence.numel()
-        self.bins[which] += bin_sums(confidence, probs.argmax(1) == labels if tied else own == confidence)
+        if self.only in (None, "nll"):
+            self.sums[which, 1] -= _log(own).sum(1)
+        if self.only in (None, "brier"):
+            squares = torch.linalg.vector_norm(probs, dim=(1, 2)).square()
+            self.sums[which, 2] += squares - 2 * own.sum(1) + len(labels)
+        if self.only in (None, "confidence", "ece"):
+            confidence = probs.amax(1)
+            self.sums[which, 0] += confidence.sum(1)
+            # Which class is largest takes several times as long to find as how large it is, and matters in a tie alone.
+            tied = int(torch.count_nonzero(probs == confidence[:, None])) != confidence.numel()
+            right = probs.argmax(1) == labels if tied else own == confidence
+            gaps = torch.zeros(len(probs), BINS, dtype=torch.float64, device="cpu")
+            self.bins[which] += gaps.scatter_add_(1, bin_index(confidence, BINS), confidence - right.double())
 
 
 def _duration(seconds: float) -> str:

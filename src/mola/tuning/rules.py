@@ -490,11 +490,13 @@ def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score
         tried = TEMPERATURES
         if temperature != 1:
             tried = log_grid(max(lowest, temperature / STEP), min(1.0, temperature * STEP), 17)
-        curve = problem.cooled_curve(data, (search.grid[index],) * count, [(one, 0.0) for one in tried])[score]
+        coolings = [(one, 0.0) for one in tried]
+        curve = problem.cooled_curve(data, (search.grid[index],) * count, coolings, only=score)[score]
         if float(curve[-1] - curve.min()) <= SAME * abs(float(curve[-1])) and tried[-1] == 1:
             return None  # also where a link does not depend on temperatures
         temperature = tried[int(curve.argmin())]
-        search = Search(partial(problem.curve, data, temperature=temperature), first, search.smooth)
+        tried_at = partial(problem.curve, data, temperature=temperature, only=search.smooth)
+        search = Search(tried_at, first, search.smooth)
         index = _smallest(search, score, meant=True)
     after = float(search.curve[score][index])
     note = (
@@ -534,7 +536,7 @@ def _with_noise(problem: RegressionProblem, data: HeldOut, score: str, grid: Seq
     factor = problem.first_factor(data) if problem.noise_is_free else 1.0
     alike = ALIKE * problem.spectra[0].outputs
     for _ in range(TURNS):
-        search = Search(partial(problem.curve, data, factor=factor, score=score), grid)
+        search = Search(partial(problem.curve, data, factor=factor, only=score), grid)
         index, before = _nearest(search, score, alike), factor
         if not problem.noise_is_free:
             break
@@ -634,7 +636,7 @@ class ValidationScore:
         return self._best(problem, data, self.score if self.score in SMOOTH else None)
 
     def _best(self, problem: Problem, data: HeldOut, smooth: str | None) -> Tuning:
-        search = Search(lambda grid: problem.curve(data, grid), self.grid, smooth)
+        search = Search(partial(problem.curve, data, only=smooth), self.grid, smooth)
         name, meant = f"ValidationScore({self.score!r})", not data.guessed()
         index = _smallest(search, self.score, meant=meant)
         sharper = sharpened(problem, data, search, index, self.score) if meant else None
