@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from mola.cooling import Cooling, Usual
 from mola.distributed import Team
 from mola.errors import DataError, warn
-from mola.laplace import Candidate, ClassDistance, ClassGeometry, LogitMoments, Scale, Spectrum, Spread
+from mola.laplace import Candidate, ClassDistance, ClassGeometry, LogitMoments, Posterior, Scale, Spectrum, Spread
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.links import Link, cooled_table
 from mola.metrics import bin_index
@@ -618,46 +618,72 @@ class LastLayerProblem(Problem):
     def _cooled_tries(
         self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]
     ) -> Iterator[Tried]:
-        """Probabilities (L, A, m) of some of the data under some coolings, until all are through."""
+        """Probabilities of some of the data under some coolings, until all are through."""
         mixing, outputs = self.weights_at(precisions), self.spectra[0].outputs
         logs = data.measured(self.geometries) if self.geometries is not None else None
         at, portion = tuple(precisions), max(1, LOGITS_AT_ONCE // outputs)
         alone = len(data) <= portion
-
-        def variances_of(spreads: Sequence[Spread]) -> list[Tensor]:
-            contrast = self.link.cooled_by == "contrast_variance"
-            return [(one.contrast_variance() if contrast else one.variance()).T for one in spreads]
-
-        posteriors = self._once(
-            "posteriors",
-            data,
-            at,
-            sum(one.features * one.projection_size for one in self.spectra),
-            lambda: [spectrum.posterior(one) for spectrum, one in zip(self.spectra, at, strict=True)],
-        )
         for part, features, means in self._portions(data, portion):
-            spreads = [one.at(values) for one, values in zip(posteriors, features, strict=True)]
             divisors = self._divisors(logs, part, mixing, coolings, len(means[0]))
             if self.link.cooled_by is None:
+                spreads = [one.at(values) for one, values in zip(self._posteriors(data, at), features, strict=True)]
                 for index, by in enumerate(divisors):
                     probs = torch.zeros_like(means[0])
                     for weight, mean, spread, own in zip(mixing, means, spreads, by, strict=True):
                         probs += weight * self.link(LogitMoments(mean, spread, None, self.likelihood).divided(own))
                     yield slice(index, index + 1), part, self.likelihood.table(probs.T[None])
                 continue
-            make = partial(variances_of, spreads)
+            make = partial(self._variances, data, at, features, alone=alone)
             numbers = len(means) * means[0].numel()
             variances = self._once("variances", data, at, numbers, make) if alone else make()
-            together = max(1, LOGITS_AT_ONCE // (len(means[0]) * outputs))
-            for start in range(0, len(coolings), together):
-                which, total = slice(start, min(start + together, len(coolings))), None
-                for k, (weight, mean, variance) in enumerate(zip(mixing, means, variances, strict=True)):
-                    squares = divisors[which, k, None].square()
-                    table = variance.expand(which.stop - start, -1, -1).clone()
-                    probs = cooled_table(self.link, self.likelihood, mean.T, table, squares).mul_(weight)
-                    total = probs if total is None else total.add_(probs)
-                assert total is not None  # a mixture has a component
-                yield which, part, total
+            for rows, divided_by in _cooled_alike(divisors):
+                moments = [
+                    (_columns(mean.T, rows), _columns(one, rows)) for mean, one in zip(means, variances, strict=True)
+                ]
+                of_data = part if rows is None else rows + part.start
+                together = max(1, LOGITS_AT_ONCE // max(1, moments[0][0].numel()))
+                for start in range(0, len(divided_by), together):
+                    tried, total = divided_by[start : start + together], None
+                    for weight, (mean, variance), own in zip(mixing, moments, tried.unbind(1), strict=True):
+                        probs = cooled_table(self.link, self.likelihood, mean, variance, own[:, None].square())
+                        if len(means) > 1:
+                            probs.mul_(weight)
+                        total = probs if total is None else total.add_(probs)
+                    assert total is not None  # a mixture has a component
+                    which = slice(len(coolings)) if len(divided_by) == 1 else slice(start, start + len(tried))
+                    yield which, of_data, total
+
+    def _posteriors(self, data: HeldOut, at: tuple[float, ...]) -> list[Posterior]:
+        """Of each component, at its prior precision."""
+        numbers = sum(one.features * one.projection_size for one in self.spectra)
+        pairs = zip(self.spectra, at, strict=True)
+        return self._once("posteriors", data, at, numbers, lambda: [one.posterior(prior) for one, prior in pairs])
+
+    def _variances(
+        self, data: HeldOut, at: tuple[float, ...], features: Sequence[Tensor], *, alone: bool
+    ) -> list[Tensor]:
+        """Variances (C, n) of each network's logits, as the link asks for them.
+
+        Args:
+            data: held out.
+            at: prior precisions, one for each component.
+            features: of a portion of the data.
+            alone: whether that is all of them.
+        """
+        contrast = self.link.cooled_by == "contrast_variance"
+        if alone and self._projected_numbers(data) <= FEW_NUMBERS:  # kept, and often there: a search came before
+            tried = zip(self.spectra, self._projections(data, features), at, strict=True)
+            return [one.variances(projected, [prior], contrast=contrast)[0] for one, projected, prior in tried]
+        spreads = [one.at(values) for one, values in zip(self._posteriors(data, at), features, strict=True)]
+        return [(one.contrast_variance() if contrast else one.variance()).T for one in spreads]
+
+    def _projected_numbers(self, data: HeldOut) -> int:
+        return len(data) * sum(one.projection_size for one in self.spectra)
+
+    def _projections(self, data: HeldOut, features: Sequence[Tensor]) -> list[Tensor]:
+        """All data's features in the eigenbasis of each network's curvature."""
+        make = partial(_projected, self.spectra, features)
+        return self._once("projections", data, None, self._projected_numbers(data), make)
 
     def _divisors(
         self,
@@ -686,9 +712,7 @@ class LastLayerProblem(Problem):
         portion = max(1, min(projected, LOGITS_AT_ONCE // outputs))
         alone = len(data) <= portion
         for part, features, means in self._portions(data, portion):
-            make = partial(_projected, self.spectra, features)
-            numbers = len(data) * sum(one.projection_size for one in self.spectra)
-            projections = self._once("projections", data, None, numbers, make) if alone else make()
+            projections = self._projections(data, features) if alone else _projected(self.spectra, features)
             if self.link.cooled_by is None:
                 for index, precision in enumerate(precisions):
                     tried = [
@@ -716,7 +740,7 @@ class LastLayerProblem(Problem):
         squares = None if temperature == 1 else means[0].new_tensor(temperature**2)
         for weights, mean, projected, spectrum in zip(mixing.T, means, projections, self.spectra, strict=True):
             variances = spectrum.variances(projected, precisions, contrast=contrast)
-            probs = cooled_table(self.link, self.likelihood, mean.T, variances, squares)
+            probs = cooled_table(self.link, self.likelihood, mean.T.contiguous(), variances, squares)
             if len(means) > 1:
                 probs.mul_(weights[:, None, None])
             total = probs if total is None else total.add_(probs)
@@ -758,6 +782,31 @@ class LastLayerProblem(Problem):
 def _projected(spectra: Sequence[Spectrum], features: Sequence[Tensor]) -> list[Tensor]:
     """Features of each network in the eigenbasis of its curvature."""
     return [spectrum.project(values) for spectrum, values in zip(spectra, features, strict=True)]
+
+
+def _cooled_alike(divisors: Tensor) -> list[tuple[Tensor | None, Tensor]]:
+    """Data that all coolings cool alike, with one of these, and the others with all of them.
+
+    Half of the data are no farther than usual, and few of these are long: no exponent changes anything for them.
+
+    Args:
+        divisors: what logits are divided by (L, K, n).
+
+    Returns:
+        Rows, or None for all, with their divisors (1, K, m) or (L, K, m).
+    """
+    moved = (divisors != divisors[:1]).flatten(0, 1).any(0)
+    if not bool(moved.any()):
+        return [(None, divisors[:1])]
+    if bool(moved.all()):
+        return [(None, divisors)]
+    others, rows = (~moved).nonzero().squeeze(1), moved.nonzero().squeeze(1)
+    return [(others, divisors[:1].index_select(2, others)), (rows, divisors.index_select(2, rows))]
+
+
+def _columns(table: Tensor, rows: Tensor | None) -> Tensor:
+    """Of a table (C, n) those of some data, side by side in memory: what is done with them is then several times as fast."""
+    return table.contiguous() if rows is None else table.index_select(1, rows)
 
 
 class _Scores:
