@@ -22,7 +22,7 @@ from mola.laplace import Candidate, ClassDistance, ClassGeometry, LogitMoments, 
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.links import Link, cooled_table
 from mola.metrics import bin_index
-from mola.network import Head, batch_count, batches_of, stream, without_autocast
+from mola.network import Head, Lifted, batch_count, batches_of, stream, without_autocast
 from mola.tuning.data_checks import guessed, other_columns, other_order, unlike_frequencies
 
 __all__ = ["COPIES", "HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
@@ -44,6 +44,9 @@ Made = TypeVar("Made")
 Tried = tuple[slice, slice | Tensor, Tensor]
 """Some candidates, some rows of the data, and probabilities (L, A, m) under these: of A answers to m questions. L is 1 where they are
 the same under all of the candidates."""
+
+GATHERED = 4096
+"""Rows of small batches that are checked, and brought to main memory, together."""
 
 LONG = 0.99
 """Share of the validation data whose features are not long."""
@@ -332,13 +335,16 @@ def read_held_out(
             total=batch_count(loader),
             labelled=labelled,
             likelihood=likelihood,
+            rows=GATHERED,
+            exact=False,
             told=told,
             positions=POSITIONS_KEPT,
         )
     ):
         for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
             # Copies, in any case: a loader, or a network, may use its memory again for the next batch.
-            features[index].append(_copy(one.features if head is None else head.lift(one.features)))
+            kept = one.features if head is None or isinstance(one, Lifted) else head.lift(one.features)
+            features[index].append(_copy(kept))
             logits[index].append(_copy(one.logits))
         if batch_labels is not None:
             labels.append(_copy(batch_labels))
