@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -525,6 +525,19 @@ class Problem(ABC):
         """Probabilities of some of the data under some candidates, until all are through."""
 
 
+class _Group(NamedTuple):
+    """Data that are cooled together."""
+
+    rows: slice | Tensor
+    """Of all data."""
+    means: Sequence[Tensor]
+    """Logits (C, m) of each network, data last."""
+    variances: Sequence[Tensor]
+    """Of them (C, m), as the link asks for them."""
+    logs: tuple[Tensor, Tensor] | None
+    """Logarithms of distances and lengths (K, m); None where these do not matter."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LastLayerProblem(Problem):
     """A mixture over last layers: held-out features are projected on the eigenbases of the curvature once."""
@@ -629,35 +642,75 @@ class LastLayerProblem(Problem):
         logs = data.measured(self.geometries) if self.geometries is not None else None
         at, portion = tuple(precisions), max(1, LOGITS_AT_ONCE // outputs)
         alone = len(data) <= portion
+        by_distance = logs is not None and any(exponent > 0 for _, exponent in coolings)
         for part, features, means in self._portions(data, portion):
-            divisors = self._divisors(logs, part, mixing, coolings, len(means[0]))
+            of_part = (logs[0][:, part], logs[1][:, part]) if logs is not None and by_distance else None
             if self.link.cooled_by is None:
                 spreads = [one.at(values) for one, values in zip(self._posteriors(data, at), features, strict=True)]
-                for index, by in enumerate(divisors):
+                for index, by in enumerate(self._divisors(of_part, mixing, coolings, len(means[0]))):
                     probs = torch.zeros_like(means[0])
                     for weight, mean, spread, own in zip(mixing, means, spreads, by, strict=True):
                         probs += weight * self.link(LogitMoments(mean, spread, None, self.likelihood).divided(own))
                     yield slice(index, index + 1), part, self.likelihood.table(probs.T[None])
                 continue
-            make = partial(self._variances, data, at, features, alone=alone)
             numbers = len(means) * means[0].numel()
+            make = partial(self._variances, data, at, features, alone=alone)
             variances = self._once("variances", data, at, numbers, make) if alone else make()
-            for rows, divided_by in _cooled_alike(divisors):
-                moments = [
-                    (_columns(mean.T, rows), _columns(one, rows)) for mean, one in zip(means, variances, strict=True)
-                ]
-                of_data = part if rows is None else rows + part.start
-                together = max(1, LOGITS_AT_ONCE // max(1, moments[0][0].numel()))
-                for start in range(0, len(divided_by), together):
-                    tried, total = divided_by[start : start + together], None
-                    for weight, (mean, variance), own in zip(mixing, moments, tried.unbind(1), strict=True):
-                        probs = cooled_table(self.link, self.likelihood, mean, variance, own[:, None].square())
-                        if len(means) > 1:
-                            probs.mul_(weight)
-                        total = probs if total is None else total.add_(probs)
-                    assert total is not None  # a mixture has a component
-                    which = slice(len(coolings)) if len(divided_by) == 1 else slice(start, start + len(tried))
-                    yield which, of_data, total
+            split = partial(self._groups, part, means, variances, of_part, mixing)
+            for group in self._once("groups", data, (at, by_distance), numbers, split) if alone else split():
+                alike = group.logs is None and len({temperature for temperature, _ in coolings}) == 1
+                count = group.means[0].shape[1]
+                divisors = self._divisors(group.logs, mixing, coolings[:1] if alike else coolings, count)
+                together = max(1, LOGITS_AT_ONCE // max(1, count * outputs))
+                for start in range(0, len(divisors), together):
+                    tried = divisors[start : start + together]
+                    which = slice(len(coolings)) if alike else slice(start, start + len(tried))
+                    yield which, group.rows, self._cooled_by(tried, group, mixing)
+
+    def _groups(
+        self,
+        part: slice,
+        means: Sequence[Tensor],
+        variances: Sequence[Tensor],
+        logs: tuple[Tensor, Tensor] | None,
+        mixing: Tensor,
+    ) -> list[_Group]:
+        """A portion of the data, apart where that saves work: about half are no farther than usual, and few of these are longer.
+
+        Args:
+            part: which rows these are.
+            means: logits (n, C) of each network.
+            variances: of them (C, n).
+            logs: of distances and lengths (K, n); None where these do not matter.
+            mixing: weights of the mixture (K,).
+
+        Returns:
+            All data together, or those for which no exponent changes anything, and the others.
+        """
+        tables = [mean.T.contiguous() for mean in means]
+        if logs is None:
+            return [_Group(part, tables, variances, None)]
+        cooling = Cooling(usual=self.usual[0])
+        usual = (cooling.mean_log(logs[0], mixing) <= 0) & (cooling.excess_of(logs[1]) <= 1).all(0)
+        groups = []
+        for rows, own in ((usual, None), (~usual, logs)):
+            places = rows.nonzero().squeeze(1)
+            some = [[one.index_select(1, places) for one in every] for every in (tables, variances, own or ())]
+            groups.append(
+                _Group(places + part.start, some[0], some[1], None if own is None else (some[2][0], some[2][1]))
+            )
+        return groups
+
+    def _cooled_by(self, divisors: Tensor, group: _Group, mixing: Tensor) -> Tensor:
+        """The mixture's probabilities (L, A, m) of logits that are divided by (L, K, n)."""
+        total = None
+        for weight, mean, variance, own in zip(mixing, group.means, group.variances, divisors.unbind(1), strict=True):
+            probs = cooled_table(self.link, self.likelihood, mean, variance, own[:, None].square())
+            if len(mixing) > 1:
+                probs.mul_(weight)
+            total = probs if total is None else total.add_(probs)
+        assert total is not None  # a mixture has a component
+        return total
 
     def _posteriors(self, data: HeldOut, at: tuple[float, ...]) -> list[Posterior]:
         """Of each component, at its prior precision."""
@@ -694,16 +747,15 @@ class LastLayerProblem(Problem):
     def _divisors(
         self,
         logs: tuple[Tensor, Tensor] | None,
-        part: slice,
         mixing: Tensor,
         coolings: Sequence[tuple[float, float]],
         count: int,
     ) -> Tensor:
-        """What the logits of some of the data are divided by (L, K, n)."""
-        if logs is None or all(exponent == 0 for _, exponent in coolings):
+        """What the logits of some of the data are divided by (L, K, n): by temperatures alone where no distances (K, n) are given."""
+        if logs is None:
             temperatures = torch.tensor([one for one, _ in coolings], dtype=torch.float64, device="cpu")
             return temperatures[:, None, None].expand(-1, len(mixing), count)
-        return Cooling(usual=self.usual[0]).divisors_at(coolings, logs[0][:, part], logs[1][:, part], mixing)
+        return Cooling(usual=self.usual[0]).divisors_at(coolings, *logs, mixing)
 
     def _tried(self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0) -> Iterator[Tried]:
         if self.link.needs_covariance:
@@ -788,31 +840,6 @@ class LastLayerProblem(Problem):
 def _projected(spectra: Sequence[Spectrum], features: Sequence[Tensor]) -> list[Tensor]:
     """Features of each network in the eigenbasis of its curvature."""
     return [spectrum.project(values) for spectrum, values in zip(spectra, features, strict=True)]
-
-
-def _cooled_alike(divisors: Tensor) -> list[tuple[Tensor | None, Tensor]]:
-    """Data that all coolings cool alike, with one of these, and the others with all of them.
-
-    Half of the data are no farther than usual, and few of these are long: no exponent changes anything for them.
-
-    Args:
-        divisors: what logits are divided by (L, K, n).
-
-    Returns:
-        Rows, or None for all, with their divisors (1, K, m) or (L, K, m).
-    """
-    moved = (divisors != divisors[:1]).flatten(0, 1).any(0)
-    if not bool(moved.any()):
-        return [(None, divisors[:1])]
-    if bool(moved.all()):
-        return [(None, divisors)]
-    others, rows = (~moved).nonzero().squeeze(1), moved.nonzero().squeeze(1)
-    return [(others, divisors[:1].index_select(2, others)), (rows, divisors.index_select(2, rows))]
-
-
-def _columns(table: Tensor, rows: Tensor | None) -> Tensor:
-    """Of a table (C, n) those of some data, side by side in memory: what is done with them is then several times as fast."""
-    return table.contiguous() if rows is None else table.index_select(1, rows)
 
 
 class _Scores:
