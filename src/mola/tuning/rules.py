@@ -112,27 +112,35 @@ class Search:
         self.evaluate, self.smooth = evaluate, smooth
         self.grid = list(PAPER_GRID if grid is None else check_grid(grid))
         self.first_grid = (self.grid[0], self.grid[-1])
-        self.curve = evaluate(self.grid) if smooth is None else self._around_valleys(smooth)
+        self.curve = self._scores(self.grid)
 
-    def _around_valleys(self, score: str) -> dict[str, Tensor]:
-        """A curve over the grid that is known where a smooth score is smallest, and infinite where nothing was tried.
+    def _scores(self, grid: Sequence[float]) -> dict[str, Tensor]:
+        return self.evaluate(grid) if self.smooth is None else self._around_valleys(grid, self.smooth)
 
-        Every ninth candidate and both ends first, then those around each valley that these show.
+    def _around_valleys(self, grid: Sequence[float], score: str) -> dict[str, Tensor]:
+        """A curve over a grid that is known where a smooth score is smallest, and infinite where nothing was tried.
+
+        Every ninth candidate and both ends first, then those around each valley that these show. The last but one tells whether the
+        score still falls at the end: then nothing around it is tried, as the grid grows there.
         """
-        count, curve = len(self.grid), dict[str, Tensor]()
+        count, curve = len(grid), dict[str, Tensor]()
         tried: set[int] = set()
         for step in (9, 3, 1):
             if not curve:
-                places = {*range(0, count, step), count - 1}
+                places = {*range(0, count, step), max(0, count - 2), count - 1}
             else:
                 known = sorted(tried)
                 values = curve[score][known].tolist()
-                ends = [math.inf, *values, math.inf]
-                valleys = [known[k] for k in range(len(known)) if values[k] <= min(ends[k], ends[k + 2])]
-                near = {place + sign * away for place in valleys for away in (step, 2 * step) for sign in (-1, 1)}
-                places = {place for place in near if 0 <= place < count} - tried
+                ends, sides = [math.inf, *values, math.inf], [-1, *known, count]
+                valleys = [k for k in range(len(known)) if values[k] <= min(ends[k], ends[k + 2])]
+                places = {
+                    place
+                    for k in valleys
+                    for place in (known[k] + away * step for away in (-2, -1, 1, 2))
+                    if sides[k] < place < sides[k + 2] and place not in tried
+                }
             order = sorted(places)
-            for name, scores in (self.evaluate([self.grid[place] for place in order]) if order else {}).items():
+            for name, scores in (self.evaluate([grid[place] for place in order]) if order else {}).items():
                 curve.setdefault(name, torch.full((count,), math.inf, dtype=scores.dtype, device="cpu"))[order] = scores
             tried |= places
         return curve
@@ -143,7 +151,7 @@ class Search:
         if not SMALLEST < end < LARGEST:
             return False
         added = [end * factor ** (step / STEPS) for step in range(1, STEPS + 1)]
-        scores = self.evaluate(added)
+        scores = self._scores(added)
         if down:
             self.grid = added[::-1] + self.grid
             self.curve = {name: torch.cat([scores[name].flip(0), self.curve[name]]) for name in scores}
