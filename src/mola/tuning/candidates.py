@@ -30,6 +30,9 @@ __all__ = ["COPIES", "HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_h
 LOGITS_AT_ONCE = 2**18
 """Probabilities, of one or several candidates, made together: more leave the processor's cache, and take several times as long."""
 
+ROWS_AT_ONCE = 2048
+"""Data of which numbers for each feature are made together: of more, they leave the cache."""
+
 WEIGHTS_AT_ONCE = 2**21
 """Of the last layer, for candidates that are tried together: there may be few data, and very many weights."""
 
@@ -114,7 +117,7 @@ class HeldOut:
         for geometry, features in zip(geometries, self.features, strict=True):
             if id(geometry) not in self._measured:
                 widest = max(features.shape[1], len(geometry.sums.counts))
-                distance, rows = ClassDistance(geometry), max(1, PROJECTED_AT_ONCE // widest)
+                distance, rows = ClassDistance(geometry), max(1, min(ROWS_AT_ONCE, PROJECTED_AT_ONCE // widest))
                 parts = [distance.logs(some.double()) for some in torch.split(features, rows)]
                 self._measured[id(geometry)] = (
                     geometry,
@@ -779,11 +782,17 @@ class LastLayerProblem(Problem):
                     ]
                     yield slice(index, index + 1), part, self._mixed(mixing[index], means, tried, temperature)
                 continue
-            widest = max(spectrum.features for spectrum in self.spectra)
-            together = max(1, min(LOGITS_AT_ONCE // (len(means[0]) * outputs), WEIGHTS_AT_ONCE // (outputs * widest)))
-            for start in range(0, len(precisions), together):
-                which = slice(start, start + together)
-                yield which, part, self._cooled(mixing[which], means, projections, precisions[which], temperature)
+            widest, count = max(spectrum.features for spectrum in self.spectra), len(means[0])
+            # All candidates of some data rather than all data of some candidates: what was projected is much more to read.
+            rows = max(ROWS_AT_ONCE, LOGITS_AT_ONCE // (len(precisions) * outputs))
+            for first in range(0, count, rows):
+                some, last = slice(first, first + rows), min(first + rows, count)
+                own = [one[some] for one in means], [one[some] for one in projections]
+                of_data = slice(part.start + first, part.start + last)
+                together = min(LOGITS_AT_ONCE // ((last - first) * outputs), WEIGHTS_AT_ONCE // (outputs * widest))
+                for start in range(0, len(precisions), max(1, together)):
+                    which = slice(start, start + max(1, together))
+                    yield which, of_data, self._cooled(mixing[which], *own, precisions[which], temperature)
 
     def _cooled(
         self,

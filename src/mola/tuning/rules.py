@@ -112,22 +112,18 @@ class Search:
         self.evaluate, self.smooth = evaluate, smooth
         self.grid = list(PAPER_GRID if grid is None else check_grid(grid))
         self.first_grid = (self.grid[0], self.grid[-1])
-        self.curve = self._scores(self.grid)
+        self.curve = self.evaluate(self.grid) if smooth is None else self._around_valleys(self.grid, smooth)
 
-    def _scores(self, grid: Sequence[float]) -> dict[str, Tensor]:
-        return self.evaluate(grid) if self.smooth is None else self._around_valleys(grid, self.smooth)
-
-    def _around_valleys(self, grid: Sequence[float], score: str) -> dict[str, Tensor]:
+    def _around_valleys(self, grid: Sequence[float], score: str, *also: int) -> dict[str, Tensor]:
         """A curve over a grid that is known where a smooth score is smallest, and infinite where nothing was tried.
 
-        Every ninth candidate and both ends first, then those around each valley that these show. The last but one tells whether the
-        score still falls at the end: then nothing around it is tried, as the grid grows there.
+        Every ninth candidate, both ends and some others first, then those around each valley that these show.
         """
         count, curve = len(grid), dict[str, Tensor]()
         tried: set[int] = set()
         for step in (9, 3, 1):
             if not curve:
-                places = {*range(0, count, step), max(0, count - 2), count - 1}
+                places = {*range(0, count, step), count - 1, *also}
             else:
                 known = sorted(tried)
                 values = curve[score][known].tolist()
@@ -151,7 +147,9 @@ class Search:
         if not SMALLEST < end < LARGEST:
             return False
         added = [end * factor ** (step / STEPS) for step in range(1, STEPS + 1)]
-        scores = self._scores(added)
+        # The last but one tells whether a smooth score still falls at the end: then nothing else there need be tried.
+        smooth = self.smooth
+        scores = self.evaluate(added) if smooth is None else self._around_valleys(added, smooth, STEPS - 2)
         if down:
             self.grid = added[::-1] + self.grid
             self.curve = {name: torch.cat([scores[name].flip(0), self.curve[name]]) for name in scores}
