@@ -94,6 +94,7 @@ class HeldOut:
         default_factory=dict, init=False, repr=False, compare=False
     )
     _accuracy: list[tuple[float, float]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _answers: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         """Number of data."""
@@ -149,6 +150,12 @@ class HeldOut:
         scales = [Scale(one, two) for one, two in zip(middle, long, strict=True)]
         return Usual(tuple(Scale(*scale) for scale in self.team.share([list(scale) for scale in scales])))
 
+    def _answered(self) -> list[Tensor]:
+        """What each network says, found once: which logit is largest takes long to find."""
+        if not self._answers:
+            self._answers.extend(self.likelihood.answered(logits) for logits in self.logits)
+        return self._answers
+
     def mean_accuracy(self) -> tuple[float, float]:
         """Accuracy of the trained networks by themselves, averaged over them.
 
@@ -165,7 +172,7 @@ class HeldOut:
             return self._accuracy[0]
         asked = self.likelihood.asked(self.labels)
         known = asked >= 0
-        right = torch.stack([(self.likelihood.answered(logits) == asked) & known for logits in self.logits]).double()
+        right = torch.stack([(answers == asked) & known for answers in self._answered()]).double()
         # By datum: the questions of one are not independent, and its errors come together.
         of_each, asked_of = _by_datum(right.mean(0), len(self)), _by_datum(known.double(), len(self))
         squares = [of_each.square().sum(), (of_each * asked_of).sum(), asked_of.square().sum()]
@@ -189,7 +196,7 @@ class HeldOut:
         if self.labels is None or not self.likelihood.discrete:
             return
         asked = self.likelihood.asked(self.labels)
-        table = torch.stack([asked, *(self.likelihood.answered(logits) for logits in self.logits)], 1)
+        table = torch.stack([asked, *self._answered()], 1)
         rows = self.team.rows(table[asked >= 0] if len(self) else None)
         if not len(rows):
             message = f"the {where}: every label is missing. Yield some labels."
