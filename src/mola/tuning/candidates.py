@@ -48,8 +48,8 @@ Tried = tuple[slice, slice | Tensor, Tensor]
 """Some candidates, some rows of the data, and probabilities (L, A, m) under these: of A answers to m questions. L is 1 where they are
 the same under all of the candidates."""
 
-GATHERED = 4096
-"""Rows of small batches that are checked, and brought to main memory, together."""
+GATHERED = 2**20
+"""Features, or logits, of small batches that are checked, and brought to main memory, together."""
 
 LONG = 0.99
 """Share of the validation data whose features are not long."""
@@ -325,6 +325,7 @@ def read_held_out(
         nonlocal inputs
         inputs += used_inputs
 
+    widest = max((max(head.width, head.classes) for head in heads if head is not None), default=GATHERED)
     batches: Any = loader
     if together.size > 1:  # a shard may be empty, as long as another is not
         every = batches_of(loader, f"the {where}")
@@ -345,7 +346,7 @@ def read_held_out(
             total=batch_count(loader),
             labelled=labelled,
             likelihood=likelihood,
-            rows=GATHERED,
+            rows=max(1, GATHERED // widest),
             exact=False,
             told=told,
             positions=POSITIONS_KEPT,
