@@ -97,7 +97,7 @@ def cooled_table(
         link: one with `cooled_by`.
         likelihood: what the logits mean.
         mean: logits (C, n).
-        variance: as the link asks for it (L, C, n); its memory is used for the result.
+        variance: as the link asks for it (L, C, n), whose memory is used for the result; or (C, n), one for all.
         squares: of what the logits are divided by (L, 1, n), or one for all; None leaves them as they are.
 
     Returns:
@@ -107,7 +107,8 @@ def cooled_table(
         mean = _centre(mean, dim=0)
     # m / s over sqrt(1 + pi/8 v / s^2)
     start = variance.new_ones(()) if squares is None else squares
-    logits = torch.add(start, variance, alpha=math.pi / 8, out=variance).rsqrt_().mul_(mean)
+    out = variance if variance.dim() == 3 else None
+    logits = torch.add(start, variance, alpha=math.pi / 8, out=out).rsqrt_().mul_(mean)
     return likelihood.table_of_logits(logits)
 
 

@@ -627,8 +627,9 @@ class MoLA(LaplaceMixture[Component]):
             lengths = torch.stack([posterior.mahalanobis(values) for posterior, values in pairs])
             distance = cooling.mean_log(log_distances[:, part], self.weights)
             excess, every = cooling.excess_of(log_lengths[:, part]), torch.stack(logits)
-            terms = outlier_terms(every, lengths, distance, excess, self.weights, self.likelihood)
-            parts.append(torch.cat([terms, energies(every, excess, self.likelihood)]).T)
+            own = energies(every, excess, self.likelihood)
+            terms = outlier_terms(every, lengths, distance, excess, self.weights, self.likelihood, own)
+            parts.append(torch.cat([terms, own]).T)
         rows = data.team.rows(torch.cat(parts) if parts else None)
         # One datum has no spread, and equal scores have none but rounding: they are then taken as they are.
         middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])

@@ -222,6 +222,7 @@ def outlier_terms(
     excess: Tensor,
     weights: Tensor,
     likelihood: Likelihood = CATEGORICAL,
+    energy: Tensor | None = None,
 ) -> Tensor:
     """What the outlier score is made of (3, n), each higher for what is more outlying.
 
@@ -235,12 +236,14 @@ def outlier_terms(
         excess: (K, n), how many times longer than usual features are, at least 1.
         weights: (K,).
         likelihood: what the logits mean.
+        energy: (K, n), of each network, where `energies` made it before.
 
     Returns:
         The far-field score, the mean energy of the networks, and the logarithm of the distance.
     """
-    energy = torch.einsum("k,kn->n", weights, energies(logit_mean, excess, likelihood))
-    return torch.stack([far_field_score(logit_mean, length, weights, likelihood), energy, log_distance])
+    own = energies(logit_mean, excess, likelihood) if energy is None else energy
+    mean = torch.einsum("k,kn->n", weights, own)
+    return torch.stack([far_field_score(logit_mean, length, weights, likelihood), mean, log_distance])
 
 
 def energies(logit_mean: Tensor, excess: Tensor, likelihood: Likelihood) -> Tensor:

@@ -90,7 +90,7 @@ class Damped(Spectrum):
 
     def variances(self, projected: Tensor, precisions: Sequence[float], *, contrast: bool = False) -> Tensor:
         """The same at several precisions, with one product."""
-        features = torch.stack([self.feature_inverse(one) for one in precisions]) @ projected.T
+        features = self.feature_inverse(projected.new_tensor(precisions)[:, None]) @ projected.T
         classes = torch.stack([self.class_variance(one, contrast=contrast) for one in precisions])
         return features[:, None, :] * classes[:, :, None]
 

@@ -272,7 +272,7 @@ ROWS = 4096
 
 
 class Lifted(Features):
-    """Features with the constant 1 (n, P) and logits (n, C), in float64, until the next are put in their place."""
+    """Features with the constant 1 (n, P) and logits (n, C), until the next are put in their place."""
 
     __slots__ = ()
 
@@ -288,11 +288,12 @@ class RowBuffer:
     Args:
         head: which sees the features.
         rows: how many rows to allocate memory for.
+        exact: whether to keep them in float64, where sums are made of them; or as they are.
     """
 
-    def __init__(self, head: Head, rows: int) -> None:
+    def __init__(self, head: Head, rows: int, *, exact: bool = True) -> None:
         """Wait for the first rows, which say how wide they are and where they are to be kept."""
-        self.head, self.rows, self._bias = head, rows, head.has_bias
+        self.head, self.rows, self.exact, self._bias = head, rows, exact, head.has_bias
         self._kept: Lifted | None = None
         self._form: tuple[object, ...] = ()
         self._ones = 0
@@ -310,7 +311,7 @@ class RowBuffer:
         given, outputs, kept = seen.features.detach(), seen.logits.detach(), self._kept
         count, width = given.shape
         # This is paid at every batch, and all the Python in it takes longer than the copies of a small one.
-        form = (width, outputs.shape[1], given.device, outputs.device)
+        form = (width, outputs.shape[1], given.device, outputs.device, given.dtype, outputs.dtype)
         if kept is None or form != self._form or start + count > kept.logits.shape[0]:
             kept, self._form = self._room_for(seen, start, start + count), form
         features, logits = kept.features.narrow(0, start, count), kept.logits.narrow(0, start, count)
@@ -338,7 +339,7 @@ class RowBuffer:
         return Lifted(self._kept.features[:count], self._kept.logits[:count])
 
     def _room_for(self, seen: Features, start: int, end: int) -> Lifted:
-        device = device_of_sums(seen)
+        device = device_of_sums(seen) if self.exact else seen.logits.device
         width, outputs = seen.features.shape[1] + self.head.has_bias, seen.logits.shape[1]
         had = self._kept
         if had is not None and (had.features.shape[1], had.logits.shape[1]) != (width, outputs):
@@ -347,10 +348,16 @@ class RowBuffer:
                 f"{had.features.shape[1] - self.head.has_bias} and {had.logits.shape[1]} in the batches before."
             )
             raise DataError(message)
-        if had is None or len(had.logits) < end or had.logits.device != device:
+        kinds = [values.dtype for values in seen]
+        if self.exact:
+            kinds = [torch.float64, torch.float64]
+        elif had is not None and start > 0:  # what is there stays, in a type that holds both
+            kinds = [torch.promote_types(kind, values.dtype) for kind, values in zip(kinds, had, strict=True)]
+        known = had is not None and [had.logits.device, had.features.dtype, had.logits.dtype] == [device, *kinds]
+        if had is None or len(had.logits) < end or not known:
             rows = max(end, min(self.rows, max(ROWS, 2 * end)))
-            features = torch.empty(rows, -(-width // ALIGNED) * ALIGNED, dtype=torch.float64, device=device)
-            logits = torch.empty(rows, outputs, dtype=torch.float64, device=device)
+            features = torch.empty(rows, -(-width // ALIGNED) * ALIGNED, dtype=kinds[0], device=device)
+            logits = torch.empty(rows, outputs, dtype=kinds[1], device=device)
             self._kept = Lifted(features[:, :width], logits)
             if had is not None:
                 self._kept.features[:start].copy_(had.features[:start])
@@ -381,11 +388,12 @@ class Gathered:
         rows: how many to gather. A batch of so many, or more, is taken as it is.
         heads: the networks' last layers; without one, nothing is gathered.
         likelihood: what the outputs mean; reads the labels.
+        exact: whether what is gathered comes in float64.
     """
 
-    def __init__(self, rows: int, heads: Sequence[Head | None], likelihood: Likelihood) -> None:
+    def __init__(self, rows: int, heads: Sequence[Head | None], likelihood: Likelihood, *, exact: bool = True) -> None:
         """Wait for the first batch."""
-        self._buffers = [RowBuffer(head, rows) for head in heads if head is not None]
+        self._buffers = [RowBuffer(head, rows, exact=exact) for head in heads if head is not None]
         self.rows, self.likelihood = rows if len(self._buffers) == len(heads) else 1, likelihood
         self.count, self.ended = 0, (0, 0, 0)
         self._waiting: list[Waiting] = []
@@ -693,6 +701,7 @@ def stream(
     labelled: bool = False,
     likelihood: Likelihood = CATEGORICAL,
     rows: int = 1,
+    exact: bool = True,
     first: Sequence[Seen] | None = None,
     start: int = 0,
     told: Callable[[int, int, int], None] = lambda batches, used_inputs, inputs: None,
@@ -713,9 +722,9 @@ def stream(
         total: number of batches, for the progress bar.
         labelled: whether every batch must carry labels.
         likelihood: what the outputs mean; reads the labels.
-        rows: batches smaller than this are gathered and come together, as long as they stay below it, in float64 and with the
-            constant 1, until the next are asked for; larger ones come as they are. What is done with them, checks included,
-            is then paid more rarely.
+        rows: batches smaller than this are gathered and come together, as long as they stay below it, with the constant 1, until
+            the next are asked for; larger ones come as they are. What is done with them, checks included, is then paid more rarely.
+        exact: whether what is gathered comes in float64; or in the networks' own precision.
         first: what the networks make of the first batch, where that is known: they are not run on it again.
         start: number of batches of the loader that were read before.
         told: told of what is about to be yielded how many batches end there, how many inputs they have rows of, and how many inputs.
@@ -731,7 +740,7 @@ def stream(
     """
     _, batches = peek(loader, f"the {where}")
     had_labels: bool | None = None
-    gathered, any_rows = Gathered(rows, heads, likelihood), start > 0
+    gathered, any_rows = Gathered(rows, heads, likelihood, exact=exact), start > 0
 
     def take() -> tuple[list[Features], Tensor | None]:
         nonlocal any_rows

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,20 @@ from tqdm.auto import tqdm
 from mola.cooling import Cooling, Usual
 from mola.distributed import Team
 from mola.errors import DataError, warn
-from mola.laplace import Candidate, ClassDistance, ClassGeometry, LogitMoments, Scale, Spectrum, Spread
+from mola.laplace import Candidate, ClassDistance, ClassGeometry, LogitMoments, Posterior, Scale, Spectrum, Spread
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.links import Link, cooled_table
-from mola.metrics import bin_sums, calibration_gaps
-from mola.network import Head, batch_count, batches_of, stream, without_autocast
+from mola.metrics import bin_index
+from mola.network import Head, Lifted, batch_count, batches_of, stream, without_autocast
 from mola.tuning.data_checks import guessed, other_columns, other_order, unlike_frequencies
 
 __all__ = ["COPIES", "HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
 
 LOGITS_AT_ONCE = 2**18
 """Probabilities, of one or several candidates, made together: more leave the processor's cache, and take several times as long."""
+
+ROWS_AT_ONCE = 2048
+"""Data of which numbers for each feature are made together: of more, they leave the cache."""
 
 WEIGHTS_AT_ONCE = 2**21
 """Of the last layer, for candidates that are tried together: there may be few data, and very many weights."""
@@ -41,8 +44,18 @@ FEW_NUMBERS = 2**20
 
 Made = TypeVar("Made")
 
+Tried = tuple[slice, slice | Tensor, Tensor]
+"""Some candidates, some rows of the data, and probabilities (L, A, m) under these: of A answers to m questions. L is 1 where they are
+the same under all of the candidates."""
+
+GATHERED = 2**20
+"""Features, or logits, of small batches that are checked, and brought to main memory, together."""
+
 LONG = 0.99
 """Share of the validation data whose features are not long."""
+
+BINS = 15
+"""Of the calibration error."""
 
 COPIES = 0.1
 """Least distance that counts as usual, relative to that of the training data: below, validation data are copies of these."""
@@ -81,6 +94,7 @@ class HeldOut:
         default_factory=dict, init=False, repr=False, compare=False
     )
     _accuracy: list[tuple[float, float]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _answers: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         """Number of data."""
@@ -104,7 +118,7 @@ class HeldOut:
         for geometry, features in zip(geometries, self.features, strict=True):
             if id(geometry) not in self._measured:
                 widest = max(features.shape[1], len(geometry.sums.counts))
-                distance, rows = ClassDistance(geometry), max(1, PROJECTED_AT_ONCE // widest)
+                distance, rows = ClassDistance(geometry), max(1, min(ROWS_AT_ONCE, PROJECTED_AT_ONCE // widest))
                 parts = [distance.logs(some.double()) for some in torch.split(features, rows)]
                 self._measured[id(geometry)] = (
                     geometry,
@@ -136,6 +150,12 @@ class HeldOut:
         scales = [Scale(one, two) for one, two in zip(middle, long, strict=True)]
         return Usual(tuple(Scale(*scale) for scale in self.team.share([list(scale) for scale in scales])))
 
+    def _answered(self) -> list[Tensor]:
+        """What each network says, found once: which logit is largest takes long to find."""
+        if not self._answers:
+            self._answers.extend(self.likelihood.answered(logits) for logits in self.logits)
+        return self._answers
+
     def mean_accuracy(self) -> tuple[float, float]:
         """Accuracy of the trained networks by themselves, averaged over them.
 
@@ -152,7 +172,7 @@ class HeldOut:
             return self._accuracy[0]
         asked = self.likelihood.asked(self.labels)
         known = asked >= 0
-        right = torch.stack([(self.likelihood.answered(logits) == asked) & known for logits in self.logits]).double()
+        right = torch.stack([(answers == asked) & known for answers in self._answered()]).double()
         # By datum: the questions of one are not independent, and its errors come together.
         of_each, asked_of = _by_datum(right.mean(0), len(self)), _by_datum(known.double(), len(self))
         squares = [of_each.square().sum(), (of_each * asked_of).sum(), asked_of.square().sum()]
@@ -176,7 +196,7 @@ class HeldOut:
         if self.labels is None or not self.likelihood.discrete:
             return
         asked = self.likelihood.asked(self.labels)
-        table = torch.stack([asked, *(self.likelihood.answered(logits) for logits in self.logits)], 1)
+        table = torch.stack([asked, *self._answered()], 1)
         rows = self.team.rows(table[asked >= 0] if len(self) else None)
         if not len(rows):
             message = f"the {where}: every label is missing. Yield some labels."
@@ -305,6 +325,7 @@ def read_held_out(
         nonlocal inputs
         inputs += used_inputs
 
+    widest = max((max(head.width, head.classes) for head in heads if head is not None), default=GATHERED)
     batches: Any = loader
     if together.size > 1:  # a shard may be empty, as long as another is not
         every = batches_of(loader, f"the {where}")
@@ -325,13 +346,16 @@ def read_held_out(
             total=batch_count(loader),
             labelled=labelled,
             likelihood=likelihood,
+            rows=max(1, GATHERED // widest),
+            exact=False,
             told=told,
             positions=POSITIONS_KEPT,
         )
     ):
         for index, (head, one) in enumerate(zip(heads, seen, strict=True)):
             # Copies, in any case: a loader, or a network, may use its memory again for the next batch.
-            features[index].append(_copy(one.features if head is None else head.lift(one.features)))
+            kept = one.features if head is None or isinstance(one, Lifted) else head.lift(one.features)
+            features[index].append(_copy(kept))
             logits[index].append(_copy(one.logits))
         if batch_labels is not None:
             labels.append(_copy(batch_labels))
@@ -481,33 +505,48 @@ class Problem(ABC):
         """Whether outputs are numbers with a noise, as in `tuning/regression.py`."""
         return False
 
-    def curve(self, data: HeldOut, precisions: Sequence[float]) -> dict[str, Tensor]:
+    def curve(self, data: HeldOut, precisions: Sequence[float], *, only: str | None = None) -> dict[str, Tensor]:
         """What each candidate scores on held-out data.
 
         Args:
             data: features, logits and, for scores that need them, labels.
             precisions: the candidates.
+            only: the one score that is asked for, of data with labels; None is all of them.
 
         Returns:
             One value for each candidate of "confidence" and, with labels, "nll", "brier" and "ece"; without, "uniform", the
             cross-entropy to the uniform distribution.
         """
-        return self._scored(data, len(precisions), self._tried(data, precisions))
+        return self._scored(data, len(precisions), self._tried(data, precisions), only)
 
-    def _scored(self, data: HeldOut, tries: int, tried: Iterable[tuple[slice, slice, Tensor]]) -> dict[str, Tensor]:
-        scores = _Scores(tries)
+    def _scored(self, data: HeldOut, tries: int, tried: Iterable[Tried], only: str | None = None) -> dict[str, Tensor]:
+        scores = _Scores(tries, only)
         for which, part, probs in tried:
             scores.add(which, probs, None if data.labels is None else self.likelihood.asked(data.labels[part]))
         sums, bins, count = data.team.sum([scores.sums, scores.bins, scores.counts])
         means = sums / count[:, None]
         if data.labels is None:
             return {"confidence": means[:, 0], "uniform": means[:, 1]}
-        scored = {"confidence": means[:, 0], "nll": means[:, 1], "brier": means[:, 2]}
-        return scored | {"ece": calibration_gaps(bins)}
+        gaps = bins.abs().sum(1) / count
+        scored = {"confidence": means[:, 0], "nll": means[:, 1], "brier": means[:, 2], "ece": gaps}
+        return scored if only is None else {only: scored[only]}
 
     @abstractmethod
-    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Probabilities (L, A, m) of some of the data under some candidates, until all are through: of A answers to m questions."""
+    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[Tried]:
+        """Probabilities of some of the data under some candidates, until all are through."""
+
+
+class _Group(NamedTuple):
+    """Data that are cooled together."""
+
+    rows: slice | Tensor
+    """Of all data."""
+    means: Sequence[Tensor]
+    """Logits (C, m) of each network, data last."""
+    variances: Sequence[Tensor]
+    """Of them (C, m), as the link asks for them."""
+    logs: tuple[Tensor, Tensor] | None
+    """Logarithms of distances and lengths (K, m); None where these do not matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -541,23 +580,29 @@ class LastLayerProblem(Problem):
         """Whether temperatures and distance exponents can be tried."""
         return True
 
-    def curve(self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0) -> dict[str, Tensor]:
+    def curve(
+        self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0, *, only: str | None = None
+    ) -> dict[str, Tensor]:
         """What each candidate scores on held-out data; see `Problem.curve`.
 
         Args:
             data: as there.
             precisions: the candidates.
             temperature: what all logits are divided by.
+            only: as there.
 
         Returns:
             As there.
         """
-        if temperature == 1:
-            return super().curve(data, precisions)
-        return self._scored(data, len(precisions), self._tried(data, precisions, temperature))
+        return self._scored(data, len(precisions), self._tried(data, precisions, temperature), only)
 
     def cooled_curve(
-        self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]
+        self,
+        data: HeldOut,
+        precisions: Sequence[float],
+        coolings: Sequence[tuple[float, float]],
+        *,
+        only: str | None = None,
     ) -> dict[str, Tensor]:
         """What each way to cool scores on held-out data.
 
@@ -565,11 +610,12 @@ class LastLayerProblem(Problem):
             data: as for `curve`.
             precisions: one for each component.
             coolings: temperatures with distance exponents.
+            only: as for `curve`.
 
         Returns:
             As `curve` does, one value for each of the coolings.
         """
-        return self._scored(data, len(coolings), self._cooled_tries(data, precisions, coolings))
+        return self._scored(data, len(coolings), self._cooled_tries(data, precisions, coolings), only)
 
     def judged(self, data: HeldOut, precisions: Sequence[float], cooling: tuple[float, float]) -> tuple[Tensor, Tensor]:
         """Confidence in each of this process's data that have labels, and whether the answer is right, as 0 or 1.
@@ -601,72 +647,133 @@ class LastLayerProblem(Problem):
 
     def _cooled_tries(
         self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Probabilities (L, A, m) of some of the data under some coolings, until all are through."""
+    ) -> Iterator[Tried]:
+        """Probabilities of some of the data under some coolings, until all are through."""
         mixing, outputs = self.weights_at(precisions), self.spectra[0].outputs
         logs = data.measured(self.geometries) if self.geometries is not None else None
         at, portion = tuple(precisions), max(1, LOGITS_AT_ONCE // outputs)
         alone = len(data) <= portion
-
-        def variances_of(spreads: Sequence[Spread]) -> list[Tensor]:
-            contrast = self.link.cooled_by == "contrast_variance"
-            return [(one.contrast_variance() if contrast else one.variance()).T for one in spreads]
-
-        posteriors = self._once(
-            "posteriors",
-            data,
-            at,
-            sum(one.features * one.projection_size for one in self.spectra),
-            lambda: [spectrum.posterior(one) for spectrum, one in zip(self.spectra, at, strict=True)],
-        )
+        by_distance = logs is not None and any(exponent > 0 for _, exponent in coolings)
         for part, features, means in self._portions(data, portion):
-            spreads = [one.at(values) for one, values in zip(posteriors, features, strict=True)]
-            divisors = self._divisors(logs, part, mixing, coolings, len(means[0]))
+            of_part = (logs[0][:, part], logs[1][:, part]) if logs is not None and by_distance else None
             if self.link.cooled_by is None:
-                for index, by in enumerate(divisors):
+                spreads = [one.at(values) for one, values in zip(self._posteriors(data, at), features, strict=True)]
+                for index, by in enumerate(self._divisors(of_part, mixing, coolings, len(means[0]))):
                     probs = torch.zeros_like(means[0])
                     for weight, mean, spread, own in zip(mixing, means, spreads, by, strict=True):
                         probs += weight * self.link(LogitMoments(mean, spread, None, self.likelihood).divided(own))
                     yield slice(index, index + 1), part, self.likelihood.table(probs.T[None])
                 continue
-            make = partial(variances_of, spreads)
             numbers = len(means) * means[0].numel()
+            make = partial(self._variances, data, at, features, alone=alone)
             variances = self._once("variances", data, at, numbers, make) if alone else make()
-            together = max(1, LOGITS_AT_ONCE // (len(means[0]) * outputs))
-            for start in range(0, len(coolings), together):
-                which, total = slice(start, min(start + together, len(coolings))), None
-                for k, (weight, mean, variance) in enumerate(zip(mixing, means, variances, strict=True)):
-                    squares = divisors[which, k, None].square()
-                    table = variance.expand(which.stop - start, -1, -1).clone()
-                    probs = cooled_table(self.link, self.likelihood, mean.T, table, squares).mul_(weight)
-                    total = probs if total is None else total.add_(probs)
-                assert total is not None  # a mixture has a component
-                yield which, part, total
+            split = partial(self._groups, part, means, variances, of_part, mixing)
+            for group in self._once("groups", data, (at, by_distance), numbers, split) if alone else split():
+                alike = group.logs is None and len({temperature for temperature, _ in coolings}) == 1
+                count = group.means[0].shape[1]
+                divisors = self._divisors(group.logs, mixing, coolings[:1] if alike else coolings, count)
+                together = max(1, LOGITS_AT_ONCE // max(1, count * outputs))
+                for start in range(0, len(divisors), together):
+                    tried = divisors[start : start + together]
+                    which = slice(len(coolings)) if alike else slice(start, start + len(tried))
+                    yield which, group.rows, self._cooled_by(tried, group, mixing)
+
+    def _groups(
+        self,
+        part: slice,
+        means: Sequence[Tensor],
+        variances: Sequence[Tensor],
+        logs: tuple[Tensor, Tensor] | None,
+        mixing: Tensor,
+    ) -> list[_Group]:
+        """A portion of the data, apart where that saves work: about half are no farther than usual, and few of these are longer.
+
+        Args:
+            part: which rows these are.
+            means: logits (n, C) of each network.
+            variances: of them (C, n).
+            logs: of distances and lengths (K, n); None where these do not matter.
+            mixing: weights of the mixture (K,).
+
+        Returns:
+            All data together, or those for which no exponent changes anything, and the others.
+        """
+        tables = [mean.T.contiguous() for mean in means]
+        if logs is None:
+            return [_Group(part, tables, variances, None)]
+        cooling = Cooling(usual=self.usual[0])
+        usual = (cooling.mean_log(logs[0], mixing) <= 0) & (cooling.excess_of(logs[1]) <= 1).all(0)
+        groups = []
+        for rows, own in ((usual, None), (~usual, logs)):
+            places = rows.nonzero().squeeze(1)
+            some = [[one.index_select(1, places) for one in every] for every in (tables, variances, own or ())]
+            groups.append(
+                _Group(places + part.start, some[0], some[1], None if own is None else (some[2][0], some[2][1]))
+            )
+        return groups
+
+    def _cooled_by(self, divisors: Tensor, group: _Group, mixing: Tensor) -> Tensor:
+        """The mixture's probabilities (L, A, m) of logits that are divided by (L, K, n)."""
+        total = None
+        for weight, mean, variance, own in zip(mixing, group.means, group.variances, divisors.unbind(1), strict=True):
+            probs = cooled_table(self.link, self.likelihood, mean, variance, own[:, None].square())
+            if len(mixing) > 1:
+                probs.mul_(weight)
+            total = probs if total is None else total.add_(probs)
+        assert total is not None  # a mixture has a component
+        return total
+
+    def _posteriors(self, data: HeldOut, at: tuple[float, ...]) -> list[Posterior]:
+        """Of each component, at its prior precision."""
+        numbers = sum(one.features * one.projection_size for one in self.spectra)
+        pairs = zip(self.spectra, at, strict=True)
+        return self._once("posteriors", data, at, numbers, lambda: [one.posterior(prior) for one, prior in pairs])
+
+    def _variances(
+        self, data: HeldOut, at: tuple[float, ...], features: Sequence[Tensor], *, alone: bool
+    ) -> list[Tensor]:
+        """Variances (C, n) of each network's logits, as the link asks for them.
+
+        Args:
+            data: held out.
+            at: prior precisions, one for each component.
+            features: of a portion of the data.
+            alone: whether that is all of them.
+        """
+        contrast = self.link.cooled_by == "contrast_variance"
+        if alone and self._projected_numbers(data) <= FEW_NUMBERS:  # kept, and often there: a search came before
+            tried = zip(self.spectra, self._projections(data, features), at, strict=True)
+            return [one.variances(projected, [prior], contrast=contrast)[0] for one, projected, prior in tried]
+        spreads = [one.at(values) for one, values in zip(self._posteriors(data, at), features, strict=True)]
+        return [(one.contrast_variance() if contrast else one.variance()).T for one in spreads]
+
+    def _projected_numbers(self, data: HeldOut) -> int:
+        return len(data) * sum(one.projection_size for one in self.spectra)
+
+    def _projections(self, data: HeldOut, features: Sequence[Tensor]) -> list[Tensor]:
+        """All data's features in the eigenbasis of each network's curvature."""
+        make = partial(_projected, self.spectra, features)
+        return self._once("projections", data, None, self._projected_numbers(data), make)
 
     def _divisors(
         self,
         logs: tuple[Tensor, Tensor] | None,
-        part: slice,
         mixing: Tensor,
         coolings: Sequence[tuple[float, float]],
         count: int,
     ) -> Tensor:
-        """What the logits of some of the data are divided by (L, K, n)."""
-        if logs is None or all(exponent == 0 for _, exponent in coolings):
+        """What the logits of some of the data are divided by (L, K, n): by temperatures alone where no distances (K, n) are given."""
+        if logs is None:
             temperatures = torch.tensor([one for one, _ in coolings], dtype=torch.float64, device="cpu")
             return temperatures[:, None, None].expand(-1, len(mixing), count)
-        return Cooling(usual=self.usual[0]).divisors_at(coolings, logs[0][:, part], logs[1][:, part], mixing)
+        return Cooling(usual=self.usual[0]).divisors_at(coolings, *logs, mixing)
 
-    def _tried(
-        self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _tried(self, data: HeldOut, precisions: Sequence[float], temperature: float = 1.0) -> Iterator[Tried]:
         if self.link.needs_covariance:
             return self._by_candidate(data, precisions, temperature)
         return self._by_portion(data, precisions, temperature)
 
-    def _by_portion(
-        self, data: HeldOut, precisions: Sequence[float], temperature: float
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _by_portion(self, data: HeldOut, precisions: Sequence[float], temperature: float) -> Iterator[Tried]:
         """Probabilities of every candidate, where variances are enough: data are projected once, for all candidates."""
         mixing = torch.stack([self.weights_at(precision) for precision in precisions])
         projected = PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra)
@@ -674,9 +781,7 @@ class LastLayerProblem(Problem):
         portion = max(1, min(projected, LOGITS_AT_ONCE // outputs))
         alone = len(data) <= portion
         for part, features, means in self._portions(data, portion):
-            make = partial(_projected, self.spectra, features)
-            numbers = len(data) * sum(one.projection_size for one in self.spectra)
-            projections = self._once("projections", data, None, numbers, make) if alone else make()
+            projections = self._projections(data, features) if alone else _projected(self.spectra, features)
             if self.link.cooled_by is None:
                 for index, precision in enumerate(precisions):
                     tried = [
@@ -685,11 +790,17 @@ class LastLayerProblem(Problem):
                     ]
                     yield slice(index, index + 1), part, self._mixed(mixing[index], means, tried, temperature)
                 continue
-            widest = max(spectrum.features for spectrum in self.spectra)
-            together = max(1, min(LOGITS_AT_ONCE // (len(means[0]) * outputs), WEIGHTS_AT_ONCE // (outputs * widest)))
-            for start in range(0, len(precisions), together):
-                which = slice(start, start + together)
-                yield which, part, self._cooled(mixing[which], means, projections, precisions[which], temperature)
+            widest, count = max(spectrum.features for spectrum in self.spectra), len(means[0])
+            # All candidates of some data rather than all data of some candidates: what was projected is much more to read.
+            rows = max(ROWS_AT_ONCE, LOGITS_AT_ONCE // (len(precisions) * outputs))
+            for first in range(0, count, rows):
+                some, last = slice(first, first + rows), min(first + rows, count)
+                own = [one[some] for one in means], [one[some] for one in projections]
+                of_data = slice(part.start + first, part.start + last)
+                together = min(LOGITS_AT_ONCE // ((last - first) * outputs), WEIGHTS_AT_ONCE // (outputs * widest))
+                for start in range(0, len(precisions), max(1, together)):
+                    which = slice(start, start + max(1, together))
+                    yield which, of_data, self._cooled(mixing[which], *own, precisions[which], temperature)
 
     def _cooled(
         self,
@@ -704,16 +815,14 @@ class LastLayerProblem(Problem):
         squares = None if temperature == 1 else means[0].new_tensor(temperature**2)
         for weights, mean, projected, spectrum in zip(mixing.T, means, projections, self.spectra, strict=True):
             variances = spectrum.variances(projected, precisions, contrast=contrast)
-            probs = cooled_table(self.link, self.likelihood, mean.T, variances, squares)
+            probs = cooled_table(self.link, self.likelihood, mean.T.contiguous(), variances, squares)
             if len(means) > 1:
                 probs.mul_(weights[:, None, None])
             total = probs if total is None else total.add_(probs)
         assert total is not None  # a mixture has a component
         return total
 
-    def _by_candidate(
-        self, data: HeldOut, precisions: Sequence[float], temperature: float
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _by_candidate(self, data: HeldOut, precisions: Sequence[float], temperature: float) -> Iterator[Tried]:
         """The same where a link needs covariances: each candidate's posteriors are built once, for all data."""
         portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.features for spectrum in self.spectra))
         bar = tqdm(precisions, desc="candidates", disable=None if self.progress else True, leave=False)
@@ -751,11 +860,13 @@ def _projected(spectra: Sequence[Spectrum], features: Sequence[Tensor]) -> list[
 
 
 class _Scores:
-    """Sums over the data of what candidates score."""
+    """Sums over the data of what candidates score: of all scores, or of one."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, only: str | None) -> None:
+        self.only = only
         self.sums = torch.zeros(count, 3, dtype=torch.float64, device="cpu")
-        self.bins = torch.zeros(count, 15, 3, dtype=torch.float64, device="cpu")
+        # Of confidence less right answers: the calibration error asks for nothing else.
+        self.bins = torch.zeros(count, BINS, dtype=torch.float64, device="cpu")
         self.counts = torch.zeros(count, dtype=torch.float64, device="cpu")
 
     def add(self, which: slice, probs: Tensor, labels: Tensor | None) -> None:
@@ -764,16 +875,23 @@ class _Scores:
             known = labels >= 0
             probs, labels = probs[:, :, known], labels[known]
         self.counts[which] += probs.shape[2]
-        confidence = probs.amax(1)
         if labels is None:
-            self.sums[which, :2] += torch.stack([confidence.sum(1), -_log(probs).mean(1).sum(1)], dim=1)
+            self.sums[which, :2] += torch.stack([probs.amax(1).sum(1), -_log(probs).mean(1).sum(1)], dim=1)
             return
         own = probs.gather(1, labels.expand(len(probs), 1, -1)).squeeze(1)
-        brier = torch.linalg.vector_norm(probs, dim=(1, 2)).square() - 2 * own.sum(1) + len(labels)
-        self.sums[which] += torch.stack([confidence.sum(1), -_log(own).sum(1), brier], dim=1)
-        # Which class is largest takes several times as long to find as how large it is, and matters in a tie alone.
-        tied = int(torch.count_nonzero(probs == confidence[:, None])) != confidence.numel()
-        self.bins[which] += bin_sums(confidence, probs.argmax(1) == labels if tied else own == confidence)
+        if self.only in (None, "nll"):
+            self.sums[which, 1] -= _log(own).sum(1)
+        if self.only in (None, "brier"):
+            squares = torch.linalg.vector_norm(probs, dim=(1, 2)).square()
+            self.sums[which, 2] += squares - 2 * own.sum(1) + len(labels)
+        if self.only in (None, "confidence", "ece"):
+            confidence = probs.amax(1)
+            self.sums[which, 0] += confidence.sum(1)
+            # Which class is largest takes several times as long to find as how large it is, and matters in a tie alone.
+            tied = int(torch.count_nonzero(probs == confidence[:, None])) != confidence.numel()
+            right = probs.argmax(1) == labels if tied else own == confidence
+            gaps = torch.zeros(len(probs), BINS, dtype=torch.float64, device="cpu")
+            self.bins[which] += gaps.scatter_add_(1, bin_index(confidence, BINS), confidence - right.double())
 
 
 def _duration(seconds: float) -> str:

@@ -63,7 +63,7 @@ class RegressionProblem(Problem):
         raise OptionError(message)
 
     def curve(
-        self, data: HeldOut, precisions: Sequence[float], factor: float = 1.0, *, score: str = "nll"
+        self, data: HeldOut, precisions: Sequence[float], factor: float = 1.0, *, only: str | None = None
     ) -> dict[str, Tensor]:
         """What each prior precision scores on held-out data.
 
@@ -71,11 +71,12 @@ class RegressionProblem(Problem):
             data: features, outputs and targets.
             precisions: the candidates.
             factor: what all noise is multiplied by.
-            score: "nll", in nats for a datum, or "crps", in the targets' units, averaged over outputs.
+            only: "nll", in nats for a datum, as None; or "crps", in the targets' units, averaged over outputs.
 
         Returns:
             One value of it for each candidate.
         """
+        score = only or "nll"
         spectra = [spectrum if factor == 1 else spectrum.divided(factor**2) for spectrum in self.spectra]
         mixing = torch.stack([self.weights_at(one) for one in precisions])
         total = torch.zeros(len(precisions), dtype=torch.float64, device="cpu")
@@ -94,7 +95,7 @@ class RegressionProblem(Problem):
 
     def noise_curve(self, data: HeldOut, precision: float, factors: Sequence[float], *, score: str) -> Tensor:
         """What each factor of the noise scores at one prior precision, as `curve` does."""
-        return torch.cat([self.curve(data, [precision], one, score=score)[score] for one in factors])
+        return torch.cat([self.curve(data, [precision], one, only=score)[score] for one in factors])
 
     def exponent_curve(
         self, data: HeldOut, precisions: Sequence[float], factors: Sequence[float], exponents: Sequence[float]

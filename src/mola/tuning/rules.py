@@ -112,27 +112,31 @@ class Search:
         self.evaluate, self.smooth = evaluate, smooth
         self.grid = list(PAPER_GRID if grid is None else check_grid(grid))
         self.first_grid = (self.grid[0], self.grid[-1])
-        self.curve = evaluate(self.grid) if smooth is None else self._around_valleys(smooth)
+        self.curve = self.evaluate(self.grid) if smooth is None else self._around_valleys(self.grid, smooth)
 
-    def _around_valleys(self, score: str) -> dict[str, Tensor]:
-        """A curve over the grid that is known where a smooth score is smallest, and infinite where nothing was tried.
+    def _around_valleys(self, grid: Sequence[float], score: str, *also: int) -> dict[str, Tensor]:
+        """A curve over a grid that is known where a smooth score is smallest, and infinite where nothing was tried.
 
-        Every ninth candidate and both ends first, then those around each valley that these show.
+        Every ninth candidate, both ends and some others first, then those around each valley that these show.
         """
-        count, curve = len(self.grid), dict[str, Tensor]()
+        count, curve = len(grid), dict[str, Tensor]()
         tried: set[int] = set()
         for step in (9, 3, 1):
             if not curve:
-                places = {*range(0, count, step), count - 1}
+                places = {*range(0, count, step), count - 1, *also}
             else:
                 known = sorted(tried)
                 values = curve[score][known].tolist()
-                ends = [math.inf, *values, math.inf]
-                valleys = [known[k] for k in range(len(known)) if values[k] <= min(ends[k], ends[k + 2])]
-                near = {place + sign * away for place in valleys for away in (step, 2 * step) for sign in (-1, 1)}
-                places = {place for place in near if 0 <= place < count} - tried
+                ends, sides = [math.inf, *values, math.inf], [-1, *known, count]
+                valleys = [k for k in range(len(known)) if values[k] <= min(ends[k], ends[k + 2])]
+                places = {
+                    place
+                    for k in valleys
+                    for place in (known[k] + away * step for away in (-2, -1, 1, 2))
+                    if sides[k] < place < sides[k + 2] and place not in tried
+                }
             order = sorted(places)
-            for name, scores in (self.evaluate([self.grid[place] for place in order]) if order else {}).items():
+            for name, scores in (self.evaluate([grid[place] for place in order]) if order else {}).items():
                 curve.setdefault(name, torch.full((count,), math.inf, dtype=scores.dtype, device="cpu"))[order] = scores
             tried |= places
         return curve
@@ -143,7 +147,9 @@ class Search:
         if not SMALLEST < end < LARGEST:
             return False
         added = [end * factor ** (step / STEPS) for step in range(1, STEPS + 1)]
-        scores = self.evaluate(added)
+        # The last but one tells whether a smooth score still falls at the end: then nothing else there need be tried.
+        smooth = self.smooth
+        scores = self.evaluate(added) if smooth is None else self._around_valleys(added, smooth, STEPS - 2)
         if down:
             self.grid = added[::-1] + self.grid
             self.curve = {name: torch.cat([scores[name].flip(0), self.curve[name]]) for name in scores}
@@ -490,11 +496,13 @@ def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score
         tried = TEMPERATURES
         if temperature != 1:
             tried = log_grid(max(lowest, temperature / STEP), min(1.0, temperature * STEP), 17)
-        curve = problem.cooled_curve(data, (search.grid[index],) * count, [(one, 0.0) for one in tried])[score]
+        coolings = [(one, 0.0) for one in tried]
+        curve = problem.cooled_curve(data, (search.grid[index],) * count, coolings, only=score)[score]
         if float(curve[-1] - curve.min()) <= SAME * abs(float(curve[-1])) and tried[-1] == 1:
             return None  # also where a link does not depend on temperatures
         temperature = tried[int(curve.argmin())]
-        search = Search(partial(problem.curve, data, temperature=temperature), first, search.smooth)
+        tried_at = partial(problem.curve, data, temperature=temperature, only=search.smooth)
+        search = Search(tried_at, first, search.smooth)
         index = _smallest(search, score, meant=True)
     after = float(search.curve[score][index])
     note = (
@@ -534,7 +542,7 @@ def _with_noise(problem: RegressionProblem, data: HeldOut, score: str, grid: Seq
     factor = problem.first_factor(data) if problem.noise_is_free else 1.0
     alike = ALIKE * problem.spectra[0].outputs
     for _ in range(TURNS):
-        search = Search(partial(problem.curve, data, factor=factor, score=score), grid)
+        search = Search(partial(problem.curve, data, factor=factor, only=score), grid)
         index, before = _nearest(search, score, alike), factor
         if not problem.noise_is_free:
             break
@@ -634,7 +642,7 @@ class ValidationScore:
         return self._best(problem, data, self.score if self.score in SMOOTH else None)
 
     def _best(self, problem: Problem, data: HeldOut, smooth: str | None) -> Tuning:
-        search = Search(lambda grid: problem.curve(data, grid), self.grid, smooth)
+        search = Search(partial(problem.curve, data, only=smooth), self.grid, smooth)
         name, meant = f"ValidationScore({self.score!r})", not data.guessed()
         index = _smallest(search, self.score, meant=meant)
         sharper = sharpened(problem, data, search, index, self.score) if meant else None
