@@ -39,8 +39,8 @@ WEIGHTS_AT_ONCE = 2**21
 PROJECTED_AT_ONCE = 2**24
 """Projected numbers of all components held at once when candidates are compared; the data are taken in portions."""
 
-FEW_NUMBERS = 2**20
-"""What was made of the data is kept from one round of candidates to the next if it is no more than this: 8 MB of each kind."""
+FEW_NUMBERS = 2**23
+"""What was made of the data is kept from one round of candidates to the next if it is no more than this: 64 MB of each kind."""
 
 Made = TypeVar("Made")
 
