@@ -409,8 +409,8 @@ class Gathered:
         self.ended = batches + 1, used + used_inputs, every + inputs
 
     def fits(self, count: int) -> bool:
-        """Whether a batch of so many rows may join."""
-        return self.count == 0 or self.count + count <= self.rows
+        """Whether a batch of so many rows may join: one of none always, lest the end of a batch be told with no rows to tell it of."""
+        return count == 0 or self.count == 0 or self.count + count <= self.rows
 
     def add(self, place: str, seen: Sequence[Features], labels: Tensor | None) -> None:
         """Take one more batch.
