@@ -298,6 +298,33 @@ def test_no_labels_are_none_however_batches_are_gathered(networks):
     assert len(found) == len(X)
 
 
+def test_a_team_looks_for_failures_at_every_batch_of_held_out_data(networks):
+    class Pair(mola.Team):
+        """The first of two processes, whose other has no data."""
+
+        size, rank, looks = 2, 0, 0
+
+        def __init__(self):
+            pass
+
+        def check(self):
+            self.looks += 1
+
+        def collect(self, document):
+            return [document, None]
+
+        def share(self, document):
+            return document
+
+        def sum(self, tensors):
+            return tensors
+
+    pair = Pair()
+    found, _ = held_out(networks, LOADER, team=pair)
+    assert len(found) == len(X)
+    assert pair.looks >= len(LOADER)
+
+
 @pytest.mark.parametrize(
     ("bad", "says"),
     [

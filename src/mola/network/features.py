@@ -409,7 +409,7 @@ class Gathered:
         self.ended = batches + 1, used + used_inputs, every + inputs
 
     def fits(self, count: int) -> bool:
-        """Whether a batch of so many rows may join: one of none always, lest the end of a batch be told with no rows to tell it of."""
+        """Whether a batch of so many rows may join. One without rows always may: what is told of a batch goes with its last rows."""
         return count == 0 or self.count == 0 or self.count + count <= self.rows
 
     def add(self, place: str, seen: Sequence[Features], labels: Tensor | None) -> None:

@@ -330,7 +330,12 @@ def read_held_out(
     if together.size > 1:  # a shard may be empty, as long as another is not
         every = batches_of(loader, f"the {where}")
         first = next(every, None)
-        batches = None if first is None else chain([first], every)
+
+        def looked(batch: Any) -> Any:
+            together.check()  # at every batch: many small ones come together below
+            return batch
+
+        batches = None if first is None else map(looked, chain([first], every))
     features: list[list[Tensor]] = [[] for _ in heads]
     logits: list[list[Tensor]] = [[] for _ in heads]
     labels: list[Tensor] = []
@@ -359,7 +364,6 @@ def read_held_out(
             logits[index].append(_copy(one.logits))
         if batch_labels is not None:
             labels.append(_copy(batch_labels))
-        together.check()
     if together.size > 1:
         _settle(together, where, heads, features, logits, labels)
     with without_autocast(torch.device("cpu")):  # which refuses to join tensors of another half precision than its own
