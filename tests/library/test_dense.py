@@ -238,6 +238,32 @@ def test_held_out_data_keep_some_positions_of_each_input(monkeypatch):
     assert torch.equal(seen[0].labels, seen[1].labels)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 6])
+def test_positions_of_held_out_data_are_the_same_however_they_are_gathered(size, monkeypatch):
+    """Some inputs have fewer positions than are kept, one has none, in the last batch or among others."""
+    monkeypatch.setattr(candidates, "POSITIONS_KEPT", 8)
+    networks = [made("image", seed)[0] for seed in range(2)]
+    _, x, y, _ = made("image")
+    posterior = fitted(networks, [(x, y)])
+    y[1, :, 1:], y[-1] = -100, -100
+    loader = list(zip(x.split(size), y.split(size), strict=True))
+    heads, seen = [one.head for one in posterior.components], []
+    for gathered in (1, 30, 100, 2**20):  # no input together with another, and all of them
+        monkeypatch.setattr(candidates, "GATHERED", gathered)
+        with undisturbed(*networks):
+            seen.append(
+                candidates.read_held_out(networks, heads, loader, where="loader", labelled=True, progress=False)
+            )
+    first = seen[0]
+    assert len(first) == 5 + 4 * 8
+    assert first.independent == pytest.approx(5 / 37)
+    for other in seen[1:]:
+        assert other.independent == first.independent
+        assert torch.equal(other.labels, first.labels)
+        assert all(map(torch.equal, other.features, first.features))
+        assert all(map(torch.equal, other.logits, first.logits))
+
+
 # --- memory ------------------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import mola
 from mola import DataError, HeadError
 from mola.laplace import as_structure
 from mola.network import Features, Head, Lifted, RowBuffer, batch_count, capture, find_heads, peek, stream, undisturbed
+from mola.tuning.candidates import read_held_out
 from tests.witness import unchanged
 
 X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -218,6 +219,127 @@ def test_the_batch_that_is_to_blame_is_named_among_those_gathered(bad, says, net
     loader = [bad(x, y) if index == 2 else (x, y) for index, (x, y) in enumerate(LOADER)]
     with unchanged(*networks), pytest.raises(DataError, match=says):
         mola.fit(networks, loader)
+
+
+# --- held-out data, whose small batches are gathered ------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """In float32, and in another precision for batches of some sizes."""
+
+    def __init__(self, precisions):
+        super().__init__()
+        self.precisions = precisions
+        self.body, self.head = nn.Linear(5, 4).float(), nn.Linear(4, 3).float()
+
+    def forward(self, inputs):
+        kind = self.precisions.get(len(inputs), torch.float32)
+        with torch.autocast("cpu", dtype=kind, enabled=kind != torch.float32):
+            return self.head(torch.relu(self.body(inputs)))
+
+
+def held_out(networks, loader, **options):
+    with undisturbed(*networks):
+        heads = find_heads(networks, [None] * len(networks), X[:6].to(next(networks[0].parameters()).dtype))
+        options = {"where": "validation loader", "labelled": True, "progress": False} | options
+        return read_held_out(networks, heads, loader, **options), heads
+
+
+@pytest.mark.parametrize("gathered", [1, 30, 60, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_held_out_data_are_the_same_however_they_are_gathered(dtype, gathered, networks, monkeypatch):
+    """Bit for bit and in the networks' own precision, from a loader that uses its memory again."""
+    monkeypatch.setattr("mola.tuning.candidates.GATHERED", gathered)
+    members = [network.to(dtype).eval() for network in networks]
+
+    def recycled():
+        inputs, labels = torch.empty(8, 5, dtype=dtype), torch.empty(8, dtype=torch.int64)
+        for x, y in LOADER:
+            yield inputs[: len(x)].copy_(x), labels[: len(y)].copy_(y)
+
+    found, heads = held_out(members, recycled())
+    assert torch.equal(found.labels, Y)
+    for index, (member, head) in enumerate(zip(members, heads, strict=True)):
+        with torch.no_grad():
+            parts = [member[:-1](x) for x, _ in recycled()]
+            logits = torch.cat([member[-1](part) for part in parts])
+        expected = head.lift(torch.cat(parts))
+        assert (found.features[index].dtype, found.logits[index].dtype) == (dtype, dtype)
+        assert torch.equal(found.features[index], expected)
+        assert torch.equal(found.logits[index], logits)
+
+
+@pytest.mark.parametrize("sizes", [[6, 1, 8, 5], [1, 6, 8, 5], [8, 5, 6, 1], [5, 5, 5, 5]])
+def test_batches_of_different_precisions_are_kept_in_one_that_holds_both(sizes, monkeypatch):
+    torch.manual_seed(0)
+    network = Mixed({1: torch.bfloat16, 8: torch.float16}).eval()
+    loader = list(zip(X.float().split(sizes), Y.split(sizes), strict=True))
+    plain = [torch.cat(parts) for parts in zip(*[capture_rows(network, x) for x, _ in loader], strict=True)]
+    for gathered in (1, 40, 2**20):
+        monkeypatch.setattr("mola.tuning.candidates.GATHERED", gathered)
+        found, _ = held_out([network], loader)
+        for kept, expected in zip((found.features[0], found.logits[0]), plain, strict=True):
+            assert kept.dtype == expected.dtype
+            assert torch.equal(kept, expected)
+        assert bool((found.features[0][:, -1] == 1).all())
+
+
+def capture_rows(network, inputs):
+    """Features with the constant 1, and logits, of one batch."""
+    with undisturbed(network), torch.no_grad():
+        head = find_heads([network], [None], inputs)[0]
+        seen = capture(network, head, inputs)
+    return head.lift(seen.features), seen.logits
+
+
+def test_no_labels_are_none_however_batches_are_gathered(networks):
+    found, _ = held_out(networks, (x for x, _ in LOADER), labelled=False)
+    assert found.labels is None
+    assert len(found) == len(X)
+
+
+def test_a_team_looks_for_failures_at_every_batch_of_held_out_data(networks):
+    class Pair(mola.Team):
+        """The first of two processes, whose other has no data."""
+
+        size, rank, looks = 2, 0, 0
+
+        def __init__(self):
+            pass
+
+        def check(self):
+            self.looks += 1
+
+        def collect(self, document):
+            return [document, None]
+
+        def share(self, document):
+            return document
+
+        def sum(self, tensors):
+            return tensors
+
+    pair = Pair()
+    found, _ = held_out(networks, LOADER, team=pair)
+    assert len(found) == len(X)
+    assert pair.looks >= len(LOADER)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (lambda x, y: (x * torch.inf, y), r"batch 2 of the validation loader, models\[0\]: features are NaN"),
+        (lambda x, y: (x, y + 2), r"batch 2 of the validation loader: labels must lie in"),
+        (lambda x, y: (x, y == 0), r"batch 2 of the validation loader: expected class indices of an integer type"),
+        (lambda x, y: (x, y[:-1]), r"batch 2 of the validation loader: expected 8 class indices"),
+        (lambda x, _: x, r"batch 2 of the validation loader has no labels"),
+    ],
+)
+def test_the_batch_of_the_held_out_data_that_is_to_blame_is_named(bad, says, networks):
+    loader = [bad(x, y) if index == 2 else (x, y) for index, (x, y) in enumerate(LOADER)]
+    posterior = mola.fit(networks, LOADER, progress=False)
+    with unchanged(*networks), pytest.raises(DataError, match=says):
+        posterior.tune(loader, "nll", progress=False)
 
 
 class Once:

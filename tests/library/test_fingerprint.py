@@ -258,3 +258,14 @@ def test_a_network_that_writes_into_its_buffers_is_not_taken_for_changed(monkeyp
     made.body.weight.data.mul_(2)
     with pytest.raises(mola.HeadError, match=r"body\.weight"):
         posterior(X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_a_likely_record_saves_work_and_changes_nothing(dtype):
+    record = mola.network.fingerprint._record
+    tensor = torch.randn(4, 3, dtype=torch.float64).to(dtype)
+    other = tensor.clone()
+    other[1, 2] += 1
+    own = record(tensor)
+    likely = (own, "", record(other), record(tensor.T.contiguous()), own.replace(" ", "  "), record(tensor.real.half()))
+    assert [record(tensor, one) for one in likely] == [own] * len(likely)

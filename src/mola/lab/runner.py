@@ -150,9 +150,9 @@ def _check_same_data(plan: Plan, team: Team) -> None:
         OptionError: on every rank.
     """
     seen = {
-        f"{source.title} (run {run + 1})": source.checksum
+        f"{source.title} ({name}, run {run + 1})": source.checksum
         for run in range(plan.runs if team.size > 1 else 0)
-        for source in plan.sources_of(run).values()
+        for name, source in plan.sources_of(run).items()
     }
     for rank, theirs in enumerate(team.collect(seen) or ()):
         other = next((title for title, checksum in seen.items() if theirs.get(title) != checksum), None)

@@ -162,7 +162,7 @@ def normalised(features: Tensor) -> tuple[Tensor, Tensor]:
     # From here on, what squares below the range would add is lost in rounding.
     reach = math.sqrt(precision.tiny) / precision.eps
     tracing = torch.compiler.is_compiling()
-    if not tracing and len(features):
+    if not tracing and features.device == CPU and len(features):  # elsewhere, a look costs more than it saves
         least, most = length.aminmax()
         if float(least) >= reach and float(most) < math.inf:  # as nearly always
             return features / length, length.log().squeeze(1)

@@ -409,8 +409,8 @@ class Gathered:
         self.ended = batches + 1, used + used_inputs, every + inputs
 
     def fits(self, count: int) -> bool:
-        """Whether a batch of so many rows may join."""
-        return self.count == 0 or self.count + count <= self.rows
+        """Whether a batch of so many rows may join. One without rows always may: what is told of a batch goes with its last rows."""
+        return count == 0 or self.count == 0 or self.count + count <= self.rows
 
     def add(self, place: str, seen: Sequence[Features], labels: Tensor | None) -> None:
         """Take one more batch.

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -330,7 +330,12 @@ def read_held_out(
     if together.size > 1:  # a shard may be empty, as long as another is not
         every = batches_of(loader, f"the {where}")
         first = next(every, None)
-        batches = None if first is None else chain([first], every)
+
+        def looked(batch: Any) -> Any:
+            together.check()  # at every batch: many small ones come together below
+            return batch
+
+        batches = None if first is None else map(looked, chain([first], every))
     features: list[list[Tensor]] = [[] for _ in heads]
     logits: list[list[Tensor]] = [[] for _ in heads]
     labels: list[Tensor] = []
@@ -359,7 +364,6 @@ def read_held_out(
             logits[index].append(_copy(one.logits))
         if batch_labels is not None:
             labels.append(_copy(batch_labels))
-        together.check()
     if together.size > 1:
         _settle(together, where, heads, features, logits, labels)
     with without_autocast(torch.device("cpu")):  # which refuses to join tensors of another half precision than its own
@@ -515,7 +519,7 @@ class Problem(ABC):
 
         Returns:
             One value for each candidate of "confidence" and, with labels, "nll", "brier" and "ece"; without, "uniform", the
-            cross-entropy to the uniform distribution.
+            cross-entropy to the uniform distribution. Of these, `only` the one that is asked for.
         """
         return self._scored(data, len(precisions), self._tried(data, precisions), only)
 
@@ -628,7 +632,7 @@ class LastLayerProblem(Problem):
             cooling: temperature and distance exponent.
 
         Returns:
-            (n,) both, in float64.
+            (n,) both, in float64 and in one order; the order of the data only where the exponent is 0.
         """
         assert data.labels is not None
         sure, right = [torch.zeros(0, dtype=torch.float64, device="cpu") for _ in range(2)]
@@ -654,10 +658,13 @@ class LastLayerProblem(Problem):
         at, portion = tuple(precisions), max(1, LOGITS_AT_ONCE // outputs)
         alone = len(data) <= portion
         by_distance = logs is not None and any(exponent > 0 for _, exponent in coolings)
+        posteriors = cache(
+            partial(self._posteriors, data, at)
+        )  # if at all, once for all portions: they may be too large to keep
         for part, features, means in self._portions(data, portion):
             of_part = (logs[0][:, part], logs[1][:, part]) if logs is not None and by_distance else None
             if self.link.cooled_by is None:
-                spreads = [one.at(values) for one, values in zip(self._posteriors(data, at), features, strict=True)]
+                spreads = [one.at(values) for one, values in zip(posteriors(), features, strict=True)]
                 for index, by in enumerate(self._divisors(of_part, mixing, coolings, len(means[0]))):
                     probs = torch.zeros_like(means[0])
                     for weight, mean, spread, own in zip(mixing, means, spreads, by, strict=True):
@@ -665,7 +672,7 @@ class LastLayerProblem(Problem):
                     yield slice(index, index + 1), part, self.likelihood.table(probs.T[None])
                 continue
             numbers = len(means) * means[0].numel()
-            make = partial(self._variances, data, at, features, alone=alone)
+            make = partial(self._variances, data, at, features, posteriors, alone=alone)
             variances = self._once("variances", data, at, numbers, make) if alone else make()
             split = partial(self._groups, part, means, variances, of_part, mixing)
             for group in self._once("groups", data, (at, by_distance), numbers, split) if alone else split():
@@ -730,7 +737,13 @@ class LastLayerProblem(Problem):
         return self._once("posteriors", data, at, numbers, lambda: [one.posterior(prior) for one, prior in pairs])
 
     def _variances(
-        self, data: HeldOut, at: tuple[float, ...], features: Sequence[Tensor], *, alone: bool
+        self,
+        data: HeldOut,
+        at: tuple[float, ...],
+        features: Sequence[Tensor],
+        posteriors: Callable[[], Sequence[Posterior]],
+        *,
+        alone: bool,
     ) -> list[Tensor]:
         """Variances (C, n) of each network's logits, as the link asks for them.
 
@@ -738,13 +751,14 @@ class LastLayerProblem(Problem):
             data: held out.
             at: prior precisions, one for each component.
             features: of a portion of the data.
-            alone: whether that is all of them.
+            posteriors: of each component at these prior precisions, made where they are asked for.
+            alone: whether that is all of the data.
         """
         contrast = self.link.cooled_by == "contrast_variance"
         if alone and self._projected_numbers(data) <= FEW_NUMBERS:  # kept, and often there: a search came before
             tried = zip(self.spectra, self._projections(data, features), at, strict=True)
             return [one.variances(projected, [prior], contrast=contrast)[0] for one, projected, prior in tried]
-        spreads = [one.at(values) for one, values in zip(self._posteriors(data, at), features, strict=True)]
+        spreads = [one.at(values) for one, values in zip(posteriors(), features, strict=True)]
         return [(one.contrast_variance() if contrast else one.variance()).T for one in spreads]
 
     def _projected_numbers(self, data: HeldOut) -> int:
