@@ -203,6 +203,21 @@ def test_cost_of_all_methods_is_measured_in_one_run(plan):
     assert float(torch.tensor(1e-40) * 1) > 0, "tiny numbers are numbers again"
 
 
+def test_cost_without_methods_that_train(plan):
+    given = plan.members("beyond", 0), plan.sources["train"], plan.sources["test"]
+    found = measure_cost(*given, None, lambda doing, done: None, images=1, repeats=1)
+    assert [row["method"] for row in found["rows"]] == [
+        "MAP",
+        "DE",
+        "LLLA",
+        "MoLA",
+        "LLLA (distance)",
+        "MoLA (distance)",
+    ]
+    assert not any("SWAG" in name or "MIMO" in name for name in found["settings"])
+    assert found["settings"]["measured_on"] < plan.sources["train"].count
+
+
 def test_a_fit_is_extended_along_the_line_through_medians():
     some = [(torch.zeros(10, 1), torch.zeros(10)) for _ in range(4)]
     on_some, on_half = 3 + 0.1 * 40, 3 + 0.1 * 20  # 3 once, and a tenth for each datum; others were disturbed

@@ -84,7 +84,7 @@ def measure_cost(
     networks: Sequence[Network],
     train: Source,
     test: Source,
-    budget: Budget,
+    budget: Budget | None,
     progress: Progress,
     *,
     images: int = 2000,
@@ -103,7 +103,7 @@ def measure_cost(
         networks: K trained networks.
         train: training data; fitted on the first `images` and on half of them, and extended to all along a straight line.
         test: data to predict; the first `images`.
-        budget: how long SWAG walks, how often it draws, how many heads MIMO has.
+        budget: how long SWAG walks, how often it draws, how many heads MIMO has; None leaves these out.
         progress: told what is being done, and which share is done.
         images: how many of each.
         repeats: how often each is measured.
@@ -124,7 +124,7 @@ def _measured(
     networks: Sequence[Network],
     train: Source,
     test: Source,
-    budget: Budget,
+    budget: Budget | None,
     progress: Progress,
     images: int,
     repeats: int,
@@ -154,30 +154,26 @@ def _measured(
         "train_images": train.count,
         "measured_on": _count(fitting),
         "predicted_images": _count(testing),
-        "SWAG_predicted_images": _count(short),
-        "SWAG_snapshots": budget.swag.snapshots,
-        "SWAG_draws": budget.swag.samples,
-        "MIMO_heads": budget.mimo.members,
-        "repeats": repeats,
     }
+    if budget is not None:
+        settings |= {
+            "SWAG_predicted_images": _count(short),
+            "SWAG_snapshots": budget.swag.snapshots,
+            "SWAG_draws": budget.swag.samples,
+            "MIMO_heads": budget.mimo.members,
+        }
+    settings["repeats"] = repeats
     return {"settings": settings, "rows": rows, "environment": environment()}
 
 
-def _entries(models: list[nn.Module], fitting: Loader, testing: Loader, short: Loader, budget: Budget) -> list[_Entry]:
-    swags = [_swag(model, fitting[:1], budget.swag) for model in models]
-    mimo = mola.Mimo(models[0], budget.mimo.members, example=fitting[0][0])
-
+def _entries(
+    models: list[nn.Module], fitting: Loader, testing: Loader, short: Loader, budget: Budget | None
+) -> list[_Entry]:
     def fitted(name: str, given: Sequence[nn.Module], **options: Any) -> _Entry:
         def fit(batches: Loader) -> mola.MoLA:
             return mola.fit(given, batches, progress=False, **options)
 
         return _Entry(name, fit(fitting), given, [_Work(fit, fitting)], testing)
-
-    def walked(name: str, predictor: _Kept, given: Sequence[nn.Module]) -> _Entry:
-        part = fitting[: max(2, len(fitting) // 4)]  # training costs three times as much as predicting
-        return _Entry(
-            name, predictor, (), [work for model in given for work in _walks(model, part, budget.swag)], short
-        )
 
     def cooled(entry: _Entry) -> _Entry:
         assert isinstance(entry.predict, mola.MoLA)
@@ -185,11 +181,26 @@ def _entries(models: list[nn.Module], fitting: Loader, testing: Loader, short: L
         return replace(entry, name=f"{entry.name} (distance)", predict=entry.predict.with_distance_exponent(1.0))
 
     laplace = [fitted("LLLA", models[:1]), fitted("MoLA", models)]
-    return [
+    entries = [
         _Entry("MAP", mola.ensemble(models[:1]), models[:1], test=testing),
         _Entry("DE", mola.ensemble(models), models, test=testing),
         *laplace,
         *(cooled(entry) for entry in laplace),
+    ]
+    if budget is None:
+        return entries
+    swag_budget = budget.swag
+    swags = [_swag(model, fitting[:1], swag_budget) for model in models]
+    mimo = mola.Mimo(models[0], budget.mimo.members, example=fitting[0][0])
+
+    def walked(name: str, predictor: _Kept, given: Sequence[nn.Module]) -> _Entry:
+        part = fitting[: max(2, len(fitting) // 4)]  # training costs three times as much as predicting
+        return _Entry(
+            name, predictor, (), [work for model in given for work in _walks(model, part, swag_budget)], short
+        )
+
+    return [
+        *entries,
         walked("SWAG", swags[0], models[:1]),
         walked("MultiSWAG", mola.MultiSwag(swags), models),
         _Entry("MIMO", mimo, (), test=testing),

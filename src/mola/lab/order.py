@@ -149,8 +149,9 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
                 plan.networks[: order.components],
                 plan.sources["train"],
                 plan.sources["test"],
-                order.suite.budget,
+                order.suite.budget if order.suite.cost_of_training else None,
                 lambda doing, done: progress(doing, 0.95 + 0.05 * done),
+                images=order.suite.cost_images,
             )
             store.write_document(order.suite.name, COST, document)
     if refused is not None:

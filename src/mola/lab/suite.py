@@ -298,6 +298,10 @@ class Suite:
     """Numbers beyond the common metrics that are asked of every method of the main comparison."""
     budget: Budget = field(default_factory=lambda: Budget(SwagBudget(learning_rate=1e-2)))
     """What methods that train may spend, unless the user says otherwise."""
+    cost_images: int = 2000
+    """Images on which the cost of methods is measured, and extended to all."""
+    cost_of_training: bool = True
+    """Whether the cost of methods that train (SWAG, MIMO) is measured, too: their steps are those of training."""
 
     @property
     def outputs(self) -> int:

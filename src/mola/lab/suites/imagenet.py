@@ -420,6 +420,8 @@ IMAGENET = Suite(
     make_folds=_folds,
     components=3,
     class_count=CLASSES,
+    cost_images=128,
+    cost_of_training=False,
     notes=(
         "The paper's threshold for ImageNet is not known; 0.01 below the networks' accuracy is used.",
         "With training images, a fifth of ImageNet's validation images tune the prior precision, the others test; ImageNet-C is "
