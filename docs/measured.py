@@ -70,7 +70,7 @@ AGAINST = {
     "fit": "over the bare passes",
     "predict": "over the bare passes",
     "predict over DE": "MoLA over the deep ensemble",
-    "tune": "100 values, over one validation pass",
+    "tune": "over one validation pass",
 }
 
 
