@@ -774,7 +774,7 @@ def test_directions_and_lengths_hold_over_the_whole_range_of_a_precision(dtype: 
     plain = torch.randn(5, 7, dtype=dtype, generator=torch.Generator().manual_seed(0))
     largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).tiny
     scales = torch.tensor([largest / 8, largest**0.6, tiny**0.6, 1.0, tiny * 8], dtype=dtype)[:, None]
-    directions, logs = distances.normalised(plain * scales)
+    directions, logs = distances.directions_and_log_lengths(plain * scales)
     exact, exact_scales = plain.double(), scales.double()
     lengths = torch.linalg.vector_norm(exact, dim=1, keepdim=True)
     coarse = 16 * torch.finfo(dtype).eps
@@ -783,10 +783,12 @@ def test_directions_and_lengths_hold_over_the_whole_range_of_a_precision(dtype: 
     torch.testing.assert_close(directions.double(), exact / lengths, rtol=0, atol=0.05)
     torch.testing.assert_close(logs.double(), (lengths.log() + exact_scales.log())[:, 0], rtol=coarse, atol=0.05)
 
-    alone = distances.normalised(plain)
+    alone = distances.directions_and_log_lengths(plain)
     nothing = torch.zeros(1, 7, dtype=dtype)
-    beside = distances.normalised(torch.cat([plain, plain[:1] * largest / 8, plain[:1] * tiny, nothing]))
+    beside = distances.directions_and_log_lengths(
+        torch.cat([plain, plain[:1] * largest / 8, plain[:1] * tiny, nothing])
+    )
     assert torch.equal(alone[0], beside[0][:5])
     assert torch.equal(alone[1], beside[1][:5])
     assert torch.equal(beside[0][-1], nothing[0])
-    assert distances.normalised(plain[:0])[0].shape == (0, 7)
+    assert distances.directions_and_log_lengths(plain[:0])[0].shape == (0, 7)

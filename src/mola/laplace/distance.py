@@ -148,7 +148,7 @@ def normalise(features: Tensor) -> Tensor:
     return lengths
 
 
-def normalised(features: Tensor) -> tuple[Tensor, Tensor]:
+def directions_and_log_lengths(features: Tensor) -> tuple[Tensor, Tensor]:
     """Directions (n, P) of features, and the logarithms (n,) of their lengths; also where squares of features leave the precision.
 
     Args:
@@ -338,7 +338,7 @@ class ClassDistance:
         Returns:
             (n,) and (n,). Distances are 1 where all training features are alike: nothing is known of them.
         """
-        directions, log_length = normalised(features[:, : self.geometry.width])
+        directions, log_length = directions_and_log_lengths(features[:, : self.geometry.width])
         if not self.geometry.known:
             return torch.zeros_like(log_length), log_length
         least = torch.finfo(self.dtype).tiny
