@@ -125,7 +125,7 @@ def work(layout: str) -> None:
             except SystemExit as end:
                 code = int(end.code or 0)
         if code:
-            raise SystemExit(f"{' '.join(options)}: {complained.getvalue()}")  # noqa: EM102
+            raise SystemExit(f"{' '.join(options)}: {complained.getvalue()}")
         seconds[options[0]] = round(time.monotonic() - started, 2)
     if int(os.environ.get("RANK", "0")) == 0:
         Path(f"seconds-{layout}.json").write_text(json.dumps(seconds))
@@ -236,7 +236,7 @@ def flat(place: str, value: Any) -> dict[str, np.ndarray]:
 def largest_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict[str, float]:
     """By command: the largest difference, relative to the largest number of the same array or 1."""
     if set(one) != set(other):
-        raise SystemExit(f"other numbers were written: {sorted(set(one) ^ set(other))[:5]}")  # noqa: EM102
+        raise SystemExit(f"other numbers were written: {sorted(set(one) ^ set(other))[:5]}")
     worst: dict[str, float] = {}
     for name, expected in one.items():
         command = name.partition("/")[0]

@@ -97,17 +97,10 @@ _ON_FIRST_USE = {
 
 
 def __getattr__(name: str) -> object:
-    """Import on first use what needs more than the core.
-
-    Raises:
-        AttributeError: if there is no such name.
-    """
     if name not in _ON_FIRST_USE:
-        message = f"module 'mola' has no attribute {name!r}"
-        raise AttributeError(message)
+        raise AttributeError(f"module 'mola' has no attribute {name!r}")
     return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
 
 
 def __dir__() -> list[str]:
-    """All names, those not imported yet among them."""
     return sorted({*globals(), *_ON_FIRST_USE})

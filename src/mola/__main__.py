@@ -8,19 +8,12 @@ from typing import TextIO
 
 from mola.errors import MolaError, MolaWarning
 
-__all__ = ["main"]
-
 INTERRUPTED = 130
 """Exit code of a program that the user stopped."""
 
 
 def main() -> None:
-    """Run the command line. What goes wrong on purpose is one line on stderr and exit code 1, not a traceback.
-
-    Raises:
-        OSError: if the system gives no reason that could be told.
-        SystemExit: always, at the end.
-    """
+    """Run the command line. What goes wrong on purpose is one line on stderr and exit code 1, not a traceback."""
     warnings.showwarning = _show_warning
     try:
         from mola.app.cli import app
@@ -50,7 +43,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Warnings of this library are for the user of the command: no file name, no line of code."""
+    # Warnings of this library are for the user of the command: no file name, no line of code.
     if issubclass(category, MolaWarning):
         sys.stderr.write(f"mola: note: {message}\n")
     else:

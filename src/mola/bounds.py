@@ -38,9 +38,6 @@ from mola.laplace import FeatureSpread, LogitMoments, in_range
 from mola.links import Link
 from mola.numerics import exact
 
-__all__ = ["class_bounds", "component_bounds", "divided_bounds", "far_field_logits", "largest_logits", "require_probit"]
-
-
 SCALE = 2.0**20
 """By which inputs are scaled to see whether features scale with them: a power of two, so that nothing is rounded."""
 
@@ -92,7 +89,7 @@ def component_bounds(component: Component, classes: int) -> Tensor:
 
 
 def _bounds(component: Component, largest: Tensor) -> Tensor:
-    """Upper bound (..., C) on the probability of each class, or of the answer to each label."""
+    # Upper bound (..., C) on the probability of each class, or of the answer to each label.
     return class_bounds(largest) if component.likelihood.competing else torch.sigmoid(largest)
 
 
@@ -106,9 +103,6 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
 
     Returns:
         (n, C)
-
-    Raises:
-        BoundError: if the features do not scale.
     """
     head, curvature = component.require_curvature("the far-field limit")
     width, spread = head.inputs, once.spread
@@ -117,11 +111,10 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
     near, far = (exact(one.features[:, :width]) for one in (spread, scaled.spread))
     far = far / SCALE
     if not torch.allclose(far, near, rtol=1e-4, atol=1e-5 * float(near.abs().max())):
-        message = (
+        raise BoundError(
             "the features do not scale with the input, so there is no closed-form limit. "
             "It is known for ReLU networks without biases and without normalisation layers."
         )
-        raise BoundError(message)
     direction = spread.features.clone()
     direction[:, width:] = 0  # the constant 1 is nothing beside features that grow
     slope = direction @ curvature.weights.T.to(direction)
@@ -132,13 +125,8 @@ def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMome
 
 
 def require_probit(link: Link) -> None:
-    """Refuse any other link.
-
-    Raises:
-        BoundError: unless the link cools logits as the probit does, for which bounds and limit are proven.
-    """
+    """Refuse any other link."""
     if link.cooled_by != "variance":  # a subclass of the probit may have a rule of its own
-        message = (
+        raise BoundError(
             f"bounds and limit are proven for link 'probit', this posterior has {link.name!r}: use with_link('probit')."
         )
-        raise BoundError(message)

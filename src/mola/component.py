@@ -35,8 +35,6 @@ from mola.network.fingerprint import Watch
 from mola.numerics import check_generator
 from mola.options import whole_number
 
-__all__ = ["Component", "Curvature", "LaplaceComponent", "WeightSamples", "draw_weights", "per_component"]
-
 
 class WeightCurvature(Protocol):
     """What passes over the training data leave of a network's uncertain weights, whichever they are."""
@@ -75,7 +73,6 @@ class LaplaceComponent(nn.Module, ABC):
     """What the outputs mean."""
 
     def __init__(self, network: nn.Module, curvature: WeightCurvature | None, precision: float) -> None:
-        """Bind a network, its curvature and a prior precision."""
         super().__init__()
         self.network = network
         self.curvature = curvature
@@ -94,8 +91,7 @@ class LaplaceComponent(nn.Module, ABC):
         return self.moments(inputs)
 
     @abstractmethod
-    def _changed(self, names: Sequence[str]) -> MolaError:
-        """The error for a network whose tensors of these names have changed."""
+    def _changed(self, names: Sequence[str]) -> MolaError: ...
 
     def prepare(self) -> object:
         """Get ready to predict where the network is now."""
@@ -118,13 +114,11 @@ class LaplaceComponent(nn.Module, ABC):
 
         Returns:
             The curvature.
-
-        Raises:
-            OptionError: if this is a network that stands alone.
         """
         if self.curvature is None:
-            message = f"{what} needs curvature, and a plain ensemble has none. Make the posterior with mola.fit(models, train_loader)."
-            raise OptionError(message)
+            raise OptionError(
+                f"{what} needs curvature, and a plain ensemble has none. Make the posterior with mola.fit(models, train_loader)."
+            )
         return self.curvature
 
     def log_evidence(self, precision: Tensor) -> Tensor:
@@ -139,14 +133,10 @@ class LaplaceComponent(nn.Module, ABC):
 
         Returns:
             A scalar.
-
-        Raises:
-            OptionError: if the training data had no labels.
         """
         curvature = self.require_fitted("the log evidence")
         if curvature.log_likelihood is None:
-            message = "the log evidence needs training labels: fit with batches of (inputs, labels)."
-            raise OptionError(message)
+            raise OptionError("the log evidence needs training labels: fit with batches of (inputs, labels).")
         weights = curvature.weights
         prior = weights.numel() * precision.log() - precision * weights.square().sum()
         return curvature.log_likelihood + (prior - curvature.log_determinant(precision)) / 2
@@ -235,7 +225,6 @@ class Component(LaplaceComponent):
         precision: float,
         likelihood: Likelihood = CATEGORICAL,
     ) -> None:
-        """Bind a network, its curvature and a prior precision."""
         super().__init__(network, curvature, precision)
         self.head = head
         self.likelihood = likelihood if curvature is None else curvature.likelihood
@@ -282,7 +271,8 @@ class Component(LaplaceComponent):
         return ready
 
     def _own_parameters(self) -> Iterator[Tensor]:
-        """Parameters that the head has itself: to look through the modules inside takes longer, and is paid at every batch."""
+        # Parameters that the head has itself: to look through the modules inside takes longer, and is paid at every
+        # batch.
         assert self.head is not None
         return (one for one in self.head.layer._parameters.values() if one is not None)
 
@@ -340,19 +330,18 @@ def per_component(value: Any, count: int, name: str) -> list[Any]:
 
     Returns:
         `count` values.
-
-    Raises:
-        OptionError: if they are not `count`.
     """
     single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
     try:
         values = [value] * count if single else list(value)
     except TypeError as error:
-        message = f"{name}: expected one number, or {count} of them (one for each component); got {value!r}."
-        raise OptionError(message) from error
+        raise OptionError(
+            f"{name}: expected one number, or {count} of them (one for each component); got {value!r}."
+        ) from error
     if len(values) != count:
-        message = f"{name}: expected one number, or {count} of them (one for each component); got {len(values)}."
-        raise OptionError(message)
+        raise OptionError(
+            f"{name}: expected one number, or {count} of them (one for each component); got {len(values)}."
+        )
     return values
 
 
@@ -379,9 +368,6 @@ def draw_weights(
     Returns:
         Weights in float64, and the component of each; `OptionError` if count is no whole number above 0, a component has no
         curvature, or the generator is not on the CPU.
-
-    Raises:
-        StructureTooLargeError: if there are so many that memory does not hold them.
     """
     count = whole_number(count, "n")
     check_generator(generator)
@@ -389,8 +375,9 @@ def draw_weights(
     needed = 8 * count * max(curvature.weights.numel() for curvature in curvatures)
     free = free_memory()
     if free is not None and needed > free:
-        message = f"{count} draws of the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: draw fewer at a time."
-        raise StructureTooLargeError(message)
+        raise StructureTooLargeError(
+            f"{count} draws of the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: draw fewer at a time."
+        )
     choice = torch.multinomial(weights, count, replacement=True, generator=generator)
     drawn: list[Tensor] = [torch.empty(0)] * count
     for index, (component, curvature) in enumerate(zip(components, curvatures, strict=True)):

@@ -29,8 +29,6 @@ from mola.errors import OptionError
 from mola.laplace import LogitMoments, Scale, Spread
 from mola.options import is_real
 
-__all__ = ["Cooling", "Usual", "check_exponent", "check_temperature"]
-
 LARGEST = 40.0
 """Logarithm of the largest divisor by distance: with it no logit is left. Features may be longer than that, without any bound."""
 
@@ -42,26 +40,20 @@ STEEPEST = 100.0
 
 
 def check_temperature(value: float) -> float:
-    """A temperature as a float.
-
-    Raises:
-        OptionError: unless it is between 1e-3 and 1e3.
-    """
+    """A temperature as a float."""
     if not (is_real(value) and 1e-3 <= value <= 1e3):
-        message = f"temperature must be a number between 0.001 and 1000, got {value!r}. 1 leaves logits as they are, below 1 sharpens."
-        raise OptionError(message)
+        raise OptionError(
+            f"temperature must be a number between 0.001 and 1000, got {value!r}. 1 leaves logits as they are, below 1 sharpens."
+        )
     return float(value)
 
 
 def check_exponent(value: float) -> float:
-    """A distance exponent as a float.
-
-    Raises:
-        OptionError: unless it is between 0 and 100.
-    """
+    """A distance exponent as a float."""
     if not (is_real(value) and 0 <= value <= STEEPEST):
-        message = f"distance_exponent must be a number between 0 and {STEEPEST:g}, got {value!r}. 0 is no cooling by distance."
-        raise OptionError(message)
+        raise OptionError(
+            f"distance_exponent must be a number between 0 and {STEEPEST:g}, got {value!r}. 0 is no cooling by distance."
+        )
     return float(value)
 
 
@@ -116,7 +108,6 @@ class Cooling:
     )
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         object.__setattr__(self, "temperature", check_temperature(self.temperature))
         object.__setattr__(self, "exponent", check_exponent(self.exponent))
 
@@ -145,7 +136,7 @@ class Cooling:
         return logs.clamp_max_(_log_largest(log_length)).exp_()
 
     def _usual_logs(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Logarithms of the usual distances (K, 1) and lengths (K, 1), made once for a device and a precision."""
+        # Logarithms of the usual distances (K, 1) and lengths (K, 1), made once for a device and a precision.
         key = (like.device, like.dtype)
         found = self._logs.get(key)
         if found is None:
@@ -159,7 +150,7 @@ class Cooling:
         return found
 
     def _log_excess(self, log_length: Tensor) -> Tensor:
-        """Logarithm (K, n) of how many times longer than usual features are; 0 for all that are not."""
+        # Logarithm (K, n) of how many times longer than usual features are; 0 for all that are not.
         return (log_length - self._usual_logs(log_length)[1]).clamp_min_(0)
 
     def excess(self, moments: Sequence[LogitMoments]) -> Tensor:
@@ -250,7 +241,7 @@ class Cooling:
 
 
 def _stacked(values: Sequence[Tensor]) -> Tensor:
-    """Numbers (K, n) of the networks; of one network a view, as this is paid at every prediction."""
+    # Numbers (K, n) of the networks; of one network a view, as this is paid at every prediction.
     return values[0][None] if len(values) == 1 else torch.stack(list(values))
 
 
@@ -260,10 +251,9 @@ def _spread(moments: LogitMoments) -> Spread:
 
 
 def _log_largest(like: Tensor) -> float:
-    """Logarithm of the largest divisor in a precision."""
     return math.log(torch.finfo(like.dtype).max) - ROOM
 
 
 def _log(usual: float) -> float:
-    """Logarithm of what is usual; 0 where that is 0, as distances are if all features are alike."""
+    # Logarithm of what is usual; 0 where that is 0, as distances are if all features are alike.
     return math.log(usual) if usual > 0 else 0.0

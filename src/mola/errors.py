@@ -11,22 +11,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = [
-    "BoundError",
-    "DataError",
-    "DistributedError",
-    "ExportError",
-    "HeadError",
-    "MissingExtraError",
-    "MolaError",
-    "MolaWarning",
-    "OptionError",
-    "StorageError",
-    "StructureTooLargeError",
-    "located",
-    "warn",
-]
-
 
 class MolaError(Exception):
     """Base of every error this library raises on purpose."""
@@ -68,7 +52,6 @@ class MissingExtraError(MolaError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
-        """Name the `feature` that needs `package`, and the `extra` that installs it."""
         super().__init__(
             f"{feature} needs {package}, which is not installed. Install it with: pip install 'mola-torch[{extra}]' "
             f"(in a clone of the repository: pip install '.[{extra}]')"
@@ -90,8 +73,9 @@ def located(place: str) -> Iterator[None]:
     try:
         yield
     except (DataError, HeadError) as error:
-        message = f"{place}, {error}" if str(error).startswith("models[") else f"{place}: {error}"
-        raise type(error)(message) from error.__cause__
+        raise type(error)(
+            f"{place}, {error}" if str(error).startswith("models[") else f"{place}: {error}"
+        ) from error.__cause__
 
 
 def warn(message: str) -> None:

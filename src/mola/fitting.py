@@ -26,8 +26,6 @@ from mola.tuning.choosing import check_rule
 from mola.tuning.data_checks import Remembering, shared_rows
 from mola.tuning.rules import Rule
 
-__all__ = ["ensemble", "fit", "load"]
-
 
 def _as_networks(models: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
@@ -36,22 +34,19 @@ def _as_networks(models: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     networks: list[Any] = [models] if alone else list(models)
     named = next((one for one in networks if isinstance(one, (str, Path))), None)
     if named is not None:
-        message = (
+        raise OptionError(
             f"models: expected one nn.Module or a list of them, got the name of a file, {str(named)!r}. Build the network and load "
             f"its weights first: network.load_state_dict(torch.load({str(named)!r}, weights_only=True)). The command `mola fit` takes "
             f"files."
         )
-        raise OptionError(message)
     if any(isinstance(one, Mapping) for one in networks):
-        message = (
+        raise OptionError(
             "models: expected one nn.Module or a list of them, got a state dict: weights without a network. Build the network, call "
             "network.load_state_dict(state_dict), and pass the network."
         )
-        raise OptionError(message)
     if not networks or not all(isinstance(network, nn.Module) for network in networks):
         kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in networks)) or "an empty list"
-        message = f"models: expected one nn.Module or a non-empty list of them, got {kinds}."
-        raise OptionError(message)
+        raise OptionError(f"models: expected one nn.Module or a non-empty list of them, got {kinds}.")
     return networks
 
 
@@ -122,16 +117,14 @@ def fit(
             check_sampler(train_loader)
         networks = _as_networks(models)
         if not isinstance(distances, bool):
-            message = f"distances must be True or False, got {distances!r}."
-            raise OptionError(message)
+            raise OptionError(f"distances must be True or False, got {distances!r}.")
         if val_loader is not None:
             check_loader(val_loader, "the validation loader")  # now, and not after the pass over the training data
         chosen_likelihood = as_likelihood(likelihood)
         check_rule(rule, val_loader, chosen_likelihood)
         used = check_positions(positions)
         if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-            message = f"ignore_index must be a whole number, a label that no class has; got {ignore_index!r}."
-            raise OptionError(message)
+            raise OptionError(f"ignore_index must be a whole number, a label that no class has; got {ignore_index!r}.")
         count = len(networks)
         chosen_structure, chosen_link = as_structure(structure), as_link(link, chosen_likelihood)
         weighting = check_weighting(weights, count)
@@ -139,8 +132,9 @@ def fit(
         single = head is None or isinstance(head, str) or not isinstance(head, Iterable)
         names: list[Any] = [head] * count if single else list(head or ())
         if len(names) != count or not all(isinstance(name, str | None) for name in names):
-            message = f"head: expected one name, or {count} of them (one for each model); got {len(names)}: {head!r}."
-            raise OptionError(message)
+            raise OptionError(
+                f"head: expected one name, or {count} of them (one for each model); got {len(names)}: {head!r}."
+            )
         options = {
             "prior_precision": precisions,
             "weights": weighting if isinstance(weighting, str) else weighting.tolist(),
@@ -235,5 +229,4 @@ def load(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MoLA
 
 
 def _mixture(likelihood: Likelihood) -> type[MoLA]:
-    """The kind of mixture for what outputs mean."""
     return RegressionMoLA if isinstance(likelihood, Gaussian) else MoLA

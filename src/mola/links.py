@@ -22,19 +22,6 @@ from mola.laplace import LogitMoments, or_nan
 from mola.likelihood import Likelihood
 from mola.options import one_of, resolve, whole_number
 
-__all__ = [
-    "LINKS",
-    "Bridge",
-    "CentredProbit",
-    "Link",
-    "MeanField",
-    "MonteCarlo",
-    "Probit",
-    "as_link",
-    "cooled_table",
-    "divided_and_cooled",
-]
-
 PAIRS_AT_ONCE = 2**23
 """Pairs of classes, over all data, whose covariances are held at once by the mean-field link; more are taken in turns."""
 
@@ -58,17 +45,12 @@ class Link(ABC):
     """The variance by which it divides each logit before a softmax, where that is all it does (`cooled_table`)."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Where a class has its own rule, a short cut to that of a class above is not its own.
-
-        Raises:
-            OptionError: if `cooled_by` is none of the variances.
-        """
+        # Where a class has its own rule, a short cut to that of a class above is not its own.
         super().__init_subclass__(**keywords)
         if "__call__" in vars(cls) and "cooled_by" not in vars(cls):
             cls.cooled_by = None
         if cls.cooled_by not in (None, "variance", "contrast_variance"):
-            message = f"cooled_by must be 'variance', 'contrast_variance' or None, got {cls.cooled_by!r}."
-            raise OptionError(message)
+            raise OptionError(f"cooled_by must be 'variance', 'contrast_variance' or None, got {cls.cooled_by!r}.")
 
     @abstractmethod
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
@@ -80,7 +62,7 @@ class Link(ABC):
 
 
 def _cool(mean: Tensor, variance: Tensor) -> Tensor:
-    """`m / sqrt(1 + pi/8 v)`: the logit of the averaged logistic, by MacKay's approximation."""
+    # `m / sqrt(1 + pi/8 v)`: the logit of the averaged logistic, by MacKay's approximation.
     return mean * torch.rsqrt(1 + math.pi / 8 * variance)
 
 
@@ -170,29 +152,17 @@ class MeanField(Link):
     needs_covariance = True
 
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
-        """Probabilities (n, C).
-
-        Args:
-            moments: Gaussian over logits.
-            seed: not used.
-
-        Returns:
-            Probabilities (n, C).
-
-        Raises:
-            OptionError: if there are so many classes that the pairs of one datum do not fit.
-        """
+        """Probabilities (n, C)."""
         if (
             not moments.likelihood.competing
         ):  # each logit z has one rival, 0, which is certain: what is left is the probit
             return DEFAULT(moments, seed)
         count, classes = moments.mean.shape
         if classes**2 > MOST_PAIRS:
-            message = (
+            raise OptionError(
                 f"link 'mean-field' takes {classes} x {classes} pairs of classes for each input, more than memory is for. "
                 f"Use 'probit', 'probit-centered' or 'mc'."
             )
-            raise OptionError(message)
         if torch.compiler.is_compiling():
             everything = slice(None)
             return self._by_logarithms(moments.mean, moments.difference_variances()(everything, everything, everything))
@@ -227,16 +197,7 @@ class MeanField(Link):
 
 
 def _by_groups(mean: Tensor, variances: Callable[[slice, slice], Tensor], width: int) -> Tensor:
-    """Mean-field probabilities (n, C): `exp(-margin_ij)` is 1 over `exp(-margin_ji)`, and is made once for both.
-
-    Args:
-        mean: logits (n, C), whose differences have exponentials.
-        variances: of the differences between logits of two slices, as (n, first, second).
-        width: classes in a group.
-
-    Returns:
-        Probabilities.
-    """
+    # Mean-field probabilities (n, C): `exp(-margin_ij)` is 1 over `exp(-margin_ji)`, and is made once for both.
     sums = torch.zeros_like(mean)
     groups = [slice(start, start + width) for start in range(0, mean.shape[1], width)]
     for index, first in enumerate(groups):
@@ -270,21 +231,11 @@ class Bridge(Link):
     name = "bridge"
 
     def __call__(self, moments: LogitMoments, seed: int | None = None) -> Tensor:
-        """Probabilities (n, C).
-
-        Args:
-            moments: Gaussian over logits.
-            seed: not used.
-
-        Returns:
-            Probabilities (n, C).
-
-        Raises:
-            OptionError: if there is no covariance to match.
-        """
+        """Probabilities (n, C)."""
         if moments.spread is None:
-            message = "link 'bridge' needs a covariance; a plain ensemble has none. Use link='probit', or mola.fit."
-            raise OptionError(message)
+            raise OptionError(
+                "link 'bridge' needs a covariance; a plain ensemble has none. Use link='probit', or mola.fit."
+            )
         mean, variance = _centre(moments.mean), moments.relative_contrast_variance
         classes = mean.shape[1]
         if self.normalised:
@@ -307,9 +258,6 @@ class MonteCarlo(Link):
         samples: number of draws.
         over: draw logits, or weights of the last layer: the same law for every datum.
         seed: seed of the draws, unless another is passed with the call.
-
-    Raises:
-        OptionError: if samples is below 1 or `over` is unknown.
     """
 
     samples: int = 100
@@ -319,7 +267,6 @@ class MonteCarlo(Link):
     needs_covariance = True
 
     def __post_init__(self) -> None:
-        """Check the options."""
         object.__setattr__(self, "samples", whole_number(self.samples, "samples"))  # plain, for files
         one_of(self.over, ("logits", "weights"), "over")
 
@@ -347,9 +294,6 @@ def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
 
     Returns:
         The link.
-
-    Raises:
-        OptionError: if the likelihood has no such link.
     """
     chosen = resolve(link, Link, LINKS, "link")  # type: ignore[type-abstract]
     # A link of the user's own is taken at its word, and the default is no wish where there is nothing to choose.
@@ -357,9 +301,8 @@ def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
         return chosen
     if chosen.name not in likelihood.links:
         known = ", ".join(likelihood.links) or "none: its predictive distribution is known exactly"
-        message = (
+        raise OptionError(
             f"link {chosen.name!r} is not one of likelihood {likelihood.name!r}, whose links are {known}. Leave link= out for the "
             f"default."
         )
-        raise OptionError(message)
     return chosen

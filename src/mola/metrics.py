@@ -15,34 +15,6 @@ from torch import Tensor
 
 from mola.errors import DataError, OptionError
 
-__all__ = [
-    "accuracy",
-    "adaptive_calibration_error",
-    "area_under_risk_coverage",
-    "aupr_in",
-    "aupr_out",
-    "auroc",
-    "auroc_of_labels",
-    "average_precision_of_labels",
-    "bin_confidences",
-    "brier",
-    "calibration_error_of_labels",
-    "classwise_calibration_error",
-    "excess_area_under_risk_coverage",
-    "expected_calibration_error",
-    "expected_calibration_error_legacy",
-    "fpr_at_tpr",
-    "fpr_at_tpr_out",
-    "least_area_under_risk_coverage",
-    "log_likelihood",
-    "maximum_calibration_error",
-    "maximum_calibration_error_legacy",
-    "mean_confidence",
-    "negative_log_likelihood",
-    "risk_coverage_curve",
-    "selective_risk",
-]
-
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
     """Share of data whose most probable class is the label."""
@@ -180,7 +152,7 @@ def classwise_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -
 
 
 def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in ascending order of the keys, the values of equal keys replaced by their mean."""
+    # Both in ascending order of the keys, the values of equal keys replaced by their mean.
     distinct, inverse, counts = torch.unique(keys, return_inverse=True, return_counts=True)
     means = values.new_zeros(len(distinct)).index_add_(0, inverse, values) / counts
     return distinct.repeat_interleave(counts), means.repeat_interleave(counts)
@@ -197,16 +169,12 @@ def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, T
 
     Returns:
         Coverage (n,): 1/n, 2/n, ..., 1; and the error rate (n,) among that share of the predictions.
-
-    Raises:
-        DataError: if there are no predictions, as many uncertainties as predictions are not given, or one is nan.
     """
     if uncertainty.shape != correct.shape or uncertainty.ndim != 1 or len(correct) == 0 or uncertainty.isnan().any():
-        message = (
+        raise DataError(
             f"risk and coverage need one uncertainty per prediction, none of them nan; got {tuple(uncertainty.shape)} "
             f"uncertainties ({int(uncertainty.isnan().sum())} nan) for {tuple(correct.shape)} predictions."
         )
-        raise DataError(message)
     _, wrong = _tied(uncertainty.double(), 1 - correct.double())
     accepted = torch.arange(1, len(wrong) + 1, device=wrong.device, dtype=torch.float64)
     return accepted / len(wrong), wrong.cumsum(0) / accepted
@@ -222,13 +190,11 @@ def selective_risk(uncertainty: Tensor, correct: Tensor, coverage: float = 0.8) 
 
     Returns:
         Between 0 and 1.
-
-    Raises:
-        OptionError: if the coverage is not above 0 and at most 1.
     """
     if not 0 < coverage <= 1:
-        message = f"coverage must be above 0 and at most 1 (the share of predictions to make), got {coverage!r}."
-        raise OptionError(message)
+        raise OptionError(
+            f"coverage must be above 0 and at most 1 (the share of predictions to make), got {coverage!r}."
+        )
     covered, risk = risk_coverage_curve(uncertainty, correct)
     # The tolerance keeps 7 * 0.1, which is 0.7000000000000001, at 7 predictions of 10.
     return float(risk[int((covered < coverage - 1e-12).sum())])
@@ -255,18 +221,13 @@ def least_area_under_risk_coverage(count: int, wrong: int) -> float:
 
 
 def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores in float64.
-
-    Raises:
-        DataError: unless there are some of both, one for each input and none nan.
-    """
+    """The scores in float64."""
     for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
         if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
-            message = (
+            raise DataError(
                 f"{name}_scores must hold one number per input, at least one and none nan; "
                 f"got shape {tuple(scores.shape)} with {int(scores.isnan().sum())} nan."
             )
-            raise DataError(message)
     return inlier_scores.double(), outlier_scores.double()
 
 
@@ -282,7 +243,7 @@ def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
 
 
 def _average_precision(positives: Tensor, negatives: Tensor) -> float:
-    """Sum over thresholds of the step in recall times the precision, positives scoring high; no interpolation."""
+    # Sum over thresholds of the step in recall times the precision, positives scoring high; no interpolation.
     scores = torch.cat([positives, negatives])
     _, inverse = torch.unique(-scores, return_inverse=True)
     true = torch.bincount(inverse[: len(positives)], minlength=int(inverse.max()) + 1).double()
@@ -291,14 +252,12 @@ def _average_precision(positives: Tensor, negatives: Tensor) -> float:
 
 
 def _by_label(probs: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """For each label the probabilities of yes where it is wrong and where it is right; missing labels (NaN, -100) are left out.
-
-    Raises:
-        DataError: if there are not as many labels as probabilities.
-    """
+    # For each label the probabilities of yes where it is wrong and where it is right; missing labels (NaN, -100) are
+    # left out.
     if probs.ndim != 2 or labels.shape != probs.shape:
-        message = f"labels that are yes or no need a probability (n, C) each; got {tuple(probs.shape)} and {tuple(labels.shape)}."
-        raise DataError(message)
+        raise DataError(
+            f"labels that are yes or no need a probability (n, C) each; got {tuple(probs.shape)} and {tuple(labels.shape)}."
+        )
     truth, exact = labels.double(), probs.double()
     return [
         (column[answer == 0], column[answer == 1])
@@ -400,14 +359,10 @@ def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0
 
     Returns:
         Between 0 and 1; 0 is best.
-
-    Raises:
-        OptionError: if tpr is not above 0 and at most 1.
     """
     inliers, outliers = check_scores(inlier_scores, outlier_scores)
     if not 0 < tpr <= 1:
-        message = f"tpr must be above 0 and at most 1 (the share of outliers to find), got {tpr!r}."
-        raise OptionError(message)
+        raise OptionError(f"tpr must be above 0 and at most 1 (the share of outliers to find), got {tpr!r}.")
     # The tolerance keeps 0.07 of 100, which is 7.000000000000001, at 7.
     found = math.ceil(tpr * len(outliers) - 1e-12 * len(outliers))
     threshold = outliers.sort(descending=True).values[max(found, 1) - 1]
@@ -415,14 +370,9 @@ def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0
 
 
 def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
-    """The score up to which inputs pass if `tpr` of the inliers should: a quantile of their scores (n,).
-
-    Raises:
-        OptionError: if tpr is not between 0 and 1.
-    """
+    """The score up to which inputs pass if `tpr` of the inliers should: a quantile of their scores (n,)."""
     if not 0 <= tpr <= 1:
-        message = f"tpr must be between 0 and 1 (the share of inliers that pass), got {tpr!r}."
-        raise OptionError(message)
+        raise OptionError(f"tpr must be between 0 and 1 (the share of inliers that pass), got {tpr!r}.")
     ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)
     if abs(position - round(position)) < 1e-12 * len(inliers):  # 0.57 of 100 is 57, not 56.99999999999999
         position = round(position)

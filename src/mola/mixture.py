@@ -23,20 +23,6 @@ from mola.prediction import Prediction
 from mola.regression_prediction import RegressionPrediction
 from mola.uncertainty import max_probability_score, mutual_information
 
-__all__ = [
-    "Mixture",
-    "Predictor",
-    "check_weighting",
-    "check_weights",
-    "describe_networks",
-    "describe_numbers",
-    "describe_weights",
-    "evidence_weights",
-    "stacked_in_turn",
-    "stacking_weights",
-    "uniform_weights",
-]
-
 STACKING_GAP = 1e-10
 """Nats of log-likelihood that stacking leaves to be gained, at most."""
 
@@ -55,30 +41,24 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
 
     Returns:
         (K,) in float64, summing to 1 to rounding.
-
-    Raises:
-        OptionError: unless they are K non-negative numbers that sum to 1.
     """
     try:
         values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        message = f"weights: expected {counted(count, 'number')} with the sum 1, got {weights!r}."
-        raise OptionError(message) from error
+        raise OptionError(f"weights: expected {counted(count, 'number')} with the sum 1, got {weights!r}.") from error
     if values.dim() > 1:
-        message = (
+        raise OptionError(
             f"weights: expected {count} numbers, one for each component, got a table of shape {tuple(values.shape)}."
         )
-        raise OptionError(message)
     values = values.flatten()
     if len(values) != count:
-        message = f"weights: expected {counted(count, 'number')}, one for each component, got {len(values)}."
-        raise OptionError(message)
+        raise OptionError(f"weights: expected {counted(count, 'number')}, one for each component, got {len(values)}.")
     if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
-        message = f"weights must be finite and not negative, got {values.tolist()}."
-        raise OptionError(message)
+        raise OptionError(f"weights must be finite and not negative, got {values.tolist()}.")
     if abs(float(values.sum()) - 1) > 1e-6:
-        message = f"weights must sum to 1, got {values.tolist()} with sum {float(values.sum()):.6g}. Divide them by their sum."
-        raise OptionError(message)
+        raise OptionError(
+            f"weights must sum to 1, got {values.tolist()} with sum {float(values.sum()):.6g}. Divide them by their sum."
+        )
     return values / values.sum()
 
 
@@ -91,15 +71,11 @@ def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str 
 
     Returns:
         The name, or the numbers as `check_weights` gives them.
-
-    Raises:
-        OptionError: if the name is unknown or the numbers do not fit.
     """
     if not isinstance(weights, str):
         return check_weights(weights, count)
     if weights == "stacking":
-        message = "weights 'stacking' need validation data: fit first, then posterior.reweight(val_loader)."
-        raise OptionError(message)
+        raise OptionError("weights 'stacking' need validation data: fit first, then posterior.reweight(val_loader).")
     return one_of(weights, ("uniform", "evidence"), "weights", "numbers that sum to 1, one for each network")
 
 
@@ -170,7 +146,6 @@ def _objective(ratios: Tensor, weights: Tensor, barrier: float) -> float:
 
 
 def _newton_step(ratios: Tensor, weights: Tensor, barrier: float) -> tuple[Tensor, float]:
-    """Newton's direction along the simplex, and its decrement."""
     relative = ratios / (ratios @ weights)[:, None]
     gradient = relative.mean(0) + barrier / weights
     hessian = relative.T @ relative / len(relative) + torch.diag(barrier / weights.square())
@@ -214,9 +189,6 @@ class Mixture(nn.Module):
         weights: "uniform", or K non-negative numbers that sum to 1.
         likelihood: what the probabilities are of, by name or as an object; None asks the members, and is "categorical" where none
             of them knows.
-
-    Raises:
-        OptionError: if there is no predictor, one is not callable, or the weights do not fit.
     """
 
     def __init__(
@@ -226,16 +198,10 @@ class Mixture(nn.Module):
         *,
         likelihood: str | Likelihood | None = None,
     ) -> None:
-        """Keep the predictors and check the weights.
-
-        Raises:
-            OptionError: if they do not fit.
-        """
         super().__init__()
         members = tuple(predictors) if isinstance(predictors, Iterable) else ()
         if not members or not all(callable(member) for member in members):
-            message = "predictors: expected a list of at least one callable from inputs to probabilities."
-            raise OptionError(message)
+            raise OptionError("predictors: expected a list of at least one callable from inputs to probabilities.")
         if isinstance(weights, str):
             one_of(weights, ("uniform",), "weights", "numbers that sum to 1, one for each member")
         self.predictors = members
@@ -276,11 +242,13 @@ class Mixture(nn.Module):
             ]
         shapes = [tuple(probs.shape) for probs in members]
         if len({classes for _, classes in shapes}) > 1:
-            message = f"expected predictors with the same number of classes, got {[classes for _, classes in shapes]}."
-            raise DataError(message)
+            raise DataError(
+                f"expected predictors with the same number of classes, got {[classes for _, classes in shapes]}."
+            )
         if any(rows != shapes[0][0] for rows, _ in shapes):
-            message = f"expected a row for each input from every predictor, got {[rows for rows, _ in shapes]} rows."
-            raise DataError(message)
+            raise DataError(
+                f"expected a row for each input from every predictor, got {[rows for rows, _ in shapes]} rows."
+            )
         return members
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
@@ -296,18 +264,13 @@ class Mixture(nn.Module):
     def _predict_numbers(
         self, likelihood: Gaussian, inputs: Inputs, seed: int | None, place: str
     ) -> RegressionPrediction:
-        """What members say of numbers: distributions, of those that are mixtures themselves, or means.
-
-        Raises:
-            OptionError: if some give distributions and others means: the spread of the former would be dropped in silence.
-        """
+        # What members say of numbers: distributions, of those that are mixtures themselves, or means.
         known = [isinstance(member, Mixture) for member in self.predictors]
         if any(known) and not all(known):
-            message = (
+            raise OptionError(
                 f"predictors[{known.index(False)}] gives means alone and predictors[{known.index(True)}] distributions, whose spread "
                 f"a mixture of means would drop: give the former as mola.ensemble(network, likelihood=mola.Gaussian(noise=...))."
             )
-            raise OptionError(message)
         if all(known):
             parts = [member._predict_batch(inputs, seed, place) for member in self.predictors]  # type: ignore[attr-defined]
             return RegressionPrediction.mixed(parts, self.weights)
@@ -380,17 +343,15 @@ class Mixture(nn.Module):
 
         Returns:
             (n, C)
-
-        Raises:
-            DataError: if the array does not hold numbers.
         """
         if isinstance(inputs, np.ndarray):
             parameter = next(self.parameters(), None)
             # A copy in native byte order: arrays may be read-only or foreign, which torch does not take.
             native = np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C")
             if native.dtype.kind not in "biufc":
-                message = f"expected an array of numbers, got one of {native.dtype}. Convert it first, as with array.astype(float)."
-                raise DataError(message)
+                raise DataError(
+                    f"expected an array of numbers, got one of {native.dtype}. Convert it first, as with array.astype(float)."
+                )
             given = torch.from_numpy(native)
             inputs = given.to(parameter.dtype) if parameter is not None and given.is_floating_point() else given
         return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
@@ -415,27 +376,20 @@ def describe_weights(weights: Tensor, weighting: str) -> str:
 
 
 def _batches(inputs: Any, *, progress: bool, some: bool = True) -> Iterator[tuple[str, Inputs]]:
-    """What to predict, batch by batch, and where each comes from; with `some`, there must be something.
-
-    Yields:
-        Words for the place, and inputs.
-
-    Raises:
-        DataError: for an array or a list [x, y], which could be meant either way.
-    """
+    # What to predict, batch by batch, and where each comes from; with `some`, there must be something.
     if isinstance(inputs, np.ndarray):
-        message = "the prediction loader: expected tensors, got an ndarray. Use predict_proba(array), or torch.from_numpy(array)."
-        raise DataError(message)
+        raise DataError(
+            "the prediction loader: expected tensors, got an ndarray. Use predict_proba(array), or torch.from_numpy(array)."
+        )
     if isinstance(inputs, (Tensor, Mapping, tuple)):
         if some or not _is_empty(inputs):
             yield "batch 0 of the prediction loader", _without_labels(inputs)
         return
     if isinstance(inputs, list) and _is_labelled(inputs):
-        message = (
+        raise DataError(
             "the prediction loader: [x, y] may be one batch with labels, or two batches. Pass the inputs x alone, or a list of "
             "batches: [(x, y)]."
         )
-        raise DataError(message)
     where = "the prediction loader"
     batches = peek(inputs, where)[1] if some else batches_of(inputs, where)
     bar = tqdm(batches, desc="predict", total=batch_count(inputs), disable=None if progress else True)
@@ -445,7 +399,7 @@ def _batches(inputs: Any, *, progress: bool, some: bool = True) -> Iterator[tupl
 
 
 def _without_labels(inputs: Any) -> Inputs:
-    """One batch as the networks take it; a mapping may hold labels."""
+    # One batch as the networks take it; a mapping may hold labels.
     return as_batch(inputs, "the batch", empty=True).inputs if isinstance(inputs, Mapping) else inputs
 
 
@@ -454,7 +408,7 @@ def _is_empty(inputs: Any) -> bool:
 
 
 def _is_labelled(inputs: list[Any]) -> bool:
-    """Whether this looks like one batch of a loader, `[x, y]`: a whole number for each input."""
+    # Whether this looks like one batch of a loader, `[x, y]`: a whole number for each input.
     if not (len(inputs) == 2 and all(isinstance(part, Tensor) for part in inputs)):
         return False
     first, second = inputs
@@ -463,54 +417,41 @@ def _is_labelled(inputs: list[Any]) -> bool:
 
 
 def _common_likelihood(members: Sequence[Any]) -> Likelihood:
-    """What the members' probabilities are of.
-
-    Raises:
-        OptionError: if they are of different things.
-    """
     known = [found for one in members if isinstance(found := getattr(one, "likelihood", None), Likelihood)]
     other = next((one for one in known if one.name != known[0].name), None)
     if other is not None:
-        message = f"predictors: expected probabilities of the same kind, got {known[0].name!r} and {other.name!r}."
-        raise OptionError(message)
+        raise OptionError(
+            f"predictors: expected probabilities of the same kind, got {known[0].name!r} and {other.name!r}."
+        )
     return known[0] if known else CATEGORICAL
 
 
 def _as_probabilities(index: int, output: Any, likelihood: Likelihood = CATEGORICAL) -> Tensor:
-    """What a predictor gave, as a tensor of probabilities (n, C).
-
-    Raises:
-        DataError: if it is none.
-    """
+    # What a predictor gave, as a tensor of probabilities (n, C).
     try:
         # NumPy's arrays may be read-only or run backwards, which torch does not take: copied, they are neither.
         probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        message = f"predictors[{index}]: expected probabilities (n, C), got {type(output).__name__}."
-        raise DataError(message) from error
+        raise DataError(f"predictors[{index}]: expected probabilities (n, C), got {type(output).__name__}.") from error
     if probs.dim() != 2 or not probs.is_floating_point():
-        message = (
+        raise DataError(
             f"predictors[{index}]: expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}."
         )
-        raise DataError(message)
     if torch.compiler.is_compiling() or not likelihood.discrete:
         return probs  # a trace has no numbers to look at
     off = float((probs.sum(1) - 1).abs().max()) if len(probs) else 0.0
     if not likelihood.competing:
         if bool(((probs < 0) | (probs > 1)).any()):
-            message = (
+            raise DataError(
                 f"predictors[{index}]: probabilities of yes must lie between 0 and 1, got values from {float(probs.min()):.3g} to "
                 f"{float(probs.max()):.3g}. A network that returns logits goes through mola.ensemble or mola.fit."
             )
-            raise DataError(message)
         return probs
     if not off < 1e-2:
-        message = (
+        raise DataError(
             f"predictors[{index}]: rows must be probabilities that sum to 1, got rows off by {off:.3g}. "
             f"A network that returns logits goes through mola.ensemble or mola.fit."
         )
-        raise DataError(message)
     if bool((probs < 0).any()):
-        message = f"predictors[{index}]: probabilities must not be negative, got {float(probs.min()):.3g}."
-        raise DataError(message)
+        raise DataError(f"predictors[{index}]: probabilities must not be negative, got {float(probs.min()):.3g}.")
     return probs

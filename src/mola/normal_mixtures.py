@@ -14,8 +14,6 @@ from torch import Tensor
 
 from mola.numerics import exact
 
-__all__ = ["cdf", "crps", "log_density", "normal_log_density", "quantile"]
-
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
 STEPS = 200
@@ -26,7 +24,7 @@ PRECISE = 4 * torch.finfo(torch.float64).eps
 
 
 def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In float64, the weights as (K, 1, ..., 1), and deviations in place of variances."""
+    # In float64, the weights as (K, 1, ..., 1), and deviations in place of variances.
     means, deviations = exact(means), exact(variances).sqrt()
     return exact(weights).to(means.device).view(-1, *[1] * (means.dim() - 1)), means, deviations
 
@@ -132,7 +130,6 @@ def crps(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor) -> 
 
 
 def _mean_distance(mean: Tensor, deviation: Tensor) -> Tensor:
-    """Mean absolute value of a normal number."""
     scaled = mean / deviation
     density = torch.exp(-0.5 * scaled.square()) / math.sqrt(2 * math.pi)
     return deviation * (2 * density + scaled * (2 * torch.special.ndtr(scaled) - 1))

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from mola.errors import OptionError
 
-__all__ = ["check_generator", "check_seed", "even_normals", "exact", "exact_device", "seed_from"]
-
 
 def exact_device(device: torch.device) -> torch.device:
     """Where float64 numbers can be that belong to a device: on the CPU where it has none."""
@@ -73,17 +71,15 @@ def seed_from(generator: torch.Generator | None) -> int | None:
 
 
 def check_generator(generator: torch.Generator | None) -> None:
-    """Refuse what is no generator, and one that is not on the CPU.
-
-    Raises:
-        OptionError: if it is not.
-    """
+    """Refuse what is no generator, and one that is not on the CPU."""
     if generator is not None and not isinstance(getattr(generator, "device", None), torch.device):
-        message = f"generator must be a torch.Generator or None, got {generator!r}. Make one with torch.Generator().manual_seed(0)."
-        raise OptionError(message)
+        raise OptionError(
+            f"generator must be a torch.Generator or None, got {generator!r}. Make one with torch.Generator().manual_seed(0)."
+        )
     if generator is not None and generator.device.type != "cpu":
-        message = f"generator must be on the CPU so that draws are the same on every device, got {generator.device}."
-        raise OptionError(message)
+        raise OptionError(
+            f"generator must be on the CPU so that draws are the same on every device, got {generator.device}."
+        )
 
 
 def check_seed(seed: int) -> int:
@@ -94,11 +90,7 @@ def check_seed(seed: int) -> int:
 
     Returns:
         The same number.
-
-    Raises:
-        OptionError: unless it is a whole number from 0 to 2^63 - 1.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        message = f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}."
-        raise OptionError(message)
+        raise OptionError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}.")
     return seed

@@ -12,8 +12,6 @@ from mola.cooling import Cooling, Usual
 from mola.laplace import LogitMoments
 from mola.uncertainty import far_field_score, max_probability_score, outlier_score, outlier_terms
 
-__all__ = ["COMBINED", "FAR_FIELD", "LEAST_SURE", "OutlierScore", "ood_score", "score_name"]
-
 
 class OutlierScore(NamedTuple):
     """How outlying inputs are, by which score."""

@@ -19,8 +19,6 @@ from mola.laplace import LogitMoments, in_range
 from mola.network import DenseFeatures, Layout, Portion, check_finite
 from mola.prediction import Later, LazyFields, later
 
-__all__ = ["DenseBatch"]
-
 ROWS_AT_ONCE = 2**14
 """Positions whose predictions are made together, for few classes."""
 
@@ -48,20 +46,15 @@ class DenseBatch:
 
         Returns:
             The batch.
-
-        Raises:
-            DataError: if they are not.
         """
         if others:
-            message = (
+            raise DataError(
                 "some networks have outputs at many positions and others do not; a mixture needs the same from each."
             )
-            raise DataError(message)
         components, seen = [one for one, _ in pairs], [one for _, one in pairs]
         classes = [one.logits.shape[-1] for one in seen]
         if len(set(classes)) > 1:
-            message = f"expected networks with the same number of classes, got {classes}."
-            raise DataError(message)
+            raise DataError(f"expected networks with the same number of classes, got {classes}.")
         for index, one in enumerate(seen):
             seen[0].layout.check_same(one.layout, f"models[{index}]")
             with located(f"models[{index}]"):
@@ -112,7 +105,6 @@ class DenseBatch:
         return like.new_empty(*like.shape[:-2], *shape)
 
     def _put(self, rows: Tensor, part: Portion, place: Tensor) -> None:
-        """Write rows to their positions."""
         if rows.dim() == 3:
             for own, there in zip(rows, place, strict=True):
                 self._put(own, part, there)
@@ -152,6 +144,6 @@ class DenseBatch:
         return like.replaced(values | {"axis": self.layout.axis}, held)
 
     def _kept(self) -> DenseBatch:
-        """The same for later, in memory of its own: a network may use its memory again for the next batch."""
+        # The same for later, in memory of its own: a network may use its memory again for the next batch.
         seen = [DenseFeatures(one.features.clone(), one.logits.clone(), one.layout) for one in self.seen]
         return DenseBatch(self.components, seen)

@@ -45,8 +45,6 @@ from mola.tuning.choosing import choose_together
 from mola.tuning.rules import Rule
 from mola.uncertainty import energies, entropy, epistemic_share, outlier_terms
 
-__all__ = ["LaplaceMixture", "MoLA"]
-
 Kind = TypeVar("Kind", bound=LaplaceComponent)
 
 NO_SPREAD = 1e-6
@@ -81,7 +79,6 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         tuning: Tuning | None = None,
         cooling: Cooling | None = None,
     ) -> None:
-        """Bind components, a link and weights."""
         weighting = check_weighting(weights, len(components))
         by_evidence = isinstance(weighting, str) and weighting == "evidence"
         super().__init__(components, "uniform" if by_evidence else weighting)
@@ -98,23 +95,24 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
 
     @abstractmethod
     def _as_link(self, link: Any) -> Any:
-        """The link of that name, or the link itself; `OptionError` if it is unknown."""
+        # The link of that name, or the link itself; `OptionError` if it is unknown.
+        ...
 
     @abstractmethod
     def _held_out(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
-        """Run every network once over a loader, and keep what tuning needs. Called inside `undisturbed(*networks)`."""
+        # Run every network once over a loader, and keep what tuning needs. Called inside `undisturbed(*networks)`.
+        ...
 
     @abstractmethod
-    def _problem(self, **shared: Any) -> Problem:
-        """What a rule chooses from."""
+    def _problem(self, **shared: Any) -> Problem: ...
 
     @abstractmethod
     def _members_on(self, data: HeldOut) -> Iterable[Tensor]:
-        """Probabilities (n, C) of each component on held-out data, in float64 on the CPU."""
+        # Probabilities (n, C) of each component on held-out data, in float64 on the CPU.
+        ...
 
     @abstractmethod
-    def _described(self) -> str:
-        """The structure, in words."""
+    def _described(self) -> str: ...
 
     @property
     def has_distances(self) -> bool:
@@ -122,31 +120,16 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         return False
 
     def _usual_in_training(self) -> Usual:
-        """What is usual of the features, as the training data show it.
-
-        Raises:
-            OptionError: where distances are not known.
-        """
+        # What is usual of the features, as the training data show it.
         raise OptionError(self._why_no_distances())
 
     def _usual_on(self, data: HeldOut) -> Usual:
-        """What is usual on validation data.
-
-        Raises:
-            OptionError: where distances are not known.
-        """
         raise OptionError(self._why_no_distances())
 
     def _why_no_distances(self) -> str:
-        """Why there are no distances, and what to do."""
         return "there are no distances from the training data here: only posteriors of mola.fit have them, over last layers."
 
     def _check_cooling(self) -> None:
-        """Refuse a cooling that this mixture cannot do.
-
-        Raises:
-            OptionError: if it asks for distances, and there are none.
-        """
         if self._cooling.exponent > 0 and not self.has_distances:
             raise OptionError(self._why_no_distances())
 
@@ -186,7 +169,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         return self._cooling.exponent
 
     def __repr__(self) -> str:
-        """What it is made of and how it was tuned, in a few lines; the networks are in `.networks`."""
+        # What it is made of and how it was tuned, in a few lines; the networks are in `.networks`.
         name, networks = type(self).__name__, describe_networks(self.networks)
         weights = describe_weights(self.weights, self.weighting)
         curvature = self.components[0].curvature
@@ -246,22 +229,18 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
             return moments[0].returned(self._probabilities(moments, seed))
 
     def _probabilities(self, moments: Sequence[LogitMoments], seed: int | None) -> Tensor:
-        """Probabilities (n, C) of the mixture, from its logits."""
+        # Probabilities (n, C) of the mixture, from its logits.
         return self._mix(self._members(moments, seed))
 
     def _members(self, moments: Sequence[LogitMoments], seed: int | None) -> list[Tensor]:
-        """Probabilities (n, C) of each component."""
+        # Probabilities (n, C) of each component.
         return [self.link(one, seed) for one in self._cooled(moments)]
 
     def _cooled(self, moments: Sequence[LogitMoments]) -> list[LogitMoments]:
         return list(moments) if self._cooling.changes_nothing else self.cooling(moments, self.weights)
 
     def _moments(self, inputs: Inputs) -> list[LogitMoments] | DenseBatch:
-        """Moments of each network's logits; of outputs at many positions, what gives them in portions.
-
-        Raises:
-            DataError: if the networks' numbers of classes differ.
-        """
+        # Moments of each network's logits; of outputs at many positions, what gives them in portions.
         moments: list[LogitMoments] = []
         dense: list[tuple[Any, DenseFeatures]] = []
         for index, component in enumerate(self.components):
@@ -276,8 +255,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
             return DenseBatch.of(dense, others=len(moments))
         classes = [one.mean.shape[1] for one in moments]
         if len(set(classes)) > 1:
-            message = f"expected networks with the same number of classes, got {classes}."
-            raise DataError(message)
+            raise DataError(f"expected networks with the same number of classes, got {classes}.")
         return in_range(moments)
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
@@ -289,7 +267,6 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         return self._said_of(moments, seed)
 
     def _said_of(self, moments: Sequence[LogitMoments], seed: int | None) -> Prediction:
-        """What the mixture says, from the moments of its logits."""
         with without_autocast(moments[0].mean.device):
             probs, weights = self._probabilities(moments, seed), self.weights
             mean = torch.stack([one.mean for one in moments])
@@ -431,7 +408,6 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         return self._at(tuning)._with(tuning=tuning, cooling=cooling)
 
     def _at(self, tuning: Tuning) -> Self:
-        """The same mixture with what a rule chose of its components."""
         return self.with_prior_precision(tuning.prior_precision)
 
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
@@ -479,8 +455,7 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
     ) -> HeldOut:
         if isinstance(loader, HeldOut):
             if labelled and loader.labels is None:
-                message = f"the {where}: what was read of it has no labels. Read (inputs, labels)."
-                raise DataError(message)
+                raise DataError(f"the {where}: what was read of it has no labels. Read (inputs, labels).")
             return loader
         self.check_networks()
         with undisturbed(*self.networks):
@@ -504,7 +479,6 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         return self._with(tuning=replace(self.tuning, notes=(words, *self.tuning.notes)))
 
     def _doubts(self, data: HeldOut) -> tuple[str, ...]:
-        """Warn where validation data do not look as if they had been held out."""
         curvatures = [component.curvature for component in self.components if component.curvature is not None]
         if len(curvatures) < len(self.components):
             return ()
@@ -523,7 +497,6 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         self._look(thorough=True)
 
     def _look(self, *, thorough: bool = False) -> None:
-        """Notice networks that were changed."""
         for index, component in enumerate(self.components):
             with located(f"models[{index}]"):
                 component.check_network(thorough=thorough)
@@ -594,7 +567,6 @@ class MoLA(LaplaceMixture[Component]):
         )
 
     def _geometries(self) -> list[ClassGeometry] | None:
-        """The training classes as each network sees them; None if one does not know."""
         found = [None if one.curvature is None else one.curvature.geometry for one in self.components]
         return None if any(one is None for one in found) else [one for one in found if one is not None]
 
@@ -722,7 +694,7 @@ class MoLA(LaplaceMixture[Component]):
         return self._bound(moments, lemma=lemma)
 
     def _bound(self, moments: Sequence[LogitMoments], *, lemma: bool) -> Tensor:
-        """Bounds (n,) of the mixture, or (K, n) of its components."""
+        # Bounds (n,) of the mixture, or (K, n) of its components.
         with without_autocast(moments[0].mean.device):
             members = [one.returned(self.link(one)).cpu() for one in self._cooled(moments)]
         if not self._cooling.changes_nothing and self.structure is not None:
@@ -745,7 +717,8 @@ class MoLA(LaplaceMixture[Component]):
         return self._of_answers(torch.stack(bounds), members, lemma=lemma)
 
     def _of_answers(self, bounds: Tensor, members: Sequence[Tensor], *, lemma: bool) -> Tensor:
-        """Of bounds (K, n, C) those of what is answered: of the predicted class (n,), or of each label (n, C), be it yes or no."""
+        # Of bounds (K, n, C) those of what is answered: of the predicted class (n,), or of each label (n, C), be it yes
+        # or no.
         mixed = torch.einsum("k,knc->nc", self.weights, bounds)
         if not self.likelihood.competing:
             return bounds if lemma else mixed
@@ -765,20 +738,16 @@ class MoLA(LaplaceMixture[Component]):
 
         Returns:
             Probabilities (n, C).
-
-        Raises:
-            BoundError: if a network's features do not scale, outputs are at many positions, or the link is not the probit.
         """
         require_probit(self.link)
         self._look()
         with undisturbed(*self.networks, passes_only=True):
             moments, scaled_moments = self._moments(inputs), self._moments(SCALE * inputs)
             if isinstance(moments, DenseBatch) or isinstance(scaled_moments, DenseBatch):
-                message = (
+                raise BoundError(
                     "the far-field limit is not computed for outputs at many positions: pass a network that gives one row for each "
                     "input. posterior.confidence_bound(inputs) holds everywhere."
                 )
-                raise BoundError(message)
             pairs = zip(self.components, moments, scaled_moments, strict=True)
             limits = [far_field_logits(component, once, scaled) for component, once, scaled in pairs]
             if self.distance_exponent > 0:
@@ -787,7 +756,7 @@ class MoLA(LaplaceMixture[Component]):
         return self._mix([self.likelihood.probabilities(logits) for logits in limits])
 
     def _cooled_limit(self, moments: LogitMoments, cooled: LogitMoments, logits: Tensor) -> Tensor:
-        """1/C where features grow, and what is said of the input where there are none."""
+        # 1/C where features grow, and what is said of the input where there are none.
         assert isinstance(moments.spread, FeatureSpread)
         width = moments.spread.posterior.distance.geometry.width  # type: ignore[union-attr]
         grow = moments.spread.features[:, :width].any(1, keepdim=True).to(logits.device)

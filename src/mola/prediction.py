@@ -16,8 +16,6 @@ from mola.network import without_autocast
 from mola.options import counted
 from mola.uncertainty import entropy
 
-__all__ = ["Later", "LazyFields", "Prediction", "later"]
-
 Later = Tensor | Callable[[], Tensor]
 """A field, or what computes it when it is first read."""
 
@@ -55,19 +53,14 @@ class LazyFields:
     _held: int
 
     def _keep(self, values: dict[str, Any], held: int, likelihood: Likelihood) -> None:
-        """Keep the fields, and what computes the others; bytes that these keep in memory until they are computed."""
+        # Keep the fields, and what computes the others; bytes that these keep in memory until they are computed.
         vars(self)["_values"] = values
         vars(self)["_held"] = held
         vars(self)["likelihood"] = likelihood
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse: a prediction is a value.
-
-        Raises:
-            AttributeError: always.
-        """
-        message = f"a {type(self).__name__} cannot be changed: {name}."
-        raise AttributeError(message)
+        # Refuse: a prediction is a value.
+        raise AttributeError(f"a {type(self).__name__} cannot be changed: {name}.")
 
     __delattr__ = __setattr__  # type: ignore[assignment]
 
@@ -93,17 +86,16 @@ class LazyFields:
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        """All fields, computed: a file holds numbers."""
+        # All fields, computed: a file holds numbers.
         values = {name: self._read(name) for name in self.axes}
         return {"_values": values, "_held": 0, "likelihood": self.likelihood}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields; those that an older version did not have are None."""
+        # Take the fields; those that an older version did not have are None.
         vars(self).update({"likelihood": CATEGORICAL, **state, "_values": dict.fromkeys(self.axes) | state["_values"]})
 
     @classmethod
     def _of(cls, values: dict[str, Any], held: int, likelihood: Likelihood) -> Self:
-        """One with these fields."""
         made = cls.__new__(cls)
         made._keep(values, held, likelihood)
         return made
@@ -172,16 +164,12 @@ class LazyFields:
 
         Returns:
             All predictions.
-
-        Raises:
-            DataError: if no process has any.
         """
         own = cls.concatenate(parts).computed() if parts else None
         kinds = team.collect(None if own is None else own._kind())
         kind = next((one for one in kinds or () if one is not None), None)
         if team.first and kind is None:
-            message = "the prediction loader is empty on every rank: it yielded no batch."
-            raise DataError(message)
+            raise DataError("the prediction loader is empty on every rank: it yielded no batch.")
         if team.first:
             _check_sizes([tuple(one[SIZES]) for one in kinds or () if one is not None])
         kind, values = team.share(kind), {}
@@ -194,12 +182,11 @@ class LazyFields:
         return cls._of(values, 0, likelihood)
 
     def _sizes(self) -> tuple[int, ...]:
-        """Sizes of the first field behind the axis of the inputs."""
         name, axis = next(iter(self.axes.items()))
         return tuple(self._values[name].shape[(axis or 0) + 1 :])
 
     def _kind(self) -> dict[str, Any]:
-        """As JSON: whether each field of the inputs is there, and what is the same for all inputs."""
+        # As JSON: whether each field of the inputs is there, and what is the same for all inputs.
         found: dict[str, Any] = {SIZES: self._sizes()}
         for name, axis in self.axes.items():
             value = self._read(name)
@@ -209,7 +196,6 @@ class LazyFields:
 
     @classmethod
     def _common(cls, name: str, value: Any) -> Any:
-        """A field that is the same for all inputs, from JSON; None for a field of the inputs that is not there."""
         return value if cls.axes[name] is None else None
 
 
@@ -263,7 +249,6 @@ class Prediction(LazyFields):
         axis: int = -1,
         likelihood: Likelihood = CATEGORICAL,
     ) -> None:
-        """Keep the fields, and what computes the others."""
         values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance, far_field)
         self._keep(dict(zip(self.axes, (*values, axis), strict=True)), held, likelihood)
 
@@ -333,11 +318,11 @@ class Prediction(LazyFields):
 
     @property
     def _answers(self) -> Tensor:
-        """Probabilities (..., A) of all answers to each question."""
+        # Probabilities (..., A) of all answers to each question.
         return self.likelihood.answer_probabilities(self.probs.movedim(self.axis, -1))
 
     def _placed(self, values: Tensor) -> Tensor:
-        """What was made of the answers: where each label has its own, labels stand as in `probs`."""
+        # What was made of the answers: where each label has its own, labels stand as in `probs`.
         return values if self.likelihood.competing else values.movedim(-1, self.axis)
 
     @property
@@ -351,11 +336,9 @@ class Prediction(LazyFields):
         return self.entropy - self.mutual_information
 
     def __len__(self) -> int:
-        """Number of inputs."""
         return len(self.probs)
 
     def __repr__(self) -> str:
-        """Size and averages, not the numbers."""
         count, outputs = len(self), self.probs.shape[self.axis]
         sizes = self.probs.movedim(self.axis, -1).shape[1:-1]
         at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
@@ -369,15 +352,9 @@ class Prediction(LazyFields):
 
 
 def _check_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
-    """Refuse predictions at different numbers of positions.
-
-    Raises:
-        DataError: if they are.
-    """
     other = next((shape for shape in shapes if shape != shapes[0]), None)
     if other is not None:
-        message = (
+        raise DataError(
             f"predictions of different sizes cannot be joined: those of one batch have the sizes {shapes[0]} after the batch axis, "
             f"those of another {other}. Predict batch by batch with posterior.predict_batches(loader), or pad the inputs to one size."
         )
-        raise DataError(message)

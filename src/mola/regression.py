@@ -36,8 +36,6 @@ from mola.regression_prediction import RegressionPrediction
 from mola.tuning.candidates import NOT_HELD_OUT, SAME, HeldOut, Tuning
 from mola.tuning.regression import RegressionProblem
 
-__all__ = ["RegressionMoLA"]
-
 DISTANCE, LENGTH, VARIANCE = "distance", "length", "variance"
 """Names of outlier scores."""
 
@@ -77,18 +75,14 @@ class RegressionMoLA(MoLA):
 
         Returns:
             A new posterior, whose noise rules leave as it is.
-
-        Raises:
-            OptionError: if it is not as many numbers as there are outputs.
         """
         count = len(self.components)
         given: Any = noise.detach().cpu().numpy() if isinstance(noise, Tensor) else noise
         given = given.tolist() if isinstance(given, (np.ndarray, np.generic)) else given
         if given is None:
-            message = (
+            raise OptionError(
                 "noise: expected one number, or one for each output; got None. posterior.tune(val_loader) chooses it."
             )
-            raise OptionError(message)
         table = isinstance(given, (list, tuple)) and any(hasattr(row, "__len__") for row in given)
         rows = per_component(given, count, "noise") if table else [given] * count
         moved = []
@@ -156,13 +150,11 @@ class RegressionMoLA(MoLA):
         return moments.prediction(self._own) if isinstance(moments, DenseBatch) else self._own(moments)
 
     def _own(self, moments: Sequence[LogitMoments]) -> RegressionPrediction:
-        """What is said of the moments of a batch, of which copies are kept."""
         kept = [one.kept(one.mean.clone()) for one in moments]
         with without_autocast(moments[0].mean.device):
             return self._prediction(kept)
 
     def _prediction(self, moments: Sequence[LogitMoments]) -> RegressionPrediction:
-        """What is said of the moments of a batch, which nobody else writes into."""
         back, device, weights = moments[0].returned, moments[0].mean.device, self.weights
         pairs = list(zip(self.likelihoods, moments, strict=True))
         noises = [self.temperature**2 * likelihood.noise_variance(one.mean) for likelihood, one in pairs]
@@ -178,7 +170,7 @@ class RegressionMoLA(MoLA):
             return units(exact(torch.stack(left)) * exact(growth))
 
         def squares(values: Tensor) -> Tensor:
-            """As the network's numbers are, or in float64 where these do not hold them: their roots they do hold."""
+            # As the network's numbers are, or in float64 where these do not hold them: their roots they do hold.
             returned = back(values.to(means))
             return returned if bool(torch.isfinite(returned).all()) else values
 
@@ -207,7 +199,8 @@ class RegressionMoLA(MoLA):
         )
 
     def _growth(self, moments: Sequence[LogitMoments]) -> Tensor:
-        """What standard deviations are multiplied by (n, 1), or by for all (1, 1): how much farther than usual inputs are."""
+        # What standard deviations are multiplied by (n, 1), or by for all (1, 1): how much farther than usual inputs
+        # are.
         if self.distance_exponent == 0:
             return moments[0].mean.new_ones(1, 1)
         return self.cooling.growth(moments, self.weights)[:, None]
@@ -220,7 +213,7 @@ class RegressionMoLA(MoLA):
         return LENGTH if all(one is not None and one.has_length for one in spreads) else VARIANCE
 
     def _score(self, moments: Sequence[LogitMoments], name: str) -> Tensor:
-        """How outlying inputs are (n,): far in direction, or long."""
+        # How outlying inputs are (n,): far in direction, or long.
         if name == DISTANCE:
             weights = self.weights.to(moments[0].mean)
             return self.cooling.log_distance(moments, self.weights) + weights @ self.cooling.excess(moments).log()
@@ -228,13 +221,10 @@ class RegressionMoLA(MoLA):
         return self.weights.to(lengths) @ lengths.log()
 
     def predict_proba(self, inputs: Any) -> NoReturn:
-        """Refuse: numbers have no probabilities.
-
-        Raises:
-            OptionError: always.
-        """
-        message = "numbers have no probabilities: use posterior.predict(inputs), whose mean, interval(0.9) and log_prob say it all."
-        raise OptionError(message)
+        """Refuse: numbers have no probabilities."""
+        raise OptionError(
+            "numbers have no probabilities: use posterior.predict(inputs), whose mean, interval(0.9) and log_prob say it all."
+        )
 
     def on_held_out(self, data: HeldOut) -> RegressionPrediction:
         """What `predict` says of data that the networks have seen already, without running them again.
@@ -296,7 +286,7 @@ class RegressionMoLA(MoLA):
             targets = self.likelihoods[0].in_units(data.labels)  # type: ignore[arg-type]
 
             def densities(posterior: Self) -> tuple[Tensor, float]:
-                """Of each component (n, K), relative to the best one of each datum, and the mean logarithm of the best."""
+                # Of each component (n, K), relative to the best one of each datum, and the mean logarithm of the best.
                 said = posterior.on_held_out(data)
                 logs = normal_mixtures.normal_log_density(said.component_mean, said.component_variance, targets).sum(2)
                 # Densities have no scale of their own: relative to the best component, none underflows.
@@ -319,7 +309,6 @@ class RegressionMoLA(MoLA):
             return self.with_weights(together.share(weights.tolist()))
 
     def _doubts(self, data: HeldOut) -> tuple[str, ...]:
-        """Warn where validation data do not look as if they had been held out, or as if their units were others."""
         found = self._squares(data)
         if found is None:
             return ()
@@ -351,10 +340,8 @@ class RegressionMoLA(MoLA):
         return (words,)
 
     def _squares(self, data: HeldOut) -> tuple[tuple[int, float, float], list[tuple[int, float, float]] | None] | None:
-        """Count of the held-out data, mean squared error of the mixture and variance of the targets, in the networks' units.
-
-        And for each network the number of training data, and its summed squares there and here.
-        """
+        # Count of the held-out data, mean squared error and variance of the targets, in the networks' units; and for
+        # each network the number of training data, and its summed squares there and here.
         if data.labels is None:
             return None
         targets, pairs = data.labels.double(), list(zip(self.likelihoods, data.logits, strict=True))
@@ -379,19 +366,13 @@ class RegressionMoLA(MoLA):
     # --- what means nothing here ------------------------------------------------------------------------------------
 
     def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> NoReturn:
-        """Refuse: the paper's bounds are on the confidence in a class.
-
-        Raises:
-            OptionError: always.
-        """
-        message = "the paper's bounds are on the confidence in a class, and numbers have none: their variance grows without bound."
-        raise OptionError(message)
+        """Refuse: the paper's bounds are on the confidence in a class."""
+        raise OptionError(
+            "the paper's bounds are on the confidence in a class, and numbers have none: their variance grows without bound."
+        )
 
     def far_field_limit(self, inputs: Tensor) -> NoReturn:
-        """Refuse: far away from the data a normal distribution has no limit.
-
-        Raises:
-            OptionError: always.
-        """
-        message = "far away from the data the standard deviation of a number grows without bound: there is no limit to compute."
-        raise OptionError(message)
+        """Refuse: far away from the data a normal distribution has no limit."""
+        raise OptionError(
+            "far away from the data the standard deviation of a number grows without bound: there is no limit to compute."
+        )

@@ -15,8 +15,6 @@ from mola.numerics import exact, exact_device
 from mola.options import is_real
 from mola.prediction import Later, LazyFields
 
-__all__ = ["RegressionPrediction"]
-
 
 class RegressionPrediction(LazyFields):
     """A mixture of K normal distributions for each of n inputs and D outputs, in the targets' units.
@@ -63,7 +61,6 @@ class RegressionPrediction(LazyFields):
         axis: int = -1,
         likelihood: Likelihood = GAUSSIAN,
     ) -> None:
-        """Keep the fields, and what computes the others."""
         given = (component_mean, component_variance, component_noise, weights, ood_score, ood_score_name, distance)
         self._keep(dict(zip(self.axes, (*given, axis), strict=True)), held, likelihood)
 
@@ -169,7 +166,7 @@ class RegressionPrediction(LazyFields):
         return torch.einsum("k,k...->...", self.weights.to(values), values)
 
     def _between(self) -> Tensor:
-        """Variance of the means, in float64: squares leave the range of float32 where their roots do not."""
+        # Variance of the means, in float64: squares leave the range of float32 where their roots do not.
         means = exact(self.component_mean)
         return self._mixed((means - self._mixed(means)).square())
 
@@ -177,7 +174,7 @@ class RegressionPrediction(LazyFields):
         return self._mixed(exact(self.component_variance)) + self._between()
 
     def _in_range(self, values: Tensor) -> Tensor:
-        """As the means are, or in float64 where that does not hold them."""
+        # As the means are, or in float64 where that does not hold them.
         returned = values.to(self.component_mean)
         return returned if bool(torch.isfinite(returned).all()) else values
 
@@ -226,19 +223,15 @@ class RegressionPrediction(LazyFields):
         return found.to(self.component_mean)
 
     def _targets(self, targets: Any, *, broadcast: bool = False) -> Tensor:
-        """Targets as (n, D) in float64.
-
-        Raises:
-            DataError: if they are of another shape, or no real numbers.
-        """
+        # Targets as (n, D) in float64.
         try:
             read = torch.as_tensor(targets)
         except (TypeError, ValueError, RuntimeError) as error:
-            message = f"expected targets as a tensor, an array or numbers, got {type(targets).__name__}."
-            raise DataError(message) from error
+            raise DataError(
+                f"expected targets as a tensor, an array or numbers, got {type(targets).__name__}."
+            ) from error
         if read.is_complex():
-            message = f"expected real targets, got {read.dtype}."
-            raise DataError(message)
+            raise DataError(f"expected real targets, got {read.dtype}.")
         given = exact(read).to(exact_device(self.component_mean.device))
         shape = self.component_mean.shape[1:]
         if given.dim() == len(shape) - 1 and shape[self.axis] == 1:
@@ -246,10 +239,9 @@ class RegressionPrediction(LazyFields):
         if broadcast and given.dim() == 0:
             given = given.expand(shape)
         if given.shape != shape:
-            message = (
+            raise DataError(
                 f"expected targets of shape {tuple(shape)}, got {tuple(read.shape)}: one for each input and output."
             )
-            raise DataError(message)
         return given
 
     def log_prob(self, targets: Any) -> Tensor:
@@ -291,13 +283,9 @@ class RegressionPrediction(LazyFields):
 
         Returns:
             Exact to rounding.
-
-        Raises:
-            OptionError: if the level is not between 0 and 1.
         """
         if not (is_real(level) and 0 < level < 1):
-            message = f"level must lie between 0 and 1, got {level!r}. The median is 0.5."
-            raise OptionError(message)
+            raise OptionError(f"level must lie between 0 and 1, got {level!r}. The median is 0.5.")
         return self._asked(normal_mixtures.quantile, float(level))
 
     def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
@@ -308,21 +296,15 @@ class RegressionPrediction(LazyFields):
 
         Returns:
             The quantiles at (1 - probability) / 2 and (1 + probability) / 2.
-
-        Raises:
-            OptionError: if the probability is not between 0 and 1.
         """
         if not (is_real(probability) and 0 < probability < 1):
-            message = f"probability must lie between 0 and 1, got {probability!r}. 90 % is 0.9."
-            raise OptionError(message)
+            raise OptionError(f"probability must lie between 0 and 1, got {probability!r}. 90 % is 0.9.")
         return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
 
     def __len__(self) -> int:
-        """Number of inputs."""
         return self.component_mean.shape[1]
 
     def __repr__(self) -> str:
-        """Size and averages, not the numbers."""
         count, *sizes, outputs = self.component_mean[0].movedim(self.axis, -1).shape
         at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
         size = f"{count} inputs{at}, {outputs} {'output' if outputs == 1 else 'outputs'}"

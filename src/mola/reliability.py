@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["FEWEST", "Curve", "draw_reliability"]
-
 FEWEST = 5
 """Predictions that a bin must hold to be drawn: fewer say nothing about accuracy. They still count in the calibration error."""
 

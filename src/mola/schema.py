@@ -16,8 +16,6 @@ from typing import Any
 
 from mola.errors import StorageError
 
-__all__ = ["SEAL", "Optional", "check", "check_depth", "check_seal", "parse", "sealed", "shortened"]
-
 SEAL = "sha256"
 """Name of the entry that holds the checksum of all others."""
 
@@ -33,15 +31,11 @@ def parse(content: bytes | str) -> Any:
 
     Returns:
         Its values.
-
-    Raises:
-        ValueError: if it is not JSON, or nested too deeply; and from Python, for a number of thousands of digits.
     """
     try:
         value = json.loads(content)
     except RecursionError as error:
-        message = "it is nested too deeply"
-        raise ValueError(message) from error
+        raise ValueError("it is nested too deeply") from error
     check_depth(value)
     return value
 
@@ -51,9 +45,6 @@ def check_depth(value: Any) -> None:
 
     Args:
         value: lists, dictionaries and what is in them.
-
-    Raises:
-        ValueError: if it is.
     """
     inside = [value]
     for _ in range(DEEPEST):
@@ -65,8 +56,7 @@ def check_depth(value: Any) -> None:
         ]
         if not inside:
             return
-    message = "it is nested too deeply"
-    raise ValueError(message)
+    raise ValueError("it is nested too deeply")
 
 
 def _seal(document: Mapping[str, Any]) -> str:
@@ -86,16 +76,12 @@ def check_seal(document: Mapping[str, Any], path: object) -> None:
     Args:
         document: as it was read; those of older versions have no seal.
         path: of the file, for the message.
-
-    Raises:
-        StorageError: if it was changed.
     """
     if SEAL in document and document[SEAL] != _seal(document):
-        message = (
+        raise StorageError(
             f"{path} was changed after it was written: its content does not have the checksum that it names. Copy the file again, or "
             f"make it again; to change a setting, use the Python interface or `mola fit --config`."
         )
-        raise StorageError(message)
 
 
 @dataclass(frozen=True)
@@ -161,5 +147,4 @@ def shortened(value: Any) -> str:
 def _require(holds: bool, path: str, expected: str, value: Any) -> None:
     if not holds:
         found = shortened(value)
-        message = f"the saved document is garbled at {path or 'its top'!r}: expected {expected}, got {found}."
-        raise StorageError(message)
+        raise StorageError(f"the saved document is garbled at {path or 'its top'!r}: expected {expected}, got {found}.")

@@ -37,8 +37,6 @@ try:
 except ImportError as error:
     raise MissingExtraError(feature="MolaClassifier", package="scikit-learn 1.6 or later", extra="sklearn") from error
 
-__all__ = ["MolaClassifier", "MolaRegressor"]
-
 Array = np.ndarray[Any, Any]
 
 STEPS, SMALLEST, LARGEST = 16, 32, 1024
@@ -56,7 +54,7 @@ YES = 0.5
 
 
 class _Networks:
-    """What both estimators share: checked settings, standardised rows, and how networks are trained."""
+    # What both estimators share: checked settings, standardised rows, and how networks are trained.
 
     hidden: Any
     members: int
@@ -76,8 +74,7 @@ class _Networks:
     def _checked_hidden(self) -> list[int]:
         widths: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
         if not widths or not all(isinstance(width, Integral) and int(width) > 0 for width in widths):
-            message = f"hidden must be one or more widths above 0, such as (64,), got {self.hidden!r}."
-            raise OptionError(message)
+            raise OptionError(f"hidden must be one or more widths above 0, such as (64,), got {self.hidden!r}.")
         whole_number(self.members, "members")
         return [int(width) for width in widths]
 
@@ -146,7 +143,7 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
         validation_fraction: float = 0.2,
         random_state: Any = None,
     ) -> None:
-        """Keep the settings; `fit` checks them."""
+        # Keep the settings; `fit` checks them.
         self.hidden = hidden
         self.members = members
         self.epochs = epochs
@@ -161,7 +158,7 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
         self.random_state = random_state
 
     def __sklearn_tags__(self) -> Any:
-        """What the estimator takes, for scikit-learn: several labels, too."""
+        # What the estimator takes, for scikit-learn: several labels, too.
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_label = True
         return tags
@@ -175,10 +172,6 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
 
         Returns:
             The fitted estimator.
-
-        Raises:
-            DataError: if there is only one class, or nothing can be set aside for the rule; scikit-learn refuses what is
-                no table of numbers.
         """
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True)  # noqa: N806
         check_classification_targets(y)
@@ -191,10 +184,9 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
             self.classes_, labels = np.unique(y, return_inverse=True)
         self._likelihood: Likelihood = BERNOULLI if several else CATEGORICAL
         if len(self.classes_) < 2 and not several:
-            message = (
+            raise DataError(
                 f"expected labels of at least 2 classes, got {len(self.classes_)} class: {self.classes_.tolist()}."
             )
-            raise DataError(message)
         rule, hidden = self._chosen_rule(), self._checked_hidden()
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
@@ -218,7 +210,6 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
         return self
 
     def _posterior(self, data: Labelled, hidden: Sequence[int], seed: int) -> MoLA:
-        """Networks trained on the data, and their posterior, not tuned."""
         sizes = data.inputs.shape[1], hidden, len(self.classes_)
         loss = "cross-entropy" if self._likelihood.competing else "binary-cross-entropy"
         networks = train_mlps(*sizes, data, self._recipe(len(data)), members=self.members, seed=seed, loss=loss)
@@ -233,18 +224,12 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
         )
 
     def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
-        """Which rows are for the rule: the same share of every class, at least one, never all of it.
-
-        Raises:
-            OptionError: if the share is none.
-            DataError: if no class can spare a row.
-        """
+        # Which rows are for the rule: the same share of every class, at least one, never all of it.
         if not 0 < self.validation_fraction < 1:
-            message = (
+            raise OptionError(
                 f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}. To set nothing aside, "
                 f'choose rule="evidence" or rule=None.'
             )
-            raise OptionError(message)
         aside = np.zeros(len(labels), dtype=bool)
         if labels.ndim > 1:  # nearly every combination of labels may be there once
             aside[random.permutation(len(labels))[: round(self.validation_fraction * len(labels))]] = True
@@ -253,11 +238,10 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
             share = max(1, round(self.validation_fraction * len(rows)))
             aside[rows[: min(share, len(rows) - 1)]] = True
         if not aside.any():
-            message = (
+            raise DataError(
                 f"expected a class with at least 2 rows, to set some aside for rule={self.rule!r}; got {len(labels)} rows of "
                 f'as many classes. Give more data, or choose rule="evidence".'
             )
-            raise DataError(message)
         return aside
 
     def _predictions(self, X: Any) -> Iterator[Prediction]:  # noqa: N803
@@ -337,7 +321,7 @@ class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[m
         validation_fraction: float = 0.2,
         random_state: Any = None,
     ) -> None:
-        """Keep the settings; `fit` checks them."""
+        # Keep the settings; `fit` checks them.
         self.hidden = hidden
         self.members = members
         self.epochs = epochs
@@ -360,9 +344,6 @@ class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[m
 
         Returns:
             The fitted estimator.
-
-        Raises:
-            OptionError: if a setting cannot be used; scikit-learn refuses what is no table of numbers.
         """
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)  # noqa: N806
         self._single = y.ndim == 1
@@ -385,11 +366,10 @@ class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[m
             self.tuning_ = self.posterior_.tuning
             return self
         if not 0 < self.validation_fraction < 1:
-            message = (
+            raise OptionError(
                 f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}. To set nothing aside, choose "
                 f'rule="evidence" or rule=None.'
             )
-            raise OptionError(message)
         aside = torch.zeros(len(X), dtype=torch.bool)
         share = min(max(1, round(self.validation_fraction * len(X))), len(X) - 1)
         aside[torch.from_numpy(random.permutation(len(X))[:share].copy())] = True
@@ -405,7 +385,6 @@ class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[m
         return self
 
     def _posterior(self, data: Labelled, hidden: Sequence[int], seed: int, meaning: Gaussian) -> RegressionMoLA:
-        """Networks trained on the data, whose targets are standardised for it, and their posterior, not tuned."""
         width = data.labels.shape[1]
         location, scale = meaning.widths(width)
         standard = Labelled(data.inputs, (data.labels - location) / scale)
@@ -431,7 +410,6 @@ class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[m
         return made
 
     def __sklearn_tags__(self) -> Any:
-        """Several targets are taken."""
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
@@ -475,11 +453,10 @@ class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[m
 
 
 def _taken_over(tuned: MoLA, final: MoLA) -> MoLA:
-    """The posterior of other networks with what was chosen for these: prior precision, temperature, cooling by distance.
-
-    What is usual was measured on data that no network for all data has left unseen. So it is taken over as a ratio to the training
-    data: held-out data are that much farther than those, and the networks for all data have training data of their own.
-    """
+    # The posterior of other networks with what was chosen for these: prior precision, temperature, cooling by distance.
+    # What is usual was measured on data that no network for all data has left unseen. So it is taken over as a ratio to
+    # the training data: held-out data are that much farther than those, and the networks for all data have training
+    # data of their own.
     final = final.with_prior_precision(tuned.prior_precision)
     cooling = tuned.cooling
     if cooling.usual is None or not final.has_distances:
@@ -495,7 +472,8 @@ def _training_scales(posterior: MoLA) -> list[Scale]:
 
 
 def _by_ratio(held_out: float, before: float, now: float) -> float:
-    """Held-out data relative to training data, for other training data; as it was where features are all alike in training."""
+    # Held-out data relative to training data, for other training data; as it was where features are all alike in
+    # training.
     return held_out * now / before if before > 0 and now > 0 else held_out
 
 
@@ -504,6 +482,6 @@ def _rows(data: Labelled, chosen: Tensor) -> Labelled:
 
 
 def _moments(rows: Array) -> tuple[Array, Array]:
-    """Mean and standard deviation of each column; 1 for one that is constant up to rounding."""
+    # Mean and standard deviation of each column; 1 for one that is constant up to rounding.
     mean, scale = rows.mean(0), rows.std(0)
     return mean, np.where(scale <= ROUNDING * np.abs(mean), 1.0, scale)

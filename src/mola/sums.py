@@ -48,21 +48,6 @@ from mola.saving.archive import CLASSES
 from mola.saving.storage import DOCUMENT
 from mola.schema import Optional, check
 
-__all__ = [
-    "START",
-    "Kept",
-    "SumsCheckpoint",
-    "batch_checksum",
-    "describe_heads",
-    "difference",
-    "empty_factors",
-    "heads_from",
-    "identity_of",
-    "on_device",
-    "sum_up",
-    "with_tensors",
-]
-
 
 def empty_factors(structure: Structure, features: int, outputs: int, log_likelihood: float | None) -> Factors:
     """The neutral element of `+`: sums over nothing."""
@@ -149,7 +134,6 @@ def difference(first: dict[str, Any], second: dict[str, Any]) -> str | None:
 
 
 def _shortened(expected: dict[str, Any], got: dict[str, Any]) -> str:
-    """The entries of two heads that differ."""
     differing = [name for name in expected if expected[name] != got.get(name)]
     if differing == ["weights"]:
         return "its weights are other ones"
@@ -246,20 +230,11 @@ class SumsCheckpoint:
         every: batches between two checkpoints.
         rank: of this process.
         size: number of processes; each keeps its own sums, of its own shard.
-
-    Raises:
-        OptionError: if `every` is not a whole number above 0.
     """
 
     def __init__(self, folder: str | Path | None, every: int, rank: int, size: int) -> None:
-        """Note the place.
-
-        Raises:
-            OptionError: if `every` is not a whole number above 0.
-        """
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            message = f"checkpoint_every must be a whole number of batches above 0, got {every!r}."
-            raise OptionError(message)
+            raise OptionError(f"checkpoint_every must be a whole number of batches above 0, got {every!r}.")
         self.every, self.rank, self.size = every, rank, size
         self.folder = None if folder is None else Path(folder)
 
@@ -283,9 +258,6 @@ class SumsCheckpoint:
 
         Returns:
             How far the fit was.
-
-        Raises:
-            StorageError: if the folder holds another fit, or is damaged.
         """
         if self.folder is None:
             return Kept()
@@ -295,15 +267,15 @@ class SumsCheckpoint:
         document, tensors = storage.read(self.place, KIND, SCHEMA)
         words = difference(document["identity"], identity)
         if words is not None:
-            message = (
+            raise StorageError(
                 f"{self.folder} is the checkpoint of another fit: {words}. Pass what that fit was given, or delete the folder to "
                 f"start from zero."
             )
-            raise StorageError(message)
         lengths = {name: len(document[name]) for name in ("heads", "counts", "log_likelihoods")}
         if set(lengths.values()) != {len(identity["networks"])}:
-            message = f"{self.place} is garbled: entries for {lengths} networks. Delete the folder to start from zero."
-            raise StorageError(message)
+            raise StorageError(
+                f"{self.place} is garbled: entries for {lengths} networks. Delete the folder to start from zero."
+            )
         totals = [
             self._factors(index, entry, document, tensors, structure, likelihood.latent(entry["classes"]))
             for index, entry in enumerate(document["heads"])
@@ -325,7 +297,7 @@ class SumsCheckpoint:
         )
 
     def _inputs(self, document: dict[str, Any]) -> tuple[int, int]:
-        """Inputs that were read, and those with rows in the sums; older versions knew no difference, and counted rows."""
+        # Inputs that were read, and those with rows in the sums; older versions knew no difference, and counted rows.
         if "inputs" not in document:
             return document["counts"][0], document["counts"][0]
         check(document, {"inputs": {"read": int, "used": int}}, "")
@@ -334,11 +306,6 @@ class SumsCheckpoint:
     def _class_sums(
         self, index: int, head: dict[str, Any], tensors: dict[str, Tensor], groups: int
     ) -> ClassSums | None:
-        """What was kept for distances.
-
-        Raises:
-            StorageError: if some of it is missing, or of another shape.
-        """
         found = {name: tensors.get(f"{index}.{CLASSES}{name}") for name in ClassSums.shapes(0, 0)}
         if all(one is None for one in found.values()):
             return None
@@ -348,27 +315,20 @@ class SumsCheckpoint:
         for name, shape in ClassSums.shapes(width, groups).items():
             one = found[name]
             if one is None or one.shape != shape or one.dtype != torch.float64 or width > head["features"]:
-                message = (
+                raise StorageError(
                     f"{self.place}: tensor {index}.{CLASSES}{name} is missing or of another shape. Delete the folder to start "
                     f"from zero."
                 )
-                raise StorageError(message)
         return ClassSums(**{name: one for name, one in found.items() if one is not None})
 
     def _refuse_other_teams(self) -> None:
-        """Refuse a folder that another number of processes wrote.
-
-        Raises:
-            StorageError: if it did.
-        """
         for found in Path(self.folder or "").glob("rank-*-of-*"):
             size = re.fullmatch(r"rank-\d+-of-(\d+)", found.name)
             if size is not None and int(size[1]) != self.size:
-                message = (
+                raise StorageError(
                     f"{self.folder} is the checkpoint of a fit by {size[1]} processes, got {self.size}: their shards were other ones. "
                     f"Start {size[1]} processes, or delete the folder to start from zero."
                 )
-                raise StorageError(message)
 
     def _factors(
         self,
@@ -388,8 +348,9 @@ class SumsCheckpoint:
         }
         for name, like in empty.tensors().items():
             if name not in named or named[name].shape != like.shape or named[name].dtype != like.dtype:
-                message = f"{self.place}: tensor {index}.{name} is missing or of another shape. Delete the folder to start from zero."
-                raise StorageError(message)
+                raise StorageError(
+                    f"{self.place}: tensor {index}.{name} is missing or of another shape. Delete the folder to start from zero."
+                )
         return with_tensors(empty, document["counts"][index], document["log_likelihoods"][index], named)
 
     def save(self, identity: dict[str, Any], kept: Kept) -> None:
@@ -496,17 +457,12 @@ def sum_up(
 
     Returns:
         Heads and sums, the same bits on every rank.
-
-    Raises:
-        OptionError: if ranks differ in more than their data, or sums of ranks cannot be added.
-        DataError: if there are no data.
     """
     if team.size > 1 and structure.settings().get("running_average") is not None:
-        message = (
+        raise OptionError(
             "a running average depends on the order of the batches, and several processes have none. Use Kron() without "
             "running_average: its sums are exact and merge."
         )
-        raise OptionError(message)
     plain = team.size == 1 and not checkpoints.active
     work = Work(
         networks,
@@ -557,26 +513,20 @@ def sum_up(
 
 
 def _with_positions(head: Head, work: Work) -> Head:
-    """A head that knows how its outputs at many positions are used.
-
-    Raises:
-        OptionError: if there are such, and an average runs over batches.
-    """
     if head.positions is None:
         return head
     if work.structure.settings().get("running_average") is not None:
-        message = (
+        raise OptionError(
             "a running average takes each batch as a whole, and a batch of outputs at many positions is read in portions. Use Kron() "
             "without running_average."
         )
-        raise OptionError(message)
     return replace(head, positions=replace(work.positions, axes=head.positions.axes))
 
 
 def _averaged(
     inputs: int, factors: Sequence[Factors], classes: Sequence[ClassSums | None]
 ) -> tuple[list[Factors], list[ClassSums | None]]:
-    """Sums over positions as if each input were one datum: its positions' average, where all inputs have equally many."""
+    # Sums over positions as if each input were one datum: its positions' average, where all inputs have equally many.
     scaled: list[Factors] = []
     for one in factors:
         share = inputs / one.count
@@ -588,74 +538,51 @@ def _averaged(
 
 
 def _taken_up(kept: Kept) -> list[Totals]:
-    """The sums that a checkpoint holds."""
     totals = list(kept.totals or ())
     classes: Sequence[ClassSums | None] = kept.classes or [None] * len(totals)
     return [Totals(*one) for one in zip(totals, classes, strict=True)]
 
 
 def _check_room(heads: Sequence[Head], likelihood: Likelihood) -> None:
-    """Refuse sums for distances that do not fit in memory.
-
-    Raises:
-        StructureTooLargeError: if they do not.
-    """
     needed = sum(8 * (likelihood.groups(head.classes) * head.width + packed_size(head.width)) for head in heads)
     free = free_memory()
     if free is not None and needed > free:
-        message = (
+        raise StructureTooLargeError(
             f"the sums for distances take {needed / 1e9:.1f} GB ({heads[0].classes:,} classes x {heads[0].width:,} features), "
             f"and {free / 1e9:.1f} GB are free. Fit with distances=False: all but rule='distance' works without them."
         )
-        raise StructureTooLargeError(message)
 
 
 def _skip(batches: Iterator[Any], kept: Kept) -> None:
-    """Read past the batches that are in the sums already.
-
-    Raises:
-        StorageError: if they are other batches than those.
-    """
     checksum = Kept().checksum
     for index in range(kept.batches):
         try:
             checksum = batch_checksum(checksum, next(batches))
         except StopIteration:
-            message = (
+            raise StorageError(
                 f"the checkpoint holds sums of {kept.batches} batches, but the training loader has only {index}: it is not the "
                 f"loader that this fit began with. Pass that one, or delete the checkpoint to start from zero."
-            )
-            raise StorageError(message) from None
+            ) from None
     if checksum != kept.checksum:
-        message = (
+        raise StorageError(
             f"the first {kept.batches} batches of the training loader are not those in the checkpoint: the data, their order or the "
             f"batch size have changed. Going on would count some data twice and others never. Pass the same data unshuffled, or "
             f"delete the checkpoint to start from zero."
         )
-        raise StorageError(message)
 
 
 def _check_kept(kept: Kept, heads: list[dict[str, Any]]) -> None:
-    """Refuse sums of other heads.
-
-    Raises:
-        StorageError: if the checkpoint's are others.
-    """
     words = difference({"heads": kept.heads}, {"heads": heads})
     if words is not None:
-        message = f"the checkpoint is of another fit: {words}. Pass what that fit was given, or delete the checkpoint."
-        raise StorageError(message)
+        raise StorageError(
+            f"the checkpoint is of another fit: {words}. Pass what that fit was given, or delete the checkpoint."
+        )
 
 
 def _agree(
     work: Work, heads: list[Head] | None, labelled: bool | None, options: dict[str, Any]
 ) -> tuple[list[Head], bool]:
-    """See that all ranks do the same; a rank without data learns the heads from those that have some.
-
-    Raises:
-        OptionError: if ranks differ in more than their data.
-        DataError: if no rank has data, or only some have labels.
-    """
+    # See that all ranks do the same; a rank without data learns the heads from those that have some.
     own = (
         work.identity
         | options
@@ -672,23 +599,22 @@ def _agree(
         for rank, one in enumerate(everyone):
             if one["labelled"] is not None and one["labelled"] != everyone[lead]["labelled"]:
                 have, lack = (lead, rank) if everyone[lead]["labelled"] else (rank, lead)
-                message = f"the batches of rank {have} have labels, those of rank {lack} have none. Give labels to all or none."
-                raise DataError(message)
+                raise DataError(
+                    f"the batches of rank {have} have labels, those of rank {lack} have none. Give labels to all or none."
+                )
             words = difference(everyone[lead], one)
             if words is not None:
-                message = (
+                raise OptionError(
                     f"rank {rank} is not doing the same work as rank {lead}: {words}. Pass the same networks and options in every "
                     f"process; only the data differ."
                 )
-                raise OptionError(message)
         own = everyone[lead]
     agreed = work.team.share({"heads": own["heads"], "labelled": own["labelled"]})
     if heads is None:
         heads = heads_from(work.networks, agreed["heads"])
         words = difference(agreed, {"heads": describe_heads(heads)})
         if words is not None:
-            message = f"this rank has no data, and other networks than those that have some: {words}."
-            raise OptionError(message)
+            raise OptionError(f"this rank has no data, and other networks than those that have some: {words}.")
     return heads, agreed["labelled"]
 
 
@@ -703,7 +629,6 @@ def _stream(
     labelled: bool | None,
     progress: bool,
 ) -> tuple[list[Totals], int]:
-    """Sums, and the number of inputs that have rows in them."""
     structure, likelihood, checkpoints = work.structure, work.likelihood, work.checkpoints
     # A checkpoint comes back in main memory; sums go on where the features are.
     places = [device_of_sums(one) for one in first]
@@ -771,13 +696,11 @@ def _stream(
 
 
 def _no_sums(work: Work, head: Head, width: int, place: torch.device) -> ClassSums:
-    """Sums for distances over nothing, of so many features."""
     return ClassSums.empty(width, work.likelihood.groups(head.classes), place)
 
 
 @torch.no_grad()  # a loader may need gradients of its own: not around the whole pass
 def _absorb(work: Work, total: Totals, portions: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> None:
-    """Take portions of a batch into the sums."""
     for features, logits, labels in portions:
         known = None if labels is None else work.likelihood.known(labels)
         if labels is not None and known is not None:  # data without any label leave no trace
@@ -801,7 +724,7 @@ def _absorb(work: Work, total: Totals, portions: Iterable[tuple[Tensor, Tensor, 
 def _portions(
     buffer: RowBuffer, seen: Features, labels: Tensor | None, rows: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Features with the constant 1, logits and labels, in float64 and at most `rows` at a time: a batch may be large."""
+    # Features with the constant 1, logits and labels, in float64 and at most `rows` at a time: a batch may be large.
     count = len(seen.logits)
     for start in range(0, count, rows or count):
         part = slice(start, None if rows is None else start + rows)
@@ -815,7 +738,6 @@ def _portions(
 def _classes_over_all(
     work: Work, heads: Sequence[Head], totals: Sequence[Totals], factors: Sequence[Factors]
 ) -> list[ClassSums | None]:
-    """Sums for distances of all ranks, in main memory; None where some data are not in them."""
     if not work.distances:
         return [None] * len(heads)
     own = (
@@ -842,7 +764,6 @@ def _classes_over_all(
 def _over_all(
     work: Work, heads: Sequence[Head], totals: Sequence[Factors | None], *, labelled: bool | None
 ) -> list[Factors]:
-    """Sums of all ranks, in main memory."""
     nothing = 0.0 if labelled else None
     # No sums: of a rank without data, or of data that all lack labels.
     given: Sequence[Factors | None] = totals or [None] * len(heads)

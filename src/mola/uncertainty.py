@@ -16,28 +16,6 @@ from mola.errors import OptionError
 from mola.laplace import LogitMoments
 from mola.likelihood import CATEGORICAL, Likelihood
 
-__all__ = [
-    "energies",
-    "energy_score",
-    "entropy",
-    "entropy_of_all",
-    "entropy_score",
-    "epistemic_share",
-    "expected_sigmoid",
-    "far_field_score",
-    "fine_entropy",
-    "label_energy_score",
-    "max_logit_score",
-    "max_probability_score",
-    "mutual_information",
-    "outlier_score",
-    "outlier_terms",
-    "share_of",
-    "softmax_and_entropy",
-    "spread_draws",
-]
-
-
 SPREAD_DRAWS = 64
 """Most draws of the logits behind the aleatoric-epistemic split of a prediction."""
 
@@ -87,7 +65,7 @@ def fine_entropy(probs: Tensor) -> Tensor:
 
 
 def _log_of_one_plus(values: Tensor) -> Tensor:
-    """`log1p` by Kahan's formula, for graphs: ONNX has none, and atanh in its place was slower in onnxruntime."""
+    # `log1p` by Kahan's formula, for graphs: ONNX has none, and atanh in its place was slower in onnxruntime.
     whole = 1 + values
     return torch.where(whole == 1, values, whole.log() * (values / (whole - 1)))
 
@@ -158,13 +136,9 @@ def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
     Returns:
         (...), higher = more outlying.
-
-    Raises:
-        OptionError: if the temperature is not positive and finite.
     """
     if not 0 < temperature < float("inf"):
-        message = f"temperature must be positive and finite, got {temperature!r}."
-        raise OptionError(message)
+        raise OptionError(f"temperature must be positive and finite, got {temperature!r}.")
     return -temperature * torch.logsumexp(logits / temperature, dim=-1)
 
 
@@ -397,14 +371,15 @@ def expected_sigmoid(mean: Tensor, variance: Tensor, dtype: torch.dtype = torch.
 
 
 def _normal_below(values: Tensor) -> Tensor:
-    """The normal distribution function; ONNX has no `erfc`, without which small values lose their digits."""
+    # The normal distribution function; ONNX has no `erfc`, without which small values lose their digits.
     if torch.compiler.is_compiling():
         return (1 + torch.erf(values / math.sqrt(2))) / 2
     return torch.special.ndtr(values)
 
 
 def _share_of_each_label(moments: Sequence[LogitMoments], weights: Sequence[float]) -> Tensor:
-    """The epistemic share (n, C) of labels that are yes or no: each logit is one Gaussian number, and nothing has to be drawn."""
+    # The epistemic share (n, C) of labels that are yes or no: each logit is one Gaussian number, and nothing has to be
+    # drawn.
     mean = moments[0].mean
     shares = []
     rows = max(1, IN_CACHE // (NODES * mean.shape[1]))
@@ -418,10 +393,8 @@ def _share_of_each_label(moments: Sequence[LogitMoments], weights: Sequence[floa
 
 
 def _add_draws(drawn: Tensor, weight: float, mixed: Tensor, within: Tensor) -> None:
-    """Add what draws (n, S, C) of the logits say to (n, 4, C) and (n,): probabilities by quarters, and entropies.
-
-    As `softmax_and_entropy`, which graphs use, with fewer passes over memory; the draws are overwritten.
-    """
+    # Add what draws (n, S, C) of the logits say to (n, 4, C) and (n,): probabilities by quarters, and entropies. As
+    # `softmax_and_entropy`, which graphs use, with fewer passes over memory; the draws are overwritten.
     count, draws, classes = drawn.shape
     below = drawn.sub_(drawn.amax(-1, keepdim=True))
     raised = below.exp()

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import mola
-from mola.app.jobs.networks import build_networks, timm_builder
+from mola.app.jobs.networks import build_networks
 from mola.errors import OptionError, StorageError
 from mola.hub import Measured
+from mola.lab.named_networks import timm_builder
 from mola.saving.weights_files import load_weights, read_state
 
 SCRIPT = "<script>alert(1)</script>"

@@ -17,10 +17,10 @@ import torch
 from PIL import Image
 
 import mola
-from mola.lab.data.catalogue import DATASETS, data_directory, has_images, load_images, split_validation
+from mola.lab.data.catalogue import DATASETS, data_directory, has_images, load_images
 from mola.lab.data.cifar10_c import load_cifar10_c
 from mola.lab.data.files import Original, verify
-from mola.lab.data.images import NORMALISATIONS, Images, Normalisation, normalisation
+from mola.lab.data.images import NORMALISATIONS, Images, Normalisation, normalisation, split_validation
 from mola.lab.data.readers import read_plain_pickle
 from mola.lab.data.transforms import flip_and_crop, in_colour, rotate
 

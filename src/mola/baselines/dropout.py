@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from mola.baselines.noise import loaded_likelihood, only_means, saved_likelihood
-from mola.baselines.sgd import check_seed, derived_seeds
+from mola.baselines.sgd import derived_seeds
 from mola.errors import OptionError, located
 from mola.likelihood import Likelihood, as_likelihood
 from mola.mixture import Mixture
 from mola.network import Inputs, call, check_finite, undisturbed
 from mola.network.fingerprint import NETWORK, require_network, signature_of
+from mola.numerics import check_seed
 from mola.options import whole_number
 from mola.saving import storage
-
-__all__ = ["McDropout"]
 
 MASKS = 0
 """Purpose of the seeds of the draws."""
@@ -53,9 +52,6 @@ class McDropout(Mixture):
         samples: number of draws.
         seed: of the masks.
         likelihood: what the outputs mean, as for `mola.fit`.
-
-    Raises:
-        OptionError: if there is no dropout layer, the network says variances, too, or the number of draws is not positive.
     """
 
     def __init__(
@@ -66,18 +62,12 @@ class McDropout(Mixture):
         seed: int = 0,
         likelihood: str | Likelihood = "categorical",
     ) -> None:
-        """Borrow the network.
-
-        Raises:
-            OptionError: if it has no dropout, or says variances, too.
-        """
         samples = whole_number(samples, "samples")
         if not _active(model):
-            message = (
+            raise OptionError(
                 f"{type(model).__name__} has no dropout layer with a probability above 0, so that every draw would be the "
                 f"same. Expected nn.Dropout or its relatives as layers; calls of torch.nn.functional.dropout cannot be seen."
             )
-            raise OptionError(message)
         meaning = only_means(as_likelihood(likelihood), "Monte Carlo dropout")
         super().__init__([partial(_one_draw, self, index) for index in range(samples)], likelihood=meaning)
         self.network, self.samples, self.seed = model, samples, check_seed(seed)
@@ -99,7 +89,6 @@ class McDropout(Mixture):
         return self._draws(inputs, derived_seeds(self.seed if seed is None else seed, MASKS, self.samples))
 
     def _draws(self, inputs: Inputs, seeds: Sequence[int]) -> list[Tensor]:
-        """Probabilities of draws with these seeds."""
         members = []
         with _door, undisturbed(self.network), located("models[0]"):
             for seed in seeds:
@@ -142,7 +131,6 @@ class McDropout(Mixture):
 
 
 def _one_draw(predictor: McDropout, index: int, inputs: Inputs) -> Tensor:
-    """Probabilities of one draw."""
     return predictor._draws(inputs, derived_seeds(predictor.seed, MASKS, index + 1)[-1:])[0]
 
 
@@ -152,11 +140,6 @@ def _active(network: nn.Module) -> list[_DropoutNd]:
 
 @contextmanager
 def _masked(network: nn.Module, seed: int) -> Iterator[None]:
-    """Dropout layers of a network in eval mode drop as in training, with masks of that seed.
-
-    Yields:
-        Nothing.
-    """
     generator = torch.Generator("cpu").manual_seed(seed)
     handles = [module.register_forward_hook(_dropping(generator)) for module in _active(network)]
     # Transformers have a faster way in eval mode, which packs padded sequences, and leaves layers out.

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from tqdm.auto import tqdm
 
 from mola.baselines.mimo_network import HeadNetwork, Trunk, stack_inputs, widen
-from mola.baselines.sgd import check_seed, derived_seeds, seeded
+from mola.baselines.sgd import derived_seeds, seeded
 from mola.errors import DataError, OptionError, StorageError
 from mola.fitting import fit
 from mola.laplace import Structure
@@ -31,12 +31,11 @@ from mola.mixture import Mixture
 from mola.network import Inputs, as_batch, batch_count, call, check_finite, peek, undisturbed
 from mola.network.calling import Differentiable
 from mola.network.fingerprint import signature_of
+from mola.numerics import check_seed
 from mola.options import whole_number
 from mola.posterior import MoLA
 from mola.saving import storage
 from mola.saving.training_checkpoint import DivergedError, TrainingCheckpoint, all_tensors, blame_inputs
-
-__all__ = ["MakeOptimiser", "MakeSchedule", "Mimo", "member_rows", "mimo_mola", "train_members"]
 
 TRAINING = 0
 """Purpose of the seeds of the epochs."""
@@ -106,9 +105,6 @@ def train_members(
         seed: of the orders, dropout and augmentation.
         checkpoint: folder to keep the state in after every epoch; None keeps nothing.
         progress: whether to show a progress bar on stderr, if that is a terminal.
-
-    Raises:
-        DivergedError: naming the epoch, if the loss is no longer finite.
     """
     _check(epochs, batch_repetition, input_repetition, seed)
     chosen = (optimiser or papers_optimiser)(network.parameters())
@@ -145,17 +141,15 @@ def train_members(
                 rates.step()
         if not math.isfinite(total):
             rate = chosen.param_groups[0]["lr"]
-            message = (
+            raise DivergedError(
                 f"MIMO diverged in epoch {epoch + 1} of {epochs} at learning rate {rate:g}. Lower the learning rate."
             )
-            raise DivergedError(message)
         if keeper is not None:
             keeper.save(epoch + 1, network, chosen, rates)
     network.eval()
 
 
 def _loss(logits: Tensor, labels: Tensor, place: str) -> Tensor:
-    """Mean over rows of the sum over heads."""
     total = logits.new_zeros(())
     with torch.enable_grad():
         for own, wanted in zip(logits, labels, strict=True):
@@ -165,23 +159,18 @@ def _loss(logits: Tensor, labels: Tensor, place: str) -> Tensor:
 
 
 def _labelled(raw: Any, place: str) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of a batch.
-
-    Raises:
-        DataError: if there are no labels, not one for each input, or the inputs are not one tensor.
-    """
     batch = as_batch(raw, place)
     if not isinstance(batch.inputs, Tensor) or batch.inputs.dim() < 2:
-        message = f"{place}: MIMO stacks inputs along dimension 1; expected one tensor (n, channels, ...) as inputs."
-        raise DataError(message)
+        raise DataError(
+            f"{place}: MIMO stacks inputs along dimension 1; expected one tensor (n, channels, ...) as inputs."
+        )
     if batch.labels is None or len(batch.labels) != len(batch.inputs):
-        message = f"{place}: expected (inputs, labels) with a label for each of {len(batch.inputs)} inputs."
-        raise DataError(message)
+        raise DataError(f"{place}: expected (inputs, labels) with a label for each of {len(batch.inputs)} inputs.")
     return batch.inputs, batch.labels
 
 
 def _batches_in(loader: Iterable[Any], network: nn.Module, seed: int) -> int:
-    """Number of batches in an epoch; they are counted where the loader does not know."""
+    # Number of batches in an epoch; they are counted where the loader does not know.
     known = batch_count(loader)
     if known:
         return known
@@ -198,10 +187,9 @@ def _check(epochs: int, batch_repetition: int, input_repetition: float, seed: in
     whole_number(epochs, "epochs")
     whole_number(batch_repetition, "batch_repetition")
     if not 0 <= input_repetition <= 1:
-        message = (
+        raise OptionError(
             f"input_repetition must lie between 0 (independent) and 1 (the same for all), got {input_repetition!r}."
         )
-        raise OptionError(message)
     check_seed(seed)
 
 
@@ -216,26 +204,18 @@ class Mimo(Mixture):
         members: number of inputs and heads K.
         example: a batch of inputs, to find the first and the last layer with.
         seed: of the new weights of these two layers.
-
-    Raises:
-        OptionError: if the architecture cannot be widened.
     """
 
     def __init__(self, model: nn.Module, members: int = 3, *, example: Tensor, seed: int = 0) -> None:
-        """Widen a copy of the network.
-
-        Raises:
-            OptionError: if it cannot be.
-        """
         if not isinstance(model, nn.Module):
-            message = f"model: expected one nn.Module, whose architecture is widened; got {type(model).__name__}."
-            raise OptionError(message)
+            raise OptionError(
+                f"model: expected one nn.Module, whose architecture is widened; got {type(model).__name__}."
+            )
         members = whole_number(members, "members")
         if not isinstance(example, Tensor) or example.dim() < 2 or len(example) == 0:
-            message = (
+            raise OptionError(
                 "example: MIMO stacks inputs along dimension 1; expected one tensor (n, channels, ...) with n > 0."
             )
-            raise OptionError(message)
         super().__init__([partial(_one_member, self, index) for index in range(members)])
         with torch.inference_mode(False):
             trunk, heads = widen(copy.deepcopy(model), members, example, check_seed(seed))
@@ -317,24 +297,19 @@ class Mimo(Mixture):
 
         Returns:
             Logits.
-
-        Raises:
-            DataError: if there are not K batches.
         """
         batches = [inputs] * self.members if isinstance(inputs, Tensor) else list(inputs)
         if len(batches) != self.members:
-            message = f"expected one batch, or {self.members} (one for each head); got {len(batches)}."
-            raise DataError(message)
+            raise DataError(f"expected one batch, or {self.members} (one for each head); got {len(batches)}.")
         with undisturbed(self), torch.no_grad():
             features = call(self.trunk.network, stack_inputs(batches))
             return torch.stack([head(features) for head in self.heads])
 
     def _member_probs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
         if not isinstance(inputs, Tensor):
-            message = (
+            raise DataError(
                 f"MIMO takes one tensor as inputs, which it repeats along dimension 1; got {type(inputs).__name__}."
             )
-            raise DataError(message)
         logits = self.logits(inputs)
         for own in logits:
             check_finite(own)
@@ -364,9 +339,6 @@ class Mimo(Mixture):
 
         Returns:
             The trained network.
-
-        Raises:
-            StorageError: if the files are damaged, or the architecture is another.
         """
         document, tensors = storage.read(directory, "mimo", SCHEMA)
         mimo = cls(model, document["members"], example=example)
@@ -374,11 +346,10 @@ class Mimo(Mixture):
         found, expected = ({name: tuple(tensor.shape) for name, tensor in part.items()} for part in (tensors, own))
         wrong = sorted({name for name, _ in found.items() ^ expected.items()})
         if wrong:
-            message = (
+            raise StorageError(
                 f"{directory} does not fit {type(model).__name__} with {mimo.members} members: {wrong[0]} and "
                 f"{len(wrong) - 1} more are missing, unknown, or of another shape. Pass the same architecture."
             )
-            raise StorageError(message)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
@@ -386,7 +357,6 @@ class Mimo(Mixture):
 
 
 def _one_member(mimo: Mimo, index: int, inputs: Tensor) -> Tensor:
-    """Probabilities of one head."""
     return mimo._member_probs(inputs, None)[index]
 
 

@@ -23,8 +23,6 @@ from mola.errors import DataError, HeadError, OptionError
 from mola.network import Head, call, find_head, undisturbed
 from mola.network.calling import Differentiable
 
-__all__ = ["HeadNetwork", "Trunk", "Widened", "stack_inputs", "widen"]
-
 FIRST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -37,15 +35,12 @@ class Widened(NamedTuple):
 
 
 def stack_inputs(inputs: list[Tensor]) -> Tensor:
-    """K batches as one, side by side along the channels.
-
-    Raises:
-        DataError: if they have none.
-    """
+    """K batches as one, side by side along the channels."""
     if any(batch.dim() < 2 for batch in inputs):
         shape = tuple(inputs[0].shape)
-        message = f"expected inputs (n, channels, ...), got shape {shape}. A single input needs a batch: inputs[None]."
-        raise DataError(message)
+        raise DataError(
+            f"expected inputs (n, channels, ...), got shape {shape}. A single input needs a batch: inputs[None]."
+        )
     return torch.cat(inputs, dim=1)
 
 
@@ -60,15 +55,13 @@ def widen(network: nn.Module, members: int, example: Tensor, seed: int) -> Widen
 
     Returns:
         The trunk and the heads.
-
-    Raises:
-        OptionError: if the architecture cannot be widened.
     """
     with undisturbed(network):
         head = find_head(network, example)
         if not isinstance(head.layer, nn.Linear) or head.positions is not None:
-            message = "MIMO needs a network that ends in an nn.Linear and gives one row of logits for each input, not many positions."
-            raise OptionError(message)
+            raise OptionError(
+                "MIMO needs a network that ends in an nn.Linear and gives one row of logits for each input, not many positions."
+            )
         name, first = _first_layer(network, head, example)
         generator = torch.Generator("cpu").manual_seed(seed)
         heads = [_drawn_head(head.layer, generator) for _ in range(members)]
@@ -79,11 +72,13 @@ def widen(network: nn.Module, members: int, example: Tensor, seed: int) -> Widen
         try:
             features = call(network, stack_inputs([example] * members))
         except (DataError, HeadError) as error:
-            message = _refusal(network, name, f"the widened network fails on stacked inputs: {error}")
-            raise OptionError(message) from error
+            raise OptionError(
+                _refusal(network, name, f"the widened network fails on stacked inputs: {error}")
+            ) from error
     if features.shape != (len(example), head.layer.in_features):
-        message = _refusal(network, name, f"the trunk gives shape {tuple(features.shape)} to heads of {heads[0]}.")
-        raise OptionError(message)
+        raise OptionError(
+            _refusal(network, name, f"the trunk gives shape {tuple(features.shape)} to heads of {heads[0]}.")
+        )
     return Widened(network, heads)
 
 
@@ -95,11 +90,6 @@ def _refusal(network: nn.Module, name: str, reason: str) -> str:
 
 
 def _first_layer(network: nn.Module, head: Head, example: Tensor) -> tuple[str, nn.Module]:
-    """The first layer that runs, and its name.
-
-    Raises:
-        OptionError: if it cannot be widened.
-    """
     ran: list[tuple[str, nn.Module]] = []
     handles = [
         module.register_forward_pre_hook(lambda module, _, name=name: ran.append((name, module)))
@@ -112,23 +102,21 @@ def _first_layer(network: nn.Module, head: Head, example: Tensor) -> tuple[str, 
         for handle in handles:
             handle.remove()
     if not ran:
-        message = (
+        raise OptionError(
             f"{type(network).__name__} has no linear or convolutional layer before its head {head.name!r}, which the "
             f"inputs could share: MIMO needs a trunk."
         )
-        raise OptionError(message)
     name, first = ran[0]
     if getattr(first, "groups", 1) != 1:
-        message = _refusal(network, name, f"it is a grouped convolution ({first}).")
-        raise OptionError(message)
+        raise OptionError(_refusal(network, name, f"it is a grouped convolution ({first})."))
     if parametrize.is_parametrized(first) or parametrize.is_parametrized(head.layer):
-        message = _refusal(network, name, "it, or the head, is parametrised (weight or spectral normalisation).")
-        raise OptionError(message)
+        raise OptionError(
+            _refusal(network, name, "it, or the head, is parametrised (weight or spectral normalisation).")
+        )
     return name, first
 
 
 def _resampled(entries: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
-    """A parameter whose entries are drawn with replacement from those of another."""
     flat = entries.detach().flatten()
     index = torch.randint(len(flat), shape, generator=generator, device="cpu").to(flat.device)
     return nn.Parameter(flat[index])
@@ -154,7 +142,6 @@ def _widened_layer(layer: nn.Module, members: int, generator: torch.Generator) -
 
 
 def _replace(network: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in the place of another, wherever it is registered."""
     for parent in list(network.modules()):
         for name, child in parent._modules.items():
             if child is old:
@@ -223,7 +210,7 @@ class Trunk(nn.Module):
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Whether two batches hold the same numbers: one that was moved to a device is a new tensor for every head."""
+    # Whether two batches hold the same numbers: one that was moved to a device is a new tensor for every head.
     return first.dtype == second.dtype and first.device == second.device and torch.equal(first, second)
 
 

@@ -22,8 +22,6 @@ from mola.regression import RegressionMoLA
 from mola.saving.archive import pack_likelihood, unpack_likelihood
 from mola.saving.storage import COOLED_VERSION
 
-__all__ = ["best_factors", "loaded_likelihood", "only_means", "saved_likelihood", "scale_noise"]
-
 STEPS = 60
 """Of golden sections: the interval shrinks to a part in 10^12."""
 
@@ -34,14 +32,11 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def only_means(likelihood: Likelihood, what: str) -> Likelihood:
-    """A likelihood for a predictor whose members say means or probabilities, and nothing else.
-
-    Raises:
-        OptionError: if networks say their variance, too.
-    """
+    """A likelihood for a predictor whose members say means or probabilities, and nothing else."""
     if isinstance(likelihood, Gaussian) and likelihood.heteroscedastic:
-        message = f"{what} averages means: networks that say their variance, too, go through mola.fit or mola.ensemble."
-        raise OptionError(message)
+        raise OptionError(
+            f"{what} averages means: networks that say their variance, too, go through mola.fit or mola.ensemble."
+        )
     return likelihood
 
 
@@ -51,16 +46,11 @@ def saved_likelihood(likelihood: Likelihood) -> dict[str, Any]:
 
 
 def loaded_likelihood(document: dict[str, Any], what: str) -> Likelihood:
-    """What `saved_likelihood` said.
-
-    Raises:
-        StorageError: if it cannot be used for such a predictor.
-    """
+    """What `saved_likelihood` said."""
     try:
         return only_means(unpack_likelihood(document), what)
     except OptionError as error:
-        message = f"the saved likelihood cannot be used: {error}"
-        raise StorageError(message) from error
+        raise StorageError(f"the saved likelihood cannot be used: {error}") from error
 
 
 def scale_noise(predictor: Mixture, val_loader: Iterable[Any]) -> Any:
@@ -73,22 +63,16 @@ def scale_noise(predictor: Mixture, val_loader: Iterable[Any]) -> Any:
 
     Returns:
         A predictor of the same kind.
-
-    Raises:
-        OptionError: if it does not predict numbers, or has curvature.
-        DataError: if there are no validation data, or their targets cannot be used.
     """
     likelihood = predictor.likelihood
     if not isinstance(likelihood, Gaussian):
-        message = (
+        raise OptionError(
             f"scale_noise is for numbers, got likelihood {likelihood.name!r}: for classes, use mola.temperature_scaled."
         )
-        raise OptionError(message)
     if isinstance(predictor, RegressionMoLA) and predictor.structure is not None:
-        message = (
+        raise OptionError(
             "the noise of a posterior of mola.fit is chosen with its prior precision: call posterior.tune(val_loader)."
         )
-        raise OptionError(message)
     unit: Any = likelihood if likelihood.noise is not None else replace(likelihood, noise=likelihood.scale)
     if likelihood.noise is None and likelihood.heteroscedastic:
         unit = replace(likelihood, noise=1.0)
@@ -98,40 +82,34 @@ def scale_noise(predictor: Mixture, val_loader: Iterable[Any]) -> Any:
         place = f"batch {index} of the validation loader"
         batch = as_batch(raw, place)
         if batch.labels is None:
-            message = f"{place} has no targets. Yield (inputs, targets)."
-            raise DataError(message)
+            raise DataError(f"{place} has no targets. Yield (inputs, targets).")
         said = started._predict_batch(batch.inputs, None, place).cpu()
         if said.component_mean.dim() > 3:
-            message = (
+            raise OptionError(
                 "scale_noise takes predictors with one row of numbers for each input, and this one predicts at many positions. Give "
                 "the noise: mola.Gaussian(noise=...)."
             )
-            raise OptionError(message)
         parts.append(said)
         with located(place):
             given = said._targets(batch.labels)
         if not bool(torch.isfinite(given).all()):
-            message = f"{place}: targets must be finite. Leave out rows without a target."
-            raise DataError(message)
+            raise DataError(f"{place}: targets must be finite. Leave out rows without a target.")
         targets.append(given)
     if not parts:
-        message = "the validation loader is empty: it yielded no batch."
-        raise DataError(message)
+        raise DataError("the validation loader is empty: it yielded no batch.")
     said = type(parts[0]).concatenate(parts)
     observed = torch.cat(targets)
     if bool((said.component_mean == observed).all(1).any()):
-        message = (
+        raise DataError(
             "a network predicts all validation targets of an output exactly: they say nothing of its noise. Pass "
             "mola.Gaussian(noise=...)."
         )
-        raise DataError(message)
     factors = best_factors(said.weights, said.component_mean, said.component_variance, said.component_noise, observed)
     noise = torch.tensor(unit.noise, dtype=torch.float64, device="cpu").expand(len(factors)) * factors
     return _with(predictor, replace(likelihood, noise=tuple(noise.tolist()), estimated=True))
 
 
 def _with(predictor: Any, likelihood: Gaussian) -> Any:
-    """The predictor with another noise."""
     if isinstance(predictor, RegressionMoLA):
         return predictor._with(components=[one.of_likelihood(likelihood) for one in predictor.components])
     return predictor.of_likelihood(likelihood)

@@ -24,17 +24,6 @@ from mola.options import is_real
 from mola.saving.training_checkpoint import DivergedError
 from mola.tuning.rules import ConfidenceThreshold
 
-__all__ = [
-    "LearningRateTuning",
-    "as_rates",
-    "check_seed",
-    "choose_learning_rate",
-    "derived_seeds",
-    "has_statistics",
-    "recompute_statistics",
-    "seeded",
-]
-
 
 def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
     """`count` seeds of one purpose.
@@ -125,7 +114,7 @@ def recompute_statistics(network: nn.Module, loader: Iterable[Any]) -> dict[str,
 
 
 def _rows(inputs: Any) -> int:
-    """Size of a batch: that of its first tensor."""
+    # Size of a batch: that of its first tensor.
     if isinstance(inputs, Tensor):
         return len(inputs)
     return _rows(next(iter(inputs.values() if hasattr(inputs, "values") else inputs)))
@@ -173,17 +162,13 @@ def as_rates(given: Any) -> tuple[list[float], bool]:
 
     Returns:
         All of them, and whether there were several to choose from.
-
-    Raises:
-        OptionError: if it is neither.
     """
     if getattr(given, "ndim", None) == 0:  # of numpy or torch
         given = given.item()
     several = isinstance(given, Iterable) and not isinstance(given, str)
     values = [one.item() if getattr(one, "ndim", None) == 0 else one for one in (given if several else [given])]
     if not all(map(is_real, values)):
-        message = f"learning_rate must be a finite number above 0, or several to choose from; got {given!r}."
-        raise OptionError(message)
+        raise OptionError(f"learning_rate must be a finite number above 0, or several to choose from; got {given!r}.")
     return [*map(float, values)], several
 
 
@@ -197,9 +182,6 @@ def score(predictor: Mixture, loader: Iterable[Any], *, labelled: bool) -> dict[
 
     Returns:
         Scores by name.
-
-    Raises:
-        DataError: if labels are missing.
     """
     probs, labels = [], []
     for index, raw in enumerate(peek(loader, "the validation loader")[1]):
@@ -209,8 +191,9 @@ def score(predictor: Mixture, loader: Iterable[Any], *, labelled: bool) -> dict[
         if batch.labels is not None:
             labels.append(CATEGORICAL.check_labels(batch.labels, probs[-1], place))
         elif labelled:
-            message = f"{place} has no labels, which the threshold needs. Yield (inputs, labels), or pass a confidence."
-            raise DataError(message)
+            raise DataError(
+                f"{place} has no labels, which the threshold needs. Yield (inputs, labels), or pass a confidence."
+            )
     joined = torch.cat(probs)
     scores = {"confidence": mean_confidence(joined)}
     if labels:
@@ -241,10 +224,6 @@ def choose_learning_rate(
 
     Returns:
         The predictor and the record.
-
-    Raises:
-        DivergedError: if every rate diverges; `OptionError` if there is no rate, no validation data, or the rule has a
-            grid of its own.
     """
     rule = rule or ConfidenceThreshold()
     _check(rates, val_loader, rule)
@@ -273,8 +252,7 @@ def choose_learning_rate(
             best = (scores["confidence"], rate, made)
     else:
         if best is None:
-            message = f"SWAG diverged at every learning rate of {sorted(rates)}. {notes[-1]}"
-            raise DivergedError(message)
+            raise DivergedError(f"SWAG diverged at every learning rate of {sorted(rates)}. {notes[-1]}")
         notes.append(
             f"no learning rate of {sorted(rates)} meets the threshold, a mean confidence of at least {threshold:.4f}, on "
             f"the validation data; took {best[1]:g}, the most confident with {best[0]:.4f}. Try smaller rates."
@@ -288,13 +266,10 @@ def choose_learning_rate(
 
 def _check(rates: Sequence[float], val_loader: Iterable[Any] | None, rule: ConfidenceThreshold) -> None:
     if not rates:
-        message = "learning_rate: expected a number, or at least one of them to choose from; got none."
-        raise OptionError(message)
+        raise OptionError("learning_rate: expected a number, or at least one of them to choose from; got none.")
     if val_loader is None:
-        message = f"choosing among the learning rates {list(rates)} needs validation data: pass val_loader."
-        raise OptionError(message)
+        raise OptionError(f"choosing among the learning rates {list(rates)} needs validation data: pass val_loader.")
     if rule.grid is not None:
-        message = (
+        raise OptionError(
             "rule: a grid of prior precisions says nothing about learning rates; pass the rates as learning_rate=[...]."
         )
-        raise OptionError(message)

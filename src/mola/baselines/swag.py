@@ -23,7 +23,6 @@ from mola.baselines.noise import loaded_likelihood, only_means, saved_likelihood
 from mola.baselines.sgd import (
     LearningRateTuning,
     as_rates,
-    check_seed,
     choose_learning_rate,
     derived_seeds,
     has_statistics,
@@ -38,24 +37,13 @@ from mola.mixture import Mixture
 from mola.network import Inputs, call, check_finite, undisturbed
 from mola.network.calling import WithTensors
 from mola.network.fingerprint import signature_of
+from mola.numerics import check_seed
 from mola.options import is_real, whole_number
 from mola.saving import storage
 from mola.saving.storage import DOCUMENT
 from mola.saving.training_checkpoint import all_tensors, below
 from mola.schema import Optional
 from mola.tuning.rules import ConfidenceThreshold
-
-__all__ = [
-    "ONE_RATE",
-    "MultiSwag",
-    "Swag",
-    "SwagParts",
-    "draw",
-    "multi_swag",
-    "read_swag",
-    "statistics_of_draws",
-    "write_swag",
-]
 
 SCHEMA = {
     "snapshots": int,
@@ -80,7 +68,7 @@ class SwagParts(NamedTuple):
 
 
 def _rest(network: nn.Module, moved: set[str]) -> dict[str, Tensor]:
-    """What of a network did not move: frozen parameters, and buffers."""
+    # What of a network did not move: frozen parameters, and buffers.
     named = [*network.named_parameters(), *network.named_buffers()]
     return {name: tensor.detach() for name, tensor in named if name not in moved}
 
@@ -106,9 +94,6 @@ def read_swag(directory: str | Path, network: nn.Module) -> SwagParts:
 
     Returns:
         The parts.
-
-    Raises:
-        StorageError: if the files are damaged, or the snapshots are of another network.
     """
     document, tensors = storage.read(directory, "swag", SCHEMA)
     moved = set(below(tensors, "moments.mean."))
@@ -124,11 +109,10 @@ def read_swag(directory: str | Path, network: nn.Module) -> SwagParts:
         or document["scale"] < 0
     ):
         named = f"{wrong[0]} and {len(wrong) - 1} more" if wrong else "a number"
-        message = (
+        raise StorageError(
             f"{directory} does not fit {type(network).__name__}: {named} of the saved SWAG is missing, unknown, or of "
             f"another shape or size. Pass a network of the same architecture as the one it was made from."
         )
-        raise StorageError(message)
     with torch.no_grad():
         for name, tensor in rest.items():
             tensor.copy_(tensors[f"network.{name}"])
@@ -186,15 +170,13 @@ def statistics_of_draws(
 
     Returns:
         Buffers (samples, ...) by name; none where the network keeps no statistics.
-
-    Raises:
-        OptionError: if there are statistics to make, and no data.
     """
     if not has_statistics(network):
         return {}
     if loader is None:
-        message = "the network has BatchNorm, whose statistics belong to each draw: pass train_loader to make them."
-        raise OptionError(message)
+        raise OptionError(
+            "the network has BatchNorm, whose statistics belong to each draw: pass train_loader to make them."
+        )
     parameters, passes = dict(network.named_parameters()), derived_seeds(seed, PASSES, samples)
     found: list[dict[str, Tensor]] = []
     bar = tqdm(range(samples), desc="BatchNorm statistics", disable=None if progress else True, leave=False)
@@ -215,7 +197,6 @@ def statistics_of_draws(
 
 
 def _kept(folder: Path, identity: dict[str, Any]) -> dict[str, Tensor] | None:
-    """What was kept of this very draw, if it was."""
     if not (folder / DOCUMENT).exists():
         return None
     document, tensors = storage.read(folder, KIND, {"identity": {}})
@@ -252,7 +233,6 @@ class Swag(Mixture):
         tuning: LearningRateTuning | None = None,
         likelihood: Likelihood = CATEGORICAL,
     ) -> None:
-        """Bind a network, its moments, and the statistics of the draws."""
         super().__init__([partial(_sampled, self, index) for index in range(samples)], likelihood=likelihood)
         parameters = dict(network.named_parameters())
         with torch.no_grad():
@@ -307,19 +287,15 @@ class Swag(Mixture):
 
         Returns:
             The predictor.
-
-        Raises:
-            OptionError: if an option cannot be used; `DataError` if the data cannot, or the path diverges.
         """
         rates, several = as_rates(learning_rate)
         if not several and (val_loader is not None or rule is not None):
             raise OptionError(ONE_RATE)
         meaning = only_means(as_likelihood(likelihood), "SWAG")
         if several and not meaning.discrete:
-            message = (
+            raise OptionError(
                 "SWAG chooses among learning rates by the confidence in classes: for numbers, pass one learning_rate."
             )
-            raise OptionError(message)
         paths = {rate: SgdPath(rate, rank, momentum, weight_decay, check_seed(seed)) for rate in rates}
         trainable(model)
         epochs, samples = whole_number(epochs, "epochs", 2), whole_number(samples, "samples")
@@ -399,13 +375,11 @@ class Swag(Mixture):
 
         Returns:
             Tensors by the names the network has for them.
-
-        Raises:
-            OptionError: if there is no such draw.
         """
         if not 0 <= index < self.samples:
-            message = f"index must be one of the {self.samples} draws, from 0 to {self.samples - 1}; got {index!r}."
-            raise OptionError(message)
+            raise OptionError(
+                f"index must be one of the {self.samples} draws, from 0 to {self.samples - 1}; got {index!r}."
+            )
         own = all_tensors(self.network)
         name, mean = next(iter(self.moments.mean.items()))
         if mean.device != own[name].device:  # the network was moved
@@ -450,7 +424,6 @@ class Swag(Mixture):
 
 
 def _sampled(swag: Swag, index: int, inputs: Inputs) -> Tensor:
-    """Probabilities of one draw."""
     with located(f"draw {index}"):
         logits = swag.likelihood.check_outputs(call(WithTensors(swag.network, swag.sample(index)), inputs))
         check_finite(logits)
@@ -458,19 +431,13 @@ def _sampled(swag: Swag, index: int, inputs: Inputs) -> Tensor:
 
 
 def _own_copy(model: nn.Module) -> nn.Module:
-    """A copy that shares nothing with the user's network.
-
-    Raises:
-        OptionError: if it cannot be copied.
-    """
     try:
         return copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:
-        message = (
+        raise OptionError(
             f"{type(model).__name__} cannot be copied ({error}), and SWAG trains a copy. Pass a network that "
             f"copy.deepcopy takes: one without locks, open files, or results of earlier passes."
-        )
-        raise OptionError(message) from error
+        ) from error
 
 
 def _drawn(
@@ -492,8 +459,7 @@ def _checked_scale(scale: float | None, rank: int) -> float:
     if scale is None:
         return 0.5 if rank else 1.0
     if not (is_real(scale) and math.isfinite(scale) and scale >= 0):
-        message = f"scale must be a finite number, not negative; got {scale!r}."
-        raise OptionError(message)
+        raise OptionError(f"scale must be a finite number, not negative; got {scale!r}.")
     return float(scale)
 
 
@@ -510,7 +476,6 @@ class MultiSwag(Mixture):
     """
 
     def __init__(self, swags: Sequence[Swag], tuning: LearningRateTuning | None = None) -> None:
-        """Bind the SWAGs."""
         super().__init__(swags)
         self.swags, self.tuning = tuple(swags), tuning
 
@@ -539,17 +504,13 @@ class MultiSwag(Mixture):
 
         Returns:
             The predictor.
-
-        Raises:
-            StorageError: if the files are damaged, or there are not as many networks.
         """
         document, _ = storage.read(directory, "multi-swag", {"swags": [str], "tuning": SCHEMA["tuning"]})
         names = document["swags"]
         networks = ensemble(models).networks
         networks = networks * len(names) if len(networks) == 1 else networks
         if not names or len(networks) != len(names):
-            message = f"{directory} was saved with {len(names)} SWAGs, got {len(networks)} models."
-            raise StorageError(message)
+            raise StorageError(f"{directory} was saved with {len(names)} SWAGs, got {len(networks)} models.")
         tuning = None if document["tuning"] is None else LearningRateTuning.from_json(document["tuning"])
         return cls(
             [Swag.load(Path(directory) / Path(name).name, own) for name, own in zip(names, networks, strict=True)],
@@ -583,9 +544,6 @@ def multi_swag(
 
     Returns:
         The mixture.
-
-    Raises:
-        OptionError: if an option cannot be used.
     """
     networks = ensemble(models).networks
     seeds = derived_seeds(seed, MEMBERS, len(networks))

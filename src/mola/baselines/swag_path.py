@@ -32,8 +32,6 @@ from mola.network.fingerprint import signature_of
 from mola.options import is_real
 from mola.saving.training_checkpoint import DivergedError, TrainingCheckpoint, blame_inputs
 
-__all__ = ["Moments", "SgdPath", "trainable", "walk_epoch"]
-
 SMALLEST_VARIANCE = 1e-30
 """Where a weight did not move."""
 
@@ -154,9 +152,6 @@ class SgdPath:
         momentum: of SGD, without Nesterov's change.
         weight_decay: in the gradient.
         seed: of the order of the data, dropout and augmentation.
-
-    Raises:
-        OptionError: if a number cannot be used.
     """
 
     learning_rate: float
@@ -166,24 +161,16 @@ class SgdPath:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            OptionError: if one cannot be used.
-        """
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            message = f"learning_rate must be a finite number above 0, got {self.learning_rate!r}."
-            raise OptionError(message)
+            raise OptionError(f"learning_rate must be a finite number above 0, got {self.learning_rate!r}.")
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0 or self.rank == 1:
-            message = f"rank must be 0 (the diagonal form) or a whole number of at least 2, got {self.rank!r}."
-            raise OptionError(message)
+            raise OptionError(f"rank must be 0 (the diagonal form) or a whole number of at least 2, got {self.rank!r}.")
         usable = is_real(self.momentum) and is_real(self.weight_decay)
         if not (usable and 0 <= self.momentum < 1 and math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            message = (
+            raise OptionError(
                 f"momentum must lie in [0, 1) and weight_decay must be finite and not negative, got {self.momentum!r} "
                 f"and {self.weight_decay!r}."
             )
-            raise OptionError(message)
 
     def follow(
         self,
@@ -210,10 +197,6 @@ class SgdPath:
 
         Returns:
             The moments of the parameters that require gradients.
-
-        Raises:
-            DivergedError: naming the epoch, if the loss or the weights are no longer finite, or the loss is many times that
-                of guessing.
         """
         weights = trainable(network)
         optimiser = torch.optim.SGD(
@@ -243,12 +226,11 @@ class SgdPath:
             snapshot = {name: tensor.detach() for name, tensor in weights.items()}
             finite = math.isfinite(loss) and all(bool(torch.isfinite(tensor).all()) for tensor in snapshot.values())
             if not (finite and loss <= LOST * chance):
-                message = (
+                raise DivergedError(
                     f"SWAG diverged in epoch {epoch + 1} of {epochs} at learning rate {self.learning_rate:g}: the mean "
                     f"loss is {loss:.4g}, and {chance:.4g} where nothing is known. Lower the learning rate; if none is low enough, "
                     f"the network did not fit these data to begin with."
                 )
-                raise DivergedError(message)
             moments = moments.add(snapshot, self.rank)
             if keeper is not None:
                 keeper.save(moments.count, network, optimiser, more=moments.tensors())
@@ -263,20 +245,17 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
 
     Returns:
         At least one.
-
-    Raises:
-        OptionError: if all are frozen, or this is no network.
     """
     if not isinstance(network, nn.Module):
-        message = f"expected one trained nn.Module, got {type(network).__name__}. For several, use mola.multi_swag."
-        raise OptionError(message)
+        raise OptionError(
+            f"expected one trained nn.Module, got {type(network).__name__}. For several, use mola.multi_swag."
+        )
     found = {name: tensor for name, tensor in network.named_parameters() if tensor.requires_grad}
     if not found:
-        message = (
+        raise OptionError(
             f"no parameter of {type(network).__name__} requires gradients, so that SGD has nothing to move. "
             f"Call network.requires_grad_(True), or leave at least the last layer free."
         )
-        raise OptionError(message)
     return found
 
 
@@ -286,11 +265,7 @@ def walk_epoch(
     optimiser: torch.optim.Optimizer,
     likelihood: Likelihood = CATEGORICAL,
 ) -> tuple[float, float]:
-    """One epoch; the mean loss of its batches, and that of guessing: for numbers, of the mean of all targets.
-
-    Raises:
-        DataError: if a batch has no labels.
-    """
+    """One epoch; the mean loss of its batches, and that of guessing: for numbers, of the mean of all targets."""
     network.train()
     differentiable = Differentiable(network)
     total, batches, chance = 0.0, 0, math.inf
@@ -298,8 +273,7 @@ def walk_epoch(
         place = f"batch {index} of the training loader"
         batch = as_batch(raw, place)
         if batch.labels is None:
-            message = f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
-            raise DataError(message)
+            raise DataError(f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'.")
         logits = likelihood.check_outputs(call(differentiable, batch.inputs))
         labels = likelihood.check_labels(batch.labels, logits, place)
         optimiser.zero_grad()

@@ -35,16 +35,6 @@ from mola.saving import storage
 from mola.tuning.candidates import read_held_out
 from mola.uncertainty import entropy, max_probability_score, mutual_information
 
-__all__ = [
-    "TemperatureScaled",
-    "as_classes",
-    "fit_member_temperatures",
-    "fit_pooled_temperature",
-    "fit_temperature",
-    "pooled_log_probabilities",
-    "temperature_scaled",
-]
-
 REACH = 1e4
 """Temperatures from 1/REACH to REACH times the mean range of the logits are tried: beyond, nothing changes any more."""
 
@@ -127,7 +117,7 @@ def pooled_log_probabilities(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def _questions(logits: Tensor, likelihood: Likelihood) -> Tensor:
-    """Logits (K, ..., C) as those of classes: for yes or no (K, ..., C, 2), where no has the logit 0."""
+    # Logits (K, ..., C) as those of classes: for yes or no (K, ..., C, 2), where no has the logit 0.
     return logits if likelihood.competing else torch.stack([torch.zeros_like(logits), logits], dim=-1)
 
 
@@ -141,19 +131,14 @@ def as_classes(logits: Tensor, labels: Tensor, likelihood: Likelihood) -> tuple[
 
 
 def _checked(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits as (K, n, C) in float64, and labels as indices.
-
-    Raises:
-        DataError: if they do not fit.
-    """
+    # Logits as (K, n, C) in float64, and labels as indices.
     if logits.dim() == 2:
         logits = logits[None]
     if logits.dim() != 3 or not logits.is_floating_point() or 0 in logits.shape or logits.shape[-1] < 2:
-        message = (
+        raise DataError(
             f"logits: expected shape (members, data, classes) with at least one datum and 2 classes, got "
             f"{logits.dtype} of shape {tuple(logits.shape)}."
         )
-        raise DataError(message)
     lifted = exact(logits.detach())
     for member in lifted:
         check_finite(member)
@@ -161,7 +146,6 @@ def _checked(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _loss(members: Tensor, labels: Tensor, weights: Tensor, log_temperature: float) -> tuple[float, float]:
-    """The loss and its slope in the logarithm of the temperature."""
     scale, loss, slope = math.exp(-log_temperature), 0.0, 0.0
     log_weights = weights.to(members).log()[:, None]
     step = max(1, AT_ONCE // members[:, 0].numel())
@@ -177,7 +161,7 @@ def _loss(members: Tensor, labels: Tensor, weights: Tensor, log_temperature: flo
 
 
 def _minimise(loss: Callable[[float], tuple[float, float]], low: float, high: float, points: int) -> tuple[float, bool]:
-    """Where a smooth function is least between two ends, and whether that is an end; `loss` gives value and slope."""
+    # Where a smooth function is least between two ends, and whether that is an end; `loss` gives value and slope.
     positions = torch.linspace(low, high, points, dtype=torch.float64, device="cpu").tolist()
     positions[0], positions[-1] = low, high
     values = [loss(position) for position in positions]
@@ -192,7 +176,6 @@ def _minimise(loss: Callable[[float], tuple[float, float]], low: float, high: fl
 
 
 def _bisect(loss: Callable[[float], tuple[float, float]], left: float, right: float) -> float:
-    """Where the slope changes from falling to rising."""
     while right - left > 1e-12:
         middle = (left + right) / 2
         left, right = (middle, right) if loss(middle)[1] < 0 else (left, middle)
@@ -212,9 +195,6 @@ class TemperatureScaled(Mixture):
         weights: "uniform", or K numbers that sum to 1.
         pooled: whether probabilities are averaged first, and their logarithm divided by the temperature.
         likelihood: what the networks' outputs mean: "categorical" or "bernoulli".
-
-    Raises:
-        OptionError: if a temperature is not a finite number above 0, or there are several for a pool.
     """
 
     def __init__(
@@ -226,11 +206,6 @@ class TemperatureScaled(Mixture):
         pooled: bool = False,
         likelihood: str | Likelihood = "categorical",
     ) -> None:
-        """Bind networks and temperatures.
-
-        Raises:
-            OptionError: if they do not fit.
-        """
         plain = ensemble(models, weights, likelihood=_discrete(likelihood))
         super().__init__(plain.components, plain.weights, likelihood=plain.likelihood)
         self.components, self.pooled = plain.components, pooled
@@ -238,27 +213,20 @@ class TemperatureScaled(Mixture):
             float(value) for value in per_component(temperatures, len(plain.components), "temperatures")
         )
         if not all(math.isfinite(value) and value > 0 for value in self.temperatures):
-            message = f"temperatures must be finite numbers above 0, got {list(self.temperatures)}."
-            raise OptionError(message)
+            raise OptionError(f"temperatures must be finite numbers above 0, got {list(self.temperatures)}.")
         if pooled and len(set(self.temperatures)) > 1:
-            message = f"a pool has one temperature, got {list(self.temperatures)}."
-            raise OptionError(message)
+            raise OptionError(f"a pool has one temperature, got {list(self.temperatures)}.")
         self._watches = [Watch(network) for network in self.networks]
 
     def _check_networks(self, *, thorough: bool = False) -> None:
-        """Notice a network that was changed: the temperature was another one's.
-
-        Raises:
-            OptionError: if its numbers are not what they were, in whatever precision.
-        """
+        # Notice a network that was changed: the temperature was another one's.
         for index, watch in enumerate(self._watches):
             changed = watch.changed(thorough=thorough)
             if changed:
-                message = (
+                raise OptionError(
                     f"models[{index}]: the network changed since its temperature was chosen ({', '.join(changed[:3])}"
                     f"{', ...' if len(changed) > 3 else ''}). Choose it again: mola.temperature_scaled(...)."
                 )
-                raise OptionError(message)
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
@@ -281,11 +249,7 @@ class TemperatureScaled(Mixture):
             return self._probabilities(logits)[0]
 
     def _logits(self, inputs: Inputs) -> Tensor:
-        """Logits (K, n, C).
-
-        Raises:
-            DataError: if the numbers of classes differ, or outputs are at many positions.
-        """
+        # Logits (K, n, C).
         members = []
         self._check_networks()
         with undisturbed(*self.networks, passes_only=True):
@@ -293,21 +257,19 @@ class TemperatureScaled(Mixture):
                 with located(f"models[{index}]"):
                     found = component.observed(inputs)
                     if isinstance(found, DenseFeatures):
-                        message = (
+                        raise DataError(
                             "temperature scaling gives one row for each input, and this network has outputs at many positions. Use "
                             "mola.ensemble(models).with_temperature(temperature), which keeps their layout."
                         )
-                        raise DataError(message)
                     members.append(found.mean)
                     check_finite(members[-1])
         classes = [logits.shape[1] for logits in members]
         if len(set(classes)) > 1:
-            message = f"expected networks with the same number of classes, got {classes}."
-            raise DataError(message)
+            raise DataError(f"expected networks with the same number of classes, got {classes}.")
         return torch.stack(members)
 
     def _probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the whole (n, C), and of each member (K, n, C)."""
+        # Of the whole (n, C), and of each member (K, n, C).
         said = self.likelihood.probabilities
         if self.pooled:
             asked = _questions(logits, self.likelihood)
@@ -362,17 +324,13 @@ class TemperatureScaled(Mixture):
 
         Returns:
             The predictor.
-
-        Raises:
-            StorageError: if the files are damaged, or a network is another.
         """
         document, _ = storage.read(directory, "temperature", SCHEMA)
         networks = ensemble(models).networks
         if len(networks) != len(document["networks"]):
-            message = (
+            raise StorageError(
                 f"{directory} was saved with {counted(len(document['networks']), 'network')}, got {len(networks)}."
             )
-            raise StorageError(message)
         for index, (network, saved) in enumerate(zip(networks, document["networks"], strict=True)):
             require_network(network, saved, f"models[{index}]")
         meaning = document.get("likelihood", CATEGORICAL.name)  # said only where it is another
@@ -381,8 +339,7 @@ class TemperatureScaled(Mixture):
                 networks, document["temperatures"], document["weights"], pooled=document["pooled"], likelihood=meaning
             )
         except OptionError as error:
-            message = f"the saved document holds a value that cannot be used: {error}"
-            raise StorageError(message) from error
+            raise StorageError(f"the saved document holds a value that cannot be used: {error}") from error
         loaded._watches = [Watch(*pair) for pair in zip(networks, document["networks"], strict=True)]
         return loaded
 
@@ -437,17 +394,11 @@ def temperature_scaled(
 
 
 def _discrete(likelihood: str | Likelihood) -> Likelihood:
-    """The likelihood, if its outputs are logits.
-
-    Raises:
-        OptionError: if they are numbers.
-    """
     chosen = as_likelihood(likelihood)
     if not chosen.discrete or type(chosen) is not LIKELIHOODS.get(chosen.name):
         known = ", ".join(repr(name) for name, kind in LIKELIHOODS.items() if kind.discrete)
-        message = (
+        raise OptionError(
             f"a temperature divides logits, and likelihood {chosen.name!r} has none: it is for {known}. Numbers have a noise instead: "
             f"use mola.scale_noise."
         )
-        raise OptionError(message)
     return chosen

@@ -25,8 +25,6 @@ from mola.errors import DataError, OptionError, StorageError
 from mola.saving.storage import partial_file
 from mola.schema import SEAL
 
-__all__ = ["HeadOnly", "RowWriter", "Seen", "Stored", "TensorFile", "TensorFiles", "written_rows"]
-
 BATCH = 1024
 """Rows of a batch that is fitted on or predicted."""
 
@@ -45,8 +43,6 @@ NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tensors of a safetensors file begin and end, and what the file says of itself."""
-
     start: int
     """Bytes before the first tensor."""
     entries: dict[str, dict[str, Any]]
@@ -103,9 +99,6 @@ class TensorFile:
     Args:
         path: of the file.
         content: what it holds, in words for messages.
-
-    Raises:
-        StorageError: if the file is truncated or was changed.
     """
 
     _sound: dict[Path, tuple[int, int]] = {}  # noqa: RUF012  (files whose checksum has been compared, by size and time)
@@ -126,12 +119,10 @@ class TensorFile:
         else:
             reason = ""
         if not whole:
-            message = f"{path} is not a whole file of {content}{reason}. Delete it: it will be made again."
-            raise StorageError(message)
+            raise StorageError(f"{path} is not a whole file of {content}{reason}. Delete it: it will be made again.")
         self._sound[path] = state
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a tensor."""
         return name in self.layout.entries
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -177,7 +168,6 @@ class TensorFiles:
         self.starts, self.count = [0, *ends[:-1]], int(ends[-1])
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a tensor."""
         return name in self.parts[0]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -260,8 +250,7 @@ class RowWriter:
 
     def _require(self, holds: bool, found: int) -> None:
         if not holds:
-            message = f"expected {self.count} data of {self.metadata.get('set', 'the set')}, got {found}."
-            raise DataError(message)
+            raise DataError(f"expected {self.count} data of {self.metadata.get('set', 'the set')}, got {found}.")
 
     def finish(self, path: Path) -> None:
         """Write the header with the checksum of what was written; `DataError` if there are fewer rows than expected."""
@@ -329,17 +318,14 @@ class Stored:
 
     @classmethod
     def open(cls, paths: Sequence[Path | Sequence[Path]]) -> Stored:
-        """From one file for each network, or from its files in the order of their rows; all of the same set.
-
-        Raises:
-            OptionError: if the networks have different numbers of outputs.
-        """
+        """From one file for each network, or from its files in the order of their rows; all of the same set."""
         listed = [[one] if isinstance(one, Path) else list(one) for one in paths]
         files = tuple(TensorFile(one[0]) if len(one) == 1 else TensorFiles(one) for one in listed)
         outputs = [file.shape("logits")[1] for file in files]
         if len(set(outputs)) > 1:
-            message = f"the networks of a mixture tell the same classes apart, got {outputs} outputs: leave out those that differ."
-            raise OptionError(message)
+            raise OptionError(
+                f"the networks of a mixture tell the same classes apart, got {outputs} outputs: leave out those that differ."
+            )
         return cls(files)
 
     def first(self, count: int | None) -> Stored:
@@ -391,7 +377,6 @@ class Stored:
             yield Seen(torch.stack(features, dim=1), torch.stack(logits, dim=1), labels, widths)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of (features, labels)."""
         for seen in self.slices():
             yield from zip(seen.batches(), torch.split(seen.labels, BATCH), strict=True)
 

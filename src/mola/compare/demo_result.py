@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from mola.compare.record import Comparison, LabelledResult, OutlierResult, Role
 
-__all__ = ["COOLED", "METHODS", "TEST", "Array", "DemoResult", "DemoSettings", "DistanceResult", "MoonsResult"]
-
 COOLED = "MoLA (distance)"
 """MoLA whose logits are cooled by the distance from the training classes."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from mola.compare.record import Comparison, OutlierResult, Record
 
-__all__ = ["evaluation_document", "short"]
-
 
 def short(name: str, names: tuple[str, ...]) -> str:
     """What a set is called where there is little room: the last part of its path, if that tells it from the others."""
@@ -106,5 +104,5 @@ def _outside(result: OutlierResult) -> dict[str, Any]:
 
 
 def _shares(histogram: list[int], count: int) -> list[float]:
-    """Shares of inputs in 25 bins of confidence, each two of a record's."""
+    # Shares of inputs in 25 bins of confidence, each two of a record's.
     return [sum(pair) / count for pair in zip(histogram[::2], histogram[1::2], strict=True)]

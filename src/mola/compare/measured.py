@@ -45,20 +45,6 @@ from mola.metrics import (
     passing_threshold,
 )
 
-__all__ = [
-    "CLEAR",
-    "Lead",
-    "Measurement",
-    "area_between",
-    "calibration_error",
-    "excess_risk",
-    "lead",
-    "mean_area_of_labels",
-    "mean_of",
-    "pass_rate",
-    "root_mean_of",
-]
-
 CLEAR = 2.0
 """Standard errors by which a number must lead every other before it is called the best: about 95 % of chance lie within."""
 
@@ -126,7 +112,7 @@ def calibration_error(confidence: Tensor, correct: Tensor, bins: int, groups: Te
 
 
 def _placements(scores: Tensor, among: Tensor) -> Tensor:
-    """For each score the share of the others that lie below it, ties counting half."""
+    # For each score the share of the others that lie below it, ties counting half.
     ordered = among.sort().values
     below, not_above = torch.searchsorted(ordered, scores), torch.searchsorted(ordered, scores, right=True)
     return (below + not_above).double() / (2 * len(among))
@@ -221,7 +207,8 @@ def lead(found: Mapping[tuple[str, ...], Measurement], better: Literal["low", "h
     sign = 1 if better == "high" else -1
 
     def rivals(name: tuple[str, ...]) -> dict[tuple[str, ...], tuple[float, float, float | None]]:
-        """Of the other methods: how many errors they are behind, by how much, and the error; not those that are the same."""
+        # Of the other methods: how many errors they are behind, by how much, and the error; not those that are the
+        # same.
         behind: dict[tuple[str, ...], tuple[float, float, float | None]] = {}
         for other, theirs in found.items():
             gap = found[name].minus(theirs)

@@ -25,8 +25,6 @@ from mola.errors import MolaWarning, OptionError
 from mola.options import one_of
 from mola.uncertainty import entropy_score, max_probability_score
 
-__all__ = ["PAPER", "RULES", "WEIGHTS", "Fitted", "LastLayer", "Material", "Method", "four_methods", "noting"]
-
 FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
 """Outlier scores of bare features and logits, by name."""
 
@@ -136,7 +134,6 @@ class LastLayer:
     """Whether to compare outlier scores, those of the bare features and logits included."""
 
     def __post_init__(self) -> None:
-        """Check the names."""
         one_of(self.rule, tuple(RULES), "rule")
         one_of(self.weights, WEIGHTS, "weights")
 
@@ -150,16 +147,13 @@ class LastLayer:
         return settings
 
     def fit(self, material: Material) -> Fitted:
-        """Fit on stored training activations, or on sums, and tune on stored validation activations.
-
-        Raises:
-            OptionError: if there are sums alone, of logits that would have to be divided first.
-        """
+        """Fit on stored training activations, or on sums, and tune on stored validation activations."""
         validation = self._read(material, "validation")
         train = self._read(material, "train") if material.sums is None else None
         if train is None and self.temperature and self.structure is not None:
-            message = f"{self.name} divides the logits before they are summed, which takes stored training data: leave --stream out."
-            raise OptionError(message)
+            raise OptionError(
+                f"{self.name} divides the logits before they are summed, which takes stored training data: leave --stream out."
+            )
         start = time.perf_counter()
         with noting() as notes:
             networks = validation.heads
@@ -177,7 +171,6 @@ class LastLayer:
 
         @cache
         def detectors() -> FeatureScores:
-            """Made when a set of outliers first asks for them; none without stored training data."""
             return {} if train is None else material.detectors(train, validation)
 
         def answer(seen: Seen, scores: bool) -> Answer:

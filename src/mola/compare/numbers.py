@@ -22,17 +22,6 @@ from mola.compare.record import LabelledResult, NumbersDetail, OutputResult
 from mola.compare.tally import INPUT, Tally
 from mola.regression_prediction import RegressionPrediction
 
-__all__ = [
-    "LEVELS",
-    "NOMINAL",
-    "NumbersAnswer",
-    "differences",
-    "numbers_leads",
-    "numbers_measured",
-    "numbers_result",
-    "output_measured",
-]
-
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 """Probabilities of the intervals that tables show."""
 
@@ -194,7 +183,8 @@ def numbers_result(tally: Tally, outputs: Sequence[str]) -> LabelledResult:
 
 
 def _spread(tally: Tally, place: int) -> list[list[float]]:
-    """For groups of rows by predicted standard deviation: how many, its root mean square, and the root mean squared error."""
+    # For groups of rows by predicted standard deviation: how many, its root mean square, and the root mean squared
+    # error.
     std, squares = tally[f"std[{place}]"], tally[f"square[{place}]"]
     order = std.argsort(stable=True)
     # Where all are the same, groups would be chance: there is one.
@@ -207,7 +197,7 @@ def _spread(tally: Tally, place: int) -> list[list[float]]:
 
 
 def _examples(tally: Tally, place: int) -> list[list[float]]:
-    """Target, mean, and the ends of the 90 % interval."""
+    # Target, mean, and the ends of the 90 % interval.
     count = tally.count
     chosen = torch.linspace(0, count - 1, min(count, EXAMPLES), dtype=torch.float64).round().long()
     columns = [tally[f"{name}[{place}]"][chosen] for name in ("target", "mean", "lower", "upper")]

@@ -18,28 +18,6 @@ from mola.compare.measured import Lead
 from mola.errors import StorageError
 from mola.schema import check
 
-__all__ = [
-    "CONFIDENCE_BINS",
-    "FORMAT",
-    "VERSION",
-    "AnswerResult",
-    "ClassResult",
-    "Comparison",
-    "DecisionResult",
-    "Examples",
-    "IntervalResult",
-    "LabelledResult",
-    "NumbersDetail",
-    "OutlierResult",
-    "OutputResult",
-    "Pictures",
-    "Record",
-    "Role",
-    "ScoreHistogram",
-    "SetInfo",
-    "SetResult",
-]
-
 FORMAT = "mola-bench"
 VERSION = 1
 
@@ -222,18 +200,13 @@ class Record:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Record:
-        """Read what `to_json` gave.
-
-        Raises:
-            StorageError: if the document has another form.
-        """
+        """Read what `to_json` gave."""
         check(document, SCHEMA, "")
         for name, kind in (("labelled", LabelledResult), ("outliers", OutlierResult), ("examples", Examples)):
             known = {one.name for one in fields(kind)} - (_optional(kind) - KEPT)
             unknown = sorted({entry for one in document[name].values() for entry in one} - known)
             if unknown:
-                message = f"the record is garbled: unknown entries {unknown[:3]} under {name!r}."
-                raise StorageError(message)
+                raise StorageError(f"the record is garbled: unknown entries {unknown[:3]} under {name!r}.")
         for name, one in document["labelled"].items():
             check(one.get("types", {}), TYPES, f"labelled.{name}.types")
         check(document.get("measures", {}), TYPES, "measures")
@@ -247,7 +220,6 @@ class Record:
 
 
 def _optional(kind: type[Any]) -> set[str]:
-    """Entries that comparisons of one run have and suites do not."""
     return {one.name for one in fields(kind) if one.default is not MISSING or one.default_factory is not MISSING}
 
 

@@ -23,18 +23,6 @@ from mola.compare.record import (
 )
 from mola.compare.tally import Tally
 
-__all__ = [
-    "EXAMPLES",
-    "METRICS",
-    "examples_of",
-    "labelled_leads",
-    "labelled_result",
-    "outlier_leads",
-    "outlier_result",
-    "risk_curve",
-    "set_result",
-]
-
 METRICS = (
     "accuracy",
     "log_likelihood",
@@ -298,7 +286,7 @@ def _histogram(tally: Tally) -> list[int]:
 
 
 def _edges(inside: Tensor, outside: Tensor) -> Tensor:
-    """Bins that both fill: the outermost hundredth of either does not stretch them."""
+    # Bins that both fill: the outermost hundredth of either does not stretch them.
     ends = [
         one.sort().values[[int(TAIL * (len(one) - 1)), -1 - int(TAIL * (len(one) - 1))]] for one in (inside, outside)
     ]

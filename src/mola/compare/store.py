@@ -17,8 +17,6 @@ from mola.errors import StorageError
 from mola.saving.storage import write_atomically
 from mola.schema import check_seal, parse, sealed
 
-__all__ = ["Store"]
-
 COST, SUITE = "cost.json", "suite.json"
 
 
@@ -29,17 +27,12 @@ class Store:
         self.directory = Path(directory)
 
     def suites(self) -> list[str]:
-        """Names of the suites that have results.
-
-        Raises:
-            StorageError: if there are none.
-        """
+        """Names of the suites that have results."""
         found = sorted(path.parent.name for path in self.directory.glob(f"*/{SUITE}"))
         if not found:
-            message = (
+            raise StorageError(
                 f"{self.directory} holds no results. Make some with: mola bench <suite> --results {self.directory}"
             )
-            raise StorageError(message)
         return found
 
     def path(self, suite: str, method: str, run: int) -> Path:
@@ -103,24 +96,22 @@ def _record(path: Path) -> Record:
     except StorageError as error:
         if str(path) in str(error):
             raise
-        message = f"{path}: {error} Delete it and run the suite again: the rest is kept."
-        raise StorageError(message) from error
+        raise StorageError(f"{path}: {error} Delete it and run the suite again: the rest is kept.") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = parse(path.read_bytes())
     except (ValueError, OSError) as error:
-        message = f"{path} is not readable JSON ({error}). Delete it and run the suite again: the rest is kept."
-        raise StorageError(message) from error
+        raise StorageError(
+            f"{path} is not readable JSON ({error}). Delete it and run the suite again: the rest is kept."
+        ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        message = f"{path} is no benchmark result: expected format {FORMAT!r}."
-        raise StorageError(message)
+        raise StorageError(f"{path} is no benchmark result: expected format {FORMAT!r}.")
     if document.get("version") != VERSION:
-        message = (
+        raise StorageError(
             f"{path} has version {document.get('version')!r}; this mola reads version {VERSION}. "
             f"Write new results to another folder, or delete it and run the suite again."
         )
-        raise StorageError(message)
     check_seal(document, path)
     return document

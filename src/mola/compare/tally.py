@@ -24,8 +24,6 @@ from mola.likelihood import CATEGORICAL, Likelihood
 from mola.metrics import auroc_of_labels, average_precision_of_labels, bin_sums, calibration_error_of_labels
 from mola.uncertainty import energy_score, entropy_score, label_energy_score, max_logit_score, max_probability_score
 
-__all__ = ["ALL_SCORES", "BINS", "INPUT", "SCORES", "Answer", "Said", "Tally", "gen_score", "tally_set"]
-
 BINS = 15
 
 SCORES = ("max probability", "entropy", "energy", "maximum logit", "ood score")
@@ -127,7 +125,6 @@ class Answer:
         return row | self.scores()
 
     def _by_question(self, labels: Tensor | None) -> dict[str, Tensor]:
-        """A row for each label that is known, or for all where none is given."""
         count, outputs = self.probs.shape
         (table,) = self.likelihood.table(self.probs.double().T[None])
         confidence, predicted = table.max(0)
@@ -205,14 +202,13 @@ class Tally:
         self.parts.append(torch.stack([column.double() for column in row.values()], dim=1))
 
     def __add__(self, other: Tally) -> Tally:
-        """Of both sets of data, those of the first one first."""
         columns = self.columns or other.columns
         parts = [other._renumbered(part, lambda own: own + self.inputs, columns) for part in other.parts]
         return Tally(columns, self.parts + parts, self.inputs + other.inputs)
 
     @staticmethod
     def _renumbered(part: Tensor, number: Callable[[Tensor], Tensor], columns: Sequence[str]) -> Tensor:
-        """The same rows, their inputs counted otherwise."""
+        # The same rows, their inputs counted otherwise.
         if INPUT not in columns:
             return part
         place, changed = columns.index(INPUT), part.clone()
@@ -247,7 +243,7 @@ class Tally:
         return sum(len(part) for part in self.parts)
 
     def __getitem__(self, column: str) -> Tensor:
-        """One number of each input (n,), by its name."""
+        # One number of each input (n,), by its name.
         index = self.columns.index(column)
         return torch.cat([part[:, index] for part in self.parts])
 
@@ -328,9 +324,6 @@ def tally_set(
 
     Returns:
         By method, the tally of all the data, the same for every process.
-
-    Raises:
-        DataError: if there are no data.
     """
     tallies: dict[str, Tally] = {}
     for by_method, labels in answers:
@@ -344,6 +337,5 @@ def tally_set(
         methods = team.share(next((one for one in everyone or () if one), []))
         tallies = {method: tallies.get(method, Tally()).together(team) for method in methods}
     if not methods:
-        message = f"{what} holds no input that can be used."
-        raise DataError(message)
+        raise DataError(f"{what} holds no input that can be used.")
     return tallies

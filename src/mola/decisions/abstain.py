@@ -48,8 +48,6 @@ from mola.options import counted, did_you_mean
 from mola.prediction import Prediction
 from mola.uncertainty import entropy
 
-__all__ = ["SCORES", "AnswerThreshold", "abstain_threshold", "binomial_tail", "threshold_of"]
-
 SCORES = ("confidence", "entropy")
 """Scores by name; answers are above the confidence, and below the entropy."""
 
@@ -89,7 +87,6 @@ class AnswerThreshold(float):
         return made
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        """For copies and pickles."""
         settings = (self.score, self.error_rate, self.certainty, self.count, self.answered, self.errors)
         return (float(self), *settings)
 
@@ -106,17 +103,13 @@ class AnswerThreshold(float):
 
         Returns:
             (n,) of truth values.
-
-        Raises:
-            OptionError: if the threshold is of the user's own scores, and a prediction was given.
         """
         scores = prediction
         if isinstance(prediction, Prediction):
             if self.score not in SCORES:
-                message = (
+                raise OptionError(
                     "this threshold is of scores of your own: call it with such scores (n,), not with a Prediction."
                 )
-                raise OptionError(message)
             scores = getattr(prediction, self.score)
         values = torch.as_tensor(scores)
         if values.ndim == 2 and self.score in SCORES:  # probabilities of any library
@@ -126,7 +119,6 @@ class AnswerThreshold(float):
         return values.double() < float(self) if self.score == "entropy" else values.double() > float(self)
 
     def __repr__(self) -> str:
-        """The number and the promise."""
         side = "below" if self.score == "entropy" else "above"
         return (
             f"AnswerThreshold({float(self):.6g}: answers {side} it are wrong at most {self.error_rate:.3g} of the time, with "
@@ -177,9 +169,6 @@ def threshold_of(
 
     Returns:
         The threshold.
-
-    Raises:
-        DataError: if no threshold can promise it, or own scores are not one number for each datum.
     """
     rate = checked_share(error_rate, "error_rate", "1 % is 0.01.")
     certain = checked_share(certainty, "certainty", "95 % is 0.95.")
@@ -196,12 +185,6 @@ def threshold_of(
 
 
 def _surety(calibration: Calibration, score: str | Any) -> tuple[str, Tensor]:
-    """The name of a score, and the score as numbers that are higher for what is surer.
-
-    Raises:
-        OptionError: if the name is unknown.
-        DataError: if own scores are not one number for each datum.
-    """
     if isinstance(score, str):
         if score == "confidence":
             return score, calibration.confidence
@@ -213,11 +196,10 @@ def _surety(calibration: Calibration, score: str | Any) -> tuple[str, Tensor]:
         raise OptionError(message + did_you_mean(score, SCORES))
     own = as_numbers(score, "score must hold one number for each datum")
     if own.shape != (len(calibration),) or bool(own.isnan().any()):
-        message = (
+        raise DataError(
             f"score must hold one number for each of the {len(calibration)} data and none nan; got shape {tuple(own.shape)} with "
             f"{int(own.isnan().sum())} nan."
         )
-        raise DataError(message)
     return "own", own
 
 
@@ -252,12 +234,10 @@ def binomial_tail(errors: int, count: int, rate: float) -> float:
 
 
 def _fewest(rate: float, doubt: float) -> int:
-    """Answers of which none is wrong that are enough."""
     return math.ceil(math.log(doubt) / math.log1p(-rate))
 
 
 def _starts(count: int, rate: float, doubt: float) -> list[int]:
-    """Numbers of answers at which a part of the level is handed out, the largest first; none if no number can pass."""
     least, parts = _fewest(rate, doubt), 0
     while count >> (parts + 1) >= _fewest(rate, doubt / (parts + 1)):
         parts += 1
@@ -267,7 +247,6 @@ def _starts(count: int, rate: float, doubt: float) -> list[int]:
 
 
 def _walk(scores: Tensor, wrong: Tensor, rate: float, doubt: float) -> tuple[float, int, int] | None:
-    """The lowest threshold that passed, with the answers above it and the wrong ones among them; None if none did."""
     count = len(scores)
     starts = _starts(count, rate, doubt)
     if not starts:
@@ -299,7 +278,7 @@ def _walk(scores: Tensor, wrong: Tensor, rate: float, doubt: float) -> tuple[flo
 
 
 def _why_none(scores: Tensor, wrong: Tensor, rate: float, doubt: float) -> str:
-    """Why no threshold can promise it, and what would help."""
+    # Why no threshold can promise it, and what would help.
     count, certain = len(scores), 1 - doubt
     promise = f"an error rate of {rate:g} with certainty {certain:g}"
     starts = _starts(count, rate, doubt)
@@ -332,7 +311,6 @@ def _why_none(scores: Tensor, wrong: Tensor, rate: float, doubt: float) -> str:
 
 
 def _needed(share: float, rate: float, doubt: float) -> int:
-    """Answers that pass, if this share of them is wrong."""
     low, high = 1, 2
 
     def passes(count: int) -> bool:

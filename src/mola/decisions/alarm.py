@@ -13,8 +13,6 @@ from mola.decisions.ranks import as_numbers, checked_share, conformal_rank, data
 from mola.errors import DataError
 from mola.options import counted
 
-__all__ = ["alarm_rank", "alarm_threshold"]
-
 
 def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     r"""The outlier score above which to raise an alarm, so that false alarms are no more frequent than asked for.
@@ -41,18 +39,14 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
 
     Returns:
         The threshold: an alarm is a score *above* it. `OptionError` if the rate is not between 0 and 1.
-
-    Raises:
-        DataError: if the scores are not one number for each datum, or too few for the rate.
     """
     _checked_rate(false_alarm_rate)
     values = as_numbers(scores, "scores must hold one number for each validation datum")
     if values.ndim != 1 or bool(values.isnan().any()):
-        message = (
+        raise DataError(
             f"scores must hold one number for each validation datum and none nan; got shape {tuple(values.shape)} with "
             f"{int(values.isnan().sum())} nan."
         )
-        raise DataError(message)
     return float(values.sort().values[alarm_rank(len(values), false_alarm_rate) - 1])
 
 
@@ -65,19 +59,15 @@ def alarm_rank(count: int, false_alarm_rate: float) -> int:
 
     Returns:
         From 1 to n; `OptionError` if the rate is not between 0 and 1.
-
-    Raises:
-        DataError: if there are too few scores for the rate.
     """
     rate = _checked_rate(false_alarm_rate)
     rank = conformal_rank(count, rate)
     if rank > count:
-        message = (
+        raise DataError(
             f"{counted(count, 'validation score')} {'is' if count == 1 else 'are'} too few for a false-alarm rate of {rate:g}: "
             f"their largest is passed by one datum in {count + 1}. Give at least {data_needed(rate)} scores, or allow a rate of "
             f"at least 1/{count + 1}."
         )
-        raise DataError(message)
     return rank
 
 

@@ -19,8 +19,6 @@ from mola.errors import DataError
 from mola.prediction import Prediction
 from mola.uncertainty import entropy
 
-__all__ = ["Calibration", "labels_of", "probs_of", "ranked"]
-
 SUM = 1e-3
 """How far the probabilities of a row may be from adding up to 1, as they do in half precision."""
 
@@ -33,25 +31,20 @@ def probs_of(prediction: Any) -> Tensor:
 
     Returns:
         The probabilities, in main memory.
-
-    Raises:
-        DataError: if they are not probabilities of two or more classes, of which one is true.
     """
     given = prediction.probs if hasattr(prediction, "probs") else prediction
     probs = as_numbers(given, "expected a mola.Prediction or probabilities (n, C)")
     if probs.ndim != 2 or probs.shape[1] < 2:
-        message = f"expected probabilities (n, C) of at least two classes, got shape {tuple(probs.shape)}."
-        raise DataError(message)
+        raise DataError(f"expected probabilities (n, C) of at least two classes, got shape {tuple(probs.shape)}.")
     # Written so that nan is refused.
     sound = ((probs >= 0) & (probs <= 1 + SUM)).all(1) & ((probs.sum(1) - 1).abs() <= SUM)
     if not bool(sound.all()):
         row = int((~sound).nonzero()[0])
-        message = (
+        raise DataError(
             f"expected probabilities of which each row adds up to 1, got row {row} with the sum {float(probs[row].sum()):g} and "
             f"numbers from {float(probs[row].min()):g} to {float(probs[row].max()):g}. Labels that do not exclude each other need a "
             f"decision of their own each."
         )
-        raise DataError(message)
     return probs
 
 
@@ -65,18 +58,15 @@ def labels_of(labels: Any, count: int, classes: int) -> Tensor:
 
     Returns:
         The labels, in main memory.
-
-    Raises:
-        DataError: if there is not one of the classes for each datum.
     """
     given = as_numbers(labels, "labels must hold one class for each datum")
     if given.shape != (count,):
-        message = f"labels must hold one class for each of the {count} predictions, got shape {tuple(given.shape)}."
-        raise DataError(message)
+        raise DataError(
+            f"labels must hold one class for each of the {count} predictions, got shape {tuple(given.shape)}."
+        )
     wrong = ~((given >= 0) & (given < classes) & (given == given.floor()))
     if bool(wrong.any()):
-        message = f"labels must be whole numbers from 0 to {classes - 1}, got {float(given[wrong][0]):g}."
-        raise DataError(message)
+        raise DataError(f"labels must be whole numbers from 0 to {classes - 1}, got {float(given[wrong][0]):g}.")
     return given.long()
 
 
@@ -145,7 +135,6 @@ class Calibration:
         return self.true_rank == 1
 
     def __len__(self) -> int:
-        """Number of data."""
         return len(self.label)
 
     def rows(self, chosen: Tensor) -> Calibration:
@@ -166,9 +155,6 @@ class Calibration:
 
         Returns:
             The numbers.
-
-        Raises:
-            DataError: if they cannot be numbers of labelled data.
         """
         names = [one.name for one in fields(cls) if one.name != "classes"]
         whole = ("label", "true_rank")
@@ -176,12 +162,12 @@ class Calibration:
         missing = [name for name in names if name not in columns or columns[name].dtype != kinds[name]]
         shapes = {tuple(columns[name].shape) for name in names if name in columns}
         if missing or len(shapes) != 1 or len(next(iter(shapes))) != 1:
-            message = f"expected {', '.join(names)}, one number for each datum; got {', '.join(columns) or 'nothing'}."
-            raise DataError(message)
+            raise DataError(
+                f"expected {', '.join(names)}, one number for each datum; got {', '.join(columns) or 'nothing'}."
+            )
         made = cls(**{name: columns[name] for name in names}, classes=classes)
         ranks, labels = made.true_rank, made.label
         sound = ((ranks >= 1) & (ranks <= classes) & (labels >= 0) & (labels < classes)).all()
         if not bool(sound & torch.stack([columns[name].isfinite().all() for name in names]).all()):
-            message = f"expected labels and ranks of {classes} classes and finite numbers."
-            raise DataError(message)
+            raise DataError(f"expected labels and ranks of {classes} classes and finite numbers.")
         return made

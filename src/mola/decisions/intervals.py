@@ -30,8 +30,6 @@ from mola.decisions.sets import group_names
 from mola.errors import DataError, OptionError, warn
 from mola.options import counted, one_of
 
-__all__ = ["METHODS", "PredictionIntervals", "RegressionLike", "prediction_intervals"]
-
 METHODS = ("quantile", "normalised")
 
 
@@ -77,33 +75,27 @@ class PredictionIntervals:
 
         Returns:
             Lower and upper ends (n, D), in main memory. Intervals that would be empty are a point, in their middle.
-
-        Raises:
-            DataError: if there is another number of outputs, or a group is unknown.
-            OptionError: if groups are missing, or are given where the intervals are not by group.
         """
         if (groups is None) != (self.groups is None):
             words = "by group: give groups=(n,)." if groups is None else "not by group."
-            message = f"these intervals are {words}"
-            raise OptionError(message)
+            raise OptionError(f"these intervals are {words}")
         low, high, scale = _ends(prediction, self.method, self.coverage)
         if low.shape[1] != len(self.threshold):
-            message = f"expected predictions of {len(self.threshold)} outputs, got {low.shape[1]}."
-            raise DataError(message)
+            raise DataError(f"expected predictions of {len(self.threshold)} outputs, got {low.shape[1]}.")
         limit = self.threshold
         if self.groups is not None:
             names = group_names(groups, len(low))
             unknown = sorted({str(name) for name in names if name not in self.groups})
             if unknown:
-                message = f"there were no calibration data of the group {unknown[0]}: nothing can be promised for it."
-                raise DataError(message)
+                raise DataError(
+                    f"there were no calibration data of the group {unknown[0]}: nothing can be promised for it."
+                )
             limit = torch.stack([self.groups[name] for name in names])
         lower, upper = low - limit * scale, high + limit * scale
         middle = (low + high) / 2
         return torch.minimum(lower, middle), torch.maximum(upper, middle)
 
     def __repr__(self) -> str:
-        """What it promises."""
         what = "all targets of a datum" if self.joint else "the target"
         return (
             f"PredictionIntervals({self.method}: hold {what} {self.coverage:.3g} of the time; from {self.count} data)"
@@ -133,22 +125,20 @@ def prediction_intervals(
 
     Returns:
         A callable from predictions to lower and upper ends.
-
-    Raises:
-        OptionError: if an option is unknown, or options do not fit together.
-        DataError: if targets and prediction do not fit together, or there are too few data for the coverage.
     """
     share = checked_share(coverage, "coverage", "90 % is 0.9.")
     one_of(method, METHODS, "method")
     if joint and method != "normalised":
-        message = "joint=True is for the method 'normalised': outputs may have different units, and only its scores have none."
-        raise OptionError(message)
+        raise OptionError(
+            "joint=True is for the method 'normalised': outputs may have different units, and only its scores have none."
+        )
     low, high, scale = _ends(prediction, method, share)
     known = as_numbers(targets, "targets must hold numbers")
     known = known[:, None] if known.ndim == 1 and low.shape[1] == 1 else known
     if known.shape != low.shape or not bool(known.isfinite().all()):
-        message = f"targets must be finite and of shape {tuple(low.shape)}, as the predictions; got shape {tuple(known.shape)}."
-        raise DataError(message)
+        raise DataError(
+            f"targets must be finite and of shape {tuple(low.shape)}, as the predictions; got shape {tuple(known.shape)}."
+        )
     scores = torch.maximum(low - known, known - high) / scale
     if joint:
         scores = scores.amax(1, keepdim=True).expand_as(scores)
@@ -165,11 +155,10 @@ def prediction_intervals(
             )
     limit = _quantiles(scores, rate)
     if by_group is None and bool(limit.isinf().any()):
-        message = (
+        raise DataError(
             f"{counted(len(scores), 'labelled datum is', 'labelled data are')} too few for a coverage of {share:g}: only "
             f"intervals without ends would keep the promise. Give at least {data_needed(rate)}, or ask for less."
         )
-        raise DataError(message)
     return PredictionIntervals(share, method, limit, len(scores), joint, by_group)
 
 
@@ -178,17 +167,12 @@ def _quantiles(scores: Tensor, rate: float) -> Tensor:
 
 
 def _ends(prediction: RegressionLike, method: str, coverage: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What intervals grow from (n, D): lower ends, upper ends, and what a score of 1 adds to both.
-
-    Raises:
-        DataError: if the prediction has none, or they are not finite.
-    """
+    # What intervals grow from (n, D): lower ends, upper ends, and what a score of 1 adds to both.
     if not isinstance(prediction, RegressionLike):
-        message = (
+        raise DataError(
             f"expected a prediction with mean, variance and interval(level), as regression gives it; got {type(prediction).__name__}. "
             f"For classes, see mola.prediction_sets."
         )
-        raise DataError(message)
     if method == "quantile":
         low, high = (as_numbers(end, "an interval must hold numbers") for end in prediction.interval(coverage))
         scale = torch.ones_like(low)
@@ -196,12 +180,12 @@ def _ends(prediction: RegressionLike, method: str, coverage: float) -> tuple[Ten
         low = high = as_numbers(prediction.mean, "the mean must hold numbers")
         scale = as_numbers(prediction.variance, "the variance must hold numbers").sqrt()
     if low.ndim != 2 or low.shape != high.shape or low.shape != scale.shape:
-        message = (
+        raise DataError(
             f"expected predictions (n, D), got shapes {tuple(low.shape)}, {tuple(high.shape)}, {tuple(scale.shape)}."
         )
-        raise DataError(message)
     sound = bool((low.isfinite() & high.isfinite() & (low <= high) & (scale > 0) & (scale < math.inf)).all())
     if not sound:
-        message = "expected finite predictions with positive variances, and lower ends that are not above upper ones."
-        raise DataError(message)
+        raise DataError(
+            "expected finite predictions with positive variances, and lower ends that are not above upper ones."
+        )
     return low, high, scale

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from mola.errors import DataError, OptionError
 
-__all__ = ["ROUNDING", "as_numbers", "checked_share", "conformal_quantile", "conformal_rank", "data_needed"]
-
 ROUNDING = 1e-12
 """0.29 of 100 data are 29, whatever float64 makes of it."""
 
@@ -37,17 +35,13 @@ def checked_share(value: Any, name: str, example: str) -> float:
 
     Returns:
         The number.
-
-    Raises:
-        OptionError: if it is not one.
     """
     try:
         share = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         share = math.nan
     if not 0 < share < 1:
-        message = f"{name} must lie between 0 and 1, got {value!r}. {example}"
-        raise OptionError(message)
+        raise OptionError(f"{name} must lie between 0 and 1, got {value!r}. {example}")
     return share
 
 
@@ -92,9 +86,6 @@ def as_numbers(values: Any, what: str) -> Tensor:
 
     Returns:
         A tensor.
-
-    Raises:
-        DataError: if they are no numbers.
     """
     if isinstance(values, Tensor):
         return values.detach().cpu().double()
@@ -102,5 +93,4 @@ def as_numbers(values: Any, what: str) -> Tensor:
         # A copy: torch takes no arrays that are reversed, read-only or of foreign byte order.
         return torch.from_numpy(np.array(values, dtype=np.float64, order="C"))
     except (TypeError, ValueError) as error:
-        message = f"{what}, got a {type(values).__name__} ({error})."
-        raise DataError(message) from error
+        raise DataError(f"{what}, got a {type(values).__name__} ({error}).") from error

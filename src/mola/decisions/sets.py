@@ -38,8 +38,6 @@ from mola.errors import DataError, OptionError, warn
 from mola.options import counted, is_real, one_of, whole_number
 from mola.prediction import Prediction
 
-__all__ = ["METHODS", "PredictionSets", "group_names", "prediction_sets", "sets_of"]
-
 METHODS = ("lac", "aps", "raps")
 
 
@@ -67,14 +65,11 @@ class PredictionSets:
 
     @property
     def least_probability(self) -> float:
-        """Of "lac", the same for all inputs: a set holds the classes that are at least so probable. 0 holds all.
-
-        Raises:
-            OptionError: if the sets are not of this kind.
-        """
+        """Of "lac", the same for all inputs: a set holds the classes that are at least so probable. 0 holds all."""
         if self.method != "lac" or self.groups is not None or self.threshold.ndim:
-            message = "only sets of the method 'lac' that are not by class or group have one least probability."
-            raise OptionError(message)
+            raise OptionError(
+                "only sets of the method 'lac' that are not by class or group have one least probability."
+            )
         return max(0.0, -float(self.threshold))
 
     def __call__(
@@ -89,28 +84,23 @@ class PredictionSets:
 
         Returns:
             (n, C) of truth values, in main memory.
-
-        Raises:
-            DataError: if there is another number of classes, or a group is unknown.
-            OptionError: if groups are missing, or are given where the sets are not by group.
         """
         probs = probs_of(prediction)
         if probs.shape[1] != self.classes:
-            message = f"expected probabilities of {self.classes} classes, got {probs.shape[1]}."
-            raise DataError(message)
+            raise DataError(f"expected probabilities of {self.classes} classes, got {probs.shape[1]}.")
         if (groups is None) != (self.groups is None):
-            message = "these sets are by group: give groups=(n,)." if groups is None else "these sets are not by group."
-            raise OptionError(message)
+            raise OptionError(
+                "these sets are by group: give groups=(n,)." if groups is None else "these sets are not by group."
+            )
         limit = self.threshold
         if self.groups is not None:
             names = group_names(groups, len(probs))
             unknown = sorted({str(name) for name in names if name not in self.groups})
             if unknown:
-                message = (
+                raise DataError(
                     f"there were no calibration data of the group {unknown[0]}: nothing can be promised for it. Known groups: "
                     f"{', '.join(map(str, self.groups))}."
                 )
-                raise DataError(message)
             limit = torch.tensor([self.groups[name] for name in names], dtype=torch.float64)[:, None]
         above, rank = ranked(probs)
         draws = torch.rand(len(probs), 1, dtype=torch.float64, generator=generator) if self.randomised else None
@@ -120,7 +110,6 @@ class PredictionSets:
         return held
 
     def __repr__(self) -> str:
-        """What it promises."""
         by = (
             ""
             if self.groups is None and not self.threshold.ndim
@@ -210,24 +199,19 @@ def sets_of(
 
     Returns:
         The sets.
-
-    Raises:
-        OptionError: if options do not fit together.
-        DataError: if there are too few data for the coverage.
     """
     share = checked_share(coverage, "coverage", "90 % is 0.9.")
     one_of(method, METHODS, "method")
     if by is not None:
         one_of(by, ("class",), "by", "None")
     if by is not None and groups is not None:
-        message = "sets are by class or by group, not both: give by='class' or groups=(n,)."
-        raise OptionError(message)
+        raise OptionError("sets are by class or by group, not both: give by='class' or groups=(n,).")
     if method == "lac" and randomised:
-        message = "the method 'lac' is not randomised: its score has no last class to cut. Use 'aps' or 'raps'."
-        raise OptionError(message)
+        raise OptionError(
+            "the method 'lac' is not randomised: its score has no last class to cut. Use 'aps' or 'raps'."
+        )
     if not is_real(penalty) or not 0 <= penalty < math.inf:
-        message = f"penalty must be a number of at least 0, got {penalty!r}."
-        raise OptionError(message)
+        raise OptionError(f"penalty must be a number of at least 0, got {penalty!r}.")
     whole_number(free, "free", 0)
     strength, spared = (float(penalty), free) if method == "raps" else (0.0, 0)
     draws = torch.rand(len(calibration), dtype=torch.float64, generator=generator) if randomised else None
@@ -255,18 +239,17 @@ def sets_of(
         return PredictionSets(threshold=torch.tensor(math.inf, dtype=torch.float64), groups=each, **settings)
     limit = conformal_quantile(scores, rate)
     if limit == math.inf:
-        message = (
+        raise DataError(
             f"{counted(len(calibration), 'labelled datum is', 'labelled data are')} too few for a coverage of {share:g}: only sets of "
             f"all classes would keep the promise. Give at least {data_needed(rate)}, or ask for less."
         )
-        raise DataError(message)
     return PredictionSets(threshold=torch.tensor(limit, dtype=torch.float64), **settings)
 
 
 def _scores(
     method: str, probability: Tensor, above: Tensor, rank: Tensor, draws: Tensor | None, penalty: float, free: int
 ) -> Tensor:
-    """How badly classes fit, of any shape; `draws` fits to it."""
+    # How badly classes fit, of any shape; `draws` fits to it.
     if method == "lac":
         return -probability
     own = probability if draws is None else draws * probability
@@ -294,12 +277,8 @@ def group_names(groups: Any, count: int) -> list[Any]:
 
     Returns:
         One for each datum.
-
-    Raises:
-        DataError: if there are not so many.
     """
     names = groups.tolist() if isinstance(groups, (Tensor, np.ndarray)) else list(groups)
     if len(names) != count or any(isinstance(name, (list, dict)) for name in names):
-        message = f"groups must hold one name or number for each of the {count} data, got {len(names)}."
-        raise DataError(message)
+        raise DataError(f"groups must hold one name or number for each of the {count} data, got {len(names)}.")
     return names

@@ -11,8 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from mola.errors import OptionError, warn
 
-__all__ = ["check_sampler", "shard"]
-
 
 def shard(data: Any, rank: int, world: int) -> Any:
     """The part of the data that one of `world` processes reads: each datum in exactly one part.
@@ -28,24 +26,20 @@ def shard(data: Any, rank: int, world: int) -> Any:
 
     Returns:
         A list, tensor or array for one of these; a `Subset` for a dataset, a DataLoader for a DataLoader. It may be empty.
-
-    Raises:
-        OptionError: if the data cannot be divided so, or the rank is none of the world's.
     """
     if not (isinstance(rank, int) and isinstance(world, int) and 0 <= rank < world):
-        message = f"expected a rank from 0 to world - 1, got rank {rank!r} of world {world!r}."
-        raise OptionError(message)
+        raise OptionError(f"expected a rank from 0 to world - 1, got rank {rank!r} of world {world!r}.")
     if isinstance(data, DataLoader):
         return _shard_loader(data, rank, world)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        message = "expected a dataset, got a pair of tensors: shard torch.utils.data.TensorDataset(inputs, labels)."
-        raise OptionError(message)
+        raise OptionError(
+            "expected a dataset, got a pair of tensors: shard torch.utils.data.TensorDataset(inputs, labels)."
+        )
     if isinstance(data, (Mapping, str)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        message = (
+        raise OptionError(
             f"expected a dataset with len() and indices, a list or a DataLoader, got {type(data).__name__}. A stream has to be "
             f"divided at its source, or by itertools.islice(stream, rank, None, world) if every rank reads it in the same order."
         )
-        raise OptionError(message)
     part = range(len(data) * rank // world, len(data) * (rank + 1) // world)
     if isinstance(data, (list, tuple, range, Tensor, np.ndarray)):
         return data[part.start : part.stop]
@@ -53,11 +47,6 @@ def shard(data: Any, rank: int, world: int) -> Any:
 
 
 def _shard_loader(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[Any]:
-    """The same loader over a part of its dataset.
-
-    Raises:
-        OptionError: if it does not read a dataset from start to end.
-    """
     problem = None
     if isinstance(loader.dataset, IterableDataset):
         problem = "it reads a stream"
@@ -66,11 +55,10 @@ def _shard_loader(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[
     elif loader.drop_last:
         problem = "drop_last leaves out other data on every rank"
     if problem is not None:
-        message = (
+        raise OptionError(
             f"this DataLoader cannot be divided: {problem}. Divide its dataset: DataLoader(mola.shard(dataset, rank, world), "
             f"batch_size=...); fitting needs no shuffling."
         )
-        raise OptionError(message)
     return DataLoader(
         shard(loader.dataset, rank, world),
         batch_size=loader.batch_size,

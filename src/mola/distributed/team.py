@@ -22,8 +22,6 @@ from mola import errors
 from mola.distributed.sharding import shard
 from mola.errors import DistributedError, MolaError, OptionError
 
-__all__ = ["Team", "join"]
-
 T = TypeVar("T")
 
 PATIENCE = 24 * 3600.0
@@ -43,7 +41,6 @@ class RemoteError(Exception):
     """A rank has failed, and every rank knows. Becomes the same error on each."""
 
     def __init__(self, failure: Failure) -> None:
-        """Keep the failure."""
         super().__init__(failure[1])
         self.error = failure[0](failure[1])
 
@@ -57,30 +54,21 @@ class Team:
     Args:
         group: the processes; None is the default group of torch.distributed, which must have been set up.
         patience: seconds to wait for a process that does not arrive. One that ended is noticed at once.
-
-    Raises:
-        OptionError: if there is no process group, or this process is not in it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, patience: float = PATIENCE) -> None:
-        """Join the group's other processes.
-
-        Raises:
-            OptionError: if there is no process group, or this process is not in it.
-        """
         if not dist.is_available() or not dist.is_initialized():
-            message = (
+            raise OptionError(
                 "no process group: start the script with torchrun and use `with mola.join() as team:`, or call "
                 "torch.distributed.init_process_group first."
             )
-            raise OptionError(message)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            message = "this process is not in the process group: make the team in the processes of the group alone."
-            raise OptionError(message)
+            raise OptionError(
+                "this process is not in the process group: make the team in the processes of the group alone."
+            )
         if not patience > 0:
-            message = f"patience must be a number of seconds above 0, got {patience!r}."
-            raise OptionError(message)
+            raise OptionError(f"patience must be a number of seconds above 0, got {patience!r}.")
         self._what, self._failures, self._looked = "nothing", 0, 0.0
         if self.size > 1:
             # A group of its own, of gloo also among GPUs: it is in nobody's way, and notices at once who has died.
@@ -109,7 +97,6 @@ class Team:
         return team
 
     def __repr__(self) -> str:
-        """Which process of how many."""
         return f"Team(rank {self.rank} of {self.size})"
 
     @property
@@ -174,7 +161,8 @@ class Team:
             raise
 
     def _meet_after(self, error: Exception) -> None:
-        """Tell the others that this rank has failed; raises what every rank raises, the error of the lowest rank that failed."""
+        # Tell the others that this rank has failed; raises what every rank raises, the error of the lowest rank that
+        # failed.
         kind = next(
             one
             for one in (*type(error).__mro__, DistributedError)
@@ -187,11 +175,7 @@ class Team:
         self._exchange(failure=(kind, message))
 
     def check(self) -> None:
-        """Inside `work`: stop if another process has failed meanwhile. Cheap enough for every batch.
-
-        Raises:
-            RemoteError: if one has failed or ended.
-        """
+        """Inside `work`: stop if another process has failed meanwhile. Cheap enough for every batch."""
         if self.size == 1 or time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
@@ -201,11 +185,6 @@ class Team:
             raise RemoteError((DistributedError, self._store.get("ended").decode()))
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """What torch.distributed answers.
-
-        Raises:
-            RemoteError: if another process has ended.
-        """
         try:
             return question()
         except RuntimeError as error:
@@ -220,11 +199,6 @@ class Team:
             raise RemoteError((DistributedError, message)) from error
 
     def _exchange(self, document: Any = None, failure: Failure | None = None) -> list[Any]:
-        """The documents of all ranks, on every rank.
-
-        Raises:
-            RemoteError: if a rank has failed.
-        """
         everyone: list[Any] = [None] * self.size
         self._ask(lambda: dist.all_gather_object(everyone, (failure, document), group=self._group))
         failed = [one for one, _ in everyone if one is not None]
@@ -251,18 +225,14 @@ class Team:
 
         Args:
             document: what they do.
-
-        Raises:
-            OptionError: on every rank, if one does something else.
         """
         for rank, one in enumerate(self.collect(document) or ()):
             for name, expected in document.items():
                 if one.get(name) != expected:
-                    message = (
+                    raise OptionError(
                         f"rank {rank} is not doing the same work as rank 0: {name} is {one.get(name)}, expected {expected}. Call "
                         f"the same functions with the same options in every process; only the data differ."
                     )
-                    raise OptionError(message)
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Inside `work`: sums over all ranks, the same bits on every rank, on the device of the tensors.
@@ -291,15 +261,11 @@ class Team:
 
         Returns:
             All rows.
-
-        Raises:
-            OptionError: if no rank has rows.
         """
         own = None if tensor is None else tensor.detach().cpu()
         forms = [own] if self.size == 1 else self._exchange(None if own is None else (own.dtype, own.shape))
         if all(form is None for form in forms):
-            message = "expected rows on some rank, got none on any."
-            raise OptionError(message)
+            raise OptionError("expected rows on some rank, got none on any.")
         if self.size == 1 and own is not None:
             return own
         parts = {
@@ -329,15 +295,13 @@ def join(*, backend: str | None = None, patience: float = PATIENCE) -> Iterator[
 
     Yields:
         The team. An error that ends this process inside the context ends the others too.
-
-    Raises:
-        OptionError: if the environment is only partly set up.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if size != "1" and missing and not dist.is_initialized():
-        message = f"WORLD_SIZE is {size}, but {' and '.join(missing)} is not set. Start the script with torchrun."
-        raise OptionError(message)
+        raise OptionError(
+            f"WORLD_SIZE is {size}, but {' and '.join(missing)} is not set. Start the script with torchrun."
+        )
     own = size != "1" and not dist.is_initialized()
     if own:
         if torch.cuda.is_available() and backend != "gloo":

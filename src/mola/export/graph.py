@@ -34,8 +34,6 @@ from mola.uncertainty import (
     spread_draws,
 )
 
-__all__ = ["NUMBERS", "OUTPUTS", "Exported", "Pixels", "Signature", "check_outputs"]
-
 LABELS = "labels"
 
 
@@ -65,9 +63,6 @@ class Signature:
 
         Returns:
             Names and places.
-
-        Raises:
-            DataError: if the example is none of these, or its tensors are not batches of one size.
         """
         if isinstance(example, Tensor):
             found = Signature("tensor", ("input",), (0,))
@@ -83,11 +78,10 @@ class Signature:
             found = Signature("none", ())
         nested = [key for key, value in found.fixed.items() if isinstance(value, (Mapping, tuple, list))]
         if not found.names or nested:
-            message = (
+            raise DataError(
                 f"example: expected one batch as a tensor, a tuple of tensors or a mapping of tensors; got "
                 f"{type(example).__name__}{f' with nested values at {nested}' if nested else ''}. Pass what posterior.predict takes."
             )
-            raise DataError(message)
         found._check_batch(example)
         return found
 
@@ -97,14 +91,12 @@ class Signature:
             any(not shape or shape[0] == 0 for shape in sizes.values())
             or len({shape[0] for shape in sizes.values()}) > 1
         ):
-            message = (
+            raise DataError(
                 f"example: expected the batch as first axis of every tensor, at least one row; got shapes {sizes}."
             )
-            raise DataError(message)
         for name, tensor in zip(self.names, self.tensors(example), strict=True):
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                message = f"example: {name} holds NaN or infinite numbers. Pass a batch as the network sees it."
-                raise DataError(message)
+                raise DataError(f"example: {name} holds NaN or infinite numbers. Pass a batch as the network sees it.")
 
     def tensors(self, inputs: Inputs) -> list[Tensor]:
         """The tensors of a batch, in order.
@@ -114,9 +106,6 @@ class Signature:
 
         Returns:
             One for each name.
-
-        Raises:
-            DataError: if it has another form.
         """
         try:
             values = [inputs] if self.kind == "tensor" else [inputs[place] for place in self.places]
@@ -125,8 +114,9 @@ class Signature:
             expected = {"tensor": "one tensor", "tuple": "a tuple of tensors", "mapping": "a mapping of tensors"}[
                 self.kind
             ]
-            message = f"inputs: expected {expected} for {', '.join(self.names)}; got {type(inputs).__name__}."
-            raise DataError(message) from error
+            raise DataError(
+                f"inputs: expected {expected} for {', '.join(self.names)}; got {type(inputs).__name__}."
+            ) from error
 
     def inputs(self, tensors: Sequence[Tensor]) -> Inputs:
         """What the network is called with."""
@@ -146,7 +136,6 @@ class Signature:
 
 
 def _positional_names(network: nn.Module, places: Sequence[int]) -> tuple[str, ...]:
-    """How a network calls its positional arguments, or else by number."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     known = [name for name, one in inspect.signature(network.forward).parameters.items() if one.kind in kinds]
     return tuple(known[place] if place < len(known) else f"input_{place}" for place in places)
@@ -158,21 +147,12 @@ class Pixels(nn.Module):
     Args:
         mean: of pixels between 0 and 1; one for each channel, or one for all.
         std: standard deviations likewise.
-
-    Raises:
-        OptionError: if there are not equally many, or a deviation is not positive.
     """
 
     def __init__(self, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> None:
-        """Keep the statistics as constants.
-
-        Raises:
-            OptionError: if they do not fit together.
-        """
         super().__init__()
         if not len(mean) or len(mean) != len(std) or not all(value > 0 for value in std):
-            message = f"Pixels: expected as many means as positive standard deviations, got {mean} and {std}."
-            raise OptionError(message)
+            raise OptionError(f"Pixels: expected as many means as positive standard deviations, got {mean} and {std}.")
         self.statistics = tuple(mean), tuple(std)
         self.register_buffer("mean", torch.tensor(self.statistics[0], dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(self.statistics[1], dtype=torch.float32).view(-1, 1, 1))
@@ -205,9 +185,6 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
 
     Returns:
         The names.
-
-    Raises:
-        OptionError: if there is none, one is unknown, or the posterior does not have it.
     """
     known = OUTPUTS if posterior.likelihood.discrete else NUMBERS
     if outputs is None:
@@ -219,8 +196,7 @@ def check_outputs(outputs: Sequence[str] | None, posterior: MoLA) -> tuple[str, 
         message += did_you_mean(unknown[0], known) if unknown else ""
         raise OptionError(message)
     if DISTANCE in wanted and not posterior.has_distances:
-        message = f"outputs: {DISTANCE!r} cannot be given: {posterior._why_no_distances()}"
-        raise OptionError(message)
+        raise OptionError(f"outputs: {DISTANCE!r} cannot be given: {posterior._why_no_distances()}")
     return tuple(name for name in known if name in wanted)
 
 
@@ -236,9 +212,6 @@ class Exported(nn.Module):
         outputs: which of `OUTPUTS`; None: all that the posterior has.
         float16: the networks are in half precision, and floating-point inputs are converted to it.
         preparation: a module that the one input goes through first, such as bytes to normalised pixels.
-
-    Raises:
-        OptionError: if the posterior is no MoLA, or some of its components have curvature and others do not.
     """
 
     def __init__(
@@ -250,19 +223,13 @@ class Exported(nn.Module):
         float16: bool = False,
         preparation: nn.Module | None = None,
     ) -> None:
-        """Get the posterior of each component ready.
-
-        Raises:
-            OptionError: if it cannot be exported.
-        """
         super().__init__()
         if not isinstance(posterior, MoLA):
-            message = (
+            raise OptionError(
                 f"export takes a posterior of mola.fit, mola.ensemble or mola.load, got {type(posterior).__name__}. Over "
                 f"last layers a prediction is a closed form of constants; other mixtures need gradients, drawn weights or "
                 f"networks of their own. Pass the networks to mola.fit, and a trained Mimo to mola.mimo_mola."
             )
-            raise OptionError(message)
         components = posterior.components
         self.likelihood: Likelihood = posterior.likelihood
         self.likelihoods = [component.likelihood for component in components]
@@ -273,8 +240,9 @@ class Exported(nn.Module):
         self.heads = [component.head for component in components]
         ready = [component.prepare() for component in components]
         if any(one is None for one in ready) and not all(one is None for one in ready):
-            message = "export: some components have curvature and others have none. Export a posterior of one kind."
-            raise OptionError(message)
+            raise OptionError(
+                "export: some components have curvature and others have none. Export a posterior of one kind."
+            )
         self.has_curvature = ready[0] is not None
         usual = self.cooling.usual
         self.usual_score = None if usual is None or not posterior.has_distances else usual.score_at(posterior.weights)
@@ -331,7 +299,6 @@ class Exported(nn.Module):
         return {name: layout.map(rows) if rows.dim() == 1 else layout.outputs(rows) for name, rows in made.items()}
 
     def _answers(self, each: Sequence[LogitMoments], mean: Tensor, joint: Joint | None) -> dict[str, Tensor]:
-        """What is said of classes, or of yes or no."""
         divisors = self._divisors(each)
         moments = LogitMoments(mean, joint, None, self.likelihood)
         probs = self._mixed(self.link(moments if divisors is None else moments.divided(divisors)))
@@ -348,7 +315,7 @@ class Exported(nn.Module):
         return {name: make[name]() for name in self.outputs}
 
     def _numbers(self, each: Sequence[LogitMoments], joint: Joint | None) -> dict[str, Tensor]:
-        """What is said of numbers: the moments of a mixture of normal distributions, in the targets' units."""
+        # What is said of numbers: the moments of a mixture of normal distributions, in the targets' units.
         likelihoods: list[Any] = self.likelihoods
         units, pairs = likelihoods[0].variance_in_units, list(zip(likelihoods, each, strict=True))
         means = torch.stack([likelihood.probabilities(one.mean) for likelihood, one in pairs])
@@ -386,22 +353,21 @@ class Exported(nn.Module):
         return self.get_buffer("weights")
 
     def _divisors(self, each: Sequence[LogitMoments]) -> Tensor | None:
-        """What the logits (K n, C) of all networks are divided by (K n,); None where they stay as they are."""
+        # What the logits (K n, C) of all networks are divided by (K n,); None where they stay as they are.
         if self.cooling.changes_nothing:
             return None
         return self.cooling.divisors(each, self._weights).expand(-1, each[0].mean.shape[0]).flatten()
 
     def _by_component(self, values: Tensor) -> Tensor:
-        """(K n, ...) as (K, n, ...)."""
+        # (K n, ...) as (K, n, ...).
         return values.view(len(self.networks), -1, *values.shape[1:])
 
     def _mixed(self, values: Tensor) -> Tensor:
-        """Weighted sum over components of (K n, ...)."""
+        # Weighted sum over components of (K n, ...).
         parts = self._by_component(values)
         return (self._weights.to(values.dtype).view(-1, *[1] * (parts.dim() - 1)) * parts).sum(0)
 
     def _epistemic_share(self, mean: Tensor, joint: Joint | None, divisors: Tensor | None) -> Tensor:
-        """`mola.uncertainty.epistemic_share`, on the same draws."""
         if divisors is not None:
             mean = mean / divisors[:, None]
         if not self.likelihood.competing:
@@ -425,7 +391,7 @@ class Exported(nn.Module):
         return share_of(entropy_of_all(mixed), self._mixed(within))
 
     def _share_of_each_label(self, mean: Tensor, joint: Joint | None, divisors: Tensor | None) -> Tensor:
-        """The same for labels that are yes or no, without draws: each logit is one Gaussian number."""
+        # The same for labels that are yes or no, without draws: each logit is one Gaussian number.
         variance = torch.zeros_like(mean) if joint is None else joint.variance()
         if divisors is not None:
             variance = variance / divisors[:, None].square()
@@ -466,7 +432,7 @@ class Exported(nn.Module):
 
 
 def _by_quarter(drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean probabilities (n, 4, C) of each quarter of the draws (n, C, S), and the mean entropy (n,) of all."""
+    # Mean probabilities (n, 4, C) of each quarter of the draws (n, C, S), and the mean entropy (n,) of all.
     # Draws are the last axis: reductions over the classes then run along memory.
     probs, entropies = softmax_and_entropy(drawn, 1)
     quarters = probs.view(*probs.shape[:2], 4, probs.shape[2] // 4)
@@ -474,5 +440,4 @@ def _by_quarter(drawn: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _entropy(probs: Tensor) -> Tensor:
-    """Entropy in nats over the last axis, with fewer operations than `torch.special.entr` becomes in a graph."""
     return -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)

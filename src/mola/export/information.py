@@ -14,8 +14,6 @@ from mola.export.graph import Exported
 from mola.posterior import MoLA
 from mola.schema import check, parse
 
-__all__ = ["FORMAT_VERSION", "PREFIX", "Thresholds", "as_properties", "check_classes", "describe", "from_properties"]
-
 FORMAT_VERSION = 1
 PREFIX = "mola."
 """Of the names of a file's properties; properties of the user's own have none."""
@@ -44,14 +42,12 @@ def check_classes(classes: Sequence[str] | None, count: int) -> list[str]:
 
     Returns:
         One for each class.
-
-    Raises:
-        OptionError: if there are not so many, or two are the same.
     """
     names = [str(number) for number in range(count)] if classes is None else [str(name) for name in classes]
     if len(names) != count or len(set(names)) != count or isinstance(classes, str):
-        message = f"classes: expected {count} different names, one for each output of the networks; got {classes!r}."
-        raise OptionError(message)
+        raise OptionError(
+            f"classes: expected {count} different names, one for each output of the networks; got {classes!r}."
+        )
     return names
 
 
@@ -111,17 +107,13 @@ def as_properties(document: Mapping[str, Any], metadata: Mapping[str, Any] | Non
 
     Returns:
         JSON under names that begin with "mola.", and the user's own as they are.
-
-    Raises:
-        OptionError: if a name of the user's own begins so too.
     """
     own = {
         str(name): value if isinstance(value, str) else json.dumps(value) for name, value in (metadata or {}).items()
     }
     taken = [name for name in own if name.startswith(PREFIX)]
     if taken:
-        message = f"metadata: names that begin with {PREFIX!r} are mola's; got {taken}."
-        raise OptionError(message)
+        raise OptionError(f"metadata: names that begin with {PREFIX!r} are mola's; got {taken}.")
     return {f"{PREFIX}{name}": json.dumps(value) for name, value in document.items()} | own
 
 
@@ -134,25 +126,19 @@ def from_properties(properties: Mapping[str, str], path: object) -> tuple[dict[s
 
     Returns:
         The document, and the user's own metadata.
-
-    Raises:
-        StorageError: if the file was not written by `mola`, or by a newer one.
     """
     try:
         document = {
             name.removeprefix(PREFIX): parse(value) for name, value in properties.items() if name.startswith(PREFIX)
         }
     except ValueError as error:
-        message = f"{path}: its properties are not JSON ({error}). Export it again."
-        raise StorageError(message) from error
+        raise StorageError(f"{path}: its properties are not JSON ({error}). Export it again.") from error
     if "format_version" not in document:
-        message = f"{path} was not exported by mola: it has no property {PREFIX}format_version."
-        raise StorageError(message)
+        raise StorageError(f"{path} was not exported by mola: it has no property {PREFIX}format_version.")
     if document["format_version"] != FORMAT_VERSION:
-        message = (
+        raise StorageError(
             f"{path} has format version {document['format_version']!r}; this mola reads {FORMAT_VERSION}. Update mola, "
             f"or run the file without it."
         )
-        raise StorageError(message)
     check(document, SCHEMA, "")
     return document, {name: value for name, value in properties.items() if not name.startswith(PREFIX)}

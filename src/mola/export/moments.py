@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from mola.laplace import SPARE, ClassDistance, FeatureSpread, Posterior, Spread, or_nan
 from mola.numerics import even_normals
 
-__all__ = ["GraphPosterior", "Joint"]
-
 
 class GraphDistance(ClassDistance):
     """Distances in a graph, which holds one table of class means however many there are: it has no portions, and makes none anew."""
 
     @property
     def _means(self) -> Tensor:
-        """The whitened class means (C, P)."""
+        # The whitened class means (C, P).
         return self._all_means()
 
 
@@ -40,7 +38,6 @@ class GraphPosterior(nn.Module):
     posterior: Posterior
 
     def __init__(self, posterior: Posterior, *, bias: bool) -> None:
-        """Bind a posterior, whose buffers become constants of the graph."""
         super().__init__()
         self.posterior, self.bias = posterior.as_it_is(), bias
         known = posterior.distance
@@ -111,7 +108,6 @@ class Joint(Spread):
     def __init__(
         self, posteriors: Sequence[GraphPosterior], features: Sequence[Tensor], rows: slice | None = None
     ) -> None:
-        """Bind posteriors to features."""
         self.posteriors, self.features, self.rows = posteriors, features, rows
         self.spreads = [one.posterior.at(values) for one, values in zip(posteriors, features, strict=True)]
 
@@ -170,7 +166,6 @@ class Joint(Spread):
         return self._each(lambda one: one.length())
 
     def __getitem__(self, rows: slice) -> Joint:
-        """Some of the rows."""
         return Joint(self.posteriors, self.features, rows)
 
     def deviations(self, count: int, generator: torch.Generator, over: str, like: Tensor) -> Iterator[Tensor]:

@@ -27,8 +27,6 @@ from mola.export.tracing import (
 from mola.network import Inputs
 from mola.posterior import MoLA
 
-__all__ = ["export_onnx", "onnx_session"]
-
 OPSET = 18
 """The newest version of ONNX's operators that torch writes without converting."""
 
@@ -78,10 +76,6 @@ def export_onnx(
 
     Returns:
         Path, size, inputs, outputs and the largest differences.
-
-    Raises:
-        ExportError: if a network cannot be written as ONNX, or the file disagrees with PyTorch; `MissingExtraError`
-            without the packages, `DataError` and `OptionError` for arguments, `StorageError` for the path.
     """
     path = check_path(path)
     onnx = _require("onnx")
@@ -97,8 +91,9 @@ def export_onnx(
     try:
         onnx.checker.check_model(content, full_check=True)
     except Exception as error:
-        message = f"torch wrote an ONNX graph that is not valid: {reason(error)}. Try another opset, or export_torch."
-        raise ExportError(message) from error
+        raise ExportError(
+            f"torch wrote an ONNX graph that is not valid: {reason(error)}. Try another opset, or export_torch."
+        ) from error
     differences = None
     if check:
         session = onnx_session(content)
@@ -107,11 +102,6 @@ def export_onnx(
 
 
 def _require(package: str) -> Any:
-    """An optional package.
-
-    Raises:
-        MissingExtraError: if it is not installed.
-    """
     try:
         return __import__(package)
     except ImportError as error:
@@ -119,15 +109,8 @@ def _require(package: str) -> Any:
 
 
 def _serialised(traced: Traced, opset: int, properties: Mapping[str, str]) -> bytes:
-    """The bytes of the file.
-
-    Raises:
-        OptionError: if the opset is not one that torch writes.
-        ExportError: if an operation has no ONNX form, or the file would be too large.
-    """
     if not isinstance(opset, int) or not OPSET <= opset <= 23:
-        message = f"opset: expected a version from {OPSET} to 23, got {opset!r}."
-        raise OptionError(message)
+        raise OptionError(f"opset: expected a version from {OPSET} to 23, got {opset!r}.")
     names = traced.graph.signature.names
     shapes = {"tensors": tuple({0: "batch"} for _ in names)}
     try:
@@ -142,11 +125,10 @@ def _serialised(traced: Traced, opset: int, properties: Mapping[str, str]) -> by
                 verbose=False,
             )
     except Exception as error:
-        message = (
+        raise ExportError(
             f"a network has a step that ONNX cannot express: {reason(root_of(error))}. Replace that step, or export with "
             f"mola.export_torch, which takes all of PyTorch's."
-        )
-        raise ExportError(message) from error
+        ) from error
     model = written.model  # type: ignore[union-attr]
     model.metadata_props.update(properties)
     model.producer_name, model.producer_version = "mola", str(traced.document["version"])
@@ -162,28 +144,24 @@ def _serialised(traced: Traced, opset: int, properties: Mapping[str, str]) -> by
         value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
     )
     if numbers > LARGEST:
-        message = (
+        raise ExportError(
             f"the networks have {numbers / 1e9:.2f} GB of weights, and one ONNX file holds 2 GB. Use float16=True, or "
             f"mola.export_torch."
         )
-        raise ExportError(message)
     return written.model_proto.SerializeToString(deterministic=True)  # type: ignore[union-attr]
 
 
 def onnx_session(content: bytes | str) -> Any:
-    """An onnxruntime session on the CPU, of a file's path or bytes.
-
-    Raises:
-        ExportError: if the runtime cannot run the file.
-    """
+    """An onnxruntime session on the CPU, of a file's path or bytes."""
     runtime = _require("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     try:
         return runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        message = f"onnxruntime cannot run the file: {reason(error)}. A newer onnxruntime may, or another opset."
-        raise ExportError(message) from error
+        raise ExportError(
+            f"onnxruntime cannot run the file: {reason(error)}. A newer onnxruntime may, or another opset."
+        ) from error
 
 
 def run_session(session: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

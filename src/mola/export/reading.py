@@ -15,8 +15,6 @@ from mola.export.onnx_file import onnx_session, run_session
 from mola.export.torch_file import read_program, run_program
 from mola.network import Inputs
 
-__all__ = ["LoadedExport", "load_exported"]
-
 
 class LoadedExport:
     """An exported file, ready to run: call it with a batch, as the posterior. Made by `mola.load_exported`.
@@ -30,7 +28,6 @@ class LoadedExport:
     def __init__(
         self, run: Callable[[Sequence[Tensor]], dict[str, Tensor]], document: dict[str, Any], metadata: dict[str, str]
     ) -> None:
-        """Bind a file's content."""
         self._run = run
         self.document, self.metadata = document, metadata
         self.signature = Signature.from_json(document["signature"])
@@ -53,9 +50,6 @@ class LoadedExport:
 
         Returns:
             "probabilities" (n, C), and (n,) of all others.
-
-        Raises:
-            DataError: if the file cannot take these inputs.
         """
         tensors = self.signature.tensors(inputs)
         try:
@@ -63,8 +57,9 @@ class LoadedExport:
         except Exception as error:
             shapes = {name: tuple(tensor.shape) for name, tensor in zip(self.signature.names, tensors, strict=True)}
             kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-            message = f"the exported file cannot take inputs of shapes {shapes} and types {kinds}: {_first_line(error)}"
-            raise DataError(message) from error
+            raise DataError(
+                f"the exported file cannot take inputs of shapes {shapes} and types {kinds}: {_first_line(error)}"
+            ) from error
 
     def decide(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What to do with inputs, by the thresholds of the file; change `document` to decide by others.
@@ -75,9 +70,6 @@ class LoadedExport:
         Returns:
             Truth values by name, for each threshold that the file has: "outlying" (n,); "answer" (n,), of which nothing
             outlying is; "set" (n, C).
-
-        Raises:
-            DataError: if an output is missing that a threshold is for.
         """
         found: dict[str, Tensor] = {}
         for name, threshold, output in (
@@ -89,10 +81,9 @@ class LoadedExport:
             if limit is None:
                 continue
             if output not in outputs:
-                message = (
+                raise DataError(
                     f"the file has {threshold}, which is for the output {output!r}: export the file with this output."
                 )
-                raise DataError(message)
             values = outputs[output].double()
             found[name] = values >= limit if name == "set" else values > limit
         if "answer" in found and "outlying" in found:
@@ -100,7 +91,6 @@ class LoadedExport:
         return found
 
     def __repr__(self) -> str:
-        """What it is."""
         networks, structure = len(self.document["networks"]), self.document["structure"]
         return f"LoadedExport({networks} networks, structure={structure}, {len(self.classes)} classes, outputs={self.outputs})"
 
@@ -119,23 +109,17 @@ def load_exported(path: str | Path, *, trust: bool = False) -> LoadedExport:
 
     Returns:
         A callable from inputs to outputs by name, with `.classes`, `.outputs`, `.document` and `.metadata`.
-
-    Raises:
-        OptionError: for a `.pt2` file without `trust`.
-        StorageError: if the file is missing, damaged, or not one of these.
     """
     path = Path(path)
     if not path.is_file():
-        message = f"{path}: there is no such file. Pass what mola.export_onnx or mola.export_torch wrote."
-        raise StorageError(message)
+        raise StorageError(f"{path}: there is no such file. Pass what mola.export_onnx or mola.export_torch wrote.")
     content = path.read_bytes()
     if content[:2] == b"PK":  # a zip archive, as torch writes them
         if not trust:
-            message = (
+            raise OptionError(
                 f"{path} is a program of torch.export, and PyTorch's reader can run code from such a file. If you trust whoever "
                 f"made it, read it with mola.load_exported(path, trust=True). An ONNX file needs no trust."
             )
-            raise OptionError(message)
         program, properties = read_program(content, path)
         document, metadata = from_properties(properties, path)
         module = program.module()
@@ -143,7 +127,8 @@ def load_exported(path: str | Path, *, trust: bool = False) -> LoadedExport:
     try:
         session = onnx_session(content)
     except RuntimeError as error:
-        message = f"{path} is neither an ONNX file nor a program of torch.export: {_first_line(error)}"
-        raise StorageError(message) from error
+        raise StorageError(
+            f"{path} is neither an ONNX file nor a program of torch.export: {_first_line(error)}"
+        ) from error
     document, metadata = from_properties(session.get_modelmeta().custom_metadata_map, path)
     return LoadedExport(lambda tensors: run_session(session, tensors), document, metadata)

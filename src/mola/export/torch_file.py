@@ -21,8 +21,6 @@ from mola.export.tracing import Settings, Written, check_agreement, check_path, 
 from mola.network import Inputs
 from mola.posterior import MoLA
 
-__all__ = ["export_torch", "read_program"]
-
 PROPERTIES = "mola.json"
 """Name of the file inside the file that holds its properties."""
 
@@ -95,9 +93,6 @@ def read_program(content: bytes, path: object) -> tuple[torch.export.ExportedPro
 
     Returns:
         The program, and strings by name (none for a program of somebody else).
-
-    Raises:
-        StorageError: if the file is no such program.
     """
     extra = {PROPERTIES: ""}
     try:
@@ -105,6 +100,7 @@ def read_program(content: bytes, path: object) -> tuple[torch.export.ExportedPro
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
         properties = json.loads(extra[PROPERTIES] or "{}")
     except Exception as error:  # the reader raises a dozen kinds on damaged files
-        message = f"{path} is not a program of torch.export that this torch reads: {reason(error)}."
-        raise StorageError(message) from error
+        raise StorageError(
+            f"{path} is not a program of torch.export that this torch reads: {reason(error)}."
+        ) from error
     return program, properties

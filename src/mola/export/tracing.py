@@ -23,23 +23,6 @@ from mola.network import Inputs, head_by_name, undisturbed
 from mola.posterior import MoLA
 from mola.saving.storage import write_atomically
 
-__all__ = [
-    "FLOAT16_TOLERANCE",
-    "TOLERANCE",
-    "Settings",
-    "Traced",
-    "Written",
-    "check_agreement",
-    "check_path",
-    "expected_outputs",
-    "probing_inputs",
-    "quietly",
-    "reason",
-    "root_of",
-    "trace",
-    "write_file",
-]
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -74,17 +57,12 @@ def trace(posterior: MoLA, example: Inputs, settings: Settings) -> Traced:
 
     Returns:
         The program.
-
-    Raises:
-        OptionError: if the posterior is none, or a preparation has several inputs; `ExportError` if a network cannot be
-            traced, `DataError` if the example is not what the networks take.
     """
     if not isinstance(posterior, MoLA):
         Exported(posterior, Signature("none", ()))  # says what was expected
     signature = Signature.of(example, posterior.networks[0])
     if settings.preparation is not None and len(signature.names) != 1:
-        message = f"preparation: expected networks with one input, got {', '.join(signature.names)}."
-        raise OptionError(message)
+        raise OptionError(f"preparation: expected networks with one input, got {', '.join(signature.names)}.")
     posterior.check_networks()
     if settings.float16:
         posterior = in_half_precision(posterior)
@@ -130,11 +108,6 @@ def in_half_precision(posterior: MoLA) -> MoLA:
 
 
 def _program(graph: Exported, tensors: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
-    """Trace a graph with the first axis of every input free.
-
-    Raises:
-        ExportError: with torch's reason, and what can be done.
-    """
     batch = torch.export.Dim("batch", min=1)
     shapes = {"tensors": tuple({0: batch} for _ in tensors)}
     try:
@@ -142,19 +115,17 @@ def _program(graph: Exported, tensors: tuple[Tensor, ...]) -> torch.export.Expor
             program = torch.export.export(graph, tensors, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # it ran a moment ago: whatever went wrong has to do with tracing
         names = ", ".join(sorted({type(network).__name__ for network in graph.networks}))
-        message = (
+        raise ExportError(
             f"torch.export cannot trace {names}: {reason(root_of(error))}. A network can be exported if its forward does "
             f"not branch on the values of tensors and takes batches of any size: use torch.where instead of `if`, and "
             f"x.shape[0] or -1 instead of a fixed batch size."
-        )
-        raise ExportError(message) from error
+        ) from error
     # The example was needed to trace; a file that is given away should not hold somebody's data.
     program.example_inputs = None
     return _without_unused(program)
 
 
 def _without_unused(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program without those constants of posteriors that its link and its outputs do not ask for."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder" and not node.users}
     specs = program.graph_signature.input_specs
     for spec in [one for one in specs if one.arg.name in nodes and (one.target or "").startswith("constants.")]:
@@ -200,7 +171,7 @@ def quietly() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not that the optimiser could not fold a constant: it leaves the node as it is, and the graph says the same."""
+    # Not that the optimiser could not fold a constant: it leaves the node as it is, and the graph says the same.
     return not str(record.msg).startswith("Evaluation failed")
 
 
@@ -252,9 +223,6 @@ def check_agreement(
     Returns:
         Largest difference of each output, relative where its value is above 1. A label counts as different (1) only where the two
         best classes are not tied.
-
-    Raises:
-        ExportError: if a difference is too large, or an output is not a number.
     """
     worst = dict.fromkeys(traced.graph.outputs, 0.0)
     for seed, rows in enumerate(BATCHES):
@@ -270,11 +238,10 @@ def check_agreement(
     wrong = {name: value for name, value in worst.items() if value > limit}
     if wrong:
         told = ", ".join(f"{name} by {value:.2g}" for name, value in wrong.items())
-        message = (
+        raise ExportError(
             f"the file disagrees with PyTorch in {runtime}: {told}, and at most {limit:g} is expected. It was not written. "
             f"{_remedy(traced)}"
         )
-        raise ExportError(message)
     return worst
 
 
@@ -285,7 +252,6 @@ def _remedy(traced: Traced) -> str:
 
 
 def _tied(traced: Traced, inputs: Inputs) -> Tensor:
-    """Whether the two most probable classes differ by no more than rounding."""
     prediction = traced.posterior.predict(network_inputs(inputs, traced.graph.signature, traced.graph))
     first, second = prediction._answers.double().topk(2).values.unbind(-1)
     first, second = prediction._placed(first), prediction._placed(second)
@@ -321,7 +287,6 @@ class Written:
 
 
 def _named(nodes: Sequence[Any], names: Sequence[str]) -> tuple[NamedTensor, ...]:
-    """What a traced graph's nodes are, sizes that are free called "batch"."""
     found = []
     for node, name in zip(nodes, names, strict=True):
         value = node.meta["val"]
@@ -338,20 +303,14 @@ def check_path(path: str | Path) -> Path:
 
     Returns:
         The same.
-
-    Raises:
-        StorageError: if it is a folder, or its folder does not exist or cannot be written to.
     """
     path = Path(path)
     if path.is_dir():
-        message = f"{path} is a folder; expected the name of a file to write."
-        raise StorageError(message)
+        raise StorageError(f"{path} is a folder; expected the name of a file to write.")
     if not path.parent.is_dir():
-        message = f"{path} cannot be written: there is no folder {path.parent}. Make it first."
-        raise StorageError(message)
+        raise StorageError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
     if not os.access(path.parent, os.W_OK):
-        message = f"{path} cannot be written: no permission for folder {path.parent}."
-        raise StorageError(message)
+        raise StorageError(f"{path} cannot be written: no permission for folder {path.parent}.")
     return path
 
 
@@ -366,15 +325,11 @@ def write_file(path: Path, content: bytes, traced: Traced, differences: dict[str
 
     Returns:
         What was written.
-
-    Raises:
-        StorageError: if the disk is full, or the system refuses.
     """
     try:
         write_atomically(path, content)
     except OSError as error:
-        message = f"{path} cannot be written: {error.strerror}. Nothing was left behind."
-        raise StorageError(message) from error
+        raise StorageError(f"{path} cannot be written: {error.strerror}. Nothing was left behind.") from error
     nodes, graph = {node.name: node for node in traced.program.graph.nodes}, traced.graph
     signature = traced.program.graph_signature
     inputs = _named([nodes[name] for name in signature.user_inputs], graph.signature.names)

@@ -21,8 +21,6 @@ from mola.network import as_batch, peek
 from mola.posterior import MoLA
 from mola.reliability import draw_reliability
 
-__all__ = ["METRICS", "Measured", "as_yaml", "measure", "model_card", "write_reliability"]
-
 METRICS: Mapping[str, tuple[str, Callable[[Tensor, Tensor], float]]] = {
     "accuracy": ("accuracy", metrics.accuracy),
     "nll": ("negative log-likelihood", metrics.negative_log_likelihood),
@@ -43,9 +41,6 @@ class Measured:
         values: metrics by name.
         bins: for each bin of the confidence, (count, mean confidence, accuracy); empty bins left out. Without, there is no
             calibration table.
-
-    Raises:
-        OptionError: if a name is empty or a number is not finite.
     """
 
     dataset: str
@@ -54,18 +49,12 @@ class Measured:
     bins: tuple[tuple[int, float, float], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        """Check names and numbers.
-
-        Raises:
-            OptionError: if one cannot be used.
-        """
         numbers = torch.tensor([float(value) for value in self.values.values()], dtype=torch.float64)
         if not self.dataset.strip() or self.count < 1 or not bool(torch.isfinite(numbers).all()):
-            message = (
+            raise OptionError(
                 f"expected the name of the test set, at least 1 datum and finite numbers; got {self.dataset!r}, "
                 f"{self.count}, {dict(self.values)}."
             )
-            raise OptionError(message)
 
 
 def measure(predictor: Callable[[Any], Tensor], loader: Iterable[Any], dataset: str, *, bins: int = 10) -> Measured:
@@ -79,25 +68,19 @@ def measure(predictor: Callable[[Any], Tensor], loader: Iterable[Any], dataset: 
 
     Returns:
         The numbers.
-
-    Raises:
-        DataError: if a batch has no labels.
-        OptionError: if the predictor is one of numbers, which have no accuracy.
     """
     likelihood: Likelihood = getattr(predictor, "likelihood", CATEGORICAL)
     if not likelihood.discrete:
-        message = (
+        raise OptionError(
             "numbers have neither accuracy nor confidence: pass mola.hub.Measured with your own scores to the card."
         )
-        raise OptionError(message)
     _, batches = peek(loader, "the test loader")
     probs, labels = [], []
     for index, raw in enumerate(batches):
         place = f"batch {index} of the test loader"
         batch = as_batch(raw, place)
         if batch.labels is None:
-            message = f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
-            raise DataError(message)
+            raise DataError(f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'.")
         probs.append(predictor(batch.inputs).cpu())
         labels.append(likelihood.check_labels(batch.labels.cpu(), probs[-1], place))
     every, known = torch.cat(probs), torch.cat(labels)
@@ -201,7 +184,7 @@ def _result(measured: Measured, task: str | None) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """A text that stays text in Markdown: on one line, without marks of HTML, tables, code and links."""
+    # A text that stays text in Markdown: on one line, without marks of HTML, tables, code and links.
     return re.sub(r"([\\`|*\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
 
 
@@ -225,7 +208,6 @@ def _what_it_is(posterior: MoLA, classes: Sequence[str]) -> str:
 
 
 def _what_is_absent(task: str | None, preparing: Mapping[str, Any]) -> list[str]:
-    """Say so where the folder does not hold what makes the networks' inputs."""
     absent = {"text-classification": ("tokenizer", "texts"), "image-classification": ("processor", "images")}
     role, raw = absent.get(task or "", ("", ""))
     if not role or role in preparing:
@@ -306,7 +288,7 @@ def _how_it_was_made(posterior: MoLA) -> str:
 
 
 def _cooled(posterior: MoLA) -> list[tuple[str, str]]:
-    """What logits are divided by, in words; nothing where they stay as they are."""
+    # What logits are divided by, in words; nothing where they stay as they are.
     rows, exponent = [], posterior.distance_exponent
     if posterior.temperature != 1:
         how = "sharpened" if posterior.temperature < 1 else "softened"

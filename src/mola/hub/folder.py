@@ -29,8 +29,6 @@ from mola.saving.storage import write_atomically
 from mola.saving.weights_files import load_weights, save_weights
 from mola.schema import Optional, check, check_seal, parse, sealed
 
-__all__ = ["is_hub_folder", "load_from_hub_folder", "save_to_hub_folder"]
-
 FORMAT, VERSION = "mola-hub-folder", 1
 COOLED_VERSION = 2
 """Of ensembles with a temperature, which a reader that does not know of it must not read; all other folders stay at `VERSION`."""
@@ -83,21 +81,17 @@ def save_to_hub_folder(
 
     Returns:
         The folder; `StorageError` if it holds another model's files.
-
-    Raises:
-        OptionError: if something cannot be saved, or the names do not fit the outputs.
     """
     if not isinstance(posterior, MoLA):
-        message = f"expected a posterior of mola.fit or mola.ensemble, got {type(posterior).__name__}."
-        raise OptionError(message)
+        raise OptionError(f"expected a posterior of mola.fit or mola.ensemble, got {type(posterior).__name__}.")
     if build is not None and (build.count(":") != 1 or not all(build.split(":"))):
-        message = f'build must name a function as "package.module:function", got {build!r}.'
-        raise OptionError(message)
+        raise OptionError(f'build must name a function as "package.module:function", got {build!r}.')
     helpers = dict(zip(HELPERS, (tokenizer, processor), strict=True))
     for role, helper in helpers.items():
         if helper is not None and not hasattr(helper, "save_pretrained"):
-            message = f"{role}: expected an object with save_pretrained, as transformers has them; got {type(helper).__name__}."
-            raise OptionError(message)
+            raise OptionError(
+                f"{role}: expected an object with save_pretrained, as transformers has them; got {type(helper).__name__}."
+            )
     folder = Path(directory).resolve()
     names = _class_names(posterior, classes)
     posterior.check_networks()
@@ -149,14 +143,9 @@ def save_to_hub_folder(
 
 
 def _clear(folder: Path) -> None:
-    """Remove the networks and the picture of a model that was saved here before: the new one may have fewer.
-
-    Raises:
-        StorageError: if the folder holds another model's files, or is none.
-    """
+    # Remove the networks and the picture of a model that was saved here before: the new one may have fewer.
     if folder.exists() and not folder.is_dir():
-        message = f"{folder} is a file; expected a folder."
-        raise StorageError(message)
+        raise StorageError(f"{folder} is a file; expected a folder.")
     if not (folder / CONFIG).exists():
         return
     config = _read_config(folder)  # another model's files would be overwritten
@@ -174,16 +163,14 @@ def _class_names(posterior: MoLA, given: Sequence[str] | None) -> list[str]:
         names = [str(name) for name in given]
         if len(set(names)) != len(names) or (head is not None and len(names) != head.classes):
             wanted = "different names" if head is None else f"{head.classes} different names, one for each output"
-            message = f"classes: expected {wanted}, got {names}."
-            raise OptionError(message)
+            raise OptionError(f"classes: expected {wanted}, got {names}.")
         return names
     config = getattr(posterior.networks[0], "config", None)
     known = getattr(config, "id2label", None)
     if isinstance(known, dict) and known:
         return [str(known[index]) for index in sorted(known)]
     if head is None:
-        message = "classes: the names (or numbers) of the classes are needed for a plain ensemble."
-        raise OptionError(message)
+        raise OptionError("classes: the names (or numbers) of the classes are needed for a plain ensemble.")
     return [str(index) for index in range(head.classes)]
 
 
@@ -258,14 +245,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = parse(path.read_bytes())
     except (OSError, ValueError) as error:
-        message = f"{path} cannot be read ({error}): expected a folder of mola.save_to_hub_folder."
-        raise StorageError(message) from error
+        raise StorageError(f"{path} cannot be read ({error}): expected a folder of mola.save_to_hub_folder.") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
-        message = f"{path} was not written by mola: expected format {FORMAT!r}. Choose a folder of its own for mola."
-        raise StorageError(message)
+        raise StorageError(
+            f"{path} was not written by mola: expected format {FORMAT!r}. Choose a folder of its own for mola."
+        )
     if config.get("version") not in (VERSION, COOLED_VERSION):
-        message = f"{path} has version {config.get('version')!r}; this mola reads versions {VERSION} and {COOLED_VERSION}. Update it."
-        raise StorageError(message)
+        raise StorageError(
+            f"{path} has version {config.get('version')!r}; this mola reads versions {VERSION} and {COOLED_VERSION}. Update it."
+        )
     check_seal(config, path)
     check(config, SCHEMA, "")
     if config["version"] == COOLED_VERSION:
@@ -273,25 +261,23 @@ def _read_config(folder: Path) -> dict[str, Any]:
         try:
             check_temperature(config["temperature"])
         except OptionError as error:
-            message = f"{path} holds a value that cannot be used: {error}"
-            raise StorageError(message) from error
+            raise StorageError(f"{path} holds a value that cannot be used: {error}") from error
     return config
 
 
 def _load_network(folder: Path, index: int, entry: dict[str, Any], build: Any) -> nn.Module:
     place = folder / "networks" / str(index)
     if not entry["files"]:
-        message = f"{folder} was saved without its networks: pass them as load_from_hub_folder(folder, [network, ...])."
-        raise OptionError(message)
+        raise OptionError(
+            f"{folder} was saved without its networks: pass them as load_from_hub_folder(folder, [network, ...])."
+        )
     for name, checksum in entry["files"].items():
         path = place / Path(name.replace("\\", "/")).name  # inside the folder, whatever the document says
         if not path.is_file() or _checksum(path) != checksum:
-            message = f"{path} is {'damaged' if path.is_file() else 'missing'}: download the folder again."
-            raise StorageError(message)
+            raise StorageError(f"{path} is {'damaged' if path.is_file() else 'missing'}: download the folder again.")
     dtype = getattr(torch, entry["dtype"], None) if entry["dtype"] else None
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        message = f"{folder / CONFIG} names an unknown precision {entry['dtype']!r}."
-        raise StorageError(message)
+        raise StorageError(f"{folder / CONFIG} names an unknown precision {entry['dtype']!r}.")
     if build is None:
         build = _class_of_transformers(entry, place)
     if hasattr(build, "from_pretrained"):
@@ -303,11 +289,7 @@ def _load_network(folder: Path, index: int, entry: dict[str, Any], build: Any) -
 
 
 def _read_pretrained(build: Any, place: Path, dtype: torch.dtype | None) -> nn.Module:
-    """A network from its class; transformers would fill up what the file lacks with random numbers.
-
-    Raises:
-        StorageError: if it had to.
-    """
+    # A network from its class; transformers would fill up what the file lacks with random numbers.
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}
     if not str(getattr(build, "__module__", "")).startswith("transformers."):
         other: nn.Module = build.from_pretrained(place, **options)
@@ -318,28 +300,20 @@ def _read_pretrained(build: Any, place: Path, dtype: torch.dtype | None) -> nn.M
     network, found = build.from_pretrained(place, output_loading_info=True, **options)
     absent = [*found["missing_keys"], *(one[0] for one in found["mismatched_keys"])]
     if absent:
-        message = (
+        raise StorageError(
             f"{place} lacks weights of the network that its {CONFIG} describes ({sorted(absent)[0]} and {len(absent) - 1} more): "
             f"download the folder again."
         )
-        raise StorageError(message)
     return network.eval()
 
 
 def _class_of_transformers(entry: dict[str, Any], place: Path) -> Any:
-    """The class of transformers that a network was saved from; no other is looked up, as that would run any code.
-
-    Raises:
-        OptionError: if it is not one of transformers.
-        MissingExtraError: if transformers is not installed.
-        StorageError: if transformers has no such class.
-    """
+    # The class of transformers that a network was saved from; no other is looked up, as that would run any code.
     kind = entry["type"].split(".")
     if not entry["from_pretrained"] or kind[0] != "transformers":
-        message = (
+        raise OptionError(
             f"{place} holds a {entry['type']}: pass a function that builds one, load_from_hub_folder(folder, build)."
         )
-        raise OptionError(message)
     try:
         import transformers
     except ImportError as error:
@@ -348,6 +322,7 @@ def _class_of_transformers(entry: dict[str, Any], place: Path) -> Any:
         ) from error
     found = getattr(transformers, kind[-1], None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-        message = f"{place} holds a {kind[-1]}, which this version of transformers does not have. Pass build=."
-        raise StorageError(message)
+        raise StorageError(
+            f"{place} holds a {kind[-1]}, which this version of transformers does not have. Pass build=."
+        )
     return found

@@ -27,17 +27,6 @@ from mola.network import find_heads, peek, stream, undisturbed
 from mola.network.head import find_head
 from mola.saving.weights_files import load_weights
 
-__all__ = [
-    "Activations",
-    "Keyed",
-    "Network",
-    "Progress",
-    "fast_inputs",
-    "fast_network",
-    "network_checksum",
-    "open_networks",
-]
-
 
 def fast_inputs(inputs: Tensor) -> Tensor:
     """Images in the layout that is fastest."""
@@ -184,7 +173,6 @@ class Activations:
     def _compute_slice(
         self, networks: Sequence[Network], loaded: Sequence[nn.Module], source: Source, number: int
     ) -> None:
-        """Networks over a slice of a set, which is read once for all."""
         start, stop = number * SLICE, min((number + 1) * SLICE, source.count)
         assert source.open_part is not None  # else the set is in one file
         paths = [self.paths(network, source)[number] for network in networks]
@@ -227,7 +215,7 @@ class Activations:
         source: Source,
         names: Sequence[str],
     ) -> None:
-        """Write what each network makes of a set: one pass over the data for all."""
+        # Write what each network makes of a set: one pass over the data for all.
         device = self.device
         # Outliers belong to no class of the network: their labels, if any, are not its own.
         labelled = source.role != "outlier"
@@ -261,11 +249,6 @@ class Activations:
 
 
 def _check_outputs(networks: Sequence[Network], source: Source) -> None:
-    """Refuse networks that cannot be mixed before any of them has been run over all the data.
-
-    Raises:
-        OptionError: if they have different numbers of outputs.
-    """
     (inputs, _), _ = peek(source.open(), source.title)
     outputs: dict[str, int] = {}
     for network in networks:
@@ -274,8 +257,9 @@ def _check_outputs(networks: Sequence[Network], source: Source) -> None:
             outputs[network.label] = find_head(loaded, inputs[:1]).layer.weight.shape[0]
     if len(set(outputs.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in outputs.items())
-        message = f"the networks of a mixture tell the same classes apart, got different numbers of outputs ({listed})."
-        raise OptionError(message)
+        raise OptionError(
+            f"the networks of a mixture tell the same classes apart, got different numbers of outputs ({listed})."
+        )
 
 
 def _layer(head: nn.Module) -> dict[str, Any]:
@@ -295,7 +279,6 @@ LARGEST_IN_MEMORY = 2**29
 
 
 def _held(source: Source) -> list[tuple[Tensor, Tensor]] | None:
-    """All batches of a set, if they are small enough to be held."""
     kept: list[tuple[Tensor, Tensor]] = []
     for inputs, labels in source.open():
         if not kept and inputs.nbytes / len(labels) * source.count > LARGEST_IN_MEMORY:

@@ -10,8 +10,6 @@ from mola.lab.swag_mimo import MimoHeads, SwagMixture
 from mola.lab.whole import WholeNetworks
 from mola.lab.workshop import Context
 
-__all__ = ["COMPARISONS", "LONG", "NAMED", "SWEEP", "SuiteMethod"]
-
 SuiteMethod = Method[Context]
 
 SWEEP = 10

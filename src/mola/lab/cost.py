@@ -21,8 +21,6 @@ from mola.lab.activations import Network, Progress
 from mola.lab.runner import environment
 from mola.lab.suite import Budget, Source, SwagBudget
 
-__all__ = ["measure_cost"]
-
 REPEATS = 5
 
 FEWER = 16
@@ -32,8 +30,6 @@ Loader = Sequence[tuple[Tensor, Tensor]]
 
 
 class _Kept(Protocol):
-    """A predictor that can be written to disk."""
-
     def __call__(self, inputs: Any, /) -> Any: ...
 
     def save(self, directory: str, /) -> Any: ...
@@ -41,8 +37,6 @@ class _Kept(Protocol):
 
 @dataclass(frozen=True)
 class _Work:
-    """Something that is done over all training data, measured on some of them and on half of these."""
-
     do: Callable[[Loader], object]
     some: Loader
     times: int = 1
@@ -70,7 +64,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One method: what it takes to fit it, what predicts, and what must be kept for that."""
+    # One method: what it takes to fit it, what predicts, and what must be kept for that.
 
     name: str
     predict: _Kept
@@ -209,7 +203,7 @@ def _entries(
 
 
 def _swag(model: nn.Module, batch: Loader, budget: SwagBudget) -> mola.Swag:
-    """A SWAG as large as a real one, from as few steps as will do: its predictions take as long."""
+    # A SWAG as large as a real one, from as few steps as will do: its predictions take as long.
     # The smallest rate: the weights must stay such that activations are finite.
     return mola.Swag.fit(
         model,
@@ -223,7 +217,7 @@ def _swag(model: nn.Module, batch: Loader, budget: SwagBudget) -> mola.Swag:
 
 
 def _walks(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[_Work]:
-    """SWAG of one network: an epoch for every snapshot, and a pass for the BatchNorm statistics of every draw."""
+    # SWAG of one network: an epoch for every snapshot, and a pass for the BatchNorm statistics of every draw.
     network = copy.deepcopy(model).requires_grad_(True)
     optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
     walks = [_Work(partial(walk_epoch, network, optimiser=optimiser), batches, budget.snapshots)]
@@ -261,7 +255,6 @@ def _predict(predictor: _Kept, batches: Loader) -> None:
 
 
 def _bytes(entry: _Entry) -> int:
-    """The networks' numbers, and what is written to disk."""
     # Heads may share a trunk, which is kept once.
     tensors = {id(one): one for network in entry.networks for one in (*network.parameters(), *network.buffers())}
     networks = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -34,21 +34,6 @@ from mola.training.labelled import Labelled
 from mola.training.loop import member_seeds
 from mola.training.mlps import digits_mlp, mlp
 
-__all__ = [
-    "ANGLES",
-    "FAR",
-    "Progress",
-    "build_network",
-    "compare_on_digits",
-    "demo_methods",
-    "map_moons",
-    "one_thread",
-    "outlier_sets",
-    "plane_points",
-    "run_demo",
-    "walk_away",
-]
-
 ANGLES = tuple(range(0, 181, 15))
 """Degrees, as for the paper's rotated MNIST."""
 
@@ -178,14 +163,12 @@ def _pictures(inputs: Tensor) -> Pictures:
 
 
 def _notes(methods: Mapping[str, MoLA]) -> tuple[str, ...]:
-    """What tuning the methods had to say."""
     return tuple(
         f"{name}: {note}" for name, one in methods.items() if one.tuning is not None for note in one.tuning.notes
     )
 
 
 def _tuned(methods: Mapping[str, MoLA]) -> dict[str, MoLA]:
-    """Those with a prior precision."""
     return {name: one for name, one in methods.items() if one.structure is not None}
 
 
@@ -345,7 +328,8 @@ def _ensemble(
     on_epoch: Callable[[int, int], None],
     team: Team | None,
 ) -> list[nn.Module]:
-    """Networks that differ by their seed alone, as `train_ensemble` makes them; each is trained by one process of the team."""
+    # Networks that differ by their seed alone, as `train_ensemble` makes them; each is trained by one process of the
+    # team.
     together = Team.alone() if team is None else team
     networks: list[nn.Module] = []
     trained: list[Tensor] = []

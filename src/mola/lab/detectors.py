@@ -25,8 +25,6 @@ from mola.errors import DataError, OptionError, warn
 from mola.numerics import exact
 from mola.uncertainty import energy_score, max_logit_score
 
-__all__ = ["Detector", "DetectorEnsemble", "Mahalanobis", "NearestNeighbours", "VirtualLogit", "feature_scores"]
-
 Detector = Callable[[Tensor], Tensor]
 """Features (n, d) in, scores (n,) out, higher for what is more outlying."""
 
@@ -40,26 +38,25 @@ BANK_AT_ONCE = 2**14
 def _checked(features: Tensor, labels: Tensor | None = None, width: int | None = None) -> Tensor:
     if features.ndim != 2 or not features.is_floating_point() or (width is not None and features.shape[1] != width):
         wanted = "(n, d)" if width is None else f"(n, {width})"
-        message = f"features must be floating-point of shape {wanted}, got {tuple(features.shape)} of {features.dtype}."
-        raise DataError(message)
+        raise DataError(
+            f"features must be floating-point of shape {wanted}, got {tuple(features.shape)} of {features.dtype}."
+        )
     if not torch.isfinite(features).all():
-        message = (
+        raise DataError(
             f"features must be finite; {int((~torch.isfinite(features)).any(1).sum())} of {len(features)} rows are not."
         )
-        raise DataError(message)
     if labels is not None and (
         labels.shape != features.shape[:1] or labels.is_floating_point() or not len(labels) or int(labels.min()) < 0
     ):
-        message = (
+        raise DataError(
             f"labels must be one class number, 0 or more, for each of the {len(features)} rows of features (at least "
             f"one row), got shape {tuple(labels.shape)} of {labels.dtype}."
         )
-        raise DataError(message)
     return features.detach()
 
 
 def _scores(values: Tensor, like: Tensor) -> Tensor:
-    """In the user's precision, but not in half: squared distances exceed its range."""
+    # In the user's precision, but not in half: squared distances exceed its range.
     return values.to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
@@ -69,16 +66,15 @@ def _whitening(covariance: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(covariance)
     kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
     if not kept.any():
-        message = (
+        raise DataError(
             "features do not vary within the classes, so they have no covariance to measure distances by. "
             "Give more than one example of each class."
         )
-        raise DataError(message)
     return vectors[:, kept] * values[kept].rsqrt()
 
 
 def _rows(features: Tensor, numbers_per_row: int) -> tuple[Tensor, ...]:
-    """The features in turns, so that what is computed from each row stays bounded."""
+    # The features in turns, so that what is computed from each row stays bounded.
     return torch.split(features, max(1, PAIRS_AT_ONCE // numbers_per_row))
 
 
@@ -155,7 +151,6 @@ class Mahalanobis:
         counts = torch.bincount(index)
 
         def owned() -> Iterator[tuple[Tensor, Tensor]]:
-            """Rows from the centre, and the index of the class that each belongs to."""
             start = 0
             for part in parts():
                 yield prepared(part) - centre, index[start : start + len(part)]
@@ -214,14 +209,10 @@ class NearestNeighbours:
 
         Returns:
             The detector, as large as the features.
-
-        Raises:
-            OptionError: if k is not between 1 and the number of training points.
         """
         values = _checked(features, labels)
         if not 1 <= k <= len(values):
-            message = f"k must be between 1 and the {len(values)} training points, got {k}."
-            raise OptionError(message)
+            raise OptionError(f"k must be between 1 and the {len(values)} training points, got {k}.")
         return cls(_directions(values), k)
 
     def __call__(self, features: Tensor) -> Tensor:
@@ -308,17 +299,12 @@ class VirtualLogit:
 
         Returns:
             The detector, in float64.
-
-        Raises:
-            OptionError: if the dimension is not between 1 and d - 1.
-            DataError: if the training data do not leave a subspace of that dimension, so that there is no scale.
         """
         linear = exact(weight.detach())
         width = linear.shape[1]
         kept = _principal(width) if dimension is None else dimension
         if not 1 <= kept < width:
-            message = f"dimension must be at least 1 and below the {width} of the features, got {kept}."
-            raise OptionError(message)
+            raise OptionError(f"dimension must be at least 1 and below the {width} of the features, got {kept}.")
         offset = linear.new_zeros(len(linear)) if bias is None else exact(bias.detach())
         origin = -torch.linalg.pinv(linear) @ offset
         moment, count = linear.new_zeros(width, width), 0
@@ -328,11 +314,10 @@ class VirtualLogit:
             count += len(values)
         spread, directions = torch.linalg.eigh(moment)
         if not spread[: width - kept].sum() > spread[-1] * width * torch.finfo(spread.dtype).eps:
-            message = (
+            raise DataError(
                 f"the {count} training features lie in a subspace of {kept} of their {width} dimensions: no distance from it "
                 f"was seen to compare logits with. Choose a lower dimension."
             )
-            raise DataError(message)
         unscaled = cls(origin, directions[:, : width - kept].contiguous(), 1.0, linear, offset)
         largest = norms = 0.0
         for part in parts():
@@ -351,7 +336,7 @@ class VirtualLogit:
         return self.scale * residual - logits.logsumexp(1)
 
     def _parts(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Lengths (n,) outside the subspace, and logits (n, C)."""
+        # Lengths (n,) outside the subspace, and logits (n, C).
         values = features.to(self.origin)
         residual = torch.linalg.vector_norm((values - self.origin) @ self.residual, dim=1)
         return residual, values @ self.weight.T + self.bias
@@ -392,18 +377,13 @@ class DetectorEnsemble:
 
     @classmethod
     def standardised(cls, members: Sequence[Detector], scores: Tensor) -> DetectorEnsemble:
-        """The same from the members' scores (K, n) of the reference data.
-
-        Raises:
-            DataError: if a member gives all reference data the same score.
-        """
+        """The same from the members' scores (K, n) of the reference data."""
         centres, scales = scores.mean(1), scores.std(1, correction=0)
         if not (scales > 0).all():
-            message = (
+            raise DataError(
                 f"member {int((scales > 0).int().argmin())} gives all {scores.shape[1]} reference data the same score, "
                 f"so it has no unit. Give more, and more varied, reference data."
             )
-            raise DataError(message)
         return cls(tuple(members), centres, scales)
 
     def __call__(self, features: Sequence[Tensor]) -> Tensor:
@@ -415,11 +395,10 @@ class DetectorEnsemble:
 def _member_scores(members: Sequence[Detector], features: Sequence[Tensor]) -> Tensor:
     counts = {len(values) for values in features}
     if len(members) != len(features) or len(members) == 0 or len(counts) != 1 or counts == {0}:
-        message = (
+        raise DataError(
             f"expected features of the same inputs (at least one) from each of the {len(members)} networks; got "
             f"{len(features)} tensors with {[len(values) for values in features]} rows."
         )
-        raise DataError(message)
     return torch.stack([exact(member(values)) for member, values in zip(members, features, strict=True)])
 
 

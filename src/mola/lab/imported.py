@@ -13,8 +13,6 @@ from torch import nn
 
 from mola.errors import OptionError
 
-__all__ = ["import_builder", "import_function", "is_path", "split_name"]
-
 
 def is_path(name: str) -> bool:
     """Whether a name with a colon is a path, such as one on a drive of Windows, or `data/at:noon`."""
@@ -29,9 +27,6 @@ def split_name(name: str) -> tuple[str, str]:
 
     Returns:
         Both.
-
-    Raises:
-        OptionError: if it is no such name, such as the path of a file.
     """
     # The last colon: a path of Windows has one after the drive.
     module, _, function = name.rpartition(":")
@@ -41,8 +36,7 @@ def split_name(name: str) -> tuple[str, str]:
             if is_path(name)
             else ""
         )
-        message = f"expected a function as package.module:function, got {name!r}.{hint}"
-        raise OptionError(message)
+        raise OptionError(f"expected a function as package.module:function, got {name!r}.{hint}")
     return module, function
 
 
@@ -74,9 +68,6 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
 
     Returns:
         The function, which checks that it makes a network.
-
-    Raises:
-        OptionError: if there is no such module or function.
     """
     module_name, attribute = split_name(name)
     try:
@@ -92,8 +83,7 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
         with _here_first():
             network = function()
         if not isinstance(network, nn.Module):
-            message = f"{name} made a {type(network).__name__}; expected an nn.Module."
-            raise OptionError(message)
+            raise OptionError(f"{name} made a {type(network).__name__}; expected an nn.Module.")
         return network
 
     return build
@@ -101,11 +91,7 @@ def import_builder(name: str) -> Callable[[], nn.Module]:
 
 @contextmanager
 def _here_first() -> Iterator[str]:
-    """Look for modules in the current folder first, as Python does for a script that lies there; and only meanwhile.
-
-    Yields:
-        The current folder.
-    """
+    # Look for modules in the current folder first, as Python does for a script that lies there; and only meanwhile.
     here = str(Path.cwd())
     known = here in sys.path
     if not known:
@@ -119,6 +105,5 @@ def _here_first() -> Iterator[str]:
 
 
 def _lies_in(module: Any, folder: str) -> bool:
-    """Whether a module, or a package, lies directly in a folder."""
     places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None) or ""]
     return any(Path(place).parent == Path(folder) for place in places)

@@ -15,8 +15,6 @@ from mola.compare.tally import Answer, Tally, tally_set
 from mola.errors import DataError
 from mola.uncertainty import entropy
 
-__all__ = ["Answers", "HumanLabels", "Measure", "Rejection", "best_threshold", "rank_correlation"]
-
 Answers = Callable[[str], Iterable[tuple[Answer, Tensor]]]
 """What a method says of a set, by the set's name: batch by batch with the labels, outlier scores included."""
 
@@ -73,11 +71,7 @@ class HumanLabels:
     sets: tuple[str, ...] = ("test",)
 
     def __call__(self, answers: Answers) -> dict[str, float]:
-        """The numbers of one method.
-
-        Raises:
-            DataError: if the test set is not the one that people labelled.
-        """
+        """The numbers of one method."""
         shares = self.counts.double() / self.counts.double().sum(1, keepdim=True)
         doubt = entropy(shares)
         losses: list[Tensor] = []
@@ -94,8 +88,9 @@ class HumanLabels:
                 scores.setdefault(name, []).append(score)
         count = sum(len(one) for one in losses)
         if count != len(shares):
-            message = f"people labelled {len(shares)} images of {shares.shape[1]} classes; the test set is another."
-            raise DataError(message)
+            raise DataError(
+                f"people labelled {len(shares)} images of {shares.shape[1]} classes; the test set is another."
+            )
         loss = float(torch.cat(losses).mean())
         found = {"cross-entropy": loss, "divergence": loss - float(doubt.mean())}
         return found | {f"correlation, {name}": rank_correlation(torch.cat(one), doubt) for name, one in scores.items()}

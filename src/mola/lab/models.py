@@ -38,21 +38,6 @@ from mola.errors import MissingExtraError, OptionError
 from mola.options import one_of
 from mola.training.mlps import digits_mlp
 
-__all__ = [
-    "MODELS",
-    "CifarResNet",
-    "ModelSpec",
-    "WideResNet",
-    "build_network",
-    "lenet",
-    "resnet20",
-    "resnet32",
-    "resnet44",
-    "resnet56",
-    "resnet110",
-    "wrn16_4",
-]
-
 
 def lenet(classes: int = 10, *, bias: bool = True) -> nn.Sequential:
     """Two convolutions and three linear layers with ReLU.
@@ -262,11 +247,7 @@ class ModelSpec:
 
 
 def _imported_wrn50_2(classes: int) -> nn.Module:
-    """WRN-50-2 for ImageNet, from torchvision or timm, whichever is installed; both name its parameters alike.
-
-    Raises:
-        MissingExtraError: if neither is installed.
-    """
+    # WRN-50-2 for ImageNet, from torchvision or timm, whichever is installed; both name its parameters alike.
     try:
         build = importlib.import_module("torchvision.models").wide_resnet50_2
     except ImportError:
@@ -305,12 +286,8 @@ def build_network(name: str, classes: int = 10) -> nn.Module:
 
     Returns:
         The network, in training mode as PyTorch builds it.
-
-    Raises:
-        OptionError: if there is no class.
     """
     spec = MODELS[one_of(name, MODELS, "network")]
     if classes < 1:
-        message = f"classes must be 1 or more, got {classes!r}."
-        raise OptionError(message)
+        raise OptionError(f"classes must be 1 or more, got {classes!r}.")
     return spec.build(classes)

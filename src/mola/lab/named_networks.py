@@ -26,8 +26,6 @@ from mola.lab.activations import Network, network_checksum
 from mola.lab.imported import import_builder
 from mola.network.resized import INTERPOLATIONS, Resized
 
-__all__ = ["TIMM", "TORCHVISION", "are_names", "open_named", "timm_builder", "torchvision_builder"]
-
 TIMM, TORCHVISION = "timm:", "torchvision:"
 
 SIZE, CROP = 224, 0.875
@@ -48,22 +46,17 @@ def open_named(text: str, classes: int) -> list[Network]:
 
     Returns:
         The networks.
-
-    Raises:
-        OptionError: if a name is not known, or brings no weights.
     """
     found = []
     for one in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, file = one.partition("=")
         path = Path(file).expanduser() if file else None
         if path is not None and not path.is_file():
-            message = (
+            raise OptionError(
                 f"the weights {path} of {name} do not exist: expected a file (safetensors, or made by torch.save)."
             )
-            raise OptionError(message)
         if path is None and name.startswith((TIMM, TORCHVISION)):
-            message = f"{name} comes without trained weights: name their file, as {name}=FILE."
-            raise OptionError(message)
+            raise OptionError(f"{name} comes without trained weights: name their file, as {name}=FILE.")
         build = _builder(name, classes)
         network = Network(path, build, "", name)
         found.append(Network(path, build, network_checksum(network.load(), name), one))
@@ -87,10 +80,6 @@ def timm_builder(name: str) -> Callable[[int], nn.Module]:
 
     Returns:
         The function.
-
-    Raises:
-        OptionError: if the name is that of a place.
-        MissingExtraError: if timm is not installed.
     """
     if ":" in name:
         message = f"timm:{name} would be fetched or read from elsewhere: expected the plain name of an architecture, such as resnet18."
@@ -104,15 +93,16 @@ def timm_builder(name: str) -> Callable[[int], nn.Module]:
         try:
             network: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes)
         except RuntimeError as error:
-            message = f"timm cannot make {name!r}: {error}. `timm.list_models()` lists what it knows."
-            raise OptionError(message) from error
+            raise OptionError(
+                f"timm cannot make {name!r}: {error}. `timm.list_models()` lists what it knows."
+            ) from error
         return network
 
     return build
 
 
 def _like_timm(network: nn.Module) -> nn.Module:
-    """A network of timm that brings images to its own size, as timm's own evaluation does."""
+    # A network of timm that brings images to its own size, as timm's own evaluation does.
     found = getattr(network, "pretrained_cfg", None) or {}
     shape = found.get("input_size") or (3, SIZE, SIZE)
     interpolation = found.get("interpolation")
@@ -135,9 +125,6 @@ def torchvision_builder(name: str, classes: int) -> Callable[[], nn.Module]:
 
     Returns:
         The function.
-
-    Raises:
-        MissingExtraError: if torchvision is not installed.
     """
     try:
         models: Any = importlib.import_module("torchvision.models")
@@ -151,10 +138,9 @@ def torchvision_builder(name: str, classes: int) -> Callable[[], nn.Module]:
             network = models.get_model(name, weights=None, num_classes=classes)
             evaluated = models.get_model_weights(name).DEFAULT.transforms()
         except (ValueError, KeyError) as error:
-            message = (
+            raise OptionError(
                 f"torchvision cannot make {name!r}: {error}. `torchvision.models.list_models()` lists what it knows."
-            )
-            raise OptionError(message) from error
+            ) from error
         size, resized = (getattr(evaluated, side)[0] for side in ("crop_size", "resize_size"))
         # A member of torchvision's InterpolationMode: bicubic for many of its newer networks.
         interpolation = evaluated.interpolation.value

@@ -18,8 +18,6 @@ from mola.training import Recipe, train
 from mola.training.labelled import Labelled
 from mola.training.loop import member_seeds
 
-__all__ = ["Training", "check_networks", "find_networks", "train_networks"]
-
 ENDINGS = (".safetensors", ".pt", ".pth", ".th")
 
 UNDER_WAY = ".training.safetensors"
@@ -43,28 +41,17 @@ class Training:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        """Check what can be checked before the data are read.
-
-        Raises:
-            OptionError: if there is nothing to train.
-        """
         if self.count < 1:
-            message = f"expected at least one network to train, got {self.count}."
-            raise OptionError(message)
+            raise OptionError(f"expected at least one network to train, got {self.count}.")
         self.suite.builder(self.network)
 
     def read_data(self) -> TrainingData:
-        """What the networks are trained on.
-
-        Raises:
-            OptionError: if the suite does not train networks.
-        """
+        """What the networks are trained on."""
         if self.suite.training_data is None:
-            message = (
+            raise OptionError(
                 f"the {self.suite.name} suite does not train networks: bring trained ones with mola bench {self.suite.name} "
                 f"--networks DIR."
             )
-            raise OptionError(message)
         return self.suite.training_data(self.options, self.recipe)
 
 
@@ -129,18 +116,16 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
 def _check_identity(path: Path, identity: dict[str, Any]) -> None:
     kept = read_metadata(path).get("identity")
     if kept is None:
-        message = f"{path} does not say how it was trained. Train into another folder, or delete it."
-        raise StorageError(message)
+        raise StorageError(f"{path} does not say how it was trained. Train into another folder, or delete it.")
     before, now = _flat(_parsed(kept, path)), _flat(identity)
     if before != now:
         changed = [
             f"{name}: {before.get(name)} there, {now.get(name)} asked" for name in now if before.get(name) != now[name]
         ]
         reason = "; ".join(changed)
-        message = (
+        raise StorageError(
             f"{path} is another network than asked for ({reason}). Train into another folder (--output), or delete it."
         )
-        raise StorageError(message)
 
 
 def _parsed(kept: str, path: Path) -> dict[str, Any]:
@@ -148,10 +133,9 @@ def _parsed(kept: str, path: Path) -> dict[str, Any]:
         identity = parse(kept)
         check(identity, {"recipe": {}} if isinstance(identity, dict) and "recipe" in identity else {}, "identity")
     except (ValueError, TypeError) as error:
-        message = (
+        raise StorageError(
             f"{path} is damaged where it says how it was trained ({error}). Train into another folder, or delete it."
-        )
-        raise StorageError(message) from error
+        ) from error
     return dict(identity)
 
 
@@ -160,11 +144,7 @@ def _flat(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: DataOptions) -> None:
-    """Refuse networks that `mola train` made for something else; those made elsewhere do not say what they are for.
-
-    Raises:
-        OptionError: if one is for other data, another architecture or another normalisation.
-    """
+    """Refuse networks that `mola train` made for something else; those made elsewhere do not say what they are for."""
     for path in paths:
         kept = read_metadata(path).get("identity") if path.suffix == ".safetensors" else None
         if kept is None:
@@ -173,28 +153,22 @@ def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: D
         expected = {"data": suite.name, "model": network, "normalisation": options.normalisation}
         for name, value in expected.items():
             if identity.get(name) != value:
-                message = (
+                raise OptionError(
                     f"{path} was trained with {name} {identity.get(name)!r}; this run has {value!r}. Choose the options that "
                     f"the networks were trained with, or other networks."
                 )
-                raise OptionError(message)
 
 
 def find_networks(directory: Path) -> list[Path]:
-    """The weights files of a folder, in the order of their names; trainings under way are left out.
-
-    Raises:
-        OptionError: if there is no such folder, or nothing in it.
-    """
+    """The weights files of a folder, in the order of their names; trainings under way are left out."""
     found = (
         sorted(path for path in directory.iterdir() if path.suffix in ENDINGS and not path.name.endswith(UNDER_WAY))
         if directory.is_dir()
         else []
     )
     if not found:
-        message = (
+        raise OptionError(
             f"{directory} holds no trained networks ({', '.join(ENDINGS)}). Train some with mola train (--output {directory}), or "
             f"pass --train, or name their folder with --networks."
         )
-        raise OptionError(message)
     return found

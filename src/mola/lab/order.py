@@ -18,8 +18,6 @@ from mola.lab.runner import run_suite
 from mola.lab.suite import Budget, DataOptions, Suite, changed
 from mola.options import one_of
 
-__all__ = ["Order", "carry_out"]
-
 GROUPS = (*COMPARISONS, "cost")
 
 
@@ -75,14 +73,10 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
 
     Returns:
         The folder of the suite's results.
-
-    Raises:
-        OptionError: if the order contradicts itself; at the end, if methods refused their task.
     """
     groups, budget, together = order.chosen_groups(), order.budget(), Team.alone() if team is None else team
     if order.options.cross_fit and order.suite.make_folds is None:
-        message = f"the {order.suite.name} suite has training data of its own: leave --cross-fit out."
-        raise OptionError(message)
+        raise OptionError(f"the {order.suite.name} suite has training data of its own: leave --cross-fit out.")
     named = isinstance(order.networks, str) and are_names(order.networks)
     # Networks that are named one by one bring images to their own size, and normalise them.
     options = replace(order.options, normalisation=order.options.normalisation or "none") if named else order.options
@@ -90,8 +84,7 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
     trained = 0.0
     if order.train:
         if named:
-            message = "--train makes networks in a folder: leave it out where --networks names trained ones."
-            raise OptionError(message)
+            raise OptionError("--train makes networks in a folder: leave it out where --networks names trained ones.")
         trained = 0.5
         count = max((order.runs or 1) * order.components, SWEEP if "components" in groups else 0)
         training = Training(order.suite, count, order.suite.recipe, order.network, options=order.options)

@@ -16,8 +16,6 @@ from mola.lab.measures import Measure
 from mola.lab.suite import Budget, DataOptions, Source, Suite, checksum
 from mola.lab.workshop import Workshop
 
-__all__ = ["Plan", "claim", "describe"]
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -44,26 +42,21 @@ class Plan:
     """What readers must know besides the suite's own notes."""
 
     def __post_init__(self) -> None:
-        """Check that there are networks enough, and that they and the sets differ.
-
-        Raises:
-            OptionError: if not.
-        """
         _refuse_repeats("networks", {network.label: network.checksum for network in self.networks})
         for sources in self.folds or (self.sources,):
             _refuse_repeats("sets", {name: source.checksum for name, source in sources.items()})
         if self.folds and self.runs > len(self.folds):
-            message = f"a cross-fit of {len(self.folds)} folds has at most as many runs, got --runs {self.runs}."
-            raise OptionError(message)
+            raise OptionError(
+                f"a cross-fit of {len(self.folds)} folds has at most as many runs, got --runs {self.runs}."
+            )
         several = self.components if self.folds else self.runs * self.components
         needed = max(several, SWEEP if "components" in self.groups else 0)
         if self.runs < 1 or self.components < 1 or len(self.networks) < needed:
-            message = (
+            raise OptionError(
                 f"--runs {self.runs} --components {self.components} in {', '.join(self.groups)} need {max(needed, 1)} networks, "
                 f"found {len(self.networks)}. Train more (mola train {self.suite.name} --networks {max(needed, 1)}, or --train), "
                 f"or ask for fewer runs or components."
             )
-            raise OptionError(message)
 
     def members(self, group: str, run: int) -> Sequence[Network]:
         """The networks of a run: no two runs share one, except in a cross-fit, whose runs differ in their data."""
@@ -118,7 +111,6 @@ class Plan:
         }
 
     def _checksum(self, name: str) -> str:
-        """Of a set, in all folds together."""
         every = [self.sources_of(run)[name].checksum for run in range(len(self.folds) or 1)]
         return every[0] if len(set(every)) == 1 else checksum(every)
 
@@ -127,8 +119,7 @@ def _refuse_repeats(what: str, checksums: Mapping[str, str]) -> None:
     first: dict[str, str] = {}
     for name, value in checksums.items():
         if value in first:
-            message = f"{first[value]} and {name} are the same: {what} must differ."
-            raise OptionError(message)
+            raise OptionError(f"{first[value]} and {name} are the same: {what} must differ.")
         first[value] = name
 
 
@@ -144,9 +135,6 @@ def claim(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any] | None:
 
     Returns:
         What the folder says of the suite so far, if there is anything.
-
-    Raises:
-        StorageError: if it holds another.
     """
     before = store.read_document(plan.suite.name, SUITE)
     if before is None:
@@ -160,17 +148,15 @@ def claim(plan: Plan, store: Store, *, fresh: bool) -> dict[str, Any] | None:
         store.forget(plan.suite.name)
         return None
     changed = _differences(kept, now)
-    message = (
+    raise StorageError(
         f"{store.directory / plan.suite.name} holds another experiment ({changed}). Write to another folder (--results), or "
         f"replace it (--fresh)."
     )
-    raise StorageError(message)
 
 
 def _without_outliers(
     plan: Plan, before: Mapping[str, Any], one: dict[str, Any], other: dict[str, Any]
 ) -> dict[str, Any]:
-    """An experiment without the sets of outliers that the other one lacks."""
     roles = {name: found.get("role") for name, found in before.get("sets", {}).items()}
     roles |= {name: source.role for name, source in plan.sources.items()}
     there = other.get("data", {})
@@ -179,7 +165,7 @@ def _without_outliers(
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What differs, in words: the values of options, and no more than the names of data, whose checksums say nothing."""
+    # What differs, in words: the values of options, and no more than the names of data, whose checksums say nothing.
     flat = [
         {**{name: value for name, value in one.items() if name not in ("options", "data")}, **one.get("options", {})}
         for one in (before, now)

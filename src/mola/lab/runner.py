@@ -31,8 +31,6 @@ from mola.lab.streamed_sums import StreamedSums
 from mola.lab.suite import Source
 from mola.lab.workshop import Context
 
-__all__ = ["environment", "run_suite"]
-
 PROTOCOL = 1
 """Raised by hand when records of before would come out otherwise: a change of fitting, links, tuning or metrics."""
 
@@ -64,10 +62,6 @@ def run_suite(
 
     Returns:
         The records, those that were there already included.
-
-    Raises:
-        OptionError: at the end, if methods refused their task.
-        StorageError: if a file is damaged, or the folder holds another experiment.
     """
     together = Team.alone() if team is None else team
     with together.work("the folder of results"):
@@ -137,18 +131,14 @@ def run_suite(
     refusals = [one for some, _ in everyone for one in some]
     _tell_older([one for _, some in everyone for one in some])
     if refusals:
-        message = "some methods could not be run; the others' records are kept.\n  " + "\n  ".join(refusals)
-        raise OptionError(message)
+        raise OptionError("some methods could not be run; the others' records are kept.\n  " + "\n  ".join(refusals))
     found = (store.read(plan.suite.name, method.name, run) for _, run, method in work)
     return [record for record in found if record is not None]
 
 
 def _check_same_data(plan: Plan, team: Team) -> None:
-    """Inside `work`: refuse processes that see other files, before hours of passes are stored under names that others do not know.
-
-    Raises:
-        OptionError: on every rank.
-    """
+    # Inside `work`: refuse processes that see other files, before hours of passes are stored under names that others do
+    # not know.
     seen = {
         f"{source.title} ({name}, run {run + 1})": source.checksum
         for run in range(plan.runs if team.size > 1 else 0)
@@ -157,17 +147,16 @@ def _check_same_data(plan: Plan, team: Team) -> None:
     for rank, theirs in enumerate(team.collect(seen) or ()):
         other = next((title for title, checksum in seen.items() if theirs.get(title) != checksum), None)
         if other is not None:
-            message = (
+            raise OptionError(
                 f"rank {rank} does not see the same data as rank 0: {other} differs in files, sizes or dates. Let all nodes read one "
                 f"folder, or copy it with its dates (cp -p, rsync -t)."
             )
-            raise OptionError(message)
 
 
 def _stream(
     plan: Plan, jobs: Sequence[tuple[str, int, SuiteMethod]], sums: StreamedSums, progress: Progress, team: Team
 ) -> None:
-    """The sums that methods ask for: one pass over the training data for each structure and run."""
+    # The sums that methods ask for: one pass over the training data for each structure and run.
     asked = {
         (run, tuple(plan.members(group, run)), structure): None
         for group, run, method in jobs
@@ -189,8 +178,6 @@ Identity = tuple[dict[str, Any], list[str], dict[str, str]]
 
 @dataclass(frozen=True)
 class _Job:
-    """A method in a run, and what there is of it so far."""
-
     group: str
     run: int
     method: SuiteMethod
@@ -230,7 +217,7 @@ def _identity(plan: Plan, method: SuiteMethod, networks: tuple[Network, ...], ru
 
 
 def _known(store: Store, suite: str, method: str, run: int) -> Record | None:
-    """The record, if it is there; one that cannot be read is made again, and said so."""
+    # The record, if it is there; one that cannot be read is made again, and said so.
     try:
         return store.read(suite, method, run)
     except StorageError as error:
@@ -239,7 +226,7 @@ def _known(store: Store, suite: str, method: str, run: int) -> Record | None:
 
 
 def _counts(known: Record, identity: Identity, sources: Mapping[str, Source]) -> bool:
-    """Whether a record is of the same method, networks and data; it may lack sets of outliers, or have more of them."""
+    # Whether a record is of the same method, networks and data; it may lack sets of outliers, or have more of them.
     settings, networks, data = identity
     optional = {*known.outliers, *(name for name, source in sources.items() if source.role == "outlier")}
     return (known.settings, known.networks) == (settings, networks) and all(
@@ -249,7 +236,7 @@ def _counts(known: Record, identity: Identity, sources: Mapping[str, Source]) ->
 
 
 def _lacking(known: Record, sources: Mapping[str, Source]) -> list[str]:
-    """What the record of today would have more."""
+    # What the record of today would have more.
     outliers = [source for source in sources.values() if source.role == "outlier"]
     found = [source.title for source in outliers if source.name not in known.outliers]
     scores = [numbers for result in known.outliers.values() for numbers in result.scores.values()]
@@ -262,7 +249,7 @@ def _lacking(known: Record, sources: Mapping[str, Source]) -> list[str]:
 
 
 def _unasked(known: Record, plan: Plan) -> list[Measure]:
-    """Measures of the suite that a record lacks; methods that would have to be trained again are not asked."""
+    # Measures of the suite that a record lacks; methods that would have to be trained again are not asked.
     trained = {method.name for group in LONG for method in plan.methods(group)}
     if known.group != "main" or known.method in trained:
         return []
@@ -324,7 +311,7 @@ def _run(plan: Plan, method: SuiteMethod, context: Context, identity: Identity) 
 
 
 def _tally(fitted: Fitted, source: Source, scores: bool, clock: list[float]) -> Tally:
-    """What a method says of a set; the time that its answers take is added to the clock."""
+    # What a method says of a set; the time that its answers take is added to the clock.
 
     def answers() -> Iterator[tuple[dict[str, Answer], Tensor | None]]:
         for batch, labels in fitted.batches(source.name):
@@ -344,7 +331,7 @@ def _answers(fitted: Fitted) -> Answers:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: what is not finite becomes null."""
+    # JSON has no infinity: what is not finite becomes null.
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list):

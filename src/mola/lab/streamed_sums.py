@@ -24,8 +24,6 @@ from mola.lab.suite import Source, checksum
 from mola.network import head_by_name
 from mola.network.fingerprint import Watch
 
-__all__ = ["StreamedSums"]
-
 CHECKPOINT = 200
 """Batches between two checkpoints of the sums."""
 
@@ -57,13 +55,9 @@ class StreamedSums:
             structure: of the curvature.
             progress: told which share of the data this process has read.
             team: the processes that divide the data among them; all of them call this.
-
-        Raises:
-            OptionError: if the set cannot be divided among processes.
         """
         if source.open_part is None and team.size > 1:
-            message = f"{source.title} can only be read from its first datum on: stream it with one process."
-            raise OptionError(message)
+            raise OptionError(f"{source.title} can only be read from its first datum on: stream it with one process.")
         path = self.path(networks, source, structure)
         with team.work("sums"):
             # One looks: others may see what is written meanwhile.
@@ -114,7 +108,7 @@ class StreamedSums:
 
 
 class _Shard:
-    """The batches of a training set that are one process's: every so many slices, read anew each time."""
+    # The batches of a training set that are one process's: every so many slices, read anew each time.
 
     def __init__(self, source: Source, team: Team, progress: Progress) -> None:
         self.source, self.team, self.progress = source, team, progress

@@ -26,32 +26,10 @@ from mola.options import one_of
 from mola.training import Recipe
 from mola.training.labelled import Labelled
 
-__all__ = [
-    "Batches",
-    "Budget",
-    "DataOptions",
-    "MimoBudget",
-    "Shift",
-    "Source",
-    "Suite",
-    "SwagBudget",
-    "TrainingData",
-    "changed",
-    "checksum",
-    "data_checksum",
-    "first_labels",
-    "from_memory",
-    "image_checksum",
-]
-
 
 @dataclass(frozen=True)
 class SwagBudget:
-    """Of SWAG and MultiSWAG, for each trained network.
-
-    Raises:
-        OptionError: if a number cannot be used.
-    """
+    """Of SWAG and MultiSWAG, for each trained network."""
 
     learning_rate: float
     snapshots: int = 40
@@ -63,7 +41,6 @@ class SwagBudget:
     """Draws from each network's Gaussian."""
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         _require(self.learning_rate > 0, "learning rate of SWAG", "above 0", self.learning_rate)
         _require(self.snapshots >= 2, "snapshots of SWAG", "at least 2", self.snapshots)
         _require(self.samples >= 1, "draws of SWAG", "at least 1", self.samples)
@@ -77,18 +54,13 @@ class SwagBudget:
 
 @dataclass(frozen=True)
 class MimoBudget:
-    """Of a MIMO network.
-
-    Raises:
-        OptionError: if a number cannot be used.
-    """
+    """Of a MIMO network."""
 
     epochs: int = 100
     members: int = 3
     batch_repetition: int = 4
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         _require(self.epochs >= 1, "epochs of MIMO", "at least 1", self.epochs)
         _require(self.members >= 1, "members of MIMO", "at least 1", self.members)
         _require(self.batch_repetition >= 1, "batch repetition of MIMO", "at least 1", self.batch_repetition)
@@ -118,9 +90,6 @@ def changed(part: Part, text: str) -> Part:
 
     Returns:
         The new budget.
-
-    Raises:
-        OptionError: if a name is not known, or its value is no number.
     """
     names = [one.name for one in fields(part)]
     values: dict[str, Any] = {}
@@ -131,8 +100,7 @@ def changed(part: Part, text: str) -> Part:
         except ValueError:
             number = float("nan")
         if name not in names or not math.isfinite(number):
-            message = f"expected name=number of {', '.join(names)}, separated by commas; got {pair!r}."
-            raise OptionError(message)
+            raise OptionError(f"expected name=number of {', '.join(names)}, separated by commas; got {pair!r}.")
         if name == "learning_rate":
             values[name] = number
         else:
@@ -143,8 +111,7 @@ def changed(part: Part, text: str) -> Part:
 
 def _require(holds: bool, what: str, expected: str, found: object) -> None:
     if not holds:
-        message = f"{what} must be {expected}, got {found!r}."
-        raise OptionError(message)
+        raise OptionError(f"{what} must be {expected}, got {found!r}.")
 
 
 SAMPLE = 64
@@ -221,11 +188,6 @@ class DataOptions:
     scripts: each set with statistics of its own, and EMNIST's digits, untransposed, instead of its letters."""
 
     def __post_init__(self) -> None:
-        """Check the names.
-
-        Raises:
-            OptionError: if one is not known, or the normalisation is meant for one set of outliers.
-        """
         one_of(self.conventions, ("consistent", "authors"), "conventions")
         one_of(self.corruptions, ("paper", "all"), "corruptions")
         if self.normalisation is not None:
@@ -236,8 +198,9 @@ class DataOptions:
                 "normalisation",
             )
         if self.normalisation is not None and self.normalisation.endswith("-own"):
-            message = f'normalisation {self.normalisation!r} is for one set of outliers alone: choose conventions="authors" instead.'
-            raise OptionError(message)
+            raise OptionError(
+                f'normalisation {self.normalisation!r} is for one set of outliers alone: choose conventions="authors" instead.'
+            )
 
     def describe(self) -> dict[str, Any]:
         """What matters of it for the numbers, as plain JSON values."""

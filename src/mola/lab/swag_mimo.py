@@ -29,8 +29,6 @@ from mola.likelihood import CATEGORICAL
 from mola.network import call, undisturbed
 from mola.training import Recipe
 
-__all__ = ["MimoHeads", "Shuffled", "SwagMixture", "drawn_networks", "fit_mimo", "fit_swag"]
-
 
 class Shuffled:
     """Training data as a loader: a new order every time, drawn from torch's random state.
@@ -46,11 +44,9 @@ class Shuffled:
         self.count = len(training.data) if images is None else min(images, len(training.data))
 
     def __len__(self) -> int:
-        """Number of batches."""
         return math.ceil(self.count / self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of (inputs, labels) as the network sees them."""
         data = self.training.data
         for rows in torch.split(torch.randperm(len(data))[: self.count], self.batch_size):
             yield fast_inputs(self.training.prepare(data.inputs[rows])), data.labels[rows]
@@ -186,7 +182,7 @@ def _probabilities(network: nn.Module, inputs: Tensor) -> Tensor:
 
 
 class _Head(NamedTuple):
-    """One head of a trained MIMO network, as activations know it."""
+    # One head of a trained MIMO network, as activations know it.
 
     checksum: str
 
@@ -226,8 +222,6 @@ class MimoHeads:
 
 
 class _TrainedMimo:
-    """A MIMO network of one run, and what its heads make of the sets."""
-
     def __init__(self, workshop: Workshop, budget: MimoBudget, run: int) -> None:
         self.workshop, self.budget, self.seed = workshop, budget, workshop.seed(run)
 

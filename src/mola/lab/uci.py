@@ -36,8 +36,6 @@ from mola.schema import check, parse, sealed
 from mola.training import Recipe, train_mlps
 from mola.training.labelled import Labelled
 
-__all__ = ["FORMAT", "METHODS", "UciOrder", "read_records", "run_uci"]
-
 FORMAT, VERSION = "mola-uci", 1
 
 MEMBERS = 5
@@ -145,7 +143,6 @@ def _jobs(data: UciSet, order: UciOrder) -> Iterator[tuple[str, Split, tuple[str
 
 
 def _seed(label: str) -> int:
-    """Of a split's networks and of its validation rows."""
     return int(label.rpartition("-")[2]) + (1000 if label.startswith("gap") else 0)
 
 
@@ -169,34 +166,24 @@ def _is_made(path: Path, settings: dict[str, Any], checksum: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """One record.
-
-    Raises:
-        StorageError: if it is garbled.
-    """
     try:
         document = parse(path.read_bytes())
         check(document, SCHEMA, "")
     except (ValueError, StorageError) as error:
-        message = f"{path}: {error} Delete it and run again: the rest is kept."
-        raise StorageError(message) from error
+        raise StorageError(f"{path}: {error} Delete it and run again: the rest is kept.") from error
     if (document["format"], document["version"]) != (FORMAT, VERSION):
-        message = f"{path}: expected format {FORMAT} {VERSION}, got {document['format']} {document['version']}."
-        raise StorageError(message)
+        raise StorageError(
+            f"{path}: expected format {FORMAT} {VERSION}, got {document['format']} {document['version']}."
+        )
     return document
 
 
 def read_records(results: str | Path) -> list[dict[str, Any]]:
-    """All records under a folder of results.
-
-    Raises:
-        StorageError: if there are none.
-    """
+    """All records under a folder of results."""
     folder = Path(results) / "uci"
     found = [_read(path) for path in sorted(folder.glob("*/*.json"))]
     if not found:
-        message = f"{folder} holds no records. Make some with: mola bench uci --data DIR"
-        raise StorageError(message)
+        raise StorageError(f"{folder} holds no records. Make some with: mola bench uci --data DIR")
     return found
 
 
@@ -248,8 +235,6 @@ def compare(data: UciSet, split: Split, methods: Sequence[str], *, seed: int) ->
 
 @dataclass(frozen=True)
 class _Work:
-    """The networks of a split, and its rows as (inputs, targets in their own units)."""
-
     networks: Sequence[nn.Sequential]
     likelihood: Gaussian
     train: tuple[Tensor, Tensor]
@@ -321,8 +306,6 @@ class _Work:
 
 
 class _Shuffled:
-    """Batches in another order every time, by torch's random state."""
-
     def __init__(self, inputs: Tensor, targets: Tensor, size: int) -> None:
         self.inputs, self.targets, self.size = inputs, targets, size
 

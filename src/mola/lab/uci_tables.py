@@ -10,17 +10,6 @@ from typing import Any
 from mola.lab.data.uci import SETS
 from mola.lab.uci import GAP_METHODS, METHODS
 
-__all__ = [
-    "PUBLISHED",
-    "Estimate",
-    "as_good",
-    "estimates",
-    "gap_findings",
-    "gap_table",
-    "published_table",
-    "score_table",
-]
-
 ALIKE = 0.01
 """Nats of negative log-likelihood between methods on a split that are none: the price that caution by distance may have."""
 
@@ -37,7 +26,6 @@ class Estimate:
     count: int
 
     def __str__(self) -> str:
-        """As in the papers' tables."""
         if math.isnan(self.error):
             return f"{self.mean:.2f}"
         return f"{self.mean:.2f} \u00b1 {self.error:.2f}"

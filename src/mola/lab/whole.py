@@ -18,8 +18,6 @@ from mola.lab.swag_mimo import TAKEN_UP
 from mola.lab.workshop import Context, StoredPrediction
 from mola.saving.storage import DOCUMENT
 
-__all__ = ["WholeNetworks"]
-
 
 @dataclass(frozen=True)
 class WholeNetworks:
@@ -86,5 +84,4 @@ class Reopened:
         self.source = source
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of (inputs, labels)."""
         return iter(self.source.open())

@@ -20,8 +20,6 @@ from mola.training.labelled import Labelled
 from mola.training.loop import member_seeds
 from mola.uncertainty import entropy, entropy_score, max_probability_score
 
-__all__ = ["Context", "StoredPrediction", "StoredPredictions", "Voice", "Workshop"]
-
 Voice = Callable[[Tensor], Tensor]
 """From a batch of inputs to probabilities (n, C): one draw, one member."""
 
@@ -118,14 +116,9 @@ class Workshop:
 
     @cached_property
     def training(self) -> TrainingData:
-        """What networks of the suite are trained on.
-
-        Raises:
-            OptionError: if the suite trains nothing.
-        """
+        """What networks of the suite are trained on."""
         if self.suite.training_data is None:
-            message = f"the {self.suite.name} suite has no training data to train SWAG or MIMO with."
-            raise OptionError(message)
+            raise OptionError(f"the {self.suite.name} suite has no training data to train SWAG or MIMO with.")
         read = self.suite.training_data(self.options, self.suite.recipe)
         moved = Labelled(read.data.inputs.to(self.device), read.data.labels.to(self.device))
         return TrainingData(moved, read.prepare)

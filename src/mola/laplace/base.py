@@ -30,19 +30,6 @@ from mola.laplace.moments import DRAWS_AT_ONCE, Spread, draws_at_once
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 from mola.numerics import exact, exact_device
 
-__all__ = [
-    "SPARE",
-    "Candidate",
-    "Factors",
-    "FeatureSpread",
-    "Posterior",
-    "Spectrum",
-    "Structure",
-    "beside_tables",
-    "check_precision",
-    "mahalanobis_weights",
-]
-
 GATHERED = (128, 4096, 2**18 + 2**12)
 """Rows that are summed together: least, most, and how many features they may have. Many, because each sum costs something
 besides its products; not too many, because they wait in memory. A little more than a power of two: the constant 1 joins the
@@ -71,25 +58,20 @@ def check_precision(value: float) -> float:
 
     Returns:
         The same number.
-
-    Raises:
-        OptionError: unless it is finite, positive, and neither so small nor so large that float32 cannot hold variances.
     """
     try:
         number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several numbers
         number = math.nan
     if not (math.isfinite(number) and number > 0):
-        message = (
+        raise OptionError(
             f"prior_precision must be a finite number above 0, got {value!r}. It is the precision of a Gaussian prior."
         )
-        raise OptionError(message)
     if not SMALLEST <= number <= LARGEST:
-        message = (
+        raise OptionError(
             f"prior_precision must lie between {SMALLEST:g} and {LARGEST:g}, got {value!r}: beyond, variances leave the range of "
             f"float32. Near either end nothing depends on it any more; for no spread at all use mola.ensemble."
         )
-        raise OptionError(message)
     return number
 
 
@@ -105,7 +87,6 @@ class Factors:
     """What else a likelihood sums of labels, as `Likelihood.label_sums` gives it; None where it needs nothing else."""
 
     def __add__(self, other: Self) -> Self:
-        """Factors of both sets of data together."""
         if type(other) is not type(self):
             return NotImplemented
         merged: dict[str, Any] = self.tensors()
@@ -227,7 +208,7 @@ class Spectrum(ABC):
     features: int
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Where a class has its own `variance`, a faster way to many of a class above is not its own."""
+        # Where a class has its own `variance`, a faster way to many of a class above is not its own.
         super().__init_subclass__(**keywords)
         if "variance" in vars(cls) and "variances" not in vars(cls):
             cls.variances = Spectrum.variances  # type: ignore[method-assign]
@@ -274,14 +255,10 @@ class Spectrum(ABC):
 
         Args:
             by: above 0.
-
-        Raises:
-            OptionError: if the structure does not say how.
         """
-        message = (
+        raise OptionError(
             f"{type(self).__name__} has no `divided`: a structure needs it for a noise that is chosen after the fit."
         )
-        raise OptionError(message)
 
     def variance_range(self, precision: float) -> tuple[float, float]:
         """Bounds on the variance of a visible logit at features of length 1; the lower one is 1 where it is not known."""
@@ -298,7 +275,7 @@ class Posterior(nn.Module, ABC):
     _reach: tuple[float, float] | None
 
     def __init__(self, spectrum: Spectrum, precision: float) -> None:
-        """Bind `spectrum` to a prior `precision`; buffers start in float64 on the CPU."""
+        # Bind `spectrum` to a prior `precision`; buffers start in float64 on the CPU.
         super().__init__()
         self.spectrum = spectrum
         self.precision = check_precision(precision)
@@ -444,7 +421,6 @@ class FeatureSpread(Spread):
     has_length = True
 
     def __init__(self, posterior: Posterior, features: Tensor) -> None:
-        """Bind a posterior to features."""
         self.posterior, self.features = posterior, features
 
     @property
@@ -482,7 +458,6 @@ class FeatureSpread(Spread):
         return self.posterior.perturb(self.features, noise)
 
     def __getitem__(self, rows: slice) -> FeatureSpread:
-        """The spread at some of the features."""
         return self.posterior.at(self.features[rows])
 
     def deviations(self, count: int, generator: torch.Generator, over: str, like: Tensor) -> Iterator[Tensor]:
@@ -531,11 +506,7 @@ class FeatureSpread(Spread):
         return self._logs[1]
 
     def fits(self) -> bool:
-        """Whether the posterior's precision holds the squares of the features.
-
-        Raises:
-            DataError: if float64 does not.
-        """
+        """Whether the posterior's precision holds the squares of the features."""
         if not len(self.features):
             return True
         least, most = self.posterior.reach
@@ -546,11 +517,10 @@ class FeatureSpread(Spread):
                 float(self.features[:, -1].min()) >= least or not bool(_smaller(self.features, least).any())
             )
         if largest > most:
-            message = (
+            raise DataError(
                 f"features are as large as {largest:.3g}, and their squares leave the range of float64. "
                 f"Check the inputs, or scale them."
             )
-            raise DataError(message)
         return True
 
     def exactly(self) -> FeatureSpread:
@@ -575,7 +545,6 @@ class Candidate(FeatureSpread):
     """
 
     def __init__(self, spectrum: Spectrum, precision: float, projected: Tensor, features: Tensor) -> None:
-        """Wait for the link to ask."""
         self.spectrum, self.precision, self.projected, self.features = spectrum, precision, projected, features
 
     @cached_property
@@ -593,7 +562,7 @@ class Candidate(FeatureSpread):
 
 
 def _smaller(features: Tensor, least: float) -> Tensor:
-    """Which data (n,) have a largest feature below a number, 0 apart."""
+    # Which data (n,) have a largest feature below a number, 0 apart.
     size = features.abs().amax(1)
     return (size < least) & (size > 0)
 

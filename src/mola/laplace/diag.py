@@ -14,9 +14,6 @@ from mola.laplace.base import Factors, Posterior, Spectrum, Structure, beside_ta
 from mola.laplace.symmetric import centred_diagonal, centred_variance
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
-__all__ = ["Diag", "DiagFactors"]
-
-
 SQUARED = 128
 """Rows whose squares are held at once: few enough to stay in the processor's cache."""
 
@@ -63,7 +60,7 @@ class Diag(Structure):
 
 
 def _add(weighted: Tensor, plain: Tensor, features: Tensor, weights: Tensor) -> None:
-    """Add the squares of `features` (n, P) to sums, in place: `weights` (n, C) times them (C, P), and as they are (P,)."""
+    # Add the squares of `features` (n, P) to sums, in place: `weights` (n, C) times them (C, P), and as they are (P,).
     parts = max(1, round(len(features) / SQUARED)) if features.device.type == "cpu" else 1
     scratch = features.new_empty(-(-len(features) // parts), features.shape[1])
     for some, own in zip(features.tensor_split(parts), weights.tensor_split(parts), strict=True):
@@ -76,7 +73,6 @@ class DiagSpectrum(Spectrum):
     """The Hessian's diagonal (C, P), and whether a shift common to all outputs is hidden."""
 
     def __init__(self, factors: DiagFactors, likelihood: Likelihood) -> None:
-        """Keep the diagonal, and what `likelihood` sees."""
         self.outputs, self.features = factors.diagonal.shape
         self.diagonal = factors.diagonal
         self.feature_values = factors.squares / factors.count

@@ -27,8 +27,6 @@ from torch import Tensor
 from mola.laplace.symmetric import add_gram, packed_size, unpack
 from mola.numerics import exact_device
 
-__all__ = ["ClassDistance", "ClassGeometry", "ClassSums", "Scale"]
-
 RIDGE = 1e-4
 """Ridge of the covariance within classes, relative to its Frobenius norm: on networks for MNIST and CIFAR-10 anything from 1e-10 to
 1e-3 gives the same ranking, on few data or few features (two moons, two images a class) less is too little, and float32 holds
@@ -90,7 +88,6 @@ class ClassSums:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __add__(self, other: ClassSums) -> ClassSums:
-        """Sums over both sets of data."""
         theirs = other.tensors()
         return ClassSums(**{name: one + theirs[name] for name, one in self.tensors().items()})
 
@@ -179,7 +176,8 @@ def directions_and_log_lengths(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two(values: Tensor) -> Tensor:
-    """The largest power of two that is not above each number, which is positive and not subnormal: its bits without the digits."""
+    # The largest power of two that is not above each number, which is positive and not subnormal: its bits without the
+    # digits.
     whole, exponent = (torch.int64, 0x7FF << 52) if values.dtype == torch.float64 else (torch.int32, 0xFF << 23)
     return (values.view(whole) & exponent).view(values.dtype)
 
@@ -206,7 +204,7 @@ class ClassGeometry:
 
     @cached_property
     def _solved(self) -> tuple[Tensor, float]:
-        """R (P, P) with `R R'` the inverse of the covariance within classes with its ridge, and the ridge."""
+        # R (P, P) with `R R'` the inverse of the covariance within classes with its ridge, and the ridge.
         counts, within = self.sums.counts, unpack(self.sums.gram)
         for part in self.portions():
             some = self.sums.directions[part]
@@ -290,7 +288,7 @@ class ClassDistance:
         return values.to(self.dtype).to(self.device)
 
     def _table(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """A table, made once; in a trace, whose tensors are of no use outside of it, each time."""
+        # A table, made once; in a trace, whose tensors are of no use outside of it, each time.
         found: Tensor | None = vars(self).get(name)
         if found is None:
             found = make()
@@ -312,12 +310,13 @@ class ClassDistance:
 
     @property
     def _steps(self) -> Tensor:
-        """-2 over the number of data of each class (C,): what makes a product with a mean of one with a sum, as squares ask for it."""
+        # -2 over the number of data of each class (C,): what makes a product with a mean of one with a sum, as squares
+        # ask for it.
         return self._table("steps", lambda: self._here(-2 / self.geometry.sums.counts.clamp_min(1)))
 
     @property
     def _means(self) -> Tensor | None:
-        """The whitened class means (C, P), where they are small enough to be kept."""
+        # The whitened class means (C, P), where they are small enough to be kept.
         if self.geometry.sums.directions.numel() > KEPT:
             return None
         return self._all_means()
@@ -345,11 +344,9 @@ class ClassDistance:
         return self._distances(directions).clamp_min_(least).log_(), log_length
 
     def _distances(self, directions: Tensor) -> Tensor:
-        """Distance (n,) of normalised features to the nearest class.
-
-        Squares and products find the class, and differences from its mean give the distance: where classes are tight, the squares
-        are so much larger than the distance that float32 would lose it between them.
-        """
+        # Distance (n,) of normalised features to the nearest class. Squares and products find the class, and
+        # differences from its mean give the distance: where classes are tight, the squares are so much larger than the
+        # distance that float32 would lose it between them.
         whitened = torch.addmm(self._shift, directions, self._root)
         means = self._means
         if means is not None:

@@ -28,8 +28,6 @@ from mola.laplace.memory import free_memory
 from mola.laplace.symmetric import add_gram, eigensystem, lower_rows, pack, packed_size, seen_basis, size_of, unpack
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
-__all__ = ["Full", "FullFactors", "add_coupling", "add_weighted", "factors_of"]
-
 
 @dataclass(frozen=True)
 class FullFactors(Factors):
@@ -139,9 +137,6 @@ class Full(Structure):
         Args:
             features: P of each network.
             outputs: C.
-
-        Raises:
-            StructureTooLargeError: saying how large they would be, and what to use instead.
         """
         sides = [outputs * width for width in features]
         # Each network keeps its sum, eigenvectors and a root; one of them at a time is decomposed.
@@ -150,13 +145,12 @@ class Full(Structure):
         if free is not None and needed > free:
             side, width = max(sides), max(features)
             together = f" for each of {len(sides)} networks" if len(sides) > 1 else ""
-            message = (
+            raise StructureTooLargeError(
                 f"structure 'full' needs the exact Hessian of {outputs} x {width} weights: a {side} x {side} matrix of "
                 f"{8 * side**2 / 1e9:.2f} GB{together}, about {needed / 1e9:.2f} GB with the eigensolver, and "
                 f"{free / 1e9:.2f} GB are free. Use structure 'kron' (it needs "
                 f"{8 * (width**2 + outputs**2) / 1e9:.3f} GB) or 'diag'."
             )
-            raise StructureTooLargeError(message)
 
     def rows(self, features: int, outputs: int) -> int:
         """Many: the sums are large, and reading and writing them costs."""
@@ -208,7 +202,6 @@ class FullSpectrum(Spectrum):
     """Eigenvalues (M,) and eigenvectors (C, P, M) of the Hessian in the M = R P visible directions."""
 
     def __init__(self, factors: FullFactors, likelihood: Likelihood) -> None:
-        """Eigendecompose the Hessian of `factors` in the directions that `likelihood` sees."""
         hessian = factors.hessian
         self.outputs, self.features = hessian.shape[:2]
         seen, self.unseen = seen_basis(likelihood, self.outputs)
@@ -336,11 +329,11 @@ class FullPosterior(Posterior):
         return ((exact @ self.blocks) * exact).sum(2).T.clamp_min(0).to(features.dtype)
 
     def _roots(self) -> Tensor:
-        """The root as (P, R, M)."""
+        # The root as (P, R, M).
         return self.root.view(self.root.shape[0], self.seen.shape[1], -1)
 
     def _visible_covariance(self, features: Tensor) -> Tensor:
-        """Covariance (n, R, R) in the basis of the visible directions, in float64."""
+        # Covariance (n, R, R) in the basis of the visible directions, in float64.
         root = (features.double() @ self.root).reshape(features.shape[0], *self._roots().shape[1:])
         return root @ root.transpose(1, 2)
 

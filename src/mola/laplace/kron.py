@@ -41,8 +41,6 @@ from mola.laplace.symmetric import (
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature, laplacian
 from mola.options import is_real
 
-__all__ = ["Damped", "DampedFeatures", "Kron", "KronFactors", "KronPosterior", "KronSpectrum", "RunningKronFactors"]
-
 
 class Damped(Spectrum):
     """B's eigensystem, and U by what it says of each class."""
@@ -239,16 +237,10 @@ class RunningKronFactors(KronFactors):
     """A running average over batches, scaled by N: it depends on their order, so two of them do not add up."""
 
     def __add__(self, other: object) -> RunningKronFactors:
-        """Refuse.
-
-        Raises:
-            OptionError: always.
-        """
-        message = (
+        raise OptionError(
             "factors of a running average depend on the order of the batches and cannot be added. "
             "Use Kron() without running_average: its sums are exact and merge."
         )
-        raise OptionError(message)
 
 
 @dataclass(frozen=True)
@@ -257,23 +249,14 @@ class Kron(Structure):
 
     Args:
         running_average: the paper's beta in `A <- beta A + (1 - beta) A_batch`, from 0; None sums exactly.
-
-    Raises:
-        OptionError: if running_average is not in (0, 1).
     """
 
     running_average: float | None = None
     name = "kron"
 
     def __post_init__(self) -> None:
-        """Check the running average.
-
-        Raises:
-            OptionError: if it is not in (0, 1).
-        """
         if self.running_average is not None and not (is_real(self.running_average) and 0 < self.running_average < 1):
-            message = f"running_average must lie between 0 and 1, or be None; got {self.running_average!r}."
-            raise OptionError(message)
+            raise OptionError(f"running_average must lie between 0 and 1, or be None; got {self.running_average!r}.")
 
     def check_size(self, features: Sequence[int], outputs: int) -> None:
         """Refuse factors that would not fit: those of a vocabulary.
@@ -281,9 +264,6 @@ class Kron(Structure):
         Args:
             features: P of each network.
             outputs: C.
-
-        Raises:
-            StructureTooLargeError: saying how large they would be, and what to use instead.
         """
         largest = max(outputs, *features)
         # Half of each matrix is summed; the largest is then unpacked and decomposed.
@@ -291,24 +271,18 @@ class Kron(Structure):
         free = free_memory()
         if free is not None and needed > free:
             together = f" for each of {len(features)} networks" if len(features) > 1 else ""
-            message = (
+            raise StructureTooLargeError(
                 f"structure {self.name!r} keeps a {outputs} x {outputs} and a {max(features)} x {max(features)} matrix{together}, "
                 f"which takes {needed / 1e9:.1f} GB to fit, and {free / 1e9:.1f} GB are free. Use structure "
                 f"{'kron-diag' if outputs >= max(features) else 'diag'!r}."
             )
-            raise StructureTooLargeError(message)
 
     def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> KronFactors:
-        """Factors of one batch.
-
-        Raises:
-            OptionError: if the likelihood gives no curvature.
-        """
+        """Factors of one batch."""
         coupling, separate = curvature.coupling, curvature.separate
         given = next((part for part in (coupling, separate) if part is not None), None)
         if given is None:
-            message = "a likelihood must give separate or coupled curvature"
-            raise OptionError(message)
+            raise OptionError("a likelihood must give separate or coupled curvature")
         coupled = features.new_zeros(packed_size(given.shape[1]))
         if coupling is not None:
             add_gram(coupled, coupling)
@@ -379,7 +353,6 @@ class KronSpectrum(Spectrum):
     """Eigenvalues a (C,) and b (P,) with their vectors; what both readings of the prior share."""
 
     def __init__(self, factors: KronFactors, likelihood: Likelihood) -> None:
-        """Eigendecompose `factors`, in the directions that `likelihood` sees and apart from those it does not."""
         self.count = factors.count
         output, gram = factors.output, factors.gram
         self.outputs, self.features = len(output), len(gram)

@@ -48,8 +48,6 @@ from mola.laplace.kron import Damped, DampedFeatures
 from mola.laplace.symmetric import add_gram, centred_diagonal, centred_variance, eigensystem, pack, packed_size, unpack
 from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
 
-__all__ = ["KronDiag", "KronDiagFactors", "KronDiagPosterior", "graph_of_degrees"]
-
 HALVINGS = 80
 """Of the interval in which T is looked for: more than float64 can tell apart."""
 
@@ -120,7 +118,7 @@ class KronDiag(Structure):
 
 
 def _diagonals(curvature: OutputCurvature) -> tuple[Tensor, Tensor | None]:
-    """Sums (C,) of the coupling's share in the diagonal, and of the separate part."""
+    # Sums (C,) of the coupling's share in the diagonal, and of the separate part.
     degrees, separate = curvature.degrees(), curvature.separate
     if degrees is None:
         own = curvature.diagonal().sum(0)
@@ -148,7 +146,8 @@ def graph_of_degrees(degrees: Tensor) -> tuple[float, Tensor]:
     shares = degrees / most
 
     def roots(part: float, *, other: bool) -> Tensor:
-        """The smaller roots at `part = 4 max(d) / T`, between 0 and 1; the larger one for the largest degree with `other`."""
+        # The smaller roots at `part = 4 max(d) / T`, between 0 and 1; the larger one for the largest degree with
+        # `other`.
         discriminant = (1 - part * shares).clamp_min(0).sqrt()
         found = part * shares / (2 * (1 + discriminant))
         if other:
@@ -174,7 +173,6 @@ class KronDiagSpectrum(Damped):
     """B's eigensystem, and the graph of A's diagonal."""
 
     def __init__(self, factors: KronDiagFactors) -> None:
-        """Eigendecompose the features' side of `factors`."""
         self.count = factors.count
         self.feature_values, self.feature_vectors = eigensystem(factors.gram / self.count)
         self.outputs, self.features = len(factors.degrees), len(self.feature_values)

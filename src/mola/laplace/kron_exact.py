@@ -17,8 +17,6 @@ from mola.laplace.base import Posterior, Spectrum, beside_tables, mahalanobis_we
 from mola.laplace.kron import Kron, KronFactors, KronPosterior, KronSpectrum
 from mola.likelihood import CATEGORICAL, Likelihood
 
-__all__ = ["KronExact"]
-
 
 @dataclass(frozen=True)
 class KronExact(Kron):

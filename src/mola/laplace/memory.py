@@ -6,8 +6,6 @@ import ctypes
 import os
 from pathlib import Path
 
-__all__ = ["free_memory"]
-
 
 def free_memory(root: Path = Path("/")) -> int | None:
     """Bytes of main memory that are free now, for this process and the container that it may run in.
@@ -29,7 +27,7 @@ def _of_linux(root: Path) -> int | None:
 
 
 def _of_posix() -> int | None:
-    """All that the machine has, which errs on the side of trying."""
+    # All that the machine has, which errs on the side of trying.
     try:
         sizes = [os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES")]
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf, and some systems not these names
@@ -38,7 +36,7 @@ def _of_posix() -> int | None:
 
 
 class _Status(ctypes.Structure):
-    """What Windows tells: MEMORYSTATUSEX."""
+    # What Windows tells: MEMORYSTATUSEX.
 
     _fields_ = (
         ("length", ctypes.c_uint32),
@@ -58,7 +56,7 @@ def _of_windows() -> int | None:
 
 
 def _of_groups(root: Path) -> list[int]:
-    """What is left in each of the control groups that this process is in: in its own, and in those around it."""
+    # What is left in each of the control groups that this process is in: in its own, and in those around it.
     left = []
     for line in _lines(root / "proc" / "self" / "cgroup"):
         number, kinds, path = (*line.split(":", 2), "", "")[:3]
@@ -94,12 +92,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """The whole number in a file; None if there is none, as where it says "max"."""
+    # The whole number in a file; None if there is none, as where it says "max".
     words = " ".join(_lines(path)).split()
     return int(words[0]) if words and words[0].isascii() and words[0].isdigit() else None
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines of a name and a whole number."""
     pairs = [line.replace(":", " ").split() for line in _lines(path)]
     return {words[0]: int(words[1]) for words in pairs if len(words) > 1 and words[1].isascii() and words[1].isdigit()}

@@ -19,8 +19,6 @@ from mola.errors import located
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.numerics import even_normals, exact
 
-__all__ = ["Divided", "LogitMoments", "Spread", "in_range", "or_nan"]
-
 DRAWS_AT_ONCE = 2**23
 """Random numbers or logits drawn at once; more are taken in turns."""
 
@@ -59,8 +57,7 @@ class Spread(Protocol):
     def perturb(self, noise: Tensor) -> Tensor:
         """Deviations (n, S, C) of the logits, up to a common shift, driven by standard normals (S, noise_size)."""
 
-    def __getitem__(self, rows: slice) -> Spread:
-        """The spread of some of the data."""
+    def __getitem__(self, rows: slice) -> Spread: ...
 
     def relative_contrast_variance(self) -> Tensor:
         """Variance (n, C) of each centred logit, up to a factor common to those of a datum; where all are 0, the average one."""
@@ -106,31 +103,16 @@ class Spread(Protocol):
             yield self.perturb(part)
 
     def length(self) -> Tensor:
-        """Length (n,) of each datum's features relative to the training features.
-
-        Raises:
-            TypeError: without `has_length`.
-        """
-        message = f"{type(self).__name__} does not know how long features are."
-        raise TypeError(message)
+        """Length (n,) of each datum's features relative to the training features."""
+        raise TypeError(f"{type(self).__name__} does not know how long features are.")
 
     def log_distance(self) -> Tensor:
-        """Logarithm (n,) of each datum's distance from the training classes.
-
-        Raises:
-            TypeError: without `has_distance`.
-        """
-        message = f"{type(self).__name__} does not know how far features are."
-        raise TypeError(message)
+        """Logarithm (n,) of each datum's distance from the training classes."""
+        raise TypeError(f"{type(self).__name__} does not know how far features are.")
 
     def log_length(self) -> Tensor:
-        """Logarithm (n,) of the length of each datum's features.
-
-        Raises:
-            TypeError: without `has_distance`.
-        """
-        message = f"{type(self).__name__} does not know how long features are."
-        raise TypeError(message)
+        """Logarithm (n,) of the length of each datum's features."""
+        raise TypeError(f"{type(self).__name__} does not know how long features are.")
 
     def fits(self) -> bool:
         """Whether its precision holds the moments; `DataError` if float64 does not either."""
@@ -159,7 +141,6 @@ class Divided(Spread):
     """
 
     def __init__(self, spread: Spread, divisor: Tensor) -> None:
-        """Bind a spread and its divisors."""
         self.spread, self.divisor = spread, divisor
 
     @property
@@ -217,7 +198,6 @@ class Divided(Spread):
             yield portion / self.divisor[:, :, None]
 
     def __getitem__(self, rows: slice) -> Divided:
-        """The spread of some of the data."""
         return Divided(self.spread[rows], self.divisor[rows])
 
 
@@ -363,7 +343,7 @@ def or_nan(values: Tensor) -> Tensor:
 
 
 def _traced(values: Tensor) -> Tensor:
-    """A trace has no numbers to look at: what would be `in_range` is NaN there if it is not, and never a wrong answer."""
+    # A trace has no numbers to look at: what would be `in_range` is NaN there if it is not, and never a wrong answer.
     return or_nan(values) if torch.compiler.is_compiling() else values
 
 

@@ -17,28 +17,9 @@ from torch import Tensor
 from mola.errors import OptionError
 from mola.likelihood import Likelihood
 
-__all__ = [
-    "add_gram",
-    "centred_diagonal",
-    "centred_variance",
-    "eigensystem",
-    "lower_rows",
-    "pack",
-    "packed_size",
-    "quadratic",
-    "quadratic_root",
-    "seen_basis",
-    "size_of",
-    "unpack",
-]
-
 
 def seen_basis(likelihood: Likelihood, outputs: int) -> tuple[Tensor, Tensor]:
-    """Orthonormal bases of what the likelihood sees of output space (C, R), and of what it does not (C, C - R).
-
-    Raises:
-        OptionError: if it hides more than one direction.
-    """
+    """Orthonormal bases of what the likelihood sees of output space (C, R), and of what it does not (C, C - R)."""
     visible = likelihood.visible(outputs)
     hidden = outputs - visible.shape[1]
     if hidden == 0:
@@ -46,8 +27,7 @@ def seen_basis(likelihood: Likelihood, outputs: int) -> tuple[Tensor, Tensor]:
     if hidden == 1:
         # The complement of the contrasts is the constant vector: written down, not computed.
         return visible, visible.new_full((outputs, 1), outputs**-0.5)
-    message = f"a likelihood may hide at most one direction of output space, got {hidden}"
-    raise OptionError(message)
+    raise OptionError(f"a likelihood may hide at most one direction of output space, got {hidden}")
 
 
 def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +64,7 @@ def size_of(packed: Tensor) -> int:
 
 @cache
 def _size_of(length: int) -> int:
-    """Kept for each length: finding it takes longer than adding some rows."""
+    # Kept for each length: finding it takes longer than adding some rows.
     size = int((2 * length) ** 0.5) + 1
     while packed_size(size) > length:
         size -= 1

@@ -30,8 +30,6 @@ from torch import Tensor
 
 from mola.errors import HeadError, OptionError
 
-__all__ = ["Likelihood", "OutputCurvature", "Ran", "laplacian", "matrix_of"]
-
 Ran = Sequence[tuple[str, torch.Size]]
 """Names and output shapes of the linear layers that ran in a pass, to name the last."""
 
@@ -46,17 +44,12 @@ class OutputCurvature:
     """(n, C), or None where outputs do not interact."""
 
     def diagonal(self) -> Tensor:
-        """Diagonal (n, C) of each datum's curvature.
-
-        Raises:
-            OptionError: if there is neither part.
-        """
+        """Diagonal (n, C) of each datum's curvature."""
         parts = [] if self.separate is None else [self.separate]
         if self.coupling is not None:
             parts.append(self.coupling * (self.coupling.sum(1, keepdim=True) - self.coupling))
         if not parts:
-            message = "a likelihood must give separate or coupled curvature"
-            raise OptionError(message)
+            raise OptionError("a likelihood must give separate or coupled curvature")
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def degrees(self) -> Tensor | None:
@@ -174,13 +167,8 @@ class Likelihood(ABC):
         return None
 
     def total_log_likelihood(self, sums: Tensor, count: int) -> float:
-        """Log-likelihood of all data whose `label_sums` these are.
-
-        Raises:
-            OptionError: if the likelihood has no such sums.
-        """
-        message = f"likelihood {self.name!r} has no sums of labels."
-        raise OptionError(message)
+        """Log-likelihood of all data whose `label_sums` these are."""
+        raise OptionError(f"likelihood {self.name!r} has no sums of labels.")
 
     # --- what it sees -----------------------------------------------------------------------------------------------
 
@@ -201,53 +189,30 @@ class Likelihood(ABC):
     # --- questions with a few answers -------------------------------------------------------------------------------
 
     def answers(self, outputs: int) -> int:
-        """Number of answers to each question that the outputs put: C for one of C classes, 2 for yes or no.
-
-        Raises:
-            OptionError: if there are no such questions.
-        """
+        """Number of answers to each question that the outputs put: C for one of C classes, 2 for yes or no."""
         raise OptionError(self._no_answers())
 
     def answer_probabilities(self, probs: Tensor) -> Tensor:
-        """Probabilities (..., A) of all answers to each question, from what `probabilities` gives.
-
-        Raises:
-            OptionError: if there are no such questions.
-        """
+        """Probabilities (..., A) of all answers to each question, from what `probabilities` gives."""
         raise OptionError(self._no_answers())
 
     def asked(self, labels: Tensor) -> Tensor:
         """The right answers (m,) in int64 to all questions of n data, from their labels; -1 where none is known.
 
         Questions are in the order in which `table` puts them.
-
-        Raises:
-            OptionError: if there are no such questions.
         """
         raise OptionError(self._no_answers())
 
     def answered(self, outputs: Tensor) -> Tensor:
-        """The most probable answers (m,) to all questions of n data, from their outputs (n, C), in the same order.
-
-        Raises:
-            OptionError: if there are no such questions.
-        """
+        """The most probable answers (m,) to all questions of n data, from their outputs (n, C), in the same order."""
         raise OptionError(self._no_answers())
 
     def table(self, probs: Tensor) -> Tensor:
-        """Probabilities (L, A, m) of the answers to all questions of n data, from (L, C, n).
-
-        Raises:
-            OptionError: if there are no such questions.
-        """
+        """Probabilities (L, A, m) of the answers to all questions of n data, from (L, C, n)."""
         raise OptionError(self._no_answers())
 
     def table_of_logits(self, logits: Tensor) -> Tensor:
-        """The same from logits (L, C, n), with all digits of small probabilities; the memory of the logits may be used.
-
-        Raises:
-            OptionError: if there are no such questions.
-        """
+        """The same from logits (L, C, n), with all digits of small probabilities; the memory of the logits may be used."""
         raise OptionError(self._no_answers())
 
     def _no_answers(self) -> str:
@@ -264,23 +229,18 @@ def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:
 
     Returns:
         The same.
-
-    Raises:
-        HeadError: if they are of another shape.
     """
     if outputs.dim() == 1 and not ran:
-        message = (
+        raise HeadError(
             f"expected {expected}, got shape {tuple(outputs.shape)}. A single input needs a batch around "
             f"it: inputs[None]."
         )
-        raise HeadError(message)
     if outputs.dim() != 2:
         near = f" Its last linear layer, {ran[-1][0]!r}, gives shape {tuple(ran[-1][1])}." if ran else ""
-        message = (
+        raise HeadError(
             f"expected {expected}, got shape {tuple(outputs.shape)}.{near} "
             f"Pass a network that returns the output of its last linear layer as it is, without reshaping."
         )
-        raise HeadError(message)
     return outputs
 
 

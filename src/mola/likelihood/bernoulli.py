@@ -17,8 +17,6 @@ from torch.nn import functional
 from mola.errors import DataError, HeadError
 from mola.likelihood.base import Likelihood, OutputCurvature, Ran, matrix_of
 
-__all__ = ["BERNOULLI", "MISSING", "Bernoulli"]
-
 MISSING = -100
 """A label that is not known, beside NaN: what PyTorch's losses ignore by default."""
 
@@ -43,19 +41,15 @@ class Bernoulli(Likelihood):
 
         Returns:
             The same memory as a matrix.
-
-        Raises:
-            HeadError: unless they are one logit for each label of each input, and no probabilities.
         """
         if outputs.dim() == 1:
             outputs = outputs[:, None]
         matrix_of(outputs, ran, "logits of shape (batch,) or (batch, labels)")
         if not ran and _are_probabilities(outputs):
-            message = (
+            raise HeadError(
                 "the network's outputs seem to be probabilities already: all lie between 0 and 1. Pass a network that returns logits, "
                 "without a sigmoid at its end."
             )
-            raise HeadError(message)
         return outputs
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
@@ -68,9 +62,6 @@ class Bernoulli(Likelihood):
 
         Returns:
             (n, C) on the device of `outputs`.
-
-        Raises:
-            DataError: if they are of another shape, or hold other numbers.
         """
         count, outs = outputs.shape
         if labels.dim() == 1 and outs == 1:
@@ -84,8 +75,7 @@ class Bernoulli(Likelihood):
                 )
             raise DataError(message)
         if labels.is_complex():
-            message = f"{where}: expected labels 0 or 1, got {labels.dtype}."
-            raise DataError(message)
+            raise DataError(f"{where}: expected labels 0 or 1, got {labels.dtype}.")
         read = labels.to(outputs.device).to(torch.float64)
         missing = read.isnan() | (read == MISSING)
         other = ~(missing | (read == 0) | (read == 1))
@@ -97,10 +87,9 @@ class Bernoulli(Likelihood):
                 if whole
                 else "Soft labels are not taken: give 0 or 1, and -100 or NaN where a label is missing."
             )
-            message = (
+            raise DataError(
                 f"{where}: labels must be 0 or 1, got {int(other.sum())} others, such as {float(found[0]):.4g}. {why}"
             )
-            raise DataError(message)
         return torch.where(missing, torch.nan, read)
 
     def readable(self, labels: Tensor) -> Tensor:

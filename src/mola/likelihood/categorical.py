@@ -10,9 +10,6 @@ from torch import Tensor
 from mola.errors import DataError, HeadError
 from mola.likelihood.base import Likelihood, OutputCurvature, Ran, matrix_of
 
-__all__ = ["CATEGORICAL", "Categorical"]
-
-
 ENOUGH = 4
 """Rows that tell probabilities from logits."""
 
@@ -35,22 +32,17 @@ class Categorical(Likelihood):
 
         Returns:
             The same.
-
-        Raises:
-            HeadError: unless they are (batch, classes) with at least two classes, and no probabilities.
         """
         matrix_of(outputs, ran, "logits of shape (batch, classes)")
         if outputs.shape[1] < 2:
-            message = (
+            raise HeadError(
                 f"expected at least 2 classes, got a network with {outputs.shape[1]} output. A network that says yes or no by one "
                 f"logit is for likelihood='bernoulli', one that predicts a number for likelihood='gaussian'."
             )
-            raise HeadError(message)
         if not ran and _are_probabilities(outputs):  # where layers were watched, it is known which comes after the last
-            message = (
+            raise HeadError(
                 "the network's outputs are probabilities already: they sum to 1. Pass a network that returns logits."
             )
-            raise HeadError(message)
         return outputs
 
     def probabilities(self, outputs: Tensor) -> Tensor:
@@ -71,9 +63,6 @@ class Categorical(Likelihood):
 
         Returns:
             Labels (n,) as int64 on the device of `outputs`.
-
-        Raises:
-            DataError: if labels are not n whole numbers in [0, C).
         """
         count, classes = outputs.shape
         if labels.shape != (count,):
@@ -84,10 +73,9 @@ class Categorical(Likelihood):
                     remedy = " Remove the axis of size 1: labels.squeeze(1)."
                 if labels.shape == outputs.shape:
                     remedy += " If several classes of an input may be right at once, use likelihood='bernoulli'."
-            message = (
+            raise DataError(
                 f"{where}: expected {count} class indices of shape ({count},), got shape {tuple(labels.shape)}.{remedy}"
             )
-            raise DataError(message)
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             remedy = "Convert with labels.long()."
             if labels.is_floating_point() and bool((labels != labels.floor()).any()):
@@ -95,17 +83,15 @@ class Categorical(Likelihood):
                     f"They hold {float(labels[labels != labels.floor()][0]):g}, which is no class: numbers to predict are for "
                     f"likelihood='gaussian'."
                 )
-            message = f"{where}: expected class indices of an integer type, got {labels.dtype}. {remedy}"
-            raise DataError(message)
+            raise DataError(f"{where}: expected class indices of an integer type, got {labels.dtype}. {remedy}")
         labels = labels.to(outputs.device, torch.int64)
         low, high = (int(end) for end in torch.aminmax(labels))
         if low < 0 or high >= classes:
-            message = (
+            raise DataError(
                 f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, "
                 f"got values from {low} to {high}. Remove padding or ignore-index labels, or remap the classes; at many "
                 f"positions, name a label that does not count: ignore_index={high if high >= classes else low}."
             )
-            raise DataError(message)
         return labels
 
     def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
@@ -169,7 +155,7 @@ class Categorical(Likelihood):
 
 
 def _are_probabilities(outputs: Tensor) -> bool:
-    """Whether a network seems to end in a softmax. Of a few rows that cannot be told: logits may sum to 1 by chance."""
+    # Whether a network seems to end in a softmax. Of a few rows that cannot be told: logits may sum to 1 by chance.
     if torch.compiler.is_compiling() or len(outputs) < ENOUGH or not bool((outputs >= 0).all()):
         return False
     rounding = 4 * torch.finfo(outputs.dtype).eps * outputs.shape[1] ** 0.5
@@ -177,7 +163,8 @@ def _are_probabilities(outputs: Tensor) -> bool:
 
 
 def _softmax(outputs: Tensor) -> tuple[Tensor, Tensor, OutputCurvature]:
-    """Step by step, with what it needs on the way: torch's own takes twice as long for 10 classes, and gives no normaliser."""
+    # Step by step, with what it needs on the way: torch's own takes twice as long for 10 classes, and gives no
+    # normaliser.
     shifted = outputs - outputs.amax(dim=-1, keepdim=True)
     weights = shifted.exp()
     total = weights.sum(dim=-1, keepdim=True)

@@ -30,8 +30,6 @@ from mola.likelihood.base import Likelihood, OutputCurvature, Ran, matrix_of
 from mola.numerics import exact, exact_device
 from mola.options import counted, is_real, one_of
 
-__all__ = ["GAUSSIAN", "Gaussian"]
-
 ORDERS = ("stacked", "interleaved")
 """Means first and then what says the variances; or mean and variance of one target after the other."""
 
@@ -65,9 +63,6 @@ class Gaussian(Likelihood):
         order: "stacked", all means before all variances, or "interleaved", mean and variance of one target after the other.
         variance: what the second number is: "log-variance", "log-deviation", or "softplus", whose softplus is the variance.
         estimated: whether the noise was estimated, so that rules may choose another; set by the fit.
-
-    Raises:
-        OptionError: if a number or a name cannot be used.
     """
 
     noise: float | Sequence[float] | None = None
@@ -84,7 +79,6 @@ class Gaussian(Likelihood):
     default_rule = "nll"
 
     def __post_init__(self) -> None:
-        """Check the numbers, and keep them as tuples."""
         given = None if self.noise is None else _numbers(self.noise, "noise", positive=True)
         object.__setattr__(self, "noise", given)
         object.__setattr__(
@@ -131,17 +125,15 @@ class Gaussian(Likelihood):
 
         Returns:
             The same numbers as a matrix.
-
-        Raises:
-            HeadError: if their number does not fit.
         """
         matrix = (
             outputs[:, None] if outputs.dim() == 1 else matrix_of(outputs, ran, "outputs of shape (batch, outputs)")
         )
         width = matrix.shape[1]
         if self.heteroscedastic and width % 2:
-            message = f"expected two outputs for each target, its mean and its variance, as heteroscedastic=True says; got {width}."
-            raise HeadError(message)
+            raise HeadError(
+                f"expected two outputs for each target, its mean and its variance, as heteroscedastic=True says; got {width}."
+            )
         for name in ("noise", "location", "scale"):
             given: Any = getattr(self, name)
             if given is not None and len(given) not in (1, self.latent(width)):
@@ -177,19 +169,14 @@ class Gaussian(Likelihood):
         return variance.expand_as(means) if told is None else told * variance
 
     def deviation(self, width: int) -> Tensor:
-        """Noise (D,) in the network's units, in float64: a factor where networks say their own.
-
-        Raises:
-            OptionError: if it was neither given nor estimated.
-        """
+        """Noise (D,) in the network's units, in float64: a factor where networks say their own."""
         if self.noise is None:
             if self.heteroscedastic:
                 return torch.ones(width, dtype=torch.float64, device="cpu")
-            message = (
+            raise OptionError(
                 "the noise is not known: pass mola.Gaussian(noise=...), or fit with batches of (inputs, targets), from whose "
                 "residuals it is estimated. For an ensemble, mola.scale_noise(ensemble, val_loader) chooses it."
             )
-            raise OptionError(message)
         noise = _wide(self.noise, width, "noise")
         return noise if self.heteroscedastic else noise / self.widths(width)[1]
 
@@ -222,9 +209,6 @@ class Gaussian(Likelihood):
 
         Returns:
             (n, D) in float64 on the device of `outputs`, less `location` and over `scale`.
-
-        Raises:
-            DataError: if they are of another shape, complex, or not finite.
         """
         count, width = len(outputs), self.latent(outputs.shape[1])
         given = labels[:, None] if labels.dim() == 1 and width == 1 else labels
@@ -239,16 +223,15 @@ class Gaussian(Likelihood):
             ):
                 remedy = " If every second output says a variance, use mola.Gaussian(heteroscedastic=True)."
             expected = f"({count}, {width})" + (f" or ({count},)" if width == 1 else "")
-            message = f"{where}: expected targets of shape {expected}, got {tuple(labels.shape)}.{remedy}"
-            raise DataError(message)
+            raise DataError(f"{where}: expected targets of shape {expected}, got {tuple(labels.shape)}.{remedy}")
         if given.is_complex():
-            message = f"{where}: expected real targets, got {labels.dtype}."
-            raise DataError(message)
+            raise DataError(f"{where}: expected real targets, got {labels.dtype}.")
         targets = given.to(exact_device(outputs.device), torch.float64)
         if not bool(torch.isfinite(targets).all()):
             bad = int((~torch.isfinite(targets)).any(1).nonzero()[0])
-            message = f"{where}: targets must be finite, got {targets[bad].tolist()}. Leave out rows without a target."
-            raise DataError(message)
+            raise DataError(
+                f"{where}: targets must be finite, got {targets[bad].tolist()}. Leave out rows without a target."
+            )
         location, scale = (one.to(targets) for one in self.widths(width))
         return (targets - location) / scale
 
@@ -281,9 +264,6 @@ class Gaussian(Likelihood):
 
         Returns:
             A likelihood whose noise is known.
-
-        Raises:
-            DataError: if all targets are the same, or the network fits them exactly: no noise can be learnt from them.
         """
         if self.noise is not None:
             return self
@@ -297,18 +277,16 @@ class Gaussian(Likelihood):
         if constant:
             which = "the target is" if len(total) == 1 else f"target {constant[0]} is"
             value = float(self.in_units((total / count)[None])[0, constant[0]])
-            message = (
+            raise DataError(
                 f"{which} the same, {value:.6g}, for all {count:,} training data: there is nothing to learn. "
                 f"Check the targets, or pass mola.Gaussian(noise=...)."
             )
-            raise DataError(message)
         variance = (squares.sum() / squares.numel()).expand_as(squares) / count if self.shared else squares / count
         if bool((variance.sqrt() <= SMALLEST).any()):
-            message = (
+            raise DataError(
                 "the network fits the training targets exactly: their residuals say nothing of the noise. Pass "
                 "mola.Gaussian(noise=...)."
             )
-            raise DataError(message)
         return replace(self.with_deviation(variance.sqrt()), estimated=True)
 
     def with_deviation(self, deviation: Tensor) -> Gaussian:
@@ -396,11 +374,7 @@ class Gaussian(Likelihood):
 
 
 def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
-    """One number or several, as a tuple.
-
-    Raises:
-        OptionError: if they are not finite numbers, or must be above 0 and are not.
-    """
+    # One number or several, as a tuple.
     try:
         if isinstance(value, Tensor):
             value = value.detach().cpu().tolist()
@@ -411,20 +385,16 @@ def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
     low, high = (SMALLEST, LARGEST) if positive else (-math.inf, math.inf)
     if not numbers or not all(math.isfinite(one) and low <= one <= high for one in numbers):
         above = f" between {SMALLEST:g} and {LARGEST:g}" if positive else ""
-        message = f"{argument} must be a finite number{above}, or one for each output; got {value!r}."
-        raise OptionError(message)
+        raise OptionError(f"{argument} must be a finite number{above}, or one for each output; got {value!r}.")
     return numbers
 
 
 def _wide(values: Any, width: int, argument: str) -> Tensor:
-    """Values (D,) in float64.
-
-    Raises:
-        OptionError: if there are neither one nor D of them.
-    """
+    # Values (D,) in float64.
     if len(values) not in (1, width):
-        message = f"{argument}: expected one number, or {width} of them (one for each output); got {len(values)}."
-        raise OptionError(message)
+        raise OptionError(
+            f"{argument}: expected one number, or {width} of them (one for each output); got {len(values)}."
+        )
     return torch.tensor(values, dtype=torch.float64, device="cpu").expand(width)
 
 

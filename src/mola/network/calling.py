@@ -28,30 +28,6 @@ from torch.func import functional_call
 
 from mola.errors import DataError, HeadError, MolaError
 
-__all__ = [
-    "Batch",
-    "Differentiable",
-    "Habits",
-    "Inputs",
-    "WithTensors",
-    "as_batch",
-    "call",
-    "check_values",
-    "copied",
-    "device_of",
-    "habits_of",
-    "one_batch",
-    "random_states",
-    "remember",
-    "same_values",
-    "tensors_of",
-    "to_device",
-    "undisturbed",
-    "versions_of",
-    "visited",
-    "without_autocast",
-]
-
 
 class Differentiable(nn.Module):
     """A network whose logits carry gradients, although `mola.network.call` asks for none.
@@ -61,7 +37,7 @@ class Differentiable(nn.Module):
     """
 
     def __init__(self, network: nn.Module) -> None:
-        """Borrow the signature of the network's own `forward`: `call` reads it to pass mappings the right way."""
+        # Borrow the signature of the network's own `forward`: `call` reads it to pass mappings the right way.
         super().__init__()
         self.network = network
 
@@ -86,7 +62,6 @@ class WithTensors(nn.Module):
     """
 
     def __init__(self, network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Borrow the signature of the network's own `forward`."""
         super().__init__()
         self.network = network
 
@@ -193,14 +168,10 @@ def as_batch(raw: Any, where: str, *, empty: bool = False) -> Batch:
 
     Returns:
         Inputs and labels apart.
-
-    Raises:
-        DataError: if the batch has none of these forms, or size 0.
     """
     batch = _split(raw, where)
     if not empty and _has_empty(batch.inputs):
-        message = f"{where} is empty: its inputs have size 0. Remove empty batches from the loader."
-        raise DataError(message)
+        raise DataError(f"{where} is empty: its inputs have size 0. Remove empty batches from the loader.")
     return batch
 
 
@@ -212,16 +183,12 @@ def one_batch(inputs: Inputs) -> Inputs:
 
     Returns:
         The same.
-
-    Raises:
-        DataError: for a list, which is an iterable of batches.
     """
     if isinstance(inputs, list):
-        message = (
+        raise DataError(
             "expected one batch, got a list, which is an iterable of batches: pass it to predict. One batch is a tensor, a "
             "tuple of positional arguments or a mapping of keyword arguments; of [x, y], pass x."
         )
-        raise DataError(message)
     return inputs
 
 
@@ -233,17 +200,15 @@ def _split(raw: Any, where: str) -> Batch:
     if isinstance(raw, Mapping):
         inputs = {key: value for key, value in raw.items() if key != LABELS}
         if not inputs:
-            message = f"{where}: the mapping holds no network inputs beside {LABELS!r}, only {sorted(raw)}."
-            raise DataError(message)
+            raise DataError(f"{where}: the mapping holds no network inputs beside {LABELS!r}, only {sorted(raw)}.")
         return Batch(inputs, _as_labels(raw.get(LABELS), where))
     if isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
         return Batch(raw[0], _as_labels(raw[1], where) if len(raw) == 2 else None)
     size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
-    message = (
+    raise DataError(
         f"{where}: expected (inputs, labels), inputs alone, or a mapping with {LABELS!r}; got {type(raw).__name__}{size}. "
         "Several inputs go in a tuple: ((first, second), labels)."
     )
-    raise DataError(message)
 
 
 def _as_labels(labels: Any, where: str) -> Tensor | None:
@@ -252,12 +217,13 @@ def _as_labels(labels: Any, where: str) -> Tensor | None:
     try:
         return torch.as_tensor(labels, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        message = f"{where}: labels must be a tensor or array of class indices, got {type(labels).__name__}."
-        raise DataError(message) from error
+        raise DataError(
+            f"{where}: labels must be a tensor or array of class indices, got {type(labels).__name__}."
+        ) from error
 
 
 def _has_empty(inputs: Inputs) -> bool:
-    """Whether a tensor of size 0 is among the inputs."""
+    # Whether a tensor of size 0 is among the inputs.
     if isinstance(inputs, Tensor):
         return inputs.dim() > 0 and len(inputs) == 0
     if isinstance(inputs, (Mapping, tuple, list)):
@@ -288,16 +254,12 @@ def check_values(network: nn.Module, device: torch.device | None) -> None:
     Args:
         network: any module.
         device: where it is.
-
-    Raises:
-        DataError: if that is the meta device.
     """
     if device is not None and device.type == "meta":
-        message = (
+        raise DataError(
             f"{type(network).__name__} is on the meta device: its weights have shapes and no values. Load them first, or "
             f"make them with network.to_empty(device='cpu') and network.load_state_dict(...)."
         )
-        raise DataError(message)
 
 
 def call(network: nn.Module, inputs: Inputs, device: torch.device | None = None) -> Tensor:
@@ -313,11 +275,6 @@ def call(network: nn.Module, inputs: Inputs, device: torch.device | None = None)
 
     Returns:
         The very tensor of logits that the network returned.
-
-    Raises:
-        DataError: if the network fails on these inputs; `HeadError` if it returns no logits.
-        MolaError: as raised inside.
-        OutOfMemoryError: as raised inside.
     """
     device = device or device_of(network)
     check_values(network, device)
@@ -329,19 +286,13 @@ def call(network: nn.Module, inputs: Inputs, device: torch.device | None = None)
     except (MolaError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
-        message = (
+        raise DataError(
             f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. "
             f"Pass inputs of the shape and type that the network was trained on.{_left_over(network, inputs)}"
-        )
-        raise DataError(message) from error
+        ) from error
 
 
 def _watched(network: nn.Module, inputs: Inputs) -> Any:
-    """Run a network on its inputs, or on a copy if it is one that writes into them, and learn from its first pass.
-
-    Raises:
-        DataError: if a network writes into its inputs that did not before.
-    """
     own = network
     while isinstance(own, (Differentiable, WithTensors)):
         own = own.network
@@ -351,11 +302,10 @@ def _watched(network: nn.Module, inputs: Inputs) -> Any:
         output = _run(network, inputs)
         if versions_of(inputs) != versions:
             remember(own, Habits(writes=True))
-            message = (
+            raise DataError(
                 f"{type(own).__name__} changed its inputs in place, which it had not done before. Pass the inputs again; or "
                 f"let the network compute a new tensor: x = x - mean instead of x -= mean."
             )
-            raise DataError(message)
         return output
     given, inputs = inputs, copied(inputs)
     # Inside vmap numbers cannot be looked at, and a compiled network would be compiled anew for being watched.
@@ -391,7 +341,7 @@ def _describe(inputs: Inputs) -> str:
 
 
 def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether the mapping's keys are arguments of `forward` (as in transformers), or the mapping itself is the input."""
+    # Whether the keys are arguments of `forward` (as in transformers), or the mapping itself is the input.
     try:
         inspect.signature(network.forward).bind(**inputs)
     except TypeError:
@@ -400,7 +350,7 @@ def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 
 def _left_over(network: nn.Module, inputs: Inputs) -> str:
-    """Words about arguments that `forward` does not take: members of a tuple, or entries of a mapping."""
+    # Words about arguments that `forward` does not take: members of a tuple, or entries of a mapping.
     if isinstance(inputs, tuple) and len(inputs) > 1:
         return " A tuple holds the network's arguments, as in network(x, ids): if the last one are labels, pass the inputs alone."
     if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
@@ -420,11 +370,10 @@ def _logits_of(output: Any) -> Tensor:
     elif hasattr(output, "logits"):
         output = output.logits
     if not isinstance(output, Tensor):
-        message = (
+        raise HeadError(
             f"expected the network to return a tensor of logits, or an object or mapping with 'logits'; got "
             f"{type(output).__name__}. Wrap the network in a module whose forward returns the logits alone."
         )
-        raise HeadError(message)
     return output
 
 
@@ -470,7 +419,6 @@ def undisturbed(*networks: nn.Module, passes_only: bool = False) -> Iterator[Non
 
 
 def _is_quiet(network: nn.Module) -> bool:
-    """Whether a network was seen to draw no random numbers."""
     if habits_of(network) is not None:
         return True
     inner = getattr(network, "networks", ())  # a mixture runs none but its own
@@ -478,7 +426,6 @@ def _is_quiet(network: nn.Module) -> bool:
 
 
 def _put_back(states: Sequence[tuple[int | None, Tensor]]) -> None:
-    """Restore the random state of the CPU (None) and of cards."""
     for card, state in states:
         if card is None:
             torch.set_rng_state(state)
@@ -492,7 +439,7 @@ def _accelerators(networks: Sequence[nn.Module]) -> list[int]:
 
 @dataclass
 class _Visit:
-    """What is put back when the last visitor leaves a module; visitors may come from several threads."""
+    # What is put back when the last visitor leaves a module; visitors may come from several threads.
 
     attributes: _Attributes
     values: _BufferValues
@@ -510,7 +457,6 @@ def visited(network: nn.Module) -> bool:
 
 
 def _enter(modules: Sequence[nn.Module], *, copy_values: bool) -> None:
-    """Note the state of modules that nobody visits yet, and evaluate all."""
     with _visit_door:
         fresh = [module for module in modules if id(module) not in _visits]
         values = _BufferValues(fresh if copy_values else [], sharers=len(fresh))
@@ -523,7 +469,6 @@ def _enter(modules: Sequence[nn.Module], *, copy_values: bool) -> None:
 
 
 def _leave(modules: Sequence[nn.Module]) -> None:
-    """Restore the modules whose last visitor goes."""
     with _visit_door:
         for module in modules:
             visit = _visits[id(module)]
@@ -535,8 +480,6 @@ def _leave(modules: Sequence[nn.Module]) -> None:
 
 
 class _Attributes:
-    """A module's attributes, its mode among them, and which buffers it has."""
-
     def __init__(self, module: nn.Module) -> None:
         self.module, self.training = module, module.training
         # A scripted module keeps its attributes elsewhere, and cannot gain or lose any.
@@ -560,7 +503,8 @@ class _Attributes:
 
 
 class _BufferValues:
-    """The values of all buffers, in one tensor for each type and device: a hundred small copies would cost more than the pass."""
+    # The values of all buffers, in one tensor for each type and device: a hundred small copies would cost more than the
+    # pass.
 
     def __init__(self, modules: Sequence[nn.Module], sharers: int) -> None:
         self.sharers = sharers

@@ -26,26 +26,6 @@ from mola.network.head import Carried, Head, LayerCall, first_pass
 from mola.network.layout import IGNORED, Layout, Portion, chosen_positions
 from mola.numerics import exact_device
 
-__all__ = [
-    "DenseFeatures",
-    "Features",
-    "Gathered",
-    "Lifted",
-    "RowBuffer",
-    "Seen",
-    "Watched",
-    "batch_count",
-    "batches_of",
-    "capture",
-    "check_finite",
-    "check_loader",
-    "device_of_sums",
-    "find_heads",
-    "first_passes",
-    "peek",
-    "stream",
-]
-
 
 class Features(NamedTuple):
     """What one network makes of one batch: the head's input and output, in the network's precision."""
@@ -108,14 +88,12 @@ class Watched:
     """
 
     def __init__(self, network: nn.Module, head: Head | None, likelihood: Likelihood = CATEGORICAL) -> None:
-        """Get ready to watch `head`."""
         self.network, self.head, self.likelihood = network, head, likelihood
         self.device = device_of(network)
         self._calls: list[LayerCall] | None = None
         self._carried = Carried(head) if head is not None and head.every_position else None
 
     def __enter__(self) -> Self:
-        """Put the hook on the head."""
         self._handle = None
         if self._carried is not None:
             self._carried.__enter__()
@@ -124,7 +102,6 @@ class Watched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the hook."""
         if self._carried is not None:
             self._carried.__exit__()
         elif self._handle is not None:
@@ -137,17 +114,7 @@ class Watched:
             self._calls.append(LayerCall.of(arguments, keywords[0] if keywords else {}, output))
 
     def __call__(self, inputs: Inputs) -> Seen:
-        """One forward pass.
-
-        Args:
-            inputs: one batch of inputs.
-
-        Returns:
-            Features (none without a head) and logits of the batch.
-
-        Raises:
-            HeadError: if the network's output was not the head's output this time.
-        """
+        """One forward pass."""
         if self._carried is not None:
             return Features(*self._carried.apart(self._carried.pass_of(self.network, inputs, self.device)))
         calls: list[LayerCall] = []
@@ -170,22 +137,11 @@ class Watched:
             if seen.gave(logits) or (flat and torch.compiler.is_compiling()):
                 seen.check_untouched(self.head.name)
                 return seen_by(self.head, seen.features, logits)
-        message = f"the network's output is not the output of its head {self.head.name!r} in this pass. Was the network changed?"
-        raise HeadError(message)
+        raise HeadError(
+            f"the network's output is not the output of its head {self.head.name!r} in this pass. Was the network changed?"
+        )
 
     def _rows(self, outputs: Tensor, check: Callable[[], object]) -> Tensor:
-        """Outputs as rows.
-
-        Args:
-            outputs: of the network.
-            check: raises unless a linear layer gave them.
-
-        Returns:
-            The rows.
-
-        Raises:
-            HeadError: if they do not fit, or seem to be probabilities and are not what a linear layer gave.
-        """
         try:
             return self.likelihood.check_outputs(outputs)
         except HeadError:
@@ -196,7 +152,8 @@ class Watched:
             raise
 
     def _without_head(self, outputs: Tensor, inputs: Inputs) -> DenseFeatures:
-        """Outputs at many positions of a network of which no head is known: the layer that gave them says where classes stand."""
+        # Outputs at many positions of a network of which no head is known: the layer that gave them says where classes
+        # stand.
         known, axis = _class_axes.get(id(self.network), (None, 0))
         if known is None or known() is not self.network:
             axis = first_pass(self.network, inputs, None, self.likelihood)[0].axis
@@ -240,9 +197,6 @@ def first_passes(
 
     Returns:
         One head, and what each network makes of the batch.
-
-    Raises:
-        HeadError: if a network has none, or if the numbers of classes differ.
     """
     heads: list[Head] = []
     seen: list[Seen] = []
@@ -253,14 +207,12 @@ def first_passes(
         seen.append(seen_by(head, features, logits))
     classes = [head.classes for head in heads]
     if len(set(classes)) > 1:
-        message = (
+        raise HeadError(
             f"expected networks with the same number of classes, got {classes}. A mixture averages their probabilities."
         )
-        raise HeadError(message)
     axes = [0 if head.positions is None else head.positions.axes for head in heads]
     if len(set(axes)) > 1:
-        message = f"expected networks with outputs of one kind, got outputs with {axes} axes of positions."
-        raise HeadError(message)
+        raise HeadError(f"expected networks with outputs of one kind, got outputs with {axes} axes of positions.")
     return heads, seen
 
 
@@ -292,7 +244,6 @@ class RowBuffer:
     """
 
     def __init__(self, head: Head, rows: int, *, exact: bool = True) -> None:
-        """Wait for the first rows, which say how wide they are and where they are to be kept."""
         self.head, self.rows, self.exact, self._bias = head, rows, exact, head.has_bias
         self._kept: Lifted | None = None
         self._form: tuple[object, ...] = ()
@@ -328,14 +279,9 @@ class RowBuffer:
         self._ones = 0
 
     def first(self, count: int) -> Lifted:
-        """The first rows that were put there.
-
-        Raises:
-            IndexError: if there are fewer.
-        """
+        """The first rows that were put there."""
         if self._kept is None or len(self._kept.logits) < count:
-            message = f"{count} rows were not put here"
-            raise IndexError(message)
+            raise IndexError(f"{count} rows were not put here")
         return Lifted(self._kept.features[:count], self._kept.logits[:count])
 
     def _room_for(self, seen: Features, start: int, end: int) -> Lifted:
@@ -343,11 +289,10 @@ class RowBuffer:
         width, outputs = seen.features.shape[1] + self.head.has_bias, seen.logits.shape[1]
         had = self._kept
         if had is not None and (had.features.shape[1], had.logits.shape[1]) != (width, outputs):
-            message = (
+            raise DataError(
                 f"head {self.head.name!r} saw {width - self.head.has_bias} features and gave {outputs} outputs, after "
                 f"{had.features.shape[1] - self.head.has_bias} and {had.logits.shape[1]} in the batches before."
             )
-            raise DataError(message)
         kinds = [values.dtype for values in seen]
         if self.exact:
             kinds = [torch.float64, torch.float64]
@@ -377,7 +322,6 @@ class Waiting(NamedTuple):
     """As the loader yielded them."""
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.seen[0].logits)
 
 
@@ -392,7 +336,6 @@ class Gathered:
     """
 
     def __init__(self, rows: int, heads: Sequence[Head | None], likelihood: Likelihood, *, exact: bool = True) -> None:
-        """Wait for the first batch."""
         self._buffers = [RowBuffer(head, rows, exact=exact) for head in heads if head is not None]
         self.rows, self.likelihood = rows if len(self._buffers) == len(heads) else 1, likelihood
         self.count, self.ended = 0, (0, 0, 0)
@@ -419,14 +362,10 @@ class Gathered:
             place: words for the error message.
             seen: what each network makes of it.
             labels: as the loader yielded them.
-
-        Raises:
-            DataError: if the networks gave different numbers of rows.
         """
         counts = [one.logits.shape[0] for one in seen]
         if len(set(counts)) > 1:
-            message = f"{place}: the networks gave {counts} rows; a mixture needs the same data from each."
-            raise DataError(message)
+            raise DataError(f"{place}: the networks gave {counts} rows; a mixture needs the same data from each.")
         if counts[0] == 0:  # such as a text of which every position is masked
             return
         if counts[0] < self.rows:
@@ -467,7 +406,7 @@ class Gathered:
         return torch.cat(self._check_each(waiting))
 
     def _check_each(self, waiting: Sequence[Waiting]) -> list[Tensor]:
-        """Check batch by batch, so that the message names it; gives the labels as the likelihood reads them."""
+        # Check batch by batch, so that the message names it; gives the labels as the likelihood reads them.
         read = []
         for place, seen, labels in waiting:
             for position, one in enumerate(seen):
@@ -490,20 +429,16 @@ def check_finite(values: Tensor, name: str = "logits") -> None:
     Args:
         values: (n, ...); not looked at in a trace, which has no numbers.
         name: what they are, for the message.
-
-    Raises:
-        DataError: saying how many inputs are affected.
     """
     if torch.compiler.is_compiling() or all_finite(values):
         return
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         rows = int((~finite).any(1).sum())
-        message = (
+        raise DataError(
             f"{name} are NaN or infinite for {rows} of {len(values)} inputs. Check the inputs, and the network's weights, for NaN; "
             f"a network in float16 may overflow where bfloat16 or float32 does not."
         )
-        raise DataError(message)
 
 
 def check_loader(loader: Iterable[Any], where: str) -> None:
@@ -512,17 +447,13 @@ def check_loader(loader: Iterable[Any], where: str) -> None:
     Args:
         loader: any iterable of batches, also one that can be read only once.
         where: words for the error message.
-
-    Raises:
-        DataError: if this is not an iterable of batches.
     """
     is_batch = isinstance(loader, tuple) and all(isinstance(part, Tensor) for part in loader)
     if isinstance(loader, (Tensor, Mapping)) or is_batch or not isinstance(loader, Iterable):
-        message = (
+        raise DataError(
             f"{where}: expected an iterable of batches, got {type(loader).__name__}. "
             f"Pass a DataLoader, or a single batch in a list: [(x, y)]."
         )
-        raise DataError(message)
 
 
 def batches_of(loader: Iterable[Any], where: str) -> Iterator[Any]:
@@ -548,9 +479,6 @@ def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
 
     Returns:
         The first batch and an iterator over every batch.
-
-    Raises:
-        DataError: if the loader is empty or cannot be iterated.
     """
     batches = batches_of(loader, where)
     for first in batches:
@@ -560,8 +488,9 @@ def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
             yield from batches
 
         return first, every()
-    message = f"{where} is empty: it yielded no batch. An iterator that was read before has nothing left; pass the loader itself."
-    raise DataError(message)
+    raise DataError(
+        f"{where} is empty: it yielded no batch. An iterator that was read before has nothing left; pass the loader itself."
+    )
 
 
 def batch_count(loader: Iterable[Any]) -> int | None:
@@ -595,32 +524,17 @@ def _read(
     start_input: int,
     likelihood: Likelihood,
 ) -> BatchRows:
-    """What networks make of one batch, as rows.
-
-    Args:
-        place: words for the error message.
-        seen: by each network.
-        labels: as the loader yielded them.
-        heads: of the networks.
-        rows: of a piece, at most.
-        most: how many positions of each input are drawn; None: all are taken.
-        start_input: number of inputs that were read before.
-        likelihood: what the outputs mean; says how many labels a position has.
-
-    Returns:
-        The batch in pieces: in one, if the networks gave rows.
-
-    Raises:
-        DataError: if labels, or the networks among each other, do not belong to the same positions.
-    """
+    # The batch in pieces of at most so many rows: in one, if the networks gave rows. `most` positions of each input are
+    # drawn; None: all are taken.
     plain = [one for one in seen if isinstance(one, Features)]
     if len(plain) == len(seen):
         count = len(plain[0].logits)
         return BatchRows(iter([(plain, labels)]), count, count, count)
     dense = [one for one in seen if isinstance(one, DenseFeatures)]
     if len(dense) < len(seen):
-        message = f"{place}: some networks have outputs at many positions and others do not; a mixture needs the same from each."
-        raise DataError(message)
+        raise DataError(
+            f"{place}: some networks have outputs at many positions and others do not; a mixture needs the same from each."
+        )
     layout, outputs = dense[0].layout, dense[0].logits.shape[-1]
     for index, one in enumerate(dense[1:], 1):
         layout.check_same(one.layout, f"{place}: models[{index}]")
@@ -641,27 +555,21 @@ def _read(
 
 
 def _partly_labelled(labels: Tensor, used: Tensor, likelihood: Likelihood, place: str) -> Tensor:
-    """Labels (n, positions, C), of which some of a position's may be left out.
-
-    Raises:
-        DataError: if some are, and the likelihood needs all of them.
-    """
+    # Labels (n, positions, C), of which some of a position's may be left out.
     partly = used.any(2) & ~used.all(2)
     if not bool(partly.any()):
         return labels
     if not likelihood.partial:
-        message = (
+        raise DataError(
             f"{place}: at {int(partly.sum())} positions some of the {labels.shape[2]} targets have the label that is left out, and "
             f"others do not. Give all targets of a position, or leave out all of them."
         )
-        raise DataError(message)
     return torch.where(used, labels.double(), torch.nan)
 
 
 def _all_positions(
     seen: Sequence[DenseFeatures], labels: Tensor | None, used: Tensor | None, rows: int
 ) -> Iterator[tuple[Sequence[Features], Tensor | None]]:
-    """All positions that are used, at most so many rows at a time."""
     if used is not None and bool(used.all()):
         used = None
     for part in seen[0].layout.portions(rows):
@@ -678,7 +586,6 @@ def _all_positions(
 def _some_positions(
     seen: Sequence[DenseFeatures], labels: Tensor | None, used: Tensor | None, most: int, start_input: int
 ) -> Iterator[tuple[Sequence[Features], Tensor | None]]:
-    """So many positions of each input, drawn among those that are used."""
     layout = seen[0].layout
     for index in range(layout.inputs):
         if used is None:
@@ -733,10 +640,6 @@ def stream(
 
     Yields:
         One `Features` for each network, and the labels as the likelihood reads them, or None.
-
-    Raises:
-        DataError: for an empty batch, labels that are missing or out of range, or activations that are not finite.
-        HeadError: if a network's output is not its head's in a pass.
     """
     _, batches = peek(loader, f"the {where}")
     had_labels: bool | None = None
@@ -758,11 +661,9 @@ def stream(
             place = f"batch {index} of the {where}"
             batch = as_batch(raw, place)
             if batch.labels is None and labelled:
-                message = f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
-                raise DataError(message)
+                raise DataError(f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'.")
             if had_labels is not None and had_labels != (batch.labels is not None):
-                message = f"{place} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
-                raise DataError(message)
+                raise DataError(f"{place} {'has no' if had_labels else 'has'} labels, unlike the batches before it.")
             had_labels = batch.labels is not None
             seen: list[Seen] = []
             if first is not None:
@@ -792,5 +693,4 @@ def stream(
     if gathered.count:
         yield take()
     if not any_rows:
-        message = f"the {where}: the networks gave no row for any batch. Is every position masked?"
-        raise DataError(message)
+        raise DataError(f"the {where}: the networks gave no row for any batch. Is every position masked?")

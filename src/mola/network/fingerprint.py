@@ -20,17 +20,6 @@ from mola.network.calling import check_values, device_of, undisturbed, visited
 from mola.numerics import exact
 from mola.schema import check
 
-__all__ = [
-    "NETWORK",
-    "Watch",
-    "fingerprint",
-    "require_network",
-    "same_network",
-    "same_signature",
-    "signature",
-    "signature_of",
-]
-
 KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALF = (torch.float16, torch.bfloat16)
 NAMES = {str(kind).removeprefix("torch."): kind for kind in KINDS}
@@ -55,22 +44,15 @@ def signature(network: nn.Module) -> dict[str, Any]:
 
 
 def _numbers_of(network: nn.Module) -> dict[str, Tensor]:
-    """What a network computes with: parameters and buffers by name, without counters and other whole numbers."""
+    # What a network computes with: parameters and buffers by name, without counters and other whole numbers.
     check_values(network, device_of(network))
     named = chain(network.named_parameters(), network.named_buffers())
     return {name: tensor for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()}
 
 
 def _record(tensor: Tensor, likely: str = "") -> str:
-    """A tensor's type, then its checksum in this and every type that is not finer, with `=` where nothing is rounded.
-
-    Args:
-        tensor: of any type.
-        likely: a record that may well be the tensor's own: if it is, no other type is looked at.
-
-    Returns:
-        The record.
-    """
+    # Its type, then its checksum in this and every type that is not finer, with `=` where nothing is rounded. If
+    # `likely` is the tensor's own record, no other type is looked at.
     here, stored = _dense(tensor.detach()).cpu(), str(tensor.dtype).removeprefix("torch.")
     words = [stored, f"{stored}:{_checksum(here)}="]
     if likely.split(" ")[:2] == words:
@@ -95,8 +77,6 @@ def _checksum(tensor: Tensor) -> str:
 
 
 class _Known(NamedTuple):
-    """A tensor's record, read."""
-
     stored: str
     sums: dict[str, str]
     """By type."""
@@ -115,16 +95,7 @@ class _Known(NamedTuple):
 
 
 def _same_tensor(found: str, saved: str, *, there_and_back: bool = False) -> bool:
-    """Whether a tensor is the recorded one, or became it by a change of precision.
-
-    Args:
-        found: record of what is there now.
-        saved: record of what was there.
-        there_and_back: whether it may have been rounded to half precision and lifted again.
-
-    Returns:
-        Whether it is.
-    """
+    # `there_and_back`: whether it may have been rounded to half precision and lifted again.
     if found == saved:
         return True
     now, then = _Known.of(found), _Known.of(saved)
@@ -177,15 +148,13 @@ def require_network(network: nn.Module, saved: dict[str, Any], name: str) -> Non
         network: as the user passed it.
         saved: signature of the one that was saved.
         name: of the argument, for the message.
-
-    Raises:
-        StorageError: if it is another.
     """
     with undisturbed(network):
         same = same_network(network, saved)
     if not same:
-        message = f"{name}: this is not the network that was saved: its parameters differ. Pass the network this was made from."
-        raise StorageError(message)
+        raise StorageError(
+            f"{name}: this is not the network that was saved: its parameters differ. Pass the network this was made from."
+        )
 
 
 SAMPLED = 8
@@ -193,14 +162,6 @@ SAMPLED = 8
 
 
 class _Memory:
-    """A network as it was when its numbers were last compared.
-
-    Args:
-        network: the network.
-        tensors: its numbers.
-        records: of them.
-    """
-
     def __init__(self, network: nn.Module, tensors: Sequence[Tensor], records: Sequence[str]) -> None:
         # A scripted module keeps its parts elsewhere, and cannot gain or lose any.
         modules = [module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule)]
@@ -259,14 +220,15 @@ class _Memory:
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor lies and how often it was written to; tensors of inference mode do not count."""
+    # Where a tensor lies and how often it was written to; tensors of inference mode do not count.
     if tensor.layout != torch.strided:
         return 0, 0
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A view of a few numbers, spread over the tensor, as the whole numbers that have the same bits; none of a sparse one."""
+    # A view of a few numbers, spread over the tensor, as the whole numbers that have the same bits; none of a sparse
+    # one.
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return torch.zeros(0, dtype=torch.int32, device="cpu")
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -290,14 +252,13 @@ class Watch:
     """
 
     def __init__(self, network: nn.Module, saved: dict[str, Any] | None = None) -> None:
-        """Note what the network is."""
         self.network = network
         # A file of an older version has sums alone: from here on, the network is known by its numbers.
         self.signature = saved if saved is not None and "tensors" in saved else signature(network)
         self._memory: _Memory | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the memory: a copy is of another network, which lies elsewhere."""
+        # Without the memory: a copy is of another network, which lies elsewhere.
         return vars(self) | {"_memory": None}
 
     def changed(self, *, thorough: bool = False) -> list[str]:
@@ -356,7 +317,7 @@ def _same_sums(network: nn.Module, saved: dict[str, Any]) -> bool:
 
 
 def _weighed(numbers: Tensor) -> float:
-    """The sum of numbers, each times the weight of its place: weights between 0 and 1 that look random."""
+    # The sum of numbers, each times the weight of its place: weights between 0 and 1 that look random.
     weights = (GOLDEN * torch.arange(1, PLACES + 1, dtype=torch.float64, device=numbers.device)) % 1
     rounds, rest = divmod(len(numbers), PLACES)
     total = numbers[: rounds * PLACES].view(rounds, PLACES).sum(0) @ weights

@@ -30,18 +30,6 @@ from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network.calling import Inputs, call, without_autocast
 from mola.network.layout import Layout, Positions
 
-__all__ = [
-    "Carried",
-    "Head",
-    "LayerCall",
-    "NamedCall",
-    "explain",
-    "find_head",
-    "first_pass",
-    "head_by_name",
-    "why_not_linear",
-]
-
 CPU = torch.device("cpu")
 
 CONVOLUTIONS = {nn.Conv1d: functional.conv1d, nn.Conv2d: functional.conv2d, nn.Conv3d: functional.conv3d}
@@ -112,7 +100,8 @@ class Head:
 
 
 def _weight_of(layer: nn.Linear | Convolution) -> Tensor:
-    """The weight that the layer's next pass will use: torch's older weight normalisation leaves that of the last one behind."""
+    # The weight that the layer's next pass will use: torch's older weight normalisation leaves that of the last one
+    # behind.
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm) and hook.name == "weight":
             return hook.compute_weight(layer)
@@ -143,20 +132,16 @@ class LayerCall:
 
         Args:
             name: of the head, for the message.
-
-        Raises:
-            HeadError: if it did.
         """
         if (_version(self.features), _version(self.output)) != self.versions:
-            message = (
+            raise HeadError(
                 f"the network overwrites the input or the output of its head {name!r} in place. Pass a network that "
                 f"returns the plain output of {name!r}."
             )
-            raise HeadError(message)
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor was written in place; tensors of inference mode, and of a trace, do not count."""
+    # How often a tensor was written in place; tensors of inference mode, and of a trace, do not count.
     return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
@@ -203,7 +188,6 @@ def same_tensor(first: Tensor, second: Tensor) -> bool:
 
 
 def _bare(name: str) -> str:
-    """A module's name without what `torch.compile` puts before it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -216,26 +200,22 @@ def head_by_name(network: nn.Module, name: str) -> Head:
 
     Returns:
         The head.
-
-    Raises:
-        HeadError: if there is no module of that name, or it is not an `nn.Linear`.
     """
     modules = {_bare(found): module for found, module in network.named_modules(remove_duplicate=False)}
     name = _bare(name)
     linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
     if name not in modules:
-        message = f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}."
-        raise HeadError(message)
+        raise HeadError(f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}.")
     layer = modules[name]
     if isinstance(layer, Convolution):
         reason = why_not_linear(layer)
         if reason is not None:
-            message = f"head={name!r} {reason}"
-            raise HeadError(message)
+            raise HeadError(f"head={name!r} {reason}")
         return Head(name, layer)
     if not isinstance(layer, nn.Linear):
-        message = f"head={name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are {linear[-8:]}."
-        raise HeadError(message)
+        raise HeadError(
+            f"head={name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are {linear[-8:]}."
+        )
     return Head(name, layer)
 
 
@@ -271,18 +251,15 @@ class Carried:
     """
 
     def __init__(self, head: Head) -> None:
-        """Get ready to carry."""
         self.head = head
         self._thread: int | None = None
         self._dtype: torch.dtype | None = None
 
     def __enter__(self) -> Self:
-        """Put the hook on the head."""
         self._handle = self.head.layer.register_forward_hook(self._join, with_kwargs=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the hook."""
         self._handle.remove()
 
     def _join(self, _: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> Tensor | None:
@@ -311,17 +288,13 @@ class Carried:
 
         Returns:
             The head's input (n, P) and output (n, C) at the positions that the network took.
-
-        Raises:
-            HeadError: if the network did more than to pick or average positions.
         """
         classes, width = self.head.classes, self.head.inputs
         if joined.dim() != 2 or joined.shape[1] != classes + width:
-            message = (
+            raise HeadError(
                 f"the network does more to the output of its head {self.head.name!r} than to pick or average positions: "
                 f"expected {classes + width} columns, got shape {tuple(joined.shape)}."
             )
-            raise HeadError(message)
         return joined[:, classes:], joined[:, :classes].to(self._dtype)
 
 
@@ -393,9 +366,6 @@ def first_pass(
     Returns:
         The head, and what this pass gave: the head's input (n, P) and output (n, C), or both at many positions, in the network's
         own layout.
-
-    Raises:
-        HeadError: if there is no such layer.
     """
     expected = None if name is None else head_by_name(network, name).layer
     watched = _watch(network, inputs)
@@ -418,25 +388,18 @@ def first_pass(
 
 
 def _check_linear(found: NamedCall) -> None:
-    """Refuse logits that are not what the layer makes of its input.
-
-    Raises:
-        HeadError: if they are not.
-    """
     if not found.is_linear():
-        message = (
+        raise HeadError(
             f"the network's output lies in the memory of layer {found.name!r} but is not its weight times its input plus "
             f"bias: the logits are overwritten in place after the layer, or the layer computes something else. "
             f"Pass a network that returns the plain output of {found.name!r}."
         )
-        raise HeadError(message)
     found.check_untouched(found.name)
 
 
 def _along_a_sequence(
     network: nn.Module, inputs: Inputs, logits: Tensor, ran: Sequence[tuple[str, torch.Size]]
 ) -> NamedCall | None:
-    """The call of a layer that runs at every position, seen at the positions that the network takes; None if there is none."""
     rows, classes = logits.shape
     names = [name for name, shape in ran if len(shape) > 2 and (shape[0], shape[-1]) == (rows, classes)]
     if not names:
@@ -456,17 +419,12 @@ SOME = 4096
 
 
 def _some_rows(outputs: Tensor, axis: int) -> Tensor:
-    """Some of the outputs (m, C) of the first input."""
+    # Some of the outputs (m, C) of the first input.
     first = outputs[:1]
     return Layout.of(first, axis).by_position(first)[:, :SOME].flatten(0, 1)
 
 
 def _at_positions(network: nn.Module, inputs: Inputs, seen: WatchedPass) -> tuple[NamedCall, Tensor]:
-    """The call whose output at many positions is the network's output, and that output.
-
-    Raises:
-        HeadError: if there is none, or its layer is not linear on every position.
-    """
     found, outputs = seen.last, seen.outputs
     if found is None or not found.gave(outputs):
         # Another layer may run after the head, such as one for an auxiliary loss: look at those with outputs of this shape again.
@@ -477,15 +435,13 @@ def _at_positions(network: nn.Module, inputs: Inputs, seen: WatchedPass) -> tupl
             raise HeadError(_explain_positions(network, again))
     reason = why_not_linear(found.layer) if isinstance(found.layer, Convolution) else None
     if reason is not None:
-        message = f"the network's output is that of layer {found.name!r}, which {reason}"
-        raise HeadError(message)
+        raise HeadError(f"the network's output is that of layer {found.name!r}, which {reason}")
     found.check_untouched(found.name)
     _check_linear(found.of_first_input())
     return found, outputs
 
 
 def _explain_positions(network: nn.Module, seen: WatchedPass) -> str:
-    """Say which layer came closest to being the head of a network with outputs at many positions."""
     shape = tuple(seen.outputs.shape)
     if seen.calls:
         near = seen.calls[-1]
@@ -506,11 +462,10 @@ def _insist(
     found: NamedCall, expected: nn.Linear | Convolution | None, name: str | None, *, every_position: bool = False
 ) -> Head:
     if expected is not None and found.layer is not expected:
-        message = (
+        raise HeadError(
             f"head={name!r} was given, but the network's output is the output of layer {found.name!r}. "
             f"Pass head={found.name!r}, or None to have it found."
         )
-        raise HeadError(message)
     return Head(name or found.name, found.layer, every_position)
 
 
@@ -530,16 +485,7 @@ class WatchedPass(NamedTuple):
 
 
 def _watch(network: nn.Module, inputs: Inputs, names: Collection[str] | None = None) -> WatchedPass:
-    """One pass of a network.
-
-    Args:
-        network: the trained classifier.
-        inputs: one batch of its inputs.
-        names: of layers to keep every call of; None: linear layers whose output is a matrix.
-
-    Returns:
-        What was seen.
-    """
+    # `names`: of layers to keep every call of; None: linear layers whose output is a matrix.
     calls: list[NamedCall] = []
     ran: list[tuple[str, torch.Size]] = []
     at_positions: list[tuple[str, torch.Size]] = []

@@ -23,8 +23,6 @@ from torch import Tensor
 from mola.errors import DataError, OptionError
 from mola.options import is_real, whole_number
 
-__all__ = ["IGNORED", "Layout", "Portion", "Positions", "check_positions", "chosen_positions"]
-
 IGNORED = -100
 """The label of positions that do not count: that of PyTorch's losses."""
 
@@ -53,17 +51,13 @@ def check_positions(positions: str | int) -> str | int:
 
     Returns:
         The same.
-
-    Raises:
-        OptionError: if it is none of these.
     """
     if positions in ("all", "average"):
         return positions
     if not is_real(positions):
-        message = (
+        raise OptionError(
             f"positions must be 'all', 'average' or a number of positions to draw from each input, got {positions!r}."
         )
-        raise OptionError(message)
     return whole_number(positions, "positions")
 
 
@@ -136,9 +130,6 @@ class Layout:
 
         Returns:
             A view, wherever their memory allows it.
-
-        Raises:
-            DataError: if their shape does not belong to such outputs.
         """
         plain = (self.inputs, *self.sizes)
         if labels.shape == plain:
@@ -150,11 +141,10 @@ class Layout:
             remedy = " If they are class indices, remove the axis of size 1: labels.squeeze(1)."
         elif labels.shape[:1] == plain[:1] and labels.dim() == len(plain):
             remedy = " Bring the labels to the size of the outputs first, taking the nearest position."
-        message = (
+        raise DataError(
             f"{where}: expected a label for each position, of shape {plain}, or one for each output there, of shape "
             f"{self.shape(outputs)}; got labels of shape {tuple(labels.shape)}.{remedy}"
         )
-        raise DataError(message)
 
     def portions(self, rows: int) -> Iterator[Portion]:
         """All positions, at most so many rows at a time.
@@ -180,16 +170,12 @@ class Layout:
         Args:
             other: their layout.
             what: whose they are, for the message.
-
-        Raises:
-            DataError: if they are.
         """
         if (self.inputs, self.sizes) != (other.inputs, other.sizes):
-            message = (
+            raise DataError(
                 f"{what} has outputs at {other.inputs} x {other.sizes} positions, and the first network at "
                 f"{self.inputs} x {self.sizes}: a mixture needs the same positions from each."
             )
-            raise DataError(message)
 
 
 def chosen_positions(count: int, most: int, index: int) -> Tensor:

@@ -16,8 +16,6 @@ from torch.nn import functional
 from mola.errors import DataError, OptionError
 from mola.options import one_of
 
-__all__ = ["Resized"]
-
 INTERPOLATIONS = ("bilinear", "bicubic")
 
 

@@ -23,18 +23,6 @@ from mola.saving import storage
 from mola.schema import Optional, check
 from mola.tuning.candidates import Tuning
 
-__all__ = [
-    "CLASSES",
-    "MIXTURE",
-    "Parts",
-    "pack",
-    "pack_likelihood",
-    "pack_mixture",
-    "unpack",
-    "unpack_likelihood",
-    "unpack_mixture",
-]
-
 LABELS = "label_sums"
 """Name of the tensor with what a likelihood sums of labels beside their log-likelihood, where there is one."""
 
@@ -117,9 +105,6 @@ def unpack_mixture(document: dict[str, Any], precisions: tuple[float, ...], link
 
     Returns:
         Link, weights and tuning.
-
-    Raises:
-        StorageError: if a value cannot be used.
     """
     try:
         link = _rebuild(document["link"], links, "link")
@@ -128,18 +113,12 @@ def unpack_mixture(document: dict[str, Any], precisions: tuple[float, ...], link
         weights: Any = document["weights"] if weighting == "given" else check_weighting(weighting, len(precisions))
         cooling = _cooling(document, len(precisions))
     except (OptionError, TypeError) as error:
-        message = f"the saved document holds a value that cannot be used: {error}"
-        raise StorageError(message) from error
+        raise StorageError(f"the saved document holds a value that cannot be used: {error}") from error
     tuning = None if document["tuning"] is None else Tuning.from_json(document["tuning"], precisions)
     return Parts(link, weights, tuning, cooling)
 
 
 def _cooling(document: dict[str, Any], count: int) -> Cooling:
-    """What logits are divided by, for so many components.
-
-    Raises:
-        StorageError: if the numbers are not those of so many.
-    """
     if "cooling" not in document and document["version"] < storage.COOLED_VERSION:
         return Cooling()
     check(document, {"cooling": COOLING}, "")
@@ -152,8 +131,9 @@ def _cooling(document: dict[str, Any], count: int) -> Cooling:
             check(energies, [float], "cooling.usual.energies")
         counts = {len(usual["scales"]), count if energies is None else len(energies)}
         if counts != {count} or any(len(pair) != 2 for pair in pairs):
-            message = f"the saved document is garbled: usual distances of {len(usual['scales'])} networks for {count} components."
-            raise StorageError(message)
+            raise StorageError(
+                f"the saved document is garbled: usual distances of {len(usual['scales'])} networks for {count} components."
+            )
     return Cooling(entry["temperature"], entry["exponent"], None if usual is None else Usual.from_json(usual))
 
 
@@ -218,9 +198,6 @@ def unpack_likelihood(document: dict[str, Any]) -> Likelihood:
 
     Returns:
         The likelihood.
-
-    Raises:
-        StorageError: if it is unknown, or a setting cannot be used.
     """
     if "likelihood" not in document and document["version"] < storage.COOLED_VERSION:
         return CATEGORICAL
@@ -228,12 +205,10 @@ def unpack_likelihood(document: dict[str, Any]) -> Likelihood:
     try:
         return _likelihood(document, {})
     except (OptionError, TypeError) as error:
-        message = f"the saved likelihood cannot be used: {error}"
-        raise StorageError(message) from error
+        raise StorageError(f"the saved likelihood cannot be used: {error}") from error
 
 
 def _own_settings(likelihood: Likelihood, shared: Likelihood) -> dict[str, Any]:
-    """Settings of a component's likelihood that are not those of the first, such as its noise."""
     common = shared.settings()
     own = {name: value for name, value in likelihood.settings().items() if common.get(name) != value}
     return {"likelihood_settings": own} if own else {}
@@ -241,8 +216,9 @@ def _own_settings(likelihood: Likelihood, shared: Likelihood) -> dict[str, Any]:
 
 def _described(thing: Any, known: dict[str, Any], what: str) -> dict[str, Any]:
     if type(thing) is not known.get(thing.name):
-        message = f"a {what} of your own ({type(thing).__name__}) cannot be saved: mola.load could not rebuild it."
-        raise StorageError(message)
+        raise StorageError(
+            f"a {what} of your own ({type(thing).__name__}) cannot be saved: mola.load could not rebuild it."
+        )
     return {"name": thing.name, **thing.settings()}
 
 
@@ -258,26 +234,22 @@ def unpack(
 
     Returns:
         The components of the mixture, and all else that it has.
-
-    Raises:
-        StorageError: if something is missing or garbled, or a network is not the one that was fitted.
     """
     kind = document.get("kind", "posterior")
     if kind != "posterior":
-        message = f"the folder holds a saved {kind}, not a posterior of mola.fit. {storage.how_to_load(kind)}"
-        raise StorageError(message)
+        raise StorageError(f"the folder holds a saved {kind}, not a posterior of mola.fit. {storage.how_to_load(kind)}")
     check(document, SCHEMA, "")
     parts = document["components"]
     if len(parts) != len(networks):
-        message = (
+        raise StorageError(
             f"the saved posterior has {counted(len(parts), 'component')}, got {counted(len(networks), 'model')}: pass the "
             f"{counted(len(parts), 'network')} that it was fitted on, in the same order."
         )
-        raise StorageError(message)
     if document["likelihood"] not in LIKELIHOODS:
         known = ", ".join(map(repr, LIKELIHOODS))
-        message = f"the saved posterior is for likelihood {document['likelihood']!r}; this mola knows {known}."
-        raise StorageError(message)
+        raise StorageError(
+            f"the saved posterior is for likelihood {document['likelihood']!r}; this mola knows {known}."
+        )
     try:
         structure = _rebuild(document["structure"], STRUCTURES, "structure")
         likelihoods = [_likelihood(document, part) for part in parts]
@@ -289,13 +261,12 @@ def unpack(
             )
         ]
     except (OptionError, TypeError) as error:
-        message = f"the saved document holds a value that cannot be used: {error}"
-        raise StorageError(message) from error
+        raise StorageError(f"the saved document holds a value that cannot be used: {error}") from error
     return components, unpack_mixture(document, tuple(part["prior_precision"] for part in parts), LINKS)
 
 
 def _likelihood(document: dict[str, Any], part: dict[str, Any]) -> Likelihood:
-    """The likelihood of a component: that of all, with settings of its own."""
+    # The likelihood of a component: that of all, with settings of its own.
     shared, own = document.get("likelihood_settings", {}), part.get("likelihood_settings", {})
     check(shared, {}, "likelihood_settings")
     check(own, {}, "components.likelihood_settings")
@@ -307,8 +278,7 @@ def _rebuild(entry: dict[str, Any], known: dict[str, Any], what: str) -> Any:
     settings = dict(entry)
     name = settings.pop("name")
     if name not in known:
-        message = f"unknown {what} {name!r}; this mola knows {sorted(known)}."
-        raise StorageError(message)
+        raise StorageError(f"unknown {what} {name!r}; this mola knows {sorted(known)}.")
     rebuilt = known[name](**settings)
     # A value of another type than the default's would pass through the constructor and fail much later.
     kinds = {field.name: type(field.default) for field in fields(rebuilt) if field.default is not None}
@@ -330,8 +300,7 @@ def _component(
     named = {name: _tensor(tensors, f"{index}.{name}", shape) for name, shape in shapes.items()}
     weights = named.pop(WEIGHTS)
     if part["count"] < 1:
-        message = f"component {index}: the number of training data must be at least 1, got {part['count']}."
-        raise StorageError(message)
+        raise StorageError(f"component {index}: the number of training data must be at least 1, got {part['count']}.")
     factors = structure.restore(part["count"], part["log_likelihood"], named)
     known = tensors.get(f"{index}.{LABELS}")
     if known is not None:
@@ -344,43 +313,31 @@ def _component(
 def _class_sums(
     index: int, head: Head, part: dict[str, Any], tensors: dict[str, Tensor], groups: int
 ) -> ClassSums | None:
-    """Sums for distances; None in files that have none.
-
-    Raises:
-        StorageError: if they are not those of as many data.
-    """
     shapes = ClassSums.shapes(head.width - head.has_bias, groups)
     if not any(f"{index}.{CLASSES}{name}" in tensors for name in shapes):
         return None
     sums = ClassSums(**{name: _tensor(tensors, f"{index}.{CLASSES}{name}", shape) for name, shape in shapes.items()})
     if sums.count != part["count"] or float(sums.counts.min()) < 0:
-        message = f"component {index}: the class means are of {sums.count} data, and the posterior of {part['count']}."
-        raise StorageError(message)
+        raise StorageError(
+            f"component {index}: the class means are of {sums.count} data, and the posterior of {part['count']}."
+        )
     return sums
 
 
 def _tensor(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
     if name not in tensors:
-        message = f"tensor {name} is missing from the saved posterior."
-        raise StorageError(message)
+        raise StorageError(f"tensor {name} is missing from the saved posterior.")
     tensor = tensors[name]
     if tuple(tensor.shape) != shape:
-        message = f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}."
-        raise StorageError(message)
+        raise StorageError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}.")
     if tensor.dtype != torch.float64 or not bool(torch.isfinite(tensor).all()):
-        message = f"tensor {name} must hold finite numbers in float64, got {tensor.dtype}, finite or not."
-        raise StorageError(message)
+        raise StorageError(f"tensor {name} must hold finite numbers in float64, got {tensor.dtype}, finite or not.")
     return tensor
 
 
 def _check_networks(
     networks: Sequence[nn.Module], parts: Sequence[dict[str, Any]], classes: int, likelihood: Likelihood
 ) -> list[Head]:
-    """The head of each network.
-
-    Raises:
-        StorageError: if one is not the network that was fitted.
-    """
     heads = []
     with undisturbed(*networks):
         for index, (network, part) in enumerate(zip(networks, parts, strict=True)):
@@ -390,22 +347,17 @@ def _check_networks(
                     other for other, one in enumerate(networks) if _mismatch(one, part, classes, likelihood) is None
                 ]
                 hint = f" They are those of models[{others[0]}]." if others else ""
-                message = (
+                raise StorageError(
                     f"models[{index}]: {problem}{hint} Pass the same {len(networks)} networks, in the order they were "
                     f"fitted in."
                 )
-                raise StorageError(message)
             head = head_by_name(network, part["head"])
             heads.append(replace(head, every_position=_every_position(part), positions=_positions(part)))
     return heads
 
 
 def _positions(part: dict[str, Any]) -> Positions | None:
-    """How outputs at many positions were used; said only of heads that have such.
-
-    Raises:
-        StorageError: if it is garbled.
-    """
+    # How outputs at many positions were used; said only of heads that have such.
     if "positions" not in part:
         return None
     entry = part["positions"]
@@ -413,18 +365,16 @@ def _positions(part: dict[str, Any]) -> Positions | None:
     try:
         return Positions(entry["axes"], check_positions(entry["used"]), int(entry["ignore_index"]))
     except (KeyError, OptionError) as error:
-        message = f"the saved document is garbled at 'components.positions': {error}"
-        raise StorageError(message) from error
+        raise StorageError(f"the saved document is garbled at 'components.positions': {error}") from error
 
 
 def _every_position(part: dict[str, Any]) -> bool:
-    """Whether the head runs at every position of a sequence; said only of those that do."""
+    # Whether the head runs at every position of a sequence; said only of those that do.
     check(part, {"every_position": bool} if "every_position" in part else {}, "components")
     return bool(part.get("every_position", False))
 
 
 def _mismatch(network: nn.Module, part: dict[str, Any], classes: int, likelihood: Likelihood) -> str | None:
-    """Why a network is not the one a component was fitted on, or None if it is."""
     try:
         head = head_by_name(network, part["head"])
     except HeadError as error:

@@ -32,23 +32,6 @@ try:
 except ImportError:  # Windows, where a file that is open cannot be removed
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "COOLED_VERSION",
-    "DOCUMENT",
-    "FORMAT",
-    "VERSION",
-    "how_to_load",
-    "kind_of",
-    "partial_file",
-    "read",
-    "read_document",
-    "read_sealed_tensors",
-    "remove_abandoned",
-    "sealed_tensors",
-    "write",
-    "write_atomically",
-]
-
 FORMAT = "mola-posterior"
 VERSION = 1
 COOLED_VERSION = 2
@@ -107,7 +90,7 @@ def partial_file(path: Path) -> Iterator[Path]:
 
 
 def _lock(file: int) -> int | None:
-    """Lock an open file; without locks (on Windows, an open file could not be renamed), close it."""
+    # Lock an open file; without locks (on Windows, an open file could not be renamed), close it.
     if fcntl is None:
         os.close(file)
         return None
@@ -130,11 +113,6 @@ def remove_abandoned(folder: Path, name: str) -> None:
 
 
 def _remove_unlocked(partial: Path) -> None:
-    """Remove a partial file that nobody writes to any more.
-
-    Raises:
-        BlockingIOError: if somebody does.
-    """
     old = time.time() - partial.stat().st_mtime > ABANDONED
     if fcntl is None:
         if old:
@@ -195,20 +173,17 @@ def read_sealed_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Returns:
         Tensors and texts, by name.
-
-    Raises:
-        StorageError: if it is damaged, or was changed.
     """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        message = f"{path} is not a whole safetensors file ({error})."
-        raise StorageError(message) from error
+        raise StorageError(f"{path} is not a whole safetensors file ({error}).") from error
     if SEAL in metadata and metadata[SEAL] != _digest(tensors, metadata):
-        message = f"{path} was changed after it was written: its content does not have the checksum that it names."
-        raise StorageError(message)
+        raise StorageError(
+            f"{path} was changed after it was written: its content does not have the checksum that it names."
+        )
     return tensors, metadata
 
 
@@ -225,15 +200,11 @@ def write(
 
     Returns:
         The folder.
-
-    Raises:
-        StorageError: if the path is a file.
     """
     document = document if kind is None else {"kind": kind, **document}
     folder = _place(directory, make=True)
     if folder.exists() and not folder.is_dir():
-        message = f"{folder} is a file; expected a folder to save the posterior in."
-        raise StorageError(message)
+        raise StorageError(f"{folder} is a file; expected a folder to save the posterior in.")
     _keep_others(folder, str(document.get("kind", "posterior")))
     folder.mkdir(parents=True, exist_ok=True)
     content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
@@ -245,8 +216,9 @@ def write(
     try:
         text = json.dumps(full, indent=2, allow_nan=False)
     except ValueError as error:
-        message = f"{folder}: nothing was saved, since a number of the document is not finite ({error})."
-        raise StorageError(message) from error
+        raise StorageError(
+            f"{folder}: nothing was saved, since a number of the document is not finite ({error})."
+        ) from error
     write_atomically(folder / DOCUMENT, text.encode())
     if not (folder / name).exists():  # another writer, at work at the same time, took it for an old one
         write_atomically(folder / name, content)
@@ -258,18 +230,15 @@ def write(
 
 
 def _keep_others(folder: Path, kind: str) -> None:
-    """Refuse to replace a thing of another kind, which is hardly meant; what is damaged may be replaced.
-
-    Raises:
-        StorageError: if there is one.
-    """
+    # Refuse to replace a thing of another kind, which is hardly meant; what is damaged may be replaced.
     try:
         found = kind_of(folder)
     except StorageError:
         return
     if found not in (None, kind):
-        message = f"{folder} holds a saved {found}, which a {kind} does not replace: choose another folder, or remove that one."
-        raise StorageError(message)
+        raise StorageError(
+            f"{folder} holds a saved {found}, which a {kind} does not replace: choose another folder, or remove that one."
+        )
 
 
 def read(
@@ -284,9 +253,6 @@ def read(
 
     Returns:
         The document and the tensors by name.
-
-    Raises:
-        StorageError: if files are missing, truncated, foreign, of another kind, or newer than this library.
     """
     folder = _place(directory)
     document = read_document(folder)
@@ -300,8 +266,7 @@ def read(
         document, tensors = again, _read_tensors(folder, again)
     found = document.get("kind", "posterior")
     if kind not in (None, found):
-        message = f"{directory} holds a saved {found}, expected a saved {kind}. {how_to_load(found)}"
-        raise StorageError(message)
+        raise StorageError(f"{directory} holds a saved {found}, expected a saved {kind}. {how_to_load(found)}")
     check(document, dict(schema or {}), "")
     return document, tensors
 
@@ -327,32 +292,27 @@ def read_document(folder: Path) -> dict[str, Any]:
 
     Returns:
         The document.
-
-    Raises:
-        StorageError: if it is missing, damaged, foreign, changed, or newer than this library.
     """
     path = folder / DOCUMENT
     if not path.is_file():
-        message = (
+        raise StorageError(
             f"{folder} is a file; pass the folder that holds it: {str(folder.parent)!r}."
             if folder.is_file()
             else f"{folder} holds no saved posterior: {DOCUMENT} is missing. Pass the folder given to posterior.save(...)."
         )
-        raise StorageError(message)
     try:
         document = parse(path.read_bytes())
     except (OSError, ValueError) as error:
-        message = f"{path} is not readable JSON ({error}): the file is truncated or was not written by mola."
-        raise StorageError(message) from error
+        raise StorageError(
+            f"{path} is not readable JSON ({error}): the file is truncated or was not written by mola."
+        ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        message = f"{path} was not written by mola: expected format {FORMAT!r}."
-        raise StorageError(message)
+        raise StorageError(f"{path} was not written by mola: expected format {FORMAT!r}.")
     if type(document.get("version")) is not int or document["version"] not in (VERSION, COOLED_VERSION):
-        message = (
+        raise StorageError(
             f"{path} has version {document.get('version')!r}; this mola reads versions {VERSION} and {COOLED_VERSION}. "
             f"Update mola, or save the posterior again with this one."
         )
-        raise StorageError(message)
     check_seal(document, path)
     kind = {"kind": str} if "kind" in document else {}
     check(document, {"tensors": {"file": str, "sha256": str}, **kind}, "")
@@ -363,37 +323,28 @@ def _read_tensors(folder: Path, document: dict[str, Any]) -> dict[str, Tensor]:
     entry = document["tensors"]
     path = folder / Path(entry["file"].replace("\\", "/")).name  # inside the folder, whatever the document says
     if not path.is_file():
-        message = f"{path} is missing: {DOCUMENT} points to it. Copy the whole folder."
-        raise StorageError(message)
+        raise StorageError(f"{path} is missing: {DOCUMENT} points to it. Copy the whole folder.")
     content = path.read_bytes()
     checksum = hashlib.sha256(content).hexdigest()
     if checksum != entry["sha256"]:
-        message = (
+        raise StorageError(
             f"{path} is truncated or corrupt: its checksum is {checksum[:16]}..., expected {entry['sha256'][:16]}... "
             f"Copy the folder again, or save the posterior again."
         )
-        raise StorageError(message)
     try:
         return load_tensors(content)
     except (SafetensorError, ValueError) as error:
-        message = f"{path} is not a safetensors file: {error}"
-        raise StorageError(message) from error
+        raise StorageError(f"{path} is not a safetensors file: {error}") from error
 
 
 def _place(directory: str | Path, *, make: bool = False) -> Path:
-    """The folder that a user names; with `make`, one that can be written to, or a file.
-
-    Raises:
-        StorageError: if it is no path, or the folder cannot be made.
-    """
+    # The folder that a user names; with `make`, one that can be written to, or a file.
     try:
         place = Path(directory)
         if make and not place.exists():
             place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"{directory} cannot be made: {error.strerror}. Choose another folder."
-        raise StorageError(message) from error
+        raise StorageError(f"{directory} cannot be made: {error.strerror}. Choose another folder.") from error
     except (TypeError, ValueError) as error:
-        message = f"expected the path of a folder, got {directory!r}."
-        raise StorageError(message) from error
+        raise StorageError(f"expected the path of a folder, got {directory!r}.") from error
     return place

@@ -24,8 +24,6 @@ from mola.saving import storage
 from mola.saving.storage import DOCUMENT, read_sealed_tensors
 from mola.schema import parse
 
-__all__ = ["DivergedError", "TrainingCheckpoint", "all_tensors", "below", "blame_inputs"]
-
 OLDER_FORMAT = "mola-training-1"
 """Of the single file in which `mola train` kept its trainings before it shared this format."""
 
@@ -40,9 +38,6 @@ def blame_inputs(inputs: Inputs, place: str) -> None:
     Args:
         inputs: of the batch.
         place: words for the error message.
-
-    Raises:
-        DataError: if numbers among them are NaN or infinite.
     """
     wrong: list[Tensor] = []
     tree_map(
@@ -50,8 +45,7 @@ def blame_inputs(inputs: Inputs, place: str) -> None:
         inputs,
     )
     if wrong:
-        message = f"{place}: the inputs hold NaN or infinite numbers. Clean or leave out those data."
-        raise DataError(message)
+        raise DataError(f"{place}: the inputs hold NaN or infinite numbers. Clean or leave out those data.")
 
 
 def all_tensors(network: nn.Module) -> dict[str, Tensor]:
@@ -88,9 +82,6 @@ class TrainingCheckpoint:
             optimiser: of its parameters.
             schedule: of the learning rate, if it changes.
             more: tensors to save with it.
-
-        Raises:
-            OptionError: if the schedule cannot be written down.
         """
         tensors = {f"network.{name}": tensor for name, tensor in all_tensors(network).items()}
         for index, state in optimiser.state_dict()["state"].items():
@@ -100,11 +91,10 @@ class TrainingCheckpoint:
         try:
             rates = None if schedule is None else _as_json(schedule.state_dict())
         except TypeError as error:
-            message = (
+            raise OptionError(
                 f"schedule: the state of {type(schedule).__name__} cannot be written to a checkpoint ({error}). Use one "
                 f"that is made of numbers, or train without a checkpoint."
-            )
-            raise OptionError(message) from error
+            ) from error
         document = {
             "epochs": epochs,
             "identity": self.identity,
@@ -126,34 +116,27 @@ class TrainingCheckpoint:
 
         Returns:
             The number of epochs done, 0 if nothing was saved, and the other tensors.
-
-        Raises:
-            StorageError: if the folder is damaged, or belongs to another training.
         """
         try:
             document, tensors = self._read()
         except StorageError as error:
-            message = f"{error} To train from the start, choose another folder or delete this one."
-            raise StorageError(message) from error
+            raise StorageError(f"{error} To train from the start, choose another folder or delete this one.") from error
         if not document:
             return 0, {}
         place = self.place
         if document["identity"] != _as_json(self.identity):
-            message = (
+            raise StorageError(
                 f"{place} is the checkpoint of another training or another network: expected {self.identity}, got "
                 f"{document['identity']}. Delete it, or use another folder."
             )
-            raise StorageError(message)
         if document["epochs"] > epochs:
-            message = (
+            raise StorageError(
                 f"{place} holds {document['epochs']} epochs, more than the {epochs} that are asked for. Ask for as "
                 f"many, or use another folder."
             )
-            raise StorageError(message)
         own, kept = all_tensors(network), below(tensors, "network.")
         if {name: tensor.shape for name, tensor in own.items()} != {name: one.shape for name, one in kept.items()}:
-            message = f"{place} is the checkpoint of another network: names or shapes of its tensors differ."
-            raise StorageError(message)
+            raise StorageError(f"{place} is the checkpoint of another network: names or shapes of its tensors differ.")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(kept[name])
@@ -167,8 +150,7 @@ class TrainingCheckpoint:
             TypeError,
             AttributeError,
         ) as error:  # an older file has no seal, and may say anything
-            message = f"{place} is damaged ({error!r}). Delete it to train from the start."
-            raise StorageError(message) from error
+            raise StorageError(f"{place} is damaged ({error!r}). Delete it to train from the start.") from error
         return document["epochs"], below(tensors, "more.")
 
     @property
@@ -178,7 +160,7 @@ class TrainingCheckpoint:
         return self.older if older and self.older is not None else self.folder
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What was kept; two empty dictionaries if nothing was."""
+        # What was kept; two empty dictionaries if nothing was.
         if (self.folder / DOCUMENT).exists():
             return storage.read(self.folder, self.kind, {"epochs": int, "identity": {}, "groups": [{}]})
         return ({}, {}) if self.older is None or not self.older.exists() else _read_older(self.older)
@@ -191,15 +173,10 @@ class TrainingCheckpoint:
 
 
 def _read_older(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The checkpoint in a file of `OLDER_FORMAT`, as it would be in a folder.
-
-    Raises:
-        StorageError: if it is damaged, or something else.
-    """
+    # The checkpoint in a file of `OLDER_FORMAT`, as it would be in a folder.
     tensors, metadata = read_sealed_tensors(path)
     if metadata.get("format") != OLDER_FORMAT:
-        message = f"{path} is not a checkpoint of a training."
-        raise StorageError(message)
+        raise StorageError(f"{path} is not a checkpoint of a training.")
     try:
         document = {
             "epochs": int(metadata["epoch"]),
@@ -208,8 +185,7 @@ def _read_older(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "groups": [{"lr": float(rate)} for rate in parse(metadata["rates"])],
         }
     except (KeyError, ValueError, TypeError) as error:
-        message = f"{path} is damaged ({error!r})."
-        raise StorageError(message) from error
+        raise StorageError(f"{path} is damaged ({error!r}).") from error
     return document, {
         f"more.{name}" if name.startswith("random.") else name: tensor for name, tensor in tensors.items()
     }
@@ -221,7 +197,7 @@ def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _settings_of_groups(optimiser: Optimizer) -> list[dict[str, Any]]:
-    """What an optimiser does to each group of parameters: a schedule may change not the learning rate alone."""
+    # What an optimiser does to each group of parameters: a schedule may change not the learning rate alone.
     return [
         {
             name: float(value) if isinstance(value, Tensor) else value
@@ -233,7 +209,6 @@ def _settings_of_groups(optimiser: Optimizer) -> list[dict[str, Any]]:
 
 
 def _restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
-    """Put back an optimiser's state, kept as tensors by "parameter.name", and the settings of its groups."""
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in sorted(tensors.items()):  # files do not keep the order
         index, key = name.split(".", 1)
@@ -244,22 +219,19 @@ def _restore_optimiser(optimiser: Optimizer, tensors: dict[str, Tensor], groups:
 
 
 def _as_json(value: Any) -> Any:
-    """As it comes back from a file: tuples as lists, keys as words."""
+    # As it comes back from a file: tuples as lists, keys as words.
     return json.loads(json.dumps(value))
 
 
 def _taken_up(fresh: Any, kept: Any) -> Any:
-    """The kept state of a schedule. What did not change is the fresh one's own: types do not survive in a file.
-
-    Raises:
-        StorageError: if something changed that does not.
-    """
+    # The kept state of a schedule. What did not change is the fresh one's own: types do not survive in a file.
     if _as_json(fresh) == kept:
         return fresh
     if isinstance(fresh, dict) and isinstance(kept, dict):
         if not all(isinstance(key, str) for key in fresh):
-            message = "the schedule in the checkpoint keeps things by number, which cannot be taken up. Train anew, in another folder."
-            raise StorageError(message)
+            raise StorageError(
+                "the schedule in the checkpoint keeps things by number, which cannot be taken up. Train anew, in another folder."
+            )
         return {key: _taken_up(fresh.get(key), value) for key, value in kept.items()}
     if isinstance(fresh, list) and isinstance(kept, list) and len(fresh) == len(kept):
         return [_taken_up(one, other) for one, other in zip(fresh, kept, strict=True)]

@@ -22,8 +22,6 @@ from torch.nn.parameter import is_lazy
 from mola.errors import OptionError, StorageError
 from mola.saving.storage import write_atomically
 
-__all__ = ["load_weights", "read_metadata", "read_state", "save_weights"]
-
 ENTRIES = ("state_dict", "model_state_dict", "model", "net", "network", "weights")
 """Where training scripts put the weights among other things."""
 
@@ -50,21 +48,18 @@ def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, st
 
     Returns:
         The path.
-
-    Raises:
-        OptionError: if the metadata are not texts by name, or the network's state is not all tensors.
     """
     texts = dict(metadata or {})
     if any(not isinstance(text, str) for pair in texts.items() for text in pair):
-        message = (
+        raise OptionError(
             f"metadata must be texts by name (str to str), got {texts!r}. Use str() or json.dumps() on the values."
         )
-        raise OptionError(message)
     state = network.state_dict()
     foreign = [name for name, value in state.items() if not isinstance(value, Tensor) or is_lazy(value)]
     if foreign:
-        message = f"{_some(foreign)} of the network hold no tensor yet or at all, so they cannot be saved as weights."
-        raise OptionError(message)
+        raise OptionError(
+            f"{_some(foreign)} of the network hold no tensor yet or at all, so they cannot be saved as weights."
+        )
     # Cloned: safetensors refuses tensors that share memory, as tied weights do.
     values = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     target = Path(path)
@@ -81,13 +76,9 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
     Returns:
         Texts by name, with "format" = "pt" among them if `save_weights` or PyTorch wrote it.
-
-    Raises:
-        StorageError: if the file is missing, truncated or of another format.
     """
     if not _is_safetensors(Path(path)):
-        message = f"{path} is not a safetensors file; only these hold metadata."
-        raise StorageError(message)
+        raise StorageError(f"{path} is not a safetensors file; only these hold metadata.")
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
@@ -103,9 +94,6 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
     Returns:
         The content, on the CPU.
-
-    Raises:
-        StorageError: if the file is missing, truncated, of another format, or holds objects that only code could build.
     """
     source = Path(path)
     try:
@@ -119,26 +107,21 @@ def read_state(path: str | Path) -> dict[str, Any]:
     except Exception as error:  # the two readers raise a dozen kinds on damaged files
         raise StorageError(_unreadable(path, error)) from error
     if not isinstance(content, Mapping):
-        message = (
+        raise StorageError(
             f"{path} holds a {type(content).__name__}; expected weights by name. "
             f"Save the network's state_dict(), not the network or a tensor."
         )
-        raise StorageError(message)
     return dict(content)
 
 
 def _refuse_bomb(path: Path) -> None:
-    """Refuse a packed file that grows without measure when it is read.
-
-    Raises:
-        StorageError: if its parts are far larger than the file.
-    """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             claimed, held = sum(one.file_size for one in archive.infolist()), path.stat().st_size
         if claimed > GROWTH * held:
-            message = f"{path} has {held:,} bytes and claims to hold {claimed:,}: weights cannot be packed so well, so it is damaged."
-            raise StorageError(message)
+            raise StorageError(
+                f"{path} has {held:,} bytes and claims to hold {claimed:,}: weights cannot be packed so well, so it is damaged."
+            )
 
 
 def load_weights(network: nn.Module, path: str | Path, *, entry: str | None = None) -> None:
@@ -152,32 +135,27 @@ def load_weights(network: nn.Module, path: str | Path, *, entry: str | None = No
         network: of the architecture that the weights belong to; changed in place.
         path: safetensors, or a file of `torch.save`, read without running code.
         entry: under which name the file holds the weights; None looks under the usual ones.
-
-    Raises:
-        StorageError: if the file cannot be read, or its weights are not those of this network.
     """
     content = read_state(path)
     full = network.state_dict()
     own = {name: value for name, value in full.items() if isinstance(value, Tensor)}
     lazy = [name for name, value in own.items() if is_lazy(value)]
     if lazy:
-        message = f"{_some(lazy)} of the network have no shape yet. Call it on one batch, then load {path}."
-        raise StorageError(message)
+        raise StorageError(f"{_some(lazy)} of the network have no shape yet. Call it on one batch, then load {path}.")
     if entry is not None and not isinstance(content.get(entry), Mapping):
-        message = f"{path} has no weights under {entry!r}; it holds {_some(list(map(str, content)))}."
-        raise StorageError(message)
+        raise StorageError(f"{path} has no weights under {entry!r}; it holds {_some(list(map(str, content)))}.")
     states = dict(_states(content if entry is None else content[entry], entry or ""))
     if not states:
-        message = (
+        raise StorageError(
             f"{path} holds no weights: {_some(list(map(str, content)))}. Looked at the top and under {', '.join(ENTRIES)}; "
             f"pass entry= if they have another name."
         )
-        raise StorageError(message)
     matched = {place: _match(state, own) for place, state in states.items()}
     fitting = {place: values for place, (values, problems) in matched.items() if not problems}
     if len(fitting) > 1:
-        message = f"{path} holds several sets of weights that fit: {', '.join(fitting)}. Choose one with entry=."
-        raise StorageError(message)
+        raise StorageError(
+            f"{path} holds several sets of weights that fit: {', '.join(fitting)}. Choose one with entry=."
+        )
     if not fitting:
         _, problems = min(matched.values(), key=lambda match: len(match[1]))
         raise StorageError(_disagreement(path, problems, sum(map(_needed, own))))
@@ -188,18 +166,15 @@ def load_weights(network: nn.Module, path: str | Path, *, entry: str | None = No
 def _is_safetensors(path: Path) -> bool:
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
-        message = f"{path} {kind}; expected a file with weights (safetensors, or made by torch.save)."
-        raise StorageError(message)
+        raise StorageError(f"{path} {kind}; expected a file with weights (safetensors, or made by torch.save).")
     with open(path, "rb") as file:
         start = file.read(9)
     if len(start) < 9:
-        message = f"{path} is truncated: it has only {len(start)} bytes. Copy or download it again."
-        raise StorageError(message)
+        raise StorageError(f"{path} is truncated: it has only {len(start)} bytes. Copy or download it again.")
     if start[8:9] == b"{":  # eight bytes of length, then JSON
         return True
     if not start.startswith((b"PK", b"\x80")):  # torch.save writes a zip archive; before PyTorch 1.6, bare records
-        message = f"{path} is neither safetensors nor made by torch.save: it starts with {start!r}."
-        raise StorageError(message)
+        raise StorageError(f"{path} is neither safetensors nor made by torch.save: it starts with {start!r}.")
     return False
 
 
@@ -216,7 +191,7 @@ def _unreadable(path: str | Path, error: Exception) -> str:
 
 
 def _states(content: Mapping[Any, Any], place: str) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Every set of weights in a file: at the top, or under the usual names, at any depth."""
+    # Every set of weights in a file: at the top, or under the usual names, at any depth.
     if content and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
         yield place or "the top", content
         return
@@ -227,7 +202,7 @@ def _states(content: Mapping[Any, Any], place: str) -> Iterator[tuple[str, Mappi
 
 
 def _plain_names(names: list[str]) -> dict[str, str]:
-    """Names without what wrappers add, to the names as they are; empty if two would become one."""
+    # Names without what wrappers add, to the names as they are; empty if two would become one.
     plain = {".".join(part for part in name.split(".") if part not in WRAPPERS): name for name in names}
     for outer in OUTER:
         if plain and all(name.startswith(f"{outer}.") for name in plain):
@@ -240,7 +215,6 @@ def _needed(name: str) -> bool:
 
 
 def _match(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
-    """The file's tensors under the network's names, and every disagreement as (kind, description)."""
     # AveragedModel of torch.optim.swa_utils keeps its count of models beside the weights.
     state = {name: value for name, value in state.items() if name in own or name != "n_averaged"}
     theirs, ours = {name: name for name in state}, {name: name for name in own}

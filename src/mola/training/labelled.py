@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Labelled"]
-
 
 @dataclass(frozen=True)
 class Labelled:
@@ -18,7 +16,6 @@ class Labelled:
     labels: Tensor
 
     def __len__(self) -> int:
-        """Number of data."""
         return len(self.labels)
 
     def batches(self, size: int = 256) -> list[tuple[Tensor, Tensor]]:

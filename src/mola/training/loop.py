@@ -16,8 +16,6 @@ from mola.saving.training_checkpoint import TrainingCheckpoint
 from mola.training.labelled import Labelled
 from mola.training.recipe import Recipe
 
-__all__ = ["member_seeds", "train", "train_ensemble"]
-
 
 def _device(network: nn.Module) -> torch.device:
     return next(network.parameters()).device
@@ -32,11 +30,7 @@ def _random_states(network: nn.Module) -> dict[str, Tensor]:
 def _resume(
     checkpoint: TrainingCheckpoint, epochs: int, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler
 ) -> int:
-    """The number of epochs done: what was saved is restored, torch's random state included.
-
-    Raises:
-        StorageError: if the checkpoint is damaged, or belongs to another training.
-    """
+    # The number of epochs done: what was saved is restored, torch's random state included.
     done, states = checkpoint.restore(epochs, network, optimiser, schedule)
     try:
         if done:
@@ -44,10 +38,9 @@ def _resume(
         if "random.cuda" in states and _device(network).type == "cuda":
             torch.cuda.set_rng_state(states["random.cuda"], _device(network))
     except (KeyError, RuntimeError, TypeError) as error:
-        message = (
+        raise StorageError(
             f"{checkpoint.place} is damaged: the random state is missing or invalid. Delete it to train from the start."
-        )
-        raise StorageError(message) from error
+        ) from error
     return done
 
 
@@ -74,13 +67,9 @@ def train(
 
     Returns:
         The network in eval mode, on the device and in the precision of the prepared inputs.
-
-    Raises:
-        DataError: if the loss is no longer finite, or there are no data.
     """
     if not len(data):
-        message = "there are no training data: expected at least one."
-        raise DataError(message)
+        raise DataError("there are no training data: expected at least one.")
     inputs, labels = data.inputs, data.labels
     accelerators = [inputs.device.index or 0] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(devices=accelerators):
@@ -100,8 +89,9 @@ def train(
                 loss = _step(network, optimiser, prepare(inputs[rows]), labels[rows])
                 schedule.step()
             if not math.isfinite(float(loss)):
-                message = f"the loss is {float(loss)} after epoch {epoch}: lower the learning rate (now {recipe.learning_rate})."
-                raise DataError(message)
+                raise DataError(
+                    f"the loss is {float(loss)} after epoch {epoch}: lower the learning rate (now {recipe.learning_rate})."
+                )
             if checkpoint is not None:
                 checkpoint.save(epoch, network, optimiser, schedule, _random_states(network))
             on_epoch(epoch)

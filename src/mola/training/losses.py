@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from mola.likelihood import BERNOULLI
 
-__all__ = ["LOSSES"]
-
 
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     """Of class indices (n,) under logits (n, C)."""

@@ -20,8 +20,6 @@ from mola.training.loop import member_seeds
 from mola.training.losses import LOSSES
 from mola.training.recipe import Recipe
 
-__all__ = ["digits_mlp", "mlp", "train_mlps"]
-
 
 def mlp(inputs: int, hidden: Sequence[int], classes: int, *, bias: bool = True) -> nn.Sequential:
     """Linear layers with ReLU between them.
@@ -73,13 +71,9 @@ def train_mlps(
 
     Returns:
         The networks in eval mode, in the precision of the data.
-
-    Raises:
-        DataError: if the loss is no longer finite, or there are no data.
     """
     if not len(data):
-        message = "there are no training data: expected at least one."
-        raise DataError(message)
+        raise DataError("there are no training data: expected at least one.")
     of_each = LOSSES[one_of(loss, LOSSES, "loss")]
     networks, orders = _begin(inputs, hidden, classes, data, member_seeds(members, seed))
     layers = [[layer for layer in network if isinstance(layer, nn.Linear)] for network in networks]
@@ -96,8 +90,9 @@ def train_mlps(
             optimiser.step()
             schedule.step()
         if not math.isfinite(float(losses.detach().sum())):
-            message = f"the loss is {losses.tolist()} after epoch {epoch}: lower the learning rate (now {recipe.learning_rate})."
-            raise DataError(message)
+            raise DataError(
+                f"the loss is {losses.tolist()} after epoch {epoch}: lower the learning rate (now {recipe.learning_rate})."
+            )
     with torch.no_grad():
         for (weight, bias), same in zip(stacked, zip(*layers, strict=True), strict=True):
             for member, layer in enumerate(same):
@@ -109,7 +104,6 @@ def train_mlps(
 def _begin(
     inputs: int, hidden: Sequence[int], classes: int, data: Labelled, seeds: Sequence[int]
 ) -> tuple[list[nn.Sequential], list[torch.Generator]]:
-    """Fresh networks, and for each the random state that its building left."""
     networks, orders = [], []
     with torch.random.fork_rng(devices=[]):
         for own in seeds:
@@ -121,7 +115,7 @@ def _begin(
 
 
 def _stack(layers: Sequence[nn.Linear]) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weights (K, in, out) and biases (K, 1, out) of the same layer of all members."""
+    # Weights (K, in, out) and biases (K, 1, out) of the same layer of all members.
     weight = torch.stack([layer.weight.detach().T for layer in layers])
     return nn.Parameter(weight), nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in layers]))
 
@@ -132,7 +126,7 @@ def _losses(
     labels: Tensor,
     of_each: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Loss (K,) of every member on its own batch."""
+    # Loss (K,) of every member on its own batch.
     values = inputs
     for index, (weight, bias) in enumerate(stacked):
         values = torch.baddbmm(bias, functional.relu(values) if index else values, weight)

@@ -15,8 +15,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 from mola.errors import OptionError
 from mola.options import one_of
 
-__all__ = ["OPTIMISERS", "RECIPES", "SCHEDULES", "Recipe"]
-
 OPTIMISERS = ("adamw", "adam", "sgd")
 """Adam with decoupled weight decay; Adam with weight decay in the gradient; SGD with Nesterov momentum 0.9."""
 
@@ -26,11 +24,7 @@ SCHEDULES = ("cosine", "steps")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train on the cross-entropy.
-
-    Raises:
-        OptionError: if a number or a name cannot be used.
-    """
+    """How to train on the cross-entropy."""
 
     epochs: int
     batch_size: int = 64
@@ -47,19 +41,14 @@ class Recipe:
     """Whether images are flipped at random, and shifted by up to 4 pixels."""
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            OptionError: if one cannot be used.
-        """
         if self.epochs < 1 or self.batch_size < 1 or not self.learning_rate > 0 or not self.weight_decay >= 0:
-            message = f"epochs, batch_size and learning_rate must be above 0 and weight_decay not below, got {self}."
-            raise OptionError(message)
+            raise OptionError(
+                f"epochs, batch_size and learning_rate must be above 0 and weight_decay not below, got {self}."
+            )
         one_of(self.optimiser, OPTIMISERS, "optimiser")
         one_of(self.schedule, SCHEDULES, "schedule")
         if bool(self.drops) != (self.schedule == "steps") or not all(0 < drop < 1 for drop in self.drops):
-            message = f'drops must be shares between 0 and 1, and belong to schedule="steps"; got {self}.'
-            raise OptionError(message)
+            raise OptionError(f'drops must be shares between 0 and 1, and belong to schedule="steps"; got {self}.')
 
     def describe(self) -> dict[str, Any]:
         """The recipe as plain JSON values."""

@@ -25,8 +25,6 @@ from mola.metrics import bin_index
 from mola.network import Head, Lifted, batch_count, batches_of, stream, without_autocast
 from mola.tuning.data_checks import guessed, other_columns, other_order, unlike_frequencies
 
-__all__ = ["COPIES", "HeldOut", "LastLayerProblem", "Problem", "Tuning", "read_held_out"]
-
 LOGITS_AT_ONCE = 2**18
 """Probabilities, of one or several candidates, made together: more leave the processor's cache, and take several times as long."""
 
@@ -97,7 +95,6 @@ class HeldOut:
     _answers: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
-        """Number of data."""
         return len(self.logits[0])
 
     def portions(self, rows: int) -> Iterator[tuple[slice, list[Tensor], list[Tensor]]]:
@@ -151,7 +148,7 @@ class HeldOut:
         return Usual(tuple(Scale(*scale) for scale in self.team.share([list(scale) for scale in scales])))
 
     def _answered(self) -> list[Tensor]:
-        """What each network says, found once: which logit is largest takes long to find."""
+        # What each network says, found once: which logit is largest takes long to find.
         if not self._answers:
             self._answers.extend(self.likelihood.answered(logits) for logits in self.logits)
         return self._answers
@@ -161,13 +158,9 @@ class HeldOut:
 
         Returns:
             Between 0 and 1, and its standard error over the data, which the networks share.
-
-        Raises:
-            DataError: if there are no labels.
         """
         if self.labels is None:
-            message = "the threshold rule needs labels: yield (inputs, labels), or pass a confidence."
-            raise DataError(message)
+            raise DataError("the threshold rule needs labels: yield (inputs, labels), or pass a confidence.")
         if self._accuracy:  # rules ask more than once; in a team all ranks have it, or none
             return self._accuracy[0]
         asked = self.likelihood.asked(self.labels)
@@ -189,9 +182,6 @@ class HeldOut:
 
         Args:
             where: what the data are called.
-
-        Raises:
-            DataError: if another order is clearly meant, with that order.
         """
         if self.labels is None or not self.likelihood.discrete:
             return
@@ -199,8 +189,7 @@ class HeldOut:
         table = torch.stack([asked, *self._answered()], 1)
         rows = self.team.rows(table[asked >= 0] if len(self) else None)
         if not len(rows):
-            message = f"the {where}: every label is missing. Yield some labels."
-            raise DataError(message)
+            raise DataError(f"the {where}: every label is missing. Yield some labels.")
         if not self.likelihood.competing:
             self._check_labels_apart(where)
         count, outputs, right = len(rows), self.likelihood.answers(self.logits[0].shape[1]), []
@@ -210,13 +199,12 @@ class HeldOut:
             found = other_order(pairs)
             if found is not None:
                 pairs_of = ", ".join(f"{label} -> {output}" for label, output in list(found.outputs.items())[:20])
-                message = (
+                raise DataError(
                     f"the {where}: the classes seem to be in another order than the outputs of models[{index}]. {found.right:.1%} of "
                     f"the labels agree with this network, but {found.moved:.1%} would if labels stood for outputs like this: "
                     f"{pairs_of}{', ...' if len(found.outputs) > 20 else ''}. Give each input the index of its class's output as its "
                     f"label."
                 )
-                raise DataError(message)
         mean = sum(right) / len(right)
         if guessed(mean, round(count * self.independent), outputs):
             warn(
@@ -226,22 +214,18 @@ class HeldOut:
             )
 
     def _check_labels_apart(self, where: str) -> None:
-        """Look at each label by itself: whether they are those of other outputs, and whether yes is said as often as it is right.
-
-        Raises:
-            DataError: if the labels are clearly in another order than the outputs.
-        """
+        # Look at each label by itself: whether they are those of other outputs, and whether yes is said as often as it
+        # is right.
         assert self.labels is not None
         mean = torch.stack([self.likelihood.probabilities(logits.double()) for logits in self.logits]).mean(0)
         rows = self.team.rows(torch.cat([self.labels.double(), mean], 1) if len(self) else None)
         labels, said = rows.tensor_split(2, dim=1)
         order = other_columns(labels, said)
         if order is not None:
-            message = (
+            raise DataError(
                 f"the {where}: the labels seem to be in another order than the networks' outputs: column by column, the labels go "
                 f"with outputs {order[:20]}{'...' if len(order) > 20 else ''}. Put the columns in the order of the outputs."
             )
-            raise DataError(message)
         words = unlike_frequencies(labels, said)
         if words is not None:
             warn(f"the {where}: {words}")
@@ -391,11 +375,6 @@ def _settle(
     logits: list[list[Tensor]],
     labels: list[Tensor],
 ) -> None:
-    """See that shards fit together, and give a rank without data rows that are none.
-
-    Raises:
-        DataError: if no rank has data, or only some have labels.
-    """
     own = None
     if logits[0]:
         kind = [list(labels[0].shape[1:]), str(labels[0].dtype).removeprefix("torch.")] if labels else None
@@ -406,12 +385,12 @@ def _settle(
         forms = {rank: one for rank, one in enumerate(everyone) if one is not None}
         form = next(iter(forms.values()), None)
         if form is None:
-            message = f"the {where} is empty on every rank: it yielded no batch."
-            raise DataError(message)
+            raise DataError(f"the {where} is empty on every rank: it yielded no batch.")
         other = next((rank for rank, one in forms.items() if one != form), None)
         if other is not None:
-            message = f"the {where}: rank {next(iter(forms))} has {form}, rank {other} {forms[other]}. Pass shards of the same data."
-            raise DataError(message)
+            raise DataError(
+                f"the {where}: rank {next(iter(forms))} has {form}, rank {other} {forms[other]}. Pass shards of the same data."
+            )
     form = team.share(form)
     if logits[0]:
         return
@@ -442,7 +421,7 @@ class Tuning:
     """What the noise of each component was multiplied by, where outputs are numbers and their noise was chosen."""
 
     def __str__(self) -> str:
-        """What was chosen and by which rule, with the notes; the curve is for programs and figures."""
+        # What was chosen and by which rule, with the notes; the curve is for programs and figures.
         chosen = ", ".join(f"{value:.3g}" for value in dict.fromkeys(self.prior_precision))
         also = f", temperature {self.temperature:.3g}" if self.temperature != 1 else ""
         also += f", distance exponent {self.distance_exponent:.3g}" if self.distance_exponent else ""
@@ -536,13 +515,10 @@ class Problem(ABC):
         return scored if only is None else {only: scored[only]}
 
     @abstractmethod
-    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[Tried]:
-        """Probabilities of some of the data under some candidates, until all are through."""
+    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[Tried]: ...
 
 
 class _Group(NamedTuple):
-    """Data that are cooled together."""
-
     rows: slice | Tensor
     """Of all data."""
     means: Sequence[Tensor]
@@ -564,7 +540,8 @@ class LastLayerProblem(Problem):
     """What was made of few data last, by its name, with the data and the prior precisions: a search comes back to them."""
 
     def _once(self, name: str, data: HeldOut, at: object, numbers: int, make: Callable[[], Made]) -> Made:
-        """What `make` makes of held-out data at prior precisions; if it is few numbers, kept until it is asked for others."""
+        # What `make` makes of held-out data at prior precisions; if it is few numbers, kept until it is asked for
+        # others.
         if numbers > FEW_NUMBERS:
             return make()
         found = self._kept.get(name)
@@ -573,7 +550,7 @@ class LastLayerProblem(Problem):
         return cast("Made", found[2])
 
     def _portions(self, data: HeldOut, rows: int) -> Iterable[tuple[slice, list[Tensor], list[Tensor]]]:
-        """Portions of the data; few data in one, which is not made anew for every candidate."""
+        # Portions of the data; few data in one, which is not made anew for every candidate.
         if len(data) > rows:
             return data.portions(rows)
         numbers = sum(some.numel() for some in (*data.features, *data.logits))
@@ -652,7 +629,6 @@ class LastLayerProblem(Problem):
     def _cooled_tries(
         self, data: HeldOut, precisions: Sequence[float], coolings: Sequence[tuple[float, float]]
     ) -> Iterator[Tried]:
-        """Probabilities of some of the data under some coolings, until all are through."""
         mixing, outputs = self.weights_at(precisions), self.spectra[0].outputs
         logs = data.measured(self.geometries) if self.geometries is not None else None
         at, portion = tuple(precisions), max(1, LOGITS_AT_ONCE // outputs)
@@ -693,18 +669,7 @@ class LastLayerProblem(Problem):
         logs: tuple[Tensor, Tensor] | None,
         mixing: Tensor,
     ) -> list[_Group]:
-        """A portion of the data, apart where that saves work: about half are no farther than usual, and few of these are longer.
-
-        Args:
-            part: which rows these are.
-            means: logits (n, C) of each network.
-            variances: of them (C, n).
-            logs: of distances and lengths (K, n); None where these do not matter.
-            mixing: weights of the mixture (K,).
-
-        Returns:
-            All data together, or those for which no exponent changes anything, and the others.
-        """
+        # Apart where that saves work: about half of the data are no farther than usual, and few of these are longer.
         tables = [mean.T.contiguous() for mean in means]
         if logs is None:
             return [_Group(part, tables, variances, None)]
@@ -720,7 +685,7 @@ class LastLayerProblem(Problem):
         return groups
 
     def _cooled_by(self, divisors: Tensor, group: _Group, mixing: Tensor) -> Tensor:
-        """The mixture's probabilities (L, A, m) of logits that are divided by (L, K, n)."""
+        # The mixture's probabilities (L, A, m) of logits that are divided by (L, K, n).
         total = None
         for weight, mean, variance, own in zip(mixing, group.means, group.variances, divisors.unbind(1), strict=True):
             probs = cooled_table(self.link, self.likelihood, mean, variance, own[:, None].square())
@@ -731,7 +696,6 @@ class LastLayerProblem(Problem):
         return total
 
     def _posteriors(self, data: HeldOut, at: tuple[float, ...]) -> list[Posterior]:
-        """Of each component, at its prior precision."""
         numbers = sum(one.features * one.projection_size for one in self.spectra)
         pairs = zip(self.spectra, at, strict=True)
         return self._once("posteriors", data, at, numbers, lambda: [one.posterior(prior) for one, prior in pairs])
@@ -745,15 +709,7 @@ class LastLayerProblem(Problem):
         *,
         alone: bool,
     ) -> list[Tensor]:
-        """Variances (C, n) of each network's logits, as the link asks for them.
-
-        Args:
-            data: held out.
-            at: prior precisions, one for each component.
-            features: of a portion of the data.
-            posteriors: of each component at these prior precisions, made where they are asked for.
-            alone: whether that is all of the data.
-        """
+        # Variances (C, n) of each network's logits, as the link asks for them.
         contrast = self.link.cooled_by == "contrast_variance"
         if alone and self._projected_numbers(data) <= FEW_NUMBERS:  # kept, and often there: a search came before
             tried = zip(self.spectra, self._projections(data, features), at, strict=True)
@@ -765,7 +721,6 @@ class LastLayerProblem(Problem):
         return len(data) * sum(one.projection_size for one in self.spectra)
 
     def _projections(self, data: HeldOut, features: Sequence[Tensor]) -> list[Tensor]:
-        """All data's features in the eigenbasis of each network's curvature."""
         make = partial(_projected, self.spectra, features)
         return self._once("projections", data, None, self._projected_numbers(data), make)
 
@@ -776,7 +731,8 @@ class LastLayerProblem(Problem):
         coolings: Sequence[tuple[float, float]],
         count: int,
     ) -> Tensor:
-        """What the logits of some of the data are divided by (L, K, n): by temperatures alone where no distances (K, n) are given."""
+        # What the logits of some of the data are divided by (L, K, n): by temperatures alone where no distances (K, n)
+        # are given.
         if logs is None:
             temperatures = torch.tensor([one for one, _ in coolings], dtype=torch.float64, device="cpu")
             return temperatures[:, None, None].expand(-1, len(mixing), count)
@@ -788,7 +744,7 @@ class LastLayerProblem(Problem):
         return self._by_portion(data, precisions, temperature)
 
     def _by_portion(self, data: HeldOut, precisions: Sequence[float], temperature: float) -> Iterator[Tried]:
-        """Probabilities of every candidate, where variances are enough: data are projected once, for all candidates."""
+        # Probabilities of every candidate, where variances are enough: data are projected once, for all candidates.
         mixing = torch.stack([self.weights_at(precision) for precision in precisions])
         projected = PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra)
         outputs = self.spectra[0].outputs
@@ -824,7 +780,8 @@ class LastLayerProblem(Problem):
         precisions: Sequence[float],
         temperature: float,
     ) -> Tensor:
-        """The mixture's probabilities (L, A, m) under several candidates, where the link cools logits by their variances."""
+        # The mixture's probabilities (L, A, m) under several candidates, where the link cools logits by their
+        # variances.
         contrast, total = self.link.cooled_by == "contrast_variance", None
         squares = None if temperature == 1 else means[0].new_tensor(temperature**2)
         for weights, mean, projected, spectrum in zip(mixing.T, means, projections, self.spectra, strict=True):
@@ -837,7 +794,7 @@ class LastLayerProblem(Problem):
         return total
 
     def _by_candidate(self, data: HeldOut, precisions: Sequence[float], temperature: float) -> Iterator[Tried]:
-        """The same where a link needs covariances: each candidate's posteriors are built once, for all data."""
+        # The same where a link needs covariances: each candidate's posteriors are built once, for all data.
         portion = max(1, PROJECTED_AT_ONCE // sum(spectrum.features for spectrum in self.spectra))
         bar = tqdm(precisions, desc="candidates", disable=None if self.progress else True, leave=False)
         start = time.monotonic()
@@ -850,7 +807,6 @@ class LastLayerProblem(Problem):
                 yield slice(index, index + 1), part, self._mixed(mixing, means, spreads, temperature)
 
     def _announce(self, seconds: float, left: int, count: int) -> None:
-        """Say what the rest of the candidates will take, where one has shown that it is long."""
         if seconds * left < PATIENCE:
             return
         warn(
@@ -869,12 +825,11 @@ class LastLayerProblem(Problem):
 
 
 def _projected(spectra: Sequence[Spectrum], features: Sequence[Tensor]) -> list[Tensor]:
-    """Features of each network in the eigenbasis of its curvature."""
     return [spectrum.project(values) for spectrum, values in zip(spectra, features, strict=True)]
 
 
 class _Scores:
-    """Sums over the data of what candidates score: of all scores, or of one."""
+    # Sums over the data of what candidates score: of all scores, or of one.
 
     def __init__(self, count: int, only: str | None) -> None:
         self.only = only
@@ -909,7 +864,7 @@ class _Scores:
 
 
 def _duration(seconds: float) -> str:
-    """In words: minutes, or hours where there are many."""
+    # In words: minutes, or hours where there are many.
     minutes = seconds / 60
     return (
         f"{minutes:.0f} minutes" if 1.5 <= minutes < 90 else "1 minute" if minutes < 90 else f"{minutes / 60:.1f} hours"
@@ -917,7 +872,7 @@ def _duration(seconds: float) -> str:
 
 
 def _by_datum(values: Tensor, count: int) -> Tensor:
-    """Sums (n,) over the questions of each of n data, from numbers (m,) in the order of `Likelihood.asked`."""
+    # Sums (n,) over the questions of each of n data, from numbers (m,) in the order of `Likelihood.asked`.
     return values.view(len(values) // max(1, count), count).sum(0) if len(values) else values
 
 

@@ -13,30 +13,24 @@ from mola.tuning.candidates import HeldOut, Problem, Tuning
 from mola.tuning.distance import Distance
 from mola.tuning.rules import PLAIN_RULES, ConfidenceThreshold, Evidence, OutlierExposure, Rule, ValidationScore
 
-__all__ = ["RULES", "as_rule", "check_rule", "choose_together"]
-
 RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance()}
 """Rules that have a name: those that need no settings."""
 
 
 def as_rule(rule: Rule | str | None, val_loader: object = None, likelihood: Likelihood = CATEGORICAL) -> Rule:
-    """The rule of that name, or the rule itself; None is the likelihood's own, for classes the paper's.
-
-    Raises:
-        OptionError: if it is neither, stands in the place of the data, or means nothing for the likelihood.
-    """
+    """The rule of that name, or the rule itself; None is the likelihood's own, for classes the paper's."""
     if isinstance(rule, str):
         one_of(rule, RULES, "rule", "an object such as mola.Evidence()")
         if rule not in likelihood.rules:
-            message = f"rule {rule!r} means nothing for likelihood {likelihood.name!r}: use one of {', '.join(likelihood.rules)}."
-            raise OptionError(message)
+            raise OptionError(
+                f"rule {rule!r} means nothing for likelihood {likelihood.name!r}: use one of {', '.join(likelihood.rules)}."
+            )
         return RULES[rule]
     if hasattr(val_loader, "choose") or not (rule is None or (hasattr(rule, "choose") and not isinstance(rule, type))):
-        message = (
+        raise OptionError(
             f"the rule must be one of {', '.join(RULES)}, or an object such as mola.Evidence(), and is passed as rule=...; got "
             f"val_loader {type(val_loader).__name__}, rule {rule!r}."
         )
-        raise OptionError(message)
     return RULES[likelihood.default_rule] if rule is None else rule
 
 
@@ -47,22 +41,21 @@ def check_rule(rule: Rule | str | None, val_loader: object, likelihood: Likeliho
         rule: as the user gave it.
         val_loader: the validation data, or None.
         likelihood: what the outputs mean.
-
-    Raises:
-        OptionError: if it is no rule, or needs validation data and there are none, or the other way round.
     """
     chosen = as_rule(rule, val_loader, likelihood)
     name = repr(rule) if isinstance(rule, str) else type(chosen).__name__
     if isinstance(chosen, Evidence) and val_loader is not None:
-        message = f"the rule {name} uses the training data alone: leave val_loader out, or choose another rule."
-        raise OptionError(message)
+        raise OptionError(
+            f"the rule {name} uses the training data alone: leave val_loader out, or choose another rule."
+        )
     if (
         rule is not None
         and val_loader is None
         and isinstance(chosen, (ConfidenceThreshold, ValidationScore, OutlierExposure, Distance))
     ):
-        message = f"the rule {name} needs validation data: pass val_loader, or choose 'evidence', which needs none."
-        raise OptionError(message)
+        raise OptionError(
+            f"the rule {name} needs validation data: pass val_loader, or choose 'evidence', which needs none."
+        )
 
 
 def choose_together(

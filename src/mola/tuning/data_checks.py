@@ -17,16 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "OtherOrder",
-    "Remembering",
-    "guessed",
-    "other_columns",
-    "other_order",
-    "shared_rows",
-    "unlike_frequencies",
-]
-
 CLEAR = 0.25
 """How much better another order must do to be told."""
 
@@ -90,7 +80,6 @@ def other_order(pairs: Tensor) -> OtherOrder | None:
 
 
 def _divergence(share: float, chance: float) -> float:
-    """Of a coin that shows heads in a share of throws from one that does so by chance, in nats."""
     rest = 0.0 if share == 1 else (1 - share) * math.log((1 - share) / (1 - chance))
     return share * math.log(share / chance) + rest
 
@@ -206,21 +195,14 @@ class Remembering:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        """Remember nothing yet."""
         self.loader = loader
         self.keys: list[int] = []
         self.count = 0
 
     def __len__(self) -> int:
-        """Number of batches, where the loader knows it."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches as they are.
-
-        Yields:
-            One batch after the other.
-        """
         for batch in self.loader:
             rows = _rows(batch)
             if rows is not None:
@@ -231,7 +213,6 @@ class Remembering:
 
 
 def _rows(batch: Any) -> Tensor | None:
-    """The inputs of a batch, or the first tensor of them."""
     if isinstance(batch, Tensor):
         plain = batch.layout == torch.strided and batch.device.type != "meta" and not batch.is_complex()
         return batch if plain and batch.dim() > 0 else None

@@ -25,8 +25,6 @@ from mola.tuning.candidates import COPIES, HeldOut, LastLayerProblem, Problem, T
 from mola.tuning.regression import RegressionProblem
 from mola.tuning.rules import PLAIN_RULES, ConfidenceThreshold, Evidence, Rule, ValidationScore, require_data
 
-__all__ = ["Distance"]
-
 EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Tried first; then, again and again, some between the last that meets the limits and the first that does not."""
 
@@ -61,35 +59,25 @@ class Distance:
             the paper's rule, so that neither is worse. 0.02 lets the log loss rise by at most 2 %.
         rule: chooses the prior precision first, and with it the temperature: "nll", "brier", "ece", "threshold", "evidence", or an
             object.
-
-    Raises:
-        OptionError: if the price is not positive, or the rule is none.
     """
 
     price: float | Literal["loss"] | None = None
     rule: Rule | str = "nll"
 
     def __post_init__(self) -> None:
-        """Check the price and the rule.
-
-        Raises:
-            OptionError: if one cannot be used.
-        """
         named = self.price is None or self.price == "loss"
         if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
-            message = (
+            raise OptionError(
                 f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. At most 2 % more validation log loss is "
                 f"0.02; None is the paper's price in confidence, 'loss' its price in log loss."
             )
-            raise OptionError(message)
         if isinstance(self.rule, str):
             one_of(self.rule, tuple(PLAIN_RULES), "rule")
         elif not hasattr(self.rule, "choose") or isinstance(self.rule, (type, Distance)):
             names = ", ".join(PLAIN_RULES)
-            message = (
+            raise OptionError(
                 f"rule must be one of {names}, or an object such as mola.ValidationScore('nll'); got {self.rule!r}."
             )
-            raise OptionError(message)
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read the validation data once, and choose.
@@ -100,16 +88,12 @@ class Distance:
 
         Returns:
             Prior precision, temperature and exponent.
-
-        Raises:
-            OptionError: if there are no distances.
         """
         given = require_data(val_loader, self)
         if isinstance(problem, RegressionProblem):
             return self._for_numbers(problem, given)
         if problem.lacks_distances is not None or not isinstance(problem, LastLayerProblem):
-            message = f"rule 'distance': {problem.lacks_distances}"
-            raise OptionError(message)
+            raise OptionError(f"rule 'distance': {problem.lacks_distances}")
         data = problem.read(given, "validation loader", True)
         first = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
         if type(first) is ValidationScore:
@@ -140,17 +124,12 @@ class Distance:
         )
 
     def _for_numbers(self, problem: RegressionProblem, given: Iterable[Any]) -> Tuning:
-        """The exponent at which the log loss has risen by the price, for variances that grow with distance.
-
-        Raises:
-            OptionError: if there are no distances, or the price is named in confidence.
-        """
         if problem.lacks_distances is not None:
-            message = f"rule 'distance': {problem.lacks_distances}"
-            raise OptionError(message)
+            raise OptionError(f"rule 'distance': {problem.lacks_distances}")
         if isinstance(self.price, str):
-            message = f"price {self.price!r} is the paper's, in confidence. For numbers it is in nats for each output, such as 0.01."
-            raise OptionError(message)
+            raise OptionError(
+                f"price {self.price!r} is the paper's, in confidence. For numbers it is in nats for each output, such as 0.01."
+            )
         data = problem.read(given, "validation loader", True)
         first = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
         base = first.choose(problem, None if isinstance(first, Evidence) else data)  # type: ignore[arg-type]
@@ -187,7 +166,7 @@ class Distance:
 
 
 def _grown(scored: Callable[[Sequence[float]], Tensor], price: float) -> tuple[dict[float, bool], dict[float, float]]:
-    """Exponents that were tried: whether each, and all below it, keep to the price; and what they score."""
+    # Exponents that were tried: whether each, and all below it, keep to the price; and what they score.
     scores: dict[float, float] = {}
 
     def add(exponents: Sequence[float]) -> dict[float, bool]:
@@ -209,7 +188,7 @@ def _grown(scored: Callable[[Sequence[float]], Tensor], price: float) -> tuple[d
 
 
 class _Exponents:
-    """Exponents that were tried, and what they score; the prior precision and the temperature are given."""
+    # Exponents that were tried, and what they score; the prior precision and the temperature are given.
 
     def __init__(self, problem: LastLayerProblem, data: HeldOut, base: Tuning) -> None:
         self.problem, self.data, self.base = problem, data, base
@@ -279,7 +258,6 @@ class _Exponents:
         )
 
     def _divided(self, chosen: float) -> str:
-        """By what logits are divided outside the data, in words."""
         if not any(one.known for one in self.problem.geometries or ()):
             return "whose features are longer than usual are divided by the square of how much longer they are"
         return (
@@ -288,7 +266,6 @@ class _Exponents:
         )
 
     def _far_away(self) -> str:
-        """Where probabilities tend to, in words, if that is known."""
         link, likelihood = self.problem.link, self.problem.likelihood
         if isinstance(link, Bridge):
             return "; with link 'bridge' confidence does not tend to a guess: the ratios of the variances stay"
@@ -310,14 +287,13 @@ class _Limit:
 
 
 def _paper_loss(problem: LastLayerProblem, data: HeldOut, target: float) -> _Limit:
-    """The log loss that the paper's rule would have on the validation data."""
+    # The log loss that the paper's rule would have on the validation data.
     search, meets = ConfidenceThreshold().search(problem, data, target, meant=not data.guessed())
     place = int(meets.nonzero()[0]) if bool(meets.any()) else len(search.grid) - 1
     return _Limit("nll", float(search.curve["nll"][place]), above=False)
 
 
 def _far(problem: LastLayerProblem | RegressionProblem) -> tuple[str, ...]:
-    """A note where validation data are much farther from the training classes than the training data are."""
     geometries, usual = problem.geometries or (), problem.usual[0]
     pairs = [(scale.distance, one.training_scale.distance) for one, scale in zip(geometries, usual.scales, strict=True)]
     if not all(here > 0 and there > 0 for here, there in pairs):
@@ -344,7 +320,6 @@ def _far(problem: LastLayerProblem | RegressionProblem) -> tuple[str, ...]:
 
 
 def _predicted(problem: LastLayerProblem) -> tuple[str, ...]:
-    """A note where the training data had no labels."""
     sums = [one.sums for one in problem.geometries or ()]
     if not any(one.predicted for one in sums):
         return ()
@@ -353,7 +328,6 @@ def _predicted(problem: LastLayerProblem) -> tuple[str, ...]:
 
 
 def _without_effect(problem: LastLayerProblem) -> tuple[str, ...]:
-    """A note where the link scales away what logits are divided by."""
     if not (isinstance(problem.link, Bridge) and problem.link.normalised):
         return ()
     note = (

@@ -25,8 +25,6 @@ from mola.laplace import ClassGeometry, Spectrum
 from mola.likelihood import Gaussian
 from mola.tuning.candidates import PROJECTED_AT_ONCE, HeldOut, Problem
 
-__all__ = ["RegressionProblem"]
-
 NUMBERS_AT_ONCE = 2**20
 """Log densities, of one or several candidates, made together."""
 
@@ -54,13 +52,8 @@ class RegressionProblem(Problem):
         return all(one.estimated for one in self.likelihoods)
 
     def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Refuse: numbers have no probabilities.
-
-        Raises:
-            OptionError: always.
-        """
-        message = "likelihood 'gaussian' has numbers as outputs, and no probabilities that a rule could score."
-        raise OptionError(message)
+        # Refuse: numbers have no probabilities.
+        raise OptionError("likelihood 'gaussian' has numbers as outputs, and no probabilities that a rule could score.")
 
     def curve(
         self, data: HeldOut, precisions: Sequence[float], factor: float = 1.0, *, only: str | None = None
@@ -147,7 +140,7 @@ class RegressionProblem(Problem):
         return data.labels[part]
 
     def _portions(self, data: HeldOut) -> Iterator[tuple[slice, list[Tensor], list[Tensor], list[Tensor]]]:
-        """Which rows, and of each network what the variances need of their features, their means and their noise (n, D)."""
+        # Which rows, and of each network what the variances need of their features, their means and their noise (n, D).
         rows = max(1, PROJECTED_AT_ONCE // sum(spectrum.projection_size for spectrum in self.spectra))
         if rows >= len(data) and id(data) in self._kept:
             yield from self._kept[id(data)][1]
@@ -166,7 +159,7 @@ class RegressionProblem(Problem):
     def _summed(
         self, score: str, mixing: Tensor, means: Sequence[Tensor], variances: Sequence[Tensor], targets: Tensor
     ) -> Tensor:
-        """Sum (L,) of a score over data: weights (L, K), means (n, D) and variances (L, n, D) of each network."""
+        # Sum (L,) of a score over data: weights (L, K), means (n, D) and variances (L, n, D) of each network.
         if score == "nll":
             logs = [
                 normal_mixtures.normal_log_density(mean, variance, targets).sum(2)
@@ -181,7 +174,6 @@ class RegressionProblem(Problem):
         return torch.stack([(one * scale).mean(1).sum() for one in each])
 
     def _over_all(self, data: HeldOut, total: Tensor, score: str) -> Tensor:
-        """The mean over the data of all processes, in the targets' units."""
         count = torch.tensor(float(len(data)), dtype=torch.float64, device="cpu")
         total, count = data.team.sum([total, count])
         if score != "nll":

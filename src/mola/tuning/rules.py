@@ -22,20 +22,6 @@ from mola.options import is_real, one_of
 from mola.tuning.candidates import HeldOut, LastLayerProblem, Problem, Tuning
 from mola.tuning.regression import RegressionProblem
 
-__all__ = [
-    "PAPER_GRID",
-    "PLAIN_RULES",
-    "ConfidenceThreshold",
-    "Evidence",
-    "OutlierExposure",
-    "Rule",
-    "Search",
-    "ValidationScore",
-    "log_grid",
-    "maximise",
-    "require_data",
-]
-
 SMALLEST, LARGEST = 1e-24, 1e12
 """How far a grid may grow. Below, the prior says nothing any more; above, no spread is left around the trained weights."""
 
@@ -89,14 +75,13 @@ SCORES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error"}
 
 
 def check_grid(grid: Sequence[float]) -> tuple[float, ...]:
+    """The candidates in ascending order."""
     try:
         values = tuple(sorted(float(value) for value in grid))
     except (TypeError, ValueError, OverflowError) as error:
-        message = f"grid must hold finite numbers above 0, got {grid!r}."
-        raise OptionError(message) from error
+        raise OptionError(f"grid must hold finite numbers above 0, got {grid!r}.") from error
     if not values or not all(math.isfinite(value) and value > 0 for value in values):
-        message = f"grid must hold finite numbers above 0, got {list(grid)!r}."
-        raise OptionError(message)
+        raise OptionError(f"grid must hold finite numbers above 0, got {list(grid)!r}.")
     return values
 
 
@@ -115,10 +100,7 @@ class Search:
         self.curve = self.evaluate(self.grid) if smooth is None else self._around_valleys(self.grid, smooth)
 
     def _around_valleys(self, grid: Sequence[float], score: str, *also: int) -> dict[str, Tensor]:
-        """A curve over a grid that is known where a smooth score is smallest, and infinite where nothing was tried.
-
-        Every ninth candidate, both ends and some others first, then those around each valley that these show.
-        """
+        # Every ninth candidate, both ends and some others first, then those around each valley that these show.
         count, curve = len(grid), dict[str, Tensor]()
         tried: set[int] = set()
         for step in (9, 3, 1):
@@ -252,7 +234,6 @@ FEW_DATA = "few validation data"
 
 
 def _points(share: float, digits: int = 4) -> str:
-    """A difference of two shares, in percentage points."""
     text = f"{100 * share:.{digits}g}"
     return f"{text} point" if text == "1" else f"{text} points"
 
@@ -262,30 +243,20 @@ def _percent(share: float) -> str:
 
 
 def require_data(val_loader: Iterable[Any] | None, rule: object) -> Iterable[Any]:
-    """The validation data.
-
-    Raises:
-        OptionError: if there are none.
-    """
+    """The validation data."""
     if val_loader is None:
-        message = f"{type(rule).__name__} needs validation data: posterior.tune(val_loader, rule=...)."
-        raise OptionError(message)
+        raise OptionError(f"{type(rule).__name__} needs validation data: posterior.tune(val_loader, rule=...).")
     return val_loader
 
 
 def refuse_numbers(problem: Problem, rule: str) -> None:
-    """Refuse a rule that is about classes.
-
-    Raises:
-        OptionError: if the outputs are numbers.
-    """
+    """Refuse a rule that is about classes."""
     if problem.has_noise:
         known = ", ".join(problem.likelihood.rules)
-        message = (
+        raise OptionError(
             f"{rule} is about the confidence in classes, and means nothing for likelihood {problem.likelihood.name!r}: use one of "
             f"{known}."
         )
-        raise OptionError(message)
 
 
 @dataclass(frozen=True)
@@ -306,20 +277,12 @@ class ConfidenceThreshold:
     grid: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Check the thresholds.
-
-        Raises:
-            OptionError: if one cannot be met, or always is.
-        """
         if self.confidence is not None and not (is_real(self.confidence) and 0 < self.confidence <= 1):
-            message = f"confidence must lie between 0 and 1, got {self.confidence!r}. 95 % is 0.95."
-            raise OptionError(message)
+            raise OptionError(f"confidence must lie between 0 and 1, got {self.confidence!r}. 95 % is 0.95.")
         if not (is_real(self.margin) and -1 <= self.margin <= 1):
-            message = f"margin must lie between -1 and 1, got {self.margin!r}. One percentage point is 0.01."
-            raise OptionError(message)
+            raise OptionError(f"margin must lie between -1 and 1, got {self.margin!r}. One percentage point is 0.01.")
         if self.brier is not None and not (is_real(self.brier) and 0 <= self.brier <= 2):
-            message = f"brier must lie between 0 and 2, got {self.brier!r}."
-            raise OptionError(message)
+            raise OptionError(f"brier must lie between 0 and 2, got {self.brier!r}.")
 
     def words(self, accuracy: float | None = None, least: float = 0.0) -> str:
         """The rule's name, its target, and where that comes from: the single networks' mean accuracy, or the user.
@@ -428,10 +391,7 @@ class ConfidenceThreshold:
 
 
 def _smallest(search: Search, score: str, *, meant: bool) -> int:
-    """Which candidate has the smallest score, the grid growing while an end wins by more than rounding.
-
-    Labels that are not `meant`, as they fit no better than guesses, give no reason to look below the grid.
-    """
+    # Labels that are not `meant`, as they fit no better than guesses, give no reason to look below the grid.
 
     def best() -> int:
         return int(search.curve[score].argmin())
@@ -447,7 +407,7 @@ def _smallest(search: Search, score: str, *, meant: bool) -> int:
 
 
 def _told(search: Search, index: int, score: str, rule: str) -> tuple[str, ...]:
-    """Notes on a smallest score: a grid that grew, an end that won."""
+    # Notes on a smallest score: a grid that grew, an end that won.
     notes = search.notes(search.grid[index], score)
     if index in (0, len(search.grid) - 1):
         what = "no prior at all" if index == 0 else "no covariance at all: the plain ensemble"
@@ -522,7 +482,6 @@ def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score
 
 
 def _paired(data: HeldOut, first: Tensor, second: Tensor) -> tuple[float, float, tuple[float, float]]:
-    """Mean difference of two numbers for each datum over all processes' data, its standard error, and the two means."""
     fall = first - second
     size = fall.new_tensor(float(len(fall)))
     sums = torch.stack([size, fall.sum(), fall.square().sum(), first.sum(), second.sum()])
@@ -534,11 +493,10 @@ def _paired(data: HeldOut, first: Tensor, second: Tensor) -> tuple[float, float,
 
 
 def _with_noise(problem: RegressionProblem, data: HeldOut, score: str, grid: Sequence[float] | None) -> Tuning:
-    """The prior precision and, unless it was given, the noise that do best on validation data: one after the other, in turns.
-
-    With many data the score hardly depends on the prior precision, and its smallest value is chance: it may be at no prior at all, or
-    at no covariance at all, which both tell nonsense outside the data. Of those that score alike the one nearest to 1 is taken.
-    """
+    # The prior precision and, unless it was given, the noise that do best on validation data: one after the other, in
+    # turns. With many data the score hardly depends on the prior precision, and its smallest value is chance: it may be
+    # at no prior at all, or at no covariance at all, which both tell nonsense outside the data. Of those that score
+    # alike the one nearest to 1 is taken.
     factor = problem.first_factor(data) if problem.noise_is_free else 1.0
     alike = ALIKE * problem.spectra[0].outputs
     for _ in range(TURNS):
@@ -563,7 +521,8 @@ def _with_noise(problem: RegressionProblem, data: HeldOut, score: str, grid: Seq
 
 
 def _nearest(search: Search, score: str, alike: float) -> int:
-    """Which candidate is nearest to 1 of those whose score is the smallest, give or take `alike`; the grid grows where an end wins."""
+    # Which candidate is nearest to 1 of those whose score is the smallest, give or take `alike`; the grid grows where
+    # an end wins.
     while True:
         values = search.curve[score]
         index, value = int(values.argmin()), float(values.min())
@@ -577,7 +536,6 @@ def _nearest(search: Search, score: str, alike: float) -> int:
 
 
 def _best_factor(scored: Callable[[Sequence[float]], Tensor], around: float) -> float:
-    """The factor of the noise with the smallest score, near another."""
     tried = [around * one for one in FACTORS]
     for step in (2, 16, 128):
         place = int(scored(tried).argmin())
@@ -597,16 +555,12 @@ class ValidationScore:
     Args:
         score: "nll", "brier" or "ece"; for numbers "nll" or "crps".
         grid: candidates, which grow past an end that wins; None is the paper's, 100 values from 1e-4 to 1e3.
-
-    Raises:
-        OptionError: if the score is unknown, or means nothing for the likelihood.
     """
 
     score: Literal["nll", "brier", "ece", "crps"] = "nll"
     grid: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Check the score."""
         one_of(self.score, ("nll", "brier", "ece", "crps"), "score")
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
@@ -618,17 +572,13 @@ class ValidationScore:
 
         Returns:
             The choice.
-
-        Raises:
-            OptionError: if the score means nothing for the likelihood.
         """
         given, rules = require_data(val_loader, self), problem.likelihood.rules
         if self.score not in rules:
             known = ", ".join(rules)
-            message = (
+            raise OptionError(
                 f"score {self.score!r} means nothing for likelihood {problem.likelihood.name!r}: use one of {known}."
             )
-            raise OptionError(message)
         data = problem.read(given, "validation loader", True)
         if isinstance(problem, RegressionProblem):
             return _with_noise(problem, data, self.score, self.grid)
@@ -668,14 +618,8 @@ class OutlierExposure:
     grid: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Check the weight.
-
-        Raises:
-            OptionError: if it is no finite number, or negative.
-        """
         if not (is_real(self.weight) and 0 <= self.weight < float("inf")):
-            message = f"weight must be a finite number of at least 0, got {self.weight!r}."
-            raise OptionError(message)
+            raise OptionError(f"weight must be a finite number of at least 0, got {self.weight!r}.")
 
     def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
         """Read both loaders once, and choose."""
@@ -716,15 +660,11 @@ class Evidence:
 
         Returns:
             The choice.
-
-        Raises:
-            OptionError: if validation data are given.
         """
         if val_loader is not None:
-            message = (
+            raise OptionError(
                 "Evidence uses the training data alone: call posterior.tune(rule=mola.Evidence()) without a loader."
             )
-            raise OptionError(message)
         components = range(len(problem.spectra))
         if isinstance(problem, RegressionProblem) and problem.noise_is_free:
             return self._with_noise(problem)
@@ -739,7 +679,6 @@ class Evidence:
         return Tuning("Evidence(shared=False)", chosen)
 
     def _with_noise(self, problem: RegressionProblem) -> Tuning:
-        """Prior precision and noise of all components, or of each."""
         count = len(problem.spectra)
         precisions, factors = [1.0] * count, [1.0] * count
         for group in [range(count)] if self.shared else [range(index, index + 1) for index in range(count)]:
@@ -756,10 +695,9 @@ class Evidence:
 
 
 def _climb(objective: Callable[[Tensor, float], Tensor], precision: float) -> tuple[float, float]:
-    """Where a function of the prior precision and of a factor of the noise is largest, from a good prior precision and a factor of 1.
-
-    Newton's method over both logarithms, with differences in place of derivatives; a step that leads down is halved.
-    """
+    # Where a function of the prior precision and of a factor of the noise is largest, from a good prior precision and a
+    # factor of 1. Newton's method over both logarithms, with differences in place of derivatives; a step that leads
+    # down is halved.
     place, step = torch.tensor([math.log(precision), 0.0], dtype=torch.float64, device="cpu"), 1e-3
     moves = step * torch.eye(2, dtype=torch.float64, device="cpu")
 

@@ -26,17 +26,6 @@ from mola.options import one_of, whole_number
 from mola.whole.jacobians import Directions, JacobianRows, WeightLayout, jacobian_rows, portions
 from mola.whole.spectra import Dense, WeightSpectrum
 
-__all__ = [
-    "JointSpread",
-    "WeightDraws",
-    "WholeComponent",
-    "WholeCurvature",
-    "as_whole_link",
-    "contrasts",
-    "plain",
-    "seen_and_shift",
-]
-
 JITTER = 1e-6
 """Added to the contrast covariance's diagonal before its root is taken, relative to its mean: at least so much, and more
 than what rounding takes away from a large one of low rank."""
@@ -75,7 +64,6 @@ class JointSpread(Spread):
     """
 
     def __init__(self, joint: Tensor) -> None:
-        """Keep the covariance."""
         self.joint = joint
         self.classes = joint.shape[2]
 
@@ -90,7 +78,7 @@ class JointSpread(Spread):
         return self.classes - 1
 
     def _seen(self) -> tuple[Tensor, Tensor]:
-        """Covariance (n, C-1, C-1) of what the softmax sees, and its directions (C, C-1)."""
+        # Covariance (n, C-1, C-1) of what the softmax sees, and its directions (C, C-1).
         return self.joint[:, :-1, :-1], basis(self.classes)[:, :-1].to(self.joint)
 
     def variance(self) -> Tensor:
@@ -122,7 +110,6 @@ class JointSpread(Spread):
         return (noise @ root.mT) @ columns.T
 
     def __getitem__(self, rows: slice) -> JointSpread:
-        """The spread of some of the data."""
         return JointSpread(self.joint[rows])
 
     def exactly(self) -> JointSpread:
@@ -137,9 +124,6 @@ class WeightDraws:
     Args:
         samples: number of draws.
         seed: of the draws, unless a generator is passed with the call.
-
-    Raises:
-        OptionError: if one cannot be used.
     """
 
     samples: int = 30
@@ -147,7 +131,6 @@ class WeightDraws:
     name = "samples"
 
     def __post_init__(self) -> None:
-        """Check the options."""
         object.__setattr__(self, "samples", whole_number(self.samples, "samples"))  # plain, for files
         check_seed(self.seed)
 
@@ -166,9 +149,6 @@ def as_whole_link(link: str | Link | WeightDraws, samples: int = 30, seed: int =
 
     Returns:
         The link.
-
-    Raises:
-        OptionError: if it is unknown, or draws the last layer's weights alone.
     """
     draws = WeightDraws(samples, seed)
     if isinstance(link, WeightDraws):
@@ -179,10 +159,9 @@ def as_whole_link(link: str | Link | WeightDraws, samples: int = 30, seed: int =
         one_of(link, (*LINKS, draws.name), "link", "a Link object")
     chosen = as_link(link)
     if isinstance(chosen, MonteCarlo) and chosen.over == "weights":
-        message = (
+        raise OptionError(
             "MonteCarlo(over='weights') draws a last layer's weights; for all weights of a network use link='samples'."
         )
-        raise OptionError(message)
     return chosen
 
 
@@ -229,7 +208,6 @@ class WholeComponent(LaplaceComponent):
     curvature: WholeCurvature
 
     def __init__(self, network: nn.Module, curvature: WholeCurvature, precision: float) -> None:
-        """Bind them."""
         super().__init__(network, curvature, precision)
         self._near: tuple[torch.device, torch.dtype, WeightSpectrum] | None = None
 
@@ -238,7 +216,7 @@ class WholeComponent(LaplaceComponent):
         return WholeComponent(self.network, self.curvature, precision)
 
     def _spectrum(self, like: Tensor) -> WeightSpectrum:
-        """The spectrum where the network is, in its precision, but never below float32."""
+        # The spectrum where the network is, in its precision, but never below float32.
         dtype = torch.promote_types(like.dtype, torch.float32)
         if self._near is None or self._near[:2] != (like.device, dtype):
             self._near = (like.device, dtype, self.curvature.spectrum.to(like.new_zeros(0, dtype=dtype)))
@@ -285,7 +263,8 @@ class WholeComponent(LaplaceComponent):
     def _held(
         self, rows: JacobianRows, spectrum: WeightSpectrum, work: Callable[[JacobianRows, WeightSpectrum], Tensor]
     ) -> Tensor:
-        """What follows from rows: in float64, where their squares leave the range of the network's precision, or nearly vanish."""
+        # What follows from rows: in float64, where their squares leave the range of the network's precision, or nearly
+        # vanish.
         found = work(rows, spectrum)
         limits = torch.finfo(found.dtype)
         largest = found.abs().flatten(1).amax(1) if found.dim() == 3 else found.abs().amax((0, 2))
@@ -309,8 +288,7 @@ class WholeComponent(LaplaceComponent):
         CATEGORICAL.check_outputs(logits)
         check_finite(logits)
         if logits.shape[1] != self.curvature.classes:
-            message = f"expected logits of {self.curvature.classes} classes, got {logits.shape[1]}."
-            raise DataError(message)
+            raise DataError(f"expected logits of {self.curvature.classes} classes, got {logits.shape[1]}.")
 
     def draws(self, inputs: Inputs, samples: int, seed: int, precision: float | None = None) -> Tensor:
         """Probabilities (S, n, C) of networks with drawn weights: not linearised.

@@ -23,8 +23,6 @@ from mola.whole.component import WeightDraws, WholeComponent, WholeCurvature
 from mola.whole.jacobians import Layer, WeightLayout, is_normalisation, is_plain
 from mola.whole.spectra import Blocks, Dense, LayerSpectrum, WeightSpectrum
 
-__all__ = ["read", "write"]
-
 KIND = "whole-posterior"
 
 SCHEMA = {
@@ -125,15 +123,11 @@ def read(
 
     Returns:
         The components, the name of their structure, and all else that the mixture has.
-
-    Raises:
-        StorageError: if the files are damaged, or a network is another.
     """
     document, tensors = storage.read(directory, KIND, SCHEMA)
     networks, entries = ensemble(models).networks, document["components"]
     if not entries or len(networks) != len(entries):
-        message = f"{directory} was saved with {counted(len(entries), 'network')}, got {len(networks)}."
-        raise StorageError(message)
+        raise StorageError(f"{directory} was saved with {counted(len(entries), 'network')}, got {len(networks)}.")
     components = []
     for index, (network, entry) in enumerate(zip(networks, entries, strict=True)):
         require_network(network, entry["network"], f"models[{index}]")
@@ -165,11 +159,6 @@ def _unpack(network: nn.Module, entry: dict[str, Any], tensors: dict[str, Tensor
 
 
 def _check_layout(network: nn.Module, layout: WeightLayout, index: int) -> None:
-    """Refuse a layout that is not over this network's weights.
-
-    Raises:
-        StorageError: if it is not.
-    """
     own = {name: tuple(value.shape) for name, value in network.named_parameters(remove_duplicate=False)}
     wrong = [name for name in layout.parameters if name not in own]
     wrong += [name for name, shape in layout.rest if own.get(name, shape) != shape]
@@ -179,15 +168,15 @@ def _check_layout(network: nn.Module, layout: WeightLayout, index: int) -> None:
         if layer.name not in modules or not fits(modules[layer.name]):
             wrong.append(layer.name)
     if not layout.parameters:
-        message = "the saved posterior is over no weights: the document is garbled."
-        raise StorageError(message)
+        raise StorageError("the saved posterior is over no weights: the document is garbled.")
     for layer in layout.layers:
         sizes = [torch.Size(own[name]).numel() for name in layer.parameters if name in own]
         if sum(sizes) != layer.size:
             wrong.append(layer.name)
     if wrong:
-        message = f"models[{index}]: the saved posterior is over {wrong[0]!r}, which this network has not, or in another shape."
-        raise StorageError(message)
+        raise StorageError(
+            f"models[{index}]: the saved posterior is over {wrong[0]!r}, which this network has not, or in another shape."
+        )
 
 
 def _shapes(layout: WeightLayout, entry: dict[str, Any], rotated: Iterable[bool]) -> dict[str, tuple[int, ...]]:
@@ -205,17 +194,13 @@ def _shapes(layout: WeightLayout, entry: dict[str, Any], rotated: Iterable[bool]
 
 
 def _checked(tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors, if they are those that were saved.
-
-    Raises:
-        StorageError: if one is missing, or has another shape or kind.
-    """
     for name, shape in shapes.items():
         kind = torch.int64 if name == "chosen" else torch.float64
         found = tensors.get(name)
         if found is None or tuple(found.shape) != shape or found.dtype != kind or not bool(torch.isfinite(found).all()):
-            message = f"tensor {name} of the saved posterior is missing, not finite, or not of shape {shape} in {kind}."
-            raise StorageError(message)
+            raise StorageError(
+                f"tensor {name} of the saved posterior is missing, not finite, or not of shape {shape} in {kind}."
+            )
     return tensors
 
 
@@ -225,8 +210,7 @@ def _spectrum(
     if entry["dense"]:
         chosen = tensors.get("chosen") if entry["chosen"] is not None else None
         if chosen is not None and (int(chosen.min()) < 0 or int(chosen.max()) >= layout.size):
-            message = f"tensor chosen of the saved posterior points outside of {layout.size} weights."
-            raise StorageError(message)
+            raise StorageError(f"tensor chosen of the saved posterior points outside of {layout.size} weights.")
         return Dense(tensors["values"], tensors["vectors"], chosen, layout)
     layers = [
         LayerSpectrum(

@@ -52,8 +52,6 @@ from mola.whole.jacobians import (
 from mola.whole.posterior import WholeMoLA
 from mola.whole.sums import DenseSum, DiagonalSum, KroneckerSum, Sum, check_dense_size, require_curvlinops
 
-__all__ = ["fit_whole", "settled"]
-
 
 def settled(network: nn.Module, layout: WeightLayout, inputs: Inputs) -> tuple[WeightLayout, int]:
     """Keep the layers whose rows are right; the parameters of others join the rest.
@@ -92,7 +90,6 @@ def settled(network: nn.Module, layout: WeightLayout, inputs: Inputs) -> tuple[W
 
 
 def _agrees(row: Tensor, layer: Layer, score: Tensor, parameters: Mapping[str, Tensor]) -> bool:
-    """Whether a layer's part of one row is the gradient of a combination of one datum's logits."""
     wanted = [parameters[name] for name in layer.parameters]
     exact = torch.autograd.grad(score, wanted, retain_graph=True, allow_unused=True, materialize_grads=True)
     joined = layer.join(dict(zip(layer.parameters, exact, strict=True)))
@@ -103,7 +100,6 @@ def _agrees(row: Tensor, layer: Layer, score: Tensor, parameters: Mapping[str, T
 
 
 def _fits(calls: list[tuple[Tensor, Tensor]], network: nn.Module, layer: Layer, count: int) -> bool:
-    """Whether a layer was called once, with one datum a row."""
     dimensions = 4 if isinstance(network.get_submodule(layer.name), nn.Conv2d) else 2
     return len(calls) == 1 and len(calls[0][0]) == count and calls[0][0].dim() >= dimensions
 
@@ -156,18 +152,12 @@ def fit_whole(
 
     Returns:
         The posterior.
-
-    Raises:
-        DataError: if a subnetwork is asked for and the training data cannot be read twice; others come from the networks.
-        OptionError: if the likelihood is not the softmax's; others, `StructureTooLargeError` and `MissingExtraError` come from the
-            options.
     """
     if as_likelihood(likelihood) != CATEGORICAL:
-        message = (
+        raise OptionError(
             f"likelihood {as_likelihood(likelihood).name!r}: fit_whole is for classes, whose curvature it sums over whole networks. "
             f"mola.fit(models, train_loader, likelihood=...) takes it, on last layers."
         )
-        raise OptionError(message)
     networks = ensemble(models).networks
     name = _structure(structure, subnetwork)
     if val_loader is not None:
@@ -178,8 +168,9 @@ def fit_whole(
     if name == "kron":
         require_curvlinops()
     if name == "subnetwork" and iter(train_loader) is train_loader:
-        message = "a subnetwork takes two passes over the training data, got an iterator. Pass a DataLoader or a list of batches."
-        raise DataError(message)
+        raise DataError(
+            "a subnetwork takes two passes over the training data, got an iterator. Pass a DataLoader or a list of batches."
+        )
     with torch.inference_mode(False), undisturbed(*networks):
         first, batches = peek(train_loader, "the training loader")
         layouts, classes = _layouts(networks, as_batch(first, "batch 0 of the training loader").inputs)
@@ -195,11 +186,10 @@ def fit_whole(
             ]
             reading.run(train_loader, sums, "training loader, pass 2 of 2")
             if reading.count != counted:
-                message = (
+                raise DataError(
                     f"a subnetwork takes two passes over the training data, which gave {counted} data the first time and "
                     f"{reading.count} the second. Pass a DataLoader or a list of batches, which give the same data every time."
                 )
-                raise DataError(message)
         else:
             kinds: dict[str, Callable[[nn.Module, WeightLayout], Sum]] = {
                 "kron": KroneckerSum,
@@ -225,37 +215,29 @@ def fit_whole(
 
 
 def _structure(structure: str | None, subnetwork: float | None) -> str:
-    """Which of "kron", "diag", "full" and "subnetwork" is meant.
-
-    Raises:
-        OptionError: if the options do not go together.
-    """
     if subnetwork is None:
         return one_of("kron" if structure is None else structure, STRUCTURES, "structure")
     if structure not in (None, "full"):
-        message = f"a subnetwork has the full covariance of its weights: leave structure out, or pass 'full'; got {structure!r}."
-        raise OptionError(message)
+        raise OptionError(
+            f"a subnetwork has the full covariance of its weights: leave structure out, or pass 'full'; got {structure!r}."
+        )
     whole = isinstance(subnetwork, int) and not isinstance(subnetwork, bool) and subnetwork >= 1
     share = isinstance(subnetwork, float) and 0 < subnetwork < 1
     if not whole and not share:
-        message = (
+        raise OptionError(
             f"subnetwork must be a whole number of weights, or a share of them between 0 and 1; got {subnetwork!r}."
         )
-        raise OptionError(message)
     return "subnetwork"
 
 
 def _count(size: int, subnetwork: float) -> int:
-    """How many of so many weights."""
     return min(size, subnetwork) if isinstance(subnetwork, int) else max(1, round(subnetwork * size))
 
 
 def _largest(diagonal: Tensor, subnetwork: float | None) -> Tensor:
-    """Places, rising, of the weights with the largest marginal variance 1 / (h + lambda): of those with the smallest h.
-
-    Weights with h = 0 come last: no training datum depends on them (a third of a trained LeNet's belong to units that never
-    fire), so that the data say nothing of them at all, and they would take every place.
-    """
+    # Places, rising, of the weights with the largest marginal variance 1 / (h + lambda): of those with the smallest h.
+    # Weights with h = 0 come last: no training datum depends on them (a third of a trained LeNet's belong to units that
+    # never fire), so that the data say nothing of them at all, and they would take every place.
     assert subnetwork is not None
     order = torch.sort(torch.where(diagonal > 0, diagonal, torch.inf), stable=True).indices
     return order[: _count(len(diagonal), subnetwork)].sort().values
@@ -268,17 +250,13 @@ def _check_size(name: str, layouts: Sequence[WeightLayout], subnetwork: float | 
     if name == "subnetwork":
         assert subnetwork is not None
         if isinstance(subnetwork, int) and subnetwork > largest:
-            message = f"subnetwork={subnetwork} asks for more weights than there are: {largest} require gradients."
-            raise OptionError(message)
+            raise OptionError(
+                f"subnetwork={subnetwork} asks for more weights than there are: {largest} require gradients."
+            )
         check_dense_size(_count(largest, subnetwork), len(layouts), "Use a smaller subnetwork, or structure 'kron'.")
 
 
 def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[WeightLayout], int]:
-    """How the weights of each network lie, and the number of classes.
-
-    Raises:
-        DataError: if the networks have different numbers of classes.
-    """
     layouts, classes = [], []
     for index, network in enumerate(networks):
         with located(f"batch 0 of the training loader, models[{index}]"):
@@ -286,13 +264,12 @@ def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[Weight
         layouts.append(layout)
         classes.append(count)
     if len(set(classes)) > 1:
-        message = f"expected networks with the same number of classes, got {classes}."
-        raise DataError(message)
+        raise DataError(f"expected networks with the same number of classes, got {classes}.")
     return layouts, classes[0]
 
 
 class _Reading:
-    """Passes over the training data: every network sees each batch in turn."""
+    # Passes over the training data: every network sees each batch in turn.
 
     def __init__(
         self,
@@ -309,11 +286,7 @@ class _Reading:
         self.log_likelihoods: list[float | None] = []
 
     def run(self, loader: Iterable[Any], sums: Sequence[Sum], where: str) -> None:
-        """Read the loader once.
-
-        Raises:
-            DataError: for labels on some batches only, and for what is wrong with a batch.
-        """
+        """Read the loader once."""
         self.count, scores, labelled = 0, [0.0] * len(sums), set()
         bar = tqdm(loader, desc=where, total=self.total, disable=None if self.progress else True, leave=False)
         for index, raw in enumerate(bar):
@@ -321,8 +294,9 @@ class _Reading:
             batch = as_batch(raw, place)
             labelled.add(batch.labels is not None)
             if len(labelled) > 1:
-                message = f"{place} {'has no' if batch.labels is None else 'has'} labels, unlike the batches before it."
-                raise DataError(message)
+                raise DataError(
+                    f"{place} {'has no' if batch.labels is None else 'has'} labels, unlike the batches before it."
+                )
             for position, one in enumerate(sums):
                 with located(f"{place}, models[{position}]"):
                     logits = torch.cat(list(self._logits(position, one, batch.inputs)))

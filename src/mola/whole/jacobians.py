@@ -32,23 +32,6 @@ from mola.network import Inputs, call, device_of, to_device
 from mola.network.calling import Differentiable, WithTensors
 from mola.numerics import exact
 
-__all__ = [
-    "Directions",
-    "JacobianRows",
-    "Layer",
-    "Piece",
-    "Product",
-    "WeightLayout",
-    "jacobian_rows",
-    "layer_rows",
-    "portions",
-    "size_of",
-    "some_of",
-    "trainable_layout",
-    "usable",
-    "watched",
-]
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -181,17 +164,13 @@ def trainable_layout(network: nn.Module) -> WeightLayout:
 
     Returns:
         The layout.
-
-    Raises:
-        OptionError: if there are none.
     """
     free = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     if not free:
-        message = (
+        raise OptionError(
             f"{type(network).__name__} has no parameter that requires gradients, so that there is nothing to be uncertain "
             f"about. Call network.requires_grad_(True), or unfreeze the layers that the approximation shall be over."
         )
-        raise OptionError(message)
     uses = Counter(id(parameter) for _, parameter in network.named_parameters(remove_duplicate=False))
     layers = []
     for name, module in network.named_modules():
@@ -305,16 +284,13 @@ def some_of(value: Any, part: slice, count: int) -> Any:
 
 
 def size_of(inputs: Inputs) -> int:
-    """Number of data in a batch: the length of its first tensor.
-
-    Raises:
-        DataError: if there is no tensor.
-    """
+    """Number of data in a batch: the length of its first tensor."""
     leaves: list[Tensor] = []
     tree_map(lambda value: leaves.append(value) if isinstance(value, Tensor) and value.dim() > 0 else None, inputs)
     if not leaves:
-        message = f"expected inputs with at least one tensor whose first dimension holds the data, got {type(inputs).__name__}."
-        raise DataError(message)
+        raise DataError(
+            f"expected inputs with at least one tensor whose first dimension holds the data, got {type(inputs).__name__}."
+        )
     return len(leaves[0])
 
 
@@ -366,19 +342,15 @@ def jacobian_rows(network: nn.Module, layout: WeightLayout, inputs: Inputs, dire
 
     Returns:
         The rows, without gradients of their own.
-
-    Raises:
-        OptionError: if a layer was not called once, as it was when the approximation was made.
     """
     with torch.inference_mode(False), watched(network, layout.layers) as seen:
         inputs = usable(inputs)
         logits = call(Differentiable(network), inputs)
         wrong = [name for name, calls in seen.items() if len(calls) != 1]
         if wrong:
-            message = (
+            raise OptionError(
                 f"layer {wrong[0]!r} was called {len(seen[wrong[0]])} times in one pass, and once when this was fitted."
             )
-            raise OptionError(message)
         CATEGORICAL.check_outputs(logits)
         wanted = directions(logits.detach())
         layers = layer_rows(network, layout.layers, seen, logits, wanted)
@@ -423,7 +395,7 @@ def layer_rows(
 
 
 def _combined(layer: Layer, given: Tensor, gradients: Tensor) -> Piece | Product:
-    """A layer's part of the rows, in the form that is smaller; never below float32, as they are squared and added up."""
+    # A layer's part of the rows, in the form that is smaller; never below float32, as they are squared and added up.
     dtype = torch.promote_types(gradients.dtype, torch.float32)
     given, gradients = given.to(dtype), gradients.to(dtype)
     if layer.scales:
@@ -434,14 +406,14 @@ def _combined(layer: Layer, given: Tensor, gradients: Tensor) -> Piece | Product
 
 
 def _by_channel(module: nn.Module, values: Tensor) -> Tensor:
-    """What a layer takes or gives as (n, channels, T): linear layers have the channels last, convolutions second."""
+    # What a layer takes or gives as (n, channels, T): linear layers have the channels last, convolutions second.
     if isinstance(module, (nn.Linear, nn.LayerNorm)):
         return values.reshape(len(values), -1, values.shape[-1]).transpose(1, 2)
     return values.reshape(len(values), values.shape[1], -1)
 
 
 def _unfolded(layer: Layer, module: nn.Module, given: Tensor) -> Tensor:
-    """What a layer's weights multiply (n, I, T); the constant 1 of a matrix's bias comes last."""
+    # What a layer's weights multiply (n, I, T); the constant 1 of a matrix's bias comes last.
     if layer.scales:
         return _by_channel(module, _normalised(module, given))
     if isinstance(module, nn.Conv2d):
@@ -456,7 +428,6 @@ def _unfolded(layer: Layer, module: nn.Module, given: Tensor) -> Tensor:
 
 
 def _normalised(module: nn.Module, given: Tensor) -> Tensor:
-    """What a normalisation makes of its inputs before it scales and shifts them."""
     if isinstance(module, nn.LayerNorm):
         return nn.functional.layer_norm(given, module.normalized_shape, None, None, module.eps)
     if isinstance(module, nn.GroupNorm):
@@ -467,11 +438,7 @@ def _normalised(module: nn.Module, given: Tensor) -> Tensor:
 
 
 def _rest_rows(network: nn.Module, layout: WeightLayout, inputs: Inputs, wanted: Tensor) -> Tensor:
-    """Rows (n, R, P) of parameters that are in no layer, by automatic differentiation datum by datum.
-
-    Raises:
-        OptionError: if the network cannot be differentiated so.
-    """
+    # Rows (n, R, P) of parameters that are in no layer, by automatic differentiation datum by datum.
     own = dict(network.named_parameters(remove_duplicate=False))
     free = {name: own[name].detach() for name, _ in layout.rest}
     device = device_of(network)
@@ -485,12 +452,11 @@ def _rest_rows(network: nn.Module, layout: WeightLayout, inputs: Inputs, wanted:
             free, inputs if device is None else to_device(inputs, device)
         )
     except (DataError, RuntimeError, ValueError) as error:
-        message = (
+        raise OptionError(
             f"parameter {layout.rest[0][0]!r} and {len(layout.rest) - 1} more lie in no plain linear or convolutional layer, "
             f"and torch.func cannot differentiate {type(network).__name__} datum by datum: {error}. Freeze them with "
             f"requires_grad_(False) before fitting."
-        )
-        raise OptionError(message) from error
+        ) from error
     joined = torch.cat([jacobian[name].flatten(2) for name, _ in layout.rest], dim=2)
     joined = joined.to(torch.promote_types(joined.dtype, torch.float32))
     return torch.einsum("rnc,ncp->nrp", wanted.to(joined), joined)

@@ -41,8 +41,6 @@ from mola.whole.component import (
 from mola.whole.jacobians import Directions
 from mola.whole.spectra import WeightSpectrum
 
-__all__ = ["HeldInputs", "WholeMoLA", "WholeProblem"]
-
 
 @dataclass(frozen=True)
 class HeldInputs(HeldOut):
@@ -52,14 +50,10 @@ class HeldInputs(HeldOut):
 
 
 def _inputs_of(data: HeldOut) -> Sequence[Inputs]:
-    """The inputs of held-out data.
-
-    Raises:
-        DataError: if only features were kept, as posteriors over last layers do.
-    """
     if not isinstance(data, HeldInputs):
-        message = "these held-out data were read by a posterior over last layers, without their inputs: pass the loader itself."
-        raise DataError(message)
+        raise DataError(
+            "these held-out data were read by a posterior over last layers, without their inputs: pass the loader itself."
+        )
     return data.batches
 
 
@@ -107,10 +101,8 @@ def at_candidates(
 
 
 class _Tried:
-    """One component at one batch under every candidate. What a link asks for is made then, for all candidates at once.
-
-    In float64 on the CPU.
-    """
+    # One component at one batch under every candidate. What a link asks for is made then, for all candidates at once.
+    # In float64 on the CPU.
 
     def __init__(self, component: WholeComponent, inputs: Inputs, precisions: Sequence[float]) -> None:
         self.component, self.inputs, self.precisions = component, inputs, precisions
@@ -151,8 +143,6 @@ class _Tried:
 
 
 class _AtCandidate(Spread):
-    """One candidate's moments of some rows, read off `_Tried`."""
-
     def __init__(self, tried: _Tried, index: int, rows: Tensor) -> None:
         self.tried, self.index, self.own = tried, index, rows
 
@@ -191,7 +181,6 @@ class _AtCandidate(Spread):
         return self._joint.perturb(noise)
 
     def __getitem__(self, rows: slice) -> _AtCandidate:
-        """The spread of some of the data."""
         return _AtCandidate(self.tried, self.index, self.own[rows])
 
 
@@ -226,18 +215,16 @@ class WholeMoLA(LaplaceMixture[WholeComponent]):
         tuning: Tuning | None = None,
         cooling: Cooling | None = None,
     ) -> None:
-        """Bind components, a link and weights."""
         super().__init__(components, link, weights, tuning, cooling)
         self.structure = structure
 
     def _check_cooling(self) -> None:
         super()._check_cooling()
         if self.temperature != 1 and isinstance(self.link, WeightDraws):
-            message = (
+            raise OptionError(
                 "a temperature divides logits, and link 'samples' averages probabilities: choose a closed-form link first, such as "
                 "with_link('probit')."
             )
-            raise OptionError(message)
 
     def _parts(self) -> dict[str, Any]:
         return super()._parts() | {"structure": self.structure}
@@ -333,13 +320,9 @@ class WholeMoLA(LaplaceMixture[WholeComponent]):
 
         Returns:
             For each parameter that is not fixed, a tensor of its shape that is true where the weight is uncertain.
-
-        Raises:
-            DataError: if there is no such network.
         """
         if not 0 <= index < len(self.components):
-            message = f"expected the index of one of {len(self.components)} networks, got {index}."
-            raise DataError(message)
+            raise DataError(f"expected the index of one of {len(self.components)} networks, got {index}.")
         component = self.components[index]
         layout, chosen = component.curvature.layout, component.curvature.chosen
         marks = torch.ones(layout.size, dtype=torch.float64)

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from mola.whole.jacobians import NUMBERS_AT_ONCE, JacobianRows, Piece, Product, WeightLayout
 
-__all__ = ["Blocks", "Dense", "LayerSpectrum", "WeightSpectrum"]
-
 
 class WeightSpectrum(Protocol):
     """Curvature of all weights in its eigenbasis."""
@@ -62,7 +60,7 @@ class LayerSpectrum:
         return LayerSpectrum(self.values.to(like), *moved)
 
     def _factors(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Inputs (n, I) and gradients (n, R, O) in the eigenbasis, of a layer that is used once for each datum."""
+        # Inputs (n, I) and gradients (n, R, O) in the eigenbasis, of a layer that is used once for each datum.
         given, gradients = piece.inputs.squeeze(2), piece.gradients.squeeze(3)
         return (
             given if self.right is None else given @ self.right,
@@ -70,7 +68,7 @@ class LayerSpectrum:
         )
 
     def _products(self, piece: Piece | Product) -> Tensor:
-        """Rows (n, R, O I) in the eigenbasis: each side is rotated before or after the product, whichever is less work."""
+        # Rows (n, R, O I) in the eigenbasis: each side is rotated before or after the product, whichever is less work.
         left, right = self.left, self.right
         if isinstance(piece, Piece):
             given, gradients = piece.inputs, piece.gradients
@@ -109,7 +107,8 @@ class LayerSpectrum:
         return self._by_few(precisions, weighted)
 
     def _by_few(self, precisions: Tensor, weighted: Callable[[Tensor], Tensor]) -> Tensor:
-        """What follows from the scales (L, O, I) of all candidates, of which there is never more than a few layers' worth."""
+        # What follows from the scales (L, O, I) of all candidates, of which there is never more than a few layers'
+        # worth.
         together = max(1, NUMBERS_AT_ONCE // self.values.numel())
         starts = range(0, len(precisions), together)
         few = (precisions[start : start + together, None, None] for start in starts)
@@ -123,7 +122,7 @@ class LayerSpectrum:
 
 
 def _summed(rows: Tensor, scales: Tensor) -> Tensor:
-    """Variances (L, n, R) of rows (n, R, D) in the eigenbasis, with scales (L, D)."""
+    # Variances (L, n, R) of rows (n, R, D) in the eigenbasis, with scales (L, D).
     return torch.einsum("nrd,ld->lnr", rows.square(), scales)
 
 
@@ -218,7 +217,7 @@ def dense_rows(rows: JacobianRows, layout: WeightLayout, chosen: Tensor | None) 
 
 
 def _columns(piece: Piece | Product, inside: Tensor, width: int) -> Tensor:
-    """Some columns (n, R, s) of a layer's rows."""
+    # Some columns (n, R, s) of a layer's rows.
     if isinstance(piece, Piece) and piece.single:
         above, across = inside // width, inside % width
         return piece.gradients[:, :, above, 0] * piece.inputs[:, None, across, 0]

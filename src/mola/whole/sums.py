@@ -34,8 +34,6 @@ from mola.numerics import exact
 from mola.whole.jacobians import Layer, Piece, Product, WeightLayout, jacobian_rows, size_of, usable
 from mola.whole.spectra import Blocks, Dense, LayerSpectrum, WeightSpectrum, dense_rows
 
-__all__ = ["DenseSum", "DiagonalSum", "KroneckerSum", "Sum", "check_dense_size", "require_curvlinops", "roots"]
-
 MATRICES = 4
 """Of the dense matrix's size: the sum, its eigenvectors, and what the eigensolver takes."""
 
@@ -82,7 +80,6 @@ class DiagonalSum:
     explicit = 0
 
     def __init__(self, network: nn.Module, layout: WeightLayout) -> None:
-        """Start from nothing."""
         self.network, self.layout = network, layout
         self.total = torch.zeros(layout.size, dtype=torch.float64, device="cpu")
 
@@ -103,7 +100,7 @@ class DiagonalSum:
 
 
 def _squares(piece: Piece | Product) -> Tensor:
-    """Sum (O, I) over data and rows of the squares of a layer's rows."""
+    # Sum (O, I) over data and rows of the squares of a layer's rows.
     if isinstance(piece, Piece) and piece.single:
         return piece.gradients.squeeze(3).square().sum(1).T @ piece.inputs.squeeze(2).square()
     return piece.product().square().sum((0, 1))
@@ -114,9 +111,6 @@ def require_curvlinops() -> ModuleType:
 
     Returns:
         The module.
-
-    Raises:
-        MissingExtraError: if it is not installed.
     """
     try:
         with warnings.catch_warnings():
@@ -131,8 +125,6 @@ def require_curvlinops() -> ModuleType:
 
 
 class _Logits(nn.Module):
-    """A network as curvlinops calls it, remembering the logits of the last pass."""
-
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
@@ -154,7 +146,6 @@ class KroneckerFactors:
     """
 
     def __init__(self, network: nn.Module, layers: tuple[Layer, ...]) -> None:
-        """Start from nothing."""
         # The library sums in the network's precision, and rounding in half precision outweighs most eigenvalues.
         self.lifted = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in network.parameters())
         if self.lifted:
@@ -244,7 +235,6 @@ class KroneckerSum:
     explicit = 0
 
     def __init__(self, network: nn.Module, layout: WeightLayout) -> None:
-        """Start from nothing."""
         maps = tuple(layer for layer in layout.layers if not layer.scales)
         others = WeightLayout(tuple(layer for layer in layout.layers if layer.scales), layout.rest)
         self.layout = layout
@@ -275,7 +265,6 @@ class DenseSum:
     """
 
     def __init__(self, network: nn.Module, layout: WeightLayout, chosen: Tensor | None = None) -> None:
-        """Start from nothing."""
         self.network, self.layout, self.chosen = network, layout, chosen
         self.explicit = layout.size if chosen is None else len(chosen)
         self.total = torch.zeros(self.explicit, self.explicit, dtype=torch.float64, device="cpu")
@@ -302,15 +291,11 @@ def check_dense_size(side: int, networks: int, advice: str) -> None:
         side: number of weights.
         networks: how many there are.
         advice: what to use instead.
-
-    Raises:
-        StructureTooLargeError: saying how large it would be.
     """
     needed = 8 * side**2 * (2 * networks + MATRICES - 2)
     free = free_memory()
     if free is not None and needed > free:
-        message = (
+        raise StructureTooLargeError(
             f"the covariance of {side} weights is a {side} x {side} matrix of {8 * side**2 / 1e9:.2f} GB; {networks} network(s) "
             f"need about {needed / 1e9:.2f} GB with the eigensolver, and {free / 1e9:.2f} GB are free. {advice}"
         )
-        raise StructureTooLargeError(message)

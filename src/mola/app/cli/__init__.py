@@ -48,18 +48,14 @@ SHARED = ("fit", "evaluate", "predict", "demo", "train", "bench")
 
 
 def _refuse_team(command: str | None) -> None:
-    """Let several processes start only what they can do together: otherwise each would do all of it, and write the same files.
-
-    Raises:
-        OptionError: if there are several, and they cannot.
-    """
+    # Let several processes start only what they can do together: otherwise each would do all of it, and write the same
+    # files.
     size = os.environ.get("WORLD_SIZE", "1")
     if size != "1" and command not in SHARED:
-        message = (
+        raise OptionError(
             f"mola {command} works in one process, and torchrun started {size}: start it without torchrun. "
             f"{', '.join(SHARED[:-1])} and {SHARED[-1]} can be shared."
         )
-        raise OptionError(message)
 
 
 @app.callback()

@@ -11,8 +11,6 @@ from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
 
-__all__ = ["bench"]
-
 
 def bench(
     suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10, imagenet or clinc; or uci, for regression.")],
@@ -166,8 +164,9 @@ def _bench_uci(
     from mola.options import one_of
 
     if data is None:
-        message = "uci: name the folder that holds the sets with --data (a folder for each, with data.txt and index_test_0.txt, ...)."
-        raise OptionError(message)
+        raise OptionError(
+            "uci: name the folder that holds the sets with --data (a folder for each, with data.txt and index_test_0.txt, ...)."
+        )
     names = SETS if sets is None else tuple(one_of(name.strip(), SETS, "--sets") for name in sets.split(","))
     with showing_progress(quiet=quiet) as progress:
         order = UciOrder(data, results, names, splits, gaps, fresh)

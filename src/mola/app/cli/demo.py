@@ -17,8 +17,6 @@ from mola.compare.report.words import demo_headlines, tuning_remarks
 from mola.distributed import join
 from mola.lab.demo import run_demo
 
-__all__ = ["demo"]
-
 FIGURES_BEGIN = 0.85
 """Share of the whole time after which figures are drawn, as measured."""
 

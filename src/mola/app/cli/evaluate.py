@@ -27,8 +27,6 @@ from mola.app.cli.shared_options import (
 )
 from mola.compare.report.tables import for_terminal
 
-__all__ = ["evaluate"]
-
 DRAWING_BEGINS = 0.8
 """Share of the whole time after which figures are drawn."""
 

@@ -25,8 +25,6 @@ from mola.app.cli.shared_options import (
 )
 from mola.errors import OptionError
 
-__all__ = ["explore"]
-
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -115,22 +113,10 @@ def explore(
 
 
 def _refuse_rates(error_rate: float | None, certainty: float | None) -> None:
-    """The digits demo has its own.
-
-    Raises:
-        OptionError: if others were named.
-    """
     if error_rate is not None or certainty is not None:
-        message = "--error-rate and --certainty go with a posterior's folder: the digits demo has its own."
-        raise OptionError(message)
+        raise OptionError("--error-rate and --certainty go with a posterior's folder: the digits demo has its own.")
 
 
 def _refuse_reference(reference: str | None) -> None:
-    """The digits demo has validation data of its own.
-
-    Raises:
-        OptionError: if others were named.
-    """
     if reference is not None:
-        message = "--reference goes with a posterior's folder: the digits demo has its own."
-        raise OptionError(message)
+        raise OptionError("--reference goes with a posterior's folder: the digits demo has its own.")

@@ -28,8 +28,6 @@ from mola.app.cli.shared_options import (
 )
 from mola.export import Written
 
-__all__ = ["export"]
-
 
 def export(
     context: typer.Context,

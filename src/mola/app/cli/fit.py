@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mola.app.jobs.fit import FitResult
     from mola.app.jobs.job import Job
 
-__all__ = ["fit"]
-
 NETWORKS, DATA, PREPARATION, METHOD = "Networks", "Data", "Preparation of the inputs", "Method"
 
 CODE = ("network", "train", "val", "outliers")
@@ -354,7 +352,6 @@ def fit(
 
 @contextmanager
 def _hearing() -> Iterator[set[str]]:
-    """The texts of warnings, which are shown as they come."""
     heard: set[str] = set()
     show = warnings.showwarning
 

@@ -14,8 +14,6 @@ from rich.table import Table
 from mola.app.cli.shared_options import Json, cooling_words
 from mola.options import counted
 
-__all__ = ["info"]
-
 
 def info(
     posterior: Annotated[Path, typer.Argument(help="Folder that `mola fit` or posterior.save wrote.")],
@@ -102,7 +100,6 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _outputs(found: dict[str, Any]) -> str:
-    """How many, and what they mean where they are no classes."""
     if found["likelihood"] == "categorical":
         return f"{found['outputs']} classes"
     variances = ""
@@ -112,7 +109,6 @@ def _outputs(found: dict[str, Any]) -> str:
 
 
 def _cooling(found: dict[str, Any]) -> str:
-    """What logits are divided by, and whether distances from the training classes are known."""
     words = cooling_words(found["temperature"], found["distance_exponent"])
     if found["has_distances"]:
         return " and ".join(words) or "none; distances from the training classes are known"
@@ -121,7 +117,6 @@ def _cooling(found: dict[str, Any]) -> str:
 
 
 def _alarm(validation: dict[str, Any]) -> str:
-    """The score above which inputs are outlying, and the false-alarm rate, where that is known."""
     rate = validation.get("false_alarm_rate")
     words = "" if rate is None else f", with at most {100 * rate:.2g} % false alarms"
     return f"scores above {validation['outlier_threshold']:.4g}{words}"

@@ -31,8 +31,6 @@ from mola.app.cli.shared_options import (
 )
 from mola.options import counted
 
-__all__ = ["predict"]
-
 
 def predict(
     context: typer.Context,

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["showing_progress"]
-
 
 @contextmanager
 def showing_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:

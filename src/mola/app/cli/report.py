@@ -12,8 +12,6 @@ from rich.markup import escape
 from mola.app.cli.progress import showing_progress
 from mola.compare.report.tables import for_terminal
 
-__all__ = ["report"]
-
 
 def report(
     suites: Annotated[

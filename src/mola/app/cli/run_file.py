@@ -13,32 +13,26 @@ from mola.app.jobs.job import read_toml, to_toml
 from mola.errors import OptionError
 from mola.saving.storage import write_atomically
 
-__all__ = ["Config", "check_run", "write_run"]
-
 NEVER_KEPT = ("config", "trust", "as_json", "quiet", "threads")
 """Options that are about one call and not about its result; trust is said each time."""
 
 
 def _read(context: typer.Context, path: Path | None) -> Path | None:
-    """Take the file's values as the command's defaults: flags win.
-
-    Raises:
-        OptionError: if the file is of another command, or names what is no option.
-    """
+    # Take the file's values as the command's defaults: flags win.
     if path is None:
         return None
     document, name = read_toml(path), context.info_name
     options = document.get("options")
     if document.get("command") != name or not isinstance(options, dict):
-        message = f'{path} is not a run of `mola {name}`: expected command = "{name}" and a table [options], as such a run writes.'
-        raise OptionError(message)
+        raise OptionError(
+            f'{path} is not a run of `mola {name}`: expected command = "{name}" and a table [options], as such a run writes.'
+        )
     known = {str(one.name) for one in context.command.params} - set(NEVER_KEPT)
     unknown = sorted(set(options) - known)
     if unknown:
-        message = (
+        raise OptionError(
             f"{path} names {unknown[0]!r}, which is not an option of `mola {name}`; known: {', '.join(sorted(known))}."
         )
-        raise OptionError(message)
     context.default_map = {**(context.default_map or {}), **options}
     return path
 

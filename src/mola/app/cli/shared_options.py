@@ -13,29 +13,6 @@ from rich.markup import escape
 from mola.app.jobs.rows import Account
 from mola.errors import OptionError
 
-__all__ = [
-    "LEFT_OUT",
-    "Certainty",
-    "Coverage",
-    "Data",
-    "Device",
-    "ErrorRate",
-    "FalseAlarmRate",
-    "Json",
-    "Network",
-    "Quiet",
-    "Strict",
-    "Threads",
-    "Trust",
-    "a_price",
-    "cooling_words",
-    "finish",
-    "numbers",
-    "set_threads",
-    "sides",
-    "texts",
-]
-
 LEFT_OUT = 3
 """Exit code of a command that did its work but left inputs out."""
 
@@ -111,9 +88,6 @@ def finish(account: Account, summary: dict[str, Any], *, as_json: bool, quiet: b
         summary: plain values.
         as_json: whether the summary is wanted.
         quiet: whether nothing is to be said.
-
-    Raises:
-        Exit: with `LEFT_OUT`, if inputs were left out.
     """
     if as_json:
         typer.echo(json.dumps(summary, indent=2, ensure_ascii=False))
@@ -140,15 +114,13 @@ def numbers(text: str | None, option: str) -> tuple[float, ...] | None:
 
     Returns:
         The numbers, or None where nothing was written.
-
-    Raises:
-        OptionError: if one is not a number.
     """
     try:
         return None if text is None else tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        message = f"{option} must be numbers with commas between them, such as 0.5,0.5,0.5; got {text!r}."
-        raise OptionError(message) from error
+        raise OptionError(
+            f"{option} must be numbers with commas between them, such as 0.5,0.5,0.5; got {text!r}."
+        ) from error
 
 
 def a_price(text: str | None) -> float | Literal["loss"] | None:
@@ -159,17 +131,15 @@ def a_price(text: str | None) -> float | Literal["loss"] | None:
 
     Returns:
         The price, or None where nothing was written.
-
-    Raises:
-        OptionError: if it is neither.
     """
     if text is None or text == "loss":
         return text  # type: ignore[return-value]
     try:
         return float(text)
     except ValueError as error:
-        message = f"--price must be a number between 0 and 1, such as 0.02 for at most 2 % more log loss, or loss; got {text!r}."
-        raise OptionError(message) from error
+        raise OptionError(
+            f"--price must be a number between 0 and 1, such as 0.02 for at most 2 % more log loss, or loss; got {text!r}."
+        ) from error
 
 
 def sides(text: str | None) -> int | tuple[int, int] | None:
@@ -180,16 +150,12 @@ def sides(text: str | None) -> int | tuple[int, int] | None:
 
     Returns:
         The lengths, or None where nothing was written.
-
-    Raises:
-        OptionError: if they are not lengths.
     """
     if text is None:
         return None
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        message = f"--resize must be a length in pixels, or height and width such as 224x160; got {text!r}."
-        raise OptionError(message)
+        raise OptionError(f"--resize must be a length in pixels, or height and width such as 224x160; got {text!r}.")
     return int(parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
 
 
@@ -201,9 +167,6 @@ def texts(text: str | None) -> int | tuple[str, ...] | None:
 
     Returns:
         The number or the names, or None where nothing was written.
-
-    Raises:
-        OptionError: if a name is repeated or empty, or the file is not text.
     """
     if text is None:
         return None
@@ -214,13 +177,11 @@ def texts(text: str | None) -> int | tuple[str, ...] | None:
     except OSError:  # no such file; or too long for a file's name, as a thousand classes are
         listed = text.split(",")
     except UnicodeDecodeError as error:
-        message = f"{text} is not text in UTF-8: expected the name of a class on each line."
-        raise OptionError(message) from error
+        raise OptionError(f"{text} is not text in UTF-8: expected the name of a class on each line.") from error
     names = tuple(name.strip() for name in listed if name.strip())
     if len(set(names)) != len(names) or len(names) < 2:
-        message = (
+        raise OptionError(
             f"--classes must be a number, two or more different names with commas between them, or a FILE with a name on each line; "
             f"got {text!r}."
         )
-        raise OptionError(message)
     return names

@@ -12,8 +12,6 @@ from rich.markup import escape
 
 from mola.app.cli.progress import showing_progress
 
-__all__ = ["train"]
-
 
 def train(
     suite: Annotated[str, typer.Argument(help="digits, mnist, cifar10 or clinc.")],

@@ -18,8 +18,6 @@ from mola.app.explore.subject import Reference, Subject
 from mola.app.jobs.decisions import decide
 from mola.errors import DataError
 
-__all__ = ["SLIDERS", "Answers", "heading", "message", "percent", "thumbnails", "verdict"]
-
 SLIDERS = {
     "rotation": ("Rotation (degrees)", 1),
     "scale": ("Size (times)", 0.05),
@@ -96,7 +94,6 @@ def _templates() -> Any:
 
 
 def _render(part: str, *values: Any, **named: Any) -> str:
-    """A part of the page, by the name of its macro."""
     return str(getattr(_templates(), part)(*values, **named)).strip()
 
 
@@ -108,7 +105,6 @@ class Answers:
     """
 
     def __init__(self, explorer: Explorer) -> None:
-        """Bind the explorer."""
         self.explorer = explorer
         self.subject = explorer.subject
 
@@ -153,9 +149,6 @@ class Answers:
 
         Returns:
             The picture and a note.
-
-        Raises:
-            DataError: if it cannot be used.
         """
         if size > LARGEST_FILE:
             raise DataError(too_large(name))
@@ -175,9 +168,6 @@ class Answers:
 
         Returns:
             The picture and a note.
-
-        Raises:
-            DataError: if there is none.
         """
         if not 0 <= index < len(self.subject.examples):
             words = f"there is no example {index}, only {len(self.subject.examples)} of them: reload the page."
@@ -208,12 +198,10 @@ def heading(subject: Subject) -> str:
 
 
 def _by_method(opinions: Opinions, subject: Subject) -> list[tuple[str, str, float]]:
-    """Label and confidence of each method."""
     return [(method, subject.classes[opinions.label(method)], opinions.confidence(method)) for method in METHODS]
 
 
 def _column(names: list[str]) -> int:
-    """Width of a column of names, in letters."""
     return min(WIDEST, 1 + max(map(len, names)))
 
 
@@ -403,7 +391,6 @@ def _strange(opinions: Opinions, subject: Subject) -> list[str]:
 
 
 def _cooled(opinions: Opinions) -> list[str]:
-    """What caution by distance takes from MoLA's confidence, where that is worth a sentence."""
     sure = opinions.confidence("MoLA")
     if opinions.distance is None or opinions.uncooled is None or opinions.uncooled - sure < TAKEN:
         return []

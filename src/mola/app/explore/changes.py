@@ -15,8 +15,6 @@ from torch.nn import functional
 from mola.errors import OptionError
 from mola.lab.data.transforms import rotate
 
-__all__ = ["NEUTRAL", "RANGES", "Changes", "apply"]
-
 RANGES = {
     "rotation": (-180.0, 180.0),
     "scale": (0.25, 3.0),
@@ -55,19 +53,12 @@ class Changes:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that no slider has.
-
-        Raises:
-            OptionError: if one is out of its range.
-        """
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                message = f"{name} must be a number from {low:g} to {high:g}, got {value!r}."
-                raise OptionError(message)
+                raise OptionError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= LARGEST_SEED:
-            message = f"seed must be a whole number from 0 to {LARGEST_SEED}, got {self.seed!r}."
-            raise OptionError(message)
+            raise OptionError(f"seed must be a whole number from 0 to {LARGEST_SEED}, got {self.seed!r}.")
 
     @property
     def moved(self) -> tuple[str, ...]:
@@ -105,7 +96,6 @@ def apply(values: Tensor, changes: Changes) -> Tensor:
 
 
 def _resize(values: Tensor, scale: float) -> Tensor:
-    """Larger or smaller about the centre, black around."""
     if scale == 1:
         return values
     # Bilinear sampling sees two pixels: where more shrink into one, finer samples are averaged.
@@ -118,7 +108,7 @@ def _resize(values: Tensor, scale: float) -> Tensor:
 
 
 def _blur(values: Tensor, percent: float) -> Tensor:
-    r"""Gaussian blur, :math:`w_i \propto \exp(-i^2 / 2\sigma^2)` along each axis, the border repeated outwards."""
+    # Gaussian blur, w_i \propto \exp(-i^2 / 2\sigma^2) along each axis, the border repeated outwards.
     if percent == 0:
         return values
     sigma = percent / 100 * max(values.shape[-2:])

@@ -26,8 +26,6 @@ from mola.likelihood import CATEGORICAL
 from mola.network import undisturbed
 from mola.prediction import Prediction
 
-__all__ = ["METHODS", "Explorer", "Member", "Opinions", "Turned"]
-
 METHODS = ("MAP", "DE", "MoLA")
 
 PATIENCE = 1.5
@@ -96,7 +94,6 @@ class Explorer:
     """
 
     def __init__(self, subject: Subject) -> None:
-        """See how long an answer takes."""
         self.subject = subject
         self.step = self._affordable_step()
 
@@ -161,19 +158,17 @@ class Explorer:
         )
 
     def _moments(self, inputs: Tensor) -> list[LogitMoments]:
-        """Of the logits of every component, before they are cooled."""
         posterior = self.subject.posterior
         with torch.no_grad(), undisturbed(*posterior.networks, passes_only=True):
             return in_range([component.moments(self._placed(inputs)) for component in posterior.components])
 
     def _each(self, moments: Sequence[LogitMoments], cooling: Cooling) -> list[Tensor]:
-        """Probabilities (n, C) of every component: with their weights they make up the mixture."""
+        # Probabilities (n, C) of every component: with their weights they make up the mixture.
         posterior = self.subject.posterior
         with torch.no_grad():
             return [posterior.link(one, None).cpu() for one in cooling(moments, posterior.weights)]
 
     def _uncooled(self, moments: Sequence[LogitMoments]) -> float | None:
-        """Confidence of the mixture without cooling by distance."""
         posterior = self.subject.posterior
         if posterior.distance_exponent == 0:
             return None
@@ -188,7 +183,6 @@ class Explorer:
         return inputs if like is None else inputs.to(like.device)
 
     def _affordable_step(self) -> int | None:
-        """Degrees between angles such that a curve is drawn while one waits; None if not even the coarsest is."""
         blank = self.subject.sight.inputs(torch.zeros(4, *self.subject.sight.shape))
         self._predict(blank)  # the first pass prepares
         began = time.perf_counter()
@@ -203,13 +197,13 @@ def affordable(seconds: float, steps: Sequence[int]) -> int | None:
 
 
 def _plain(prediction: Prediction) -> Tensor:
-    """Probabilities (K, n, C) of the networks without their Laplace approximations."""
+    # Probabilities (K, n, C) of the networks without their Laplace approximations.
     assert prediction.logit_mean is not None  # a mixture of Laplace approximations has logits
     return CATEGORICAL.probabilities(prediction.logit_mean)
 
 
 def _methods(prediction: Prediction, plain: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Probabilities (n, C) by method: the first network, the networks with the mixture's weights, and the mixture."""
+    # Probabilities (n, C) by method: the first network, the networks with the mixture's weights, and the mixture.
     ensemble = torch.einsum("k,knc->nc", weights.to(plain), plain)
     return dict(zip(METHODS, (plain[0], ensemble, prediction.probs), strict=True))
 

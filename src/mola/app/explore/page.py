@@ -22,8 +22,6 @@ try:
 except ImportError as error:
     raise MissingExtraError(feature="the explorer", package=error.name or "gradio", extra="explore") from error
 
-__all__ = ["build_page", "mount"]
-
 PAD = 280
 """Pixels of the drawing pad."""
 
@@ -128,11 +126,7 @@ def build_page(explorer: Explorer) -> gr.Blocks:
 
 
 def sent(event: gr.EventData, name: str, kind: Any) -> Any:
-    """What the page sent with an event.
-
-    Raises:
-        DataError: if it is not of this kind, since a page can send anything.
-    """
+    """What the page sent with an event."""
     value = event._data.get(name) if isinstance(event._data, dict) else None
     if not isinstance(value, kind):
         words = f"the page sent {name} = {value!r:.40}, and something else was expected: load it again."
@@ -192,7 +186,7 @@ def mount(explorer: Explorer) -> Any:
 
 
 def _theme() -> Any:
-    """Gradio's theme: quiet greys, MoLA's green, and fonts that the machine has."""
+    # Gradio's theme: quiet greys, MoLA's green, and fonts that the machine has.
     fonts = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
     return gr.themes.Base(
         primary_hue="emerald",

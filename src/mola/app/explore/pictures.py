@@ -26,7 +26,6 @@ try:
 except ImportError as error:
     raise MissingExtraError(feature="the explorer", package="pillow", extra="explore") from error
 
-__all__ = ["LARGEST_FILE", "LARGEST_PIXELS", "Picture", "Sight", "decode", "from_data_url", "to_data_url", "too_large"]
 LARGEST_FILE = 10 * 2**20
 """Bytes."""
 
@@ -59,22 +58,17 @@ def from_data_url(text: str, name: str = "the picture") -> bytes:
 
     Returns:
         The bytes.
-
-    Raises:
-        DataError: if it is no such address, or too long.
     """
     shown = _shown(name)
     if len(text) > LARGEST_FILE * 4 // 3 + 200:
         raise DataError(too_large(name))
     heading, comma, body = text.partition(",")
     if not comma or not heading.startswith("data:") or not heading.endswith(";base64"):
-        message = f"{shown} did not arrive whole: drop it once more."
-        raise DataError(message)
+        raise DataError(f"{shown} did not arrive whole: drop it once more.")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        message = f"{shown} did not arrive whole: drop it once more."
-        raise DataError(message) from error
+        raise DataError(f"{shown} did not arrive whole: drop it once more.") from error
 
 
 def decode(data: bytes, name: str = "the picture") -> Picture:
@@ -86,14 +80,10 @@ def decode(data: bytes, name: str = "the picture") -> Picture:
 
     Returns:
         The picture: the first frame, upright, transparent parts filled with white, 8 bits a channel.
-
-    Raises:
-        DataError: if it is no image, is damaged, or is too large.
     """
     shown = _shown(name)
     if not data:
-        message = f"{shown} is empty: expected an image ({_formats()})."
-        raise DataError(message)
+        raise DataError(f"{shown} is empty: expected an image ({_formats()}).")
     if len(data) > LARGEST_FILE:
         raise DataError(too_large(name))
     try:
@@ -108,15 +98,13 @@ def decode(data: bytes, name: str = "the picture") -> Picture:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        message = f"{shown} is no image that can be read here: expected {_formats()}."
-        raise DataError(message) from error
+        raise DataError(f"{shown} is no image that can be read here: expected {_formats()}.") from error
     except Image.DecompressionBombError as error:
         raise DataError(_too_many(shown, "far more pixels than a photograph")) from error
     # Pillow's decoders raise whatever a damaged file leads to: struct.error, IndexError, SyntaxError, MemoryError, ...
     except Exception as error:
         reason = str(error) or type(error).__name__
-        message = f"{shown} cannot be decoded: {reason}. Is the file whole?"
-        raise DataError(message) from error
+        raise DataError(f"{shown} cannot be decoded: {reason}. Is the file whole?") from error
 
 
 def _settled(opened: Image.Image) -> Picture:
@@ -186,16 +174,12 @@ class Sight:
 
         Returns:
             The sight.
-
-        Raises:
-            OptionError: if such inputs are no pictures.
         """
         if len(shape) != 3 or shape[0] not in (1, 3) or not all(2 <= side <= LARGEST_SIDE for side in shape[1:]):
-            message = (
+            raise OptionError(
                 f"the explorer is for networks that see pictures, of 1 or 3 channels and 2 to {LARGEST_SIDE} pixels a side: inputs "
                 f"(channels, height, width). These take inputs of shape {tuple(shape)}; `mola predict` predicts for them."
             )
-            raise OptionError(message)
         return cls((shape[0], shape[1], shape[2]), intake)
 
     @property
@@ -254,16 +238,12 @@ class Sight:
 
         Returns:
             Bytes (channels, height, width).
-
-        Raises:
-            DataError: if it is something else, since a page can send anything.
         """
         image = decode(from_data_url(text)).image
         if (image.height, image.width) != self.shape[1:]:
-            message = (
+            raise DataError(
                 f"expected a picture of {self.shape[2]} x {self.shape[1]} pixels, got {image.width} x {image.height}."
             )
-            raise DataError(message)
         return Preparation(None, None, self.mode)(image)
 
 

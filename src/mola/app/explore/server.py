@@ -19,8 +19,6 @@ from mola.app.explore.opinions import Explorer
 from mola.app.explore.pictures import LARGEST_FILE
 from mola.errors import OptionError
 
-__all__ = ["ASKED", "READ", "READ_BELOW", "listen", "make_app", "serve", "why_refused"]
-
 LARGEST_REQUEST = LARGEST_FILE * 4 // 3 + 2**20
 """Bytes: a picture as text, and what comes along with it."""
 
@@ -74,16 +72,12 @@ def listen(host: str, port: int) -> socket.socket:
 
     Returns:
         The socket.
-
-    Raises:
-        OptionError: if that is not possible.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         opened = socket.socket(found[0], socket.SOCK_STREAM)
     except OSError as error:
-        message = f"--host {host} is no address of this machine: {error.strerror or error}."
-        raise OptionError(message) from error
+        raise OptionError(f"--host {host} is no address of this machine: {error.strerror or error}.") from error
     try:
         if os.name == "posix":  # elsewhere it would let two servers share a port
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,12 +86,11 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         opened.close()
         taken = getattr(error, "errno", None) == errno.EADDRINUSE
-        message = (
+        raise OptionError(
             f"port {port} of {host} is taken, perhaps by another explorer: choose another with --port."
             if taken
             else f"cannot listen on port {port} of {host}: {getattr(error, 'strerror', None) or error}."
-        )
-        raise OptionError(message) from error
+        ) from error
     return opened
 
 
@@ -132,7 +125,6 @@ class Guarded:
     """
 
     def __init__(self, app: Callable[..., Any]) -> None:
-        """Bind the application."""
         self.app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
@@ -188,7 +180,7 @@ class Guarded:
 
 
 def _from_this_page(headers: dict[bytes, bytes]) -> bool:
-    """Whether a question is in JSON, which other pages cannot send unasked, and comes from no other page."""
+    # Other pages cannot send JSON unasked.
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     origin = headers.get(b"origin")
     if origin is not None and urlsplit(origin.decode("latin-1")).netloc.encode("latin-1") != headers.get(b"host"):
@@ -209,7 +201,6 @@ async def whole_body(receive: Callable[[], Any]) -> bytes | None:
 
 
 def _once(body: bytes, receive: Callable[[], Any]) -> Callable[[], Any]:
-    """A body that has been read already, to be received again."""
     given = False
 
     async def received() -> Any:
@@ -292,10 +283,4 @@ def _is_plain(value: Any) -> bool:
 
 
 def _refuse(word: str) -> Any:
-    """NaN and the like, which are no JSON.
-
-    Raises:
-        ValueError: always.
-    """
-    message = f"{word} is no number"
-    raise ValueError(message)
+    raise ValueError(f"{word} is no number")

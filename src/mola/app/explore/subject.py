@@ -35,8 +35,6 @@ from mola.lab.demo import build_network, demo_methods, one_thread
 from mola.posterior import MoLA
 from mola.training import Recipe, train_ensemble
 
-__all__ = ["Example", "Reference", "Subject", "digits_subject", "ood_examples", "open_subject"]
-
 NOISE_SEED = 0
 
 TRAINED = 0.95
@@ -81,13 +79,9 @@ class Reference:
 
         Returns:
             The distribution.
-
-        Raises:
-            DataError: if there are none.
         """
         if not len(scores):
-            message = f"{name} holds no input that can be used, so there are no scores to compare with."
-            raise DataError(message)
+            raise DataError(f"{name} holds no input that can be used, so there are no scores to compare with.")
         values = scores.double().cpu().numpy()
         return cls(*_columns(quantiles(values)), count=len(scores), name=name, alarm=usual_alarm(values)[0])
 
@@ -101,9 +95,6 @@ class Reference:
 
         Returns:
             The distribution, or None.
-
-        Raises:
-            StorageError: if it is garbled: a file can be damaged.
         """
         pairs = (validation or {}).get("outlier_quantiles")
         if pairs is None or validation is None:
@@ -119,8 +110,9 @@ class Reference:
         except (TypeError, ValueError, KeyError, IndexError):
             sound, count, alarm = False, 0, None
         if not sound or count < 1:
-            message = "the saved quantiles of the outlier score are invalid: expected pairs of a share and a score, both rising."
-            raise StorageError(message)
+            raise StorageError(
+                "the saved quantiles of the outlier score are invalid: expected pairs of a share and a score, both rising."
+            )
         return cls(levels, scores, count, name, alarm)
 
     def share_below(self, score: float) -> float:
@@ -286,25 +278,19 @@ def open_subject(
 
     Returns:
         The subject.
-
-    Raises:
-        OptionError: if the networks do not see pictures, or take inputs that nobody knows how to make of pictures.
-        MolaError: if the reference data cannot be read, or the folder is none.
     """
     progress("loading networks", 0.0)
     fitted = open_posterior(folder, device, trust=trust, network=network)
     if not fitted.posterior.likelihood.competing:
-        message = (
+        raise OptionError(
             f"the explorer shows one of several classes, and this posterior has the likelihood {fitted.posterior.likelihood.name!r}. "
             f"`mola predict` predicts for it."
         )
-        raise OptionError(message)
     if not isinstance(fitted.example, Tensor) or not fitted.example.is_floating_point():
-        message = (
+        raise OptionError(
             "the explorer is for networks that see pictures, as one tensor of numbers: these take other inputs. "
             "`mola predict` predicts for them."
         )
-        raise OptionError(message)
     fitted.refuse_positions("the explorer shows one prediction for each picture")
     sight = Sight.of(tuple(fitted.example.shape[1:]), Intake.from_plain(fitted.preparation))
     decisions, undecided = None, ""
@@ -358,7 +344,7 @@ def open_subject(
 
 
 class _NotPixelsError(OptionError):
-    """Inputs that are not pixels in a known normalisation."""
+    pass
 
 
 def _left_out(named: str | None, error: MolaError, found: Reference | None) -> str:
@@ -405,29 +391,21 @@ def _scores(posterior: MoLA, source: UserSet, progress: Progress) -> Tensor:
 
 
 def _examples(sight: Sight, source: UserSet) -> tuple[Example, ...]:
-    """A few inputs as bytes.
-
-    Raises:
-        DataError: if there are none.
-        _NotPixelsError: if they are no pixels.
-    """
     found: list[Tensor] = []
     for inputs in _inputs(thinned(source, EXAMPLES)):
         found.append(inputs.cpu())
         if sum(map(len, found)) >= EXAMPLES:
             break
     if not found:
-        message = f"{source.name} holds no input that can be used."
-        raise DataError(message)
+        raise DataError(f"{source.name} holds no input that can be used.")
     whole = torch.cat(found)
     few = whole[even_places(len(whole), min(EXAMPLES, len(whole)))]
     values = sight.values(few)
     low, high = float(values.min()), float(values.max())
     if low < -SLACK or high > 1 + SLACK:
-        message = (
+        raise _NotPixelsError(
             f"the inputs of {source.name} range from {low:.3g} to {high:.3g} where pixels range from 0 to 1: nobody knows how to make "
             f"such inputs of a picture. Fit on images or bytes, with --normalise or --mean and --std."
         )
-        raise _NotPixelsError(message)
     pixels = (values * 255).round().clamp(0, 255).to(torch.uint8)
     return tuple(Example(f"from {Path(source.name).name}", one) for one in pixels)

@@ -25,7 +25,6 @@ from mola.errors import DataError
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.likelihood.bernoulli import MISSING
 
-__all__ = ["Arrays", "InMemory", "open_arrays"]
 INPUTS = ("x", "inputs", "images", "data", "arr_0")
 LABELS = ("y", "labels", "targets", "label", "arr_1")
 
@@ -72,12 +71,6 @@ class Arrays:
         return replace(self, intake=intake)
 
     def __iter__(self) -> Iterator[Rows]:
-        """Read batch by batch.
-
-        Yields:
-            One batch after the other.
-
-        """
         start = 0
         for values in _portions(self.path, self.member, self.intake.batch_size):
             end = start + len(values)
@@ -106,8 +99,7 @@ class Arrays:
             inputs = self.intake.normalise(pixels) if pixels.ndim == 4 else pixels
         shape = self.intake.shape
         if shape is not None and tuple(inputs.shape[1:]) != shape:
-            message = f"{self.path} holds inputs of shape {tuple(inputs.shape[1:])}, expected {shape}."
-            raise DataError(message)
+            raise DataError(f"{self.path} holds inputs of shape {tuple(inputs.shape[1:])}, expected {shape}.")
         return inputs
 
 
@@ -141,21 +133,14 @@ class InMemory:
         return replace(self, intake=intake)
 
     def __iter__(self) -> Iterator[Rows]:
-        """Batch by batch.
-
-        Yields:
-            One batch after the other.
-
-        Raises:
-            DataError: if the images are not what the networks take.
-        """
         size = self.intake.batch_size
         for start in range(0, len(self.values), size):
             values = self.values[start : start + size]
             inputs = values if values.is_floating_point() else self.intake.normalise(values)
             if self.intake.shape is not None and tuple(inputs.shape[1:]) != self.intake.shape:
-                message = f"{self.name} holds inputs of shape {tuple(inputs.shape[1:])}, expected {self.intake.shape}."
-                raise DataError(message)
+                raise DataError(
+                    f"{self.name} holds inputs of shape {tuple(inputs.shape[1:])}, expected {self.intake.shape}."
+                )
             labels = None if self.labels is None else self.labels[start : start + size]
             names = [f"{self.name}[{index}]" for index in range(start, start + len(values))]
             yield checked_rows(names, inputs, labels, classes=self.outputs, dtype=self.intake.torch_dtype)
@@ -175,25 +160,22 @@ def open_arrays(
 
     Returns:
         The rows; inputs are not read yet.
-
-    Raises:
-        DataError: if the file is damaged, or inputs or labels are missing or do not fit together.
     """
     names = _members(path)
     inputs = _choose(names, INPUTS) if path.suffix == ".npz" else ""
     labels = _choose(names, LABELS) if path.suffix == ".npz" else None
     if inputs is None or (labelled and labels is None):
         wanted, known = ("inputs", INPUTS) if inputs is None else ("labels", LABELS)
-        message = f"{path} holds no {wanted}: expected an array called {', '.join(known)}; found {', '.join(names) or 'one array'}."
-        raise DataError(message)
+        raise DataError(
+            f"{path} holds no {wanted}: expected an array called {', '.join(known)}; found {', '.join(names) or 'one array'}."
+        )
     header = _header(path, inputs)
     shape, _, dtype = header
     if dtype.kind not in "fiub" or dtype.itemsize > 8 or len(shape) < 2 or shape[0] == 0:
-        message = (
+        raise DataError(
             f"{path}: {inputs or 'the array'} has shape {shape} and type {dtype}: expected numbers, a row for each input, of 64 bits "
             f"at most."
         )
-        raise DataError(message)
     found = _labels(path, labels, shape[0], likelihood) if labelled and labels is not None else None
     return Arrays(str(path), path, inputs, header, found, outputs, intake, likelihood)
 
@@ -202,11 +184,10 @@ def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tens
     values = np.concatenate(list(_portions(path, member, 2**20)))
     if not likelihood.competing:
         if values.dtype.kind not in "biuf" or len(values) != count:
-            message = (
+            raise DataError(
                 f"{path}: {member} has shape {values.shape} and type {values.dtype}: expected {count} rows of numbers, one for each "
                 f"output of the networks, or for each output at each position."
             )
-            raise DataError(message)
         unlike = values.dtype.kind in "iu" or values.ndim == 1
         if (
             likelihood.discrete
@@ -214,12 +195,11 @@ def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tens
             and not bool(likelihood.readable(torch.from_numpy(values.astype(np.float64))).all())
         ):
             strange = values[(values != 0) & (values != 1) & (values != MISSING) & ~np.isnan(values.astype(np.float64))]
-            message = (
+            raise DataError(
                 f"{path}: {member} holds {strange.flat[0]:g}, and likelihood {likelihood.name!r} takes 0 and 1 for each output, NaN "
                 f"or {MISSING} where a label is missing. Class indices, of which one is right for each input, are for --likelihood "
                 f"categorical."
             )
-            raise DataError(message)
         # At many positions they stay as small as they are in the file, but for types that torch has not.
         return torch.from_numpy(values.astype(np.float64 if values.ndim < 3 else np.float32))
     if values.ndim > 1 and values.dtype.kind in "iu" and len(values) == count:
@@ -248,8 +228,7 @@ def _members(path: Path) -> list[str]:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
     except (zipfile.BadZipFile, OSError) as error:
-        message = f"{path} is not an intact .npz file: {error}."
-        raise DataError(message) from error
+        raise DataError(f"{path} is not an intact .npz file: {error}.") from error
 
 
 @contextmanager
@@ -273,31 +252,22 @@ def _header(path: Path, member: str) -> Header:
         with _stream(path, member) as stream:
             return _read_header(stream)
     except DAMAGE as error:
-        message = f"{path} is damaged{f' at {member}' if member else ''}: {error}."
-        raise DataError(message) from error
+        raise DataError(f"{path} is damaged{f' at {member}' if member else ''}: {error}.") from error
 
 
 def _portions(path: Path, member: str, rows: int) -> Iterator[NDArray[Any]]:
-    """The array of a file, so many rows at a time.
-
-    Yields:
-        Arrays of at most so many rows.
-
-    Raises:
-        DataError: if the file is damaged, or holds objects.
-    """
     try:
         with _stream(path, member) as stream:
             header = _read_header(stream)
             if header[2].hasobject:
-                message = f"{path}: {member or 'the array'} holds Python objects, which are not read: save numbers."
-                raise DataError(message)
+                raise DataError(
+                    f"{path}: {member or 'the array'} holds Python objects, which are not read: save numbers."
+                )
             yield from _read_rows(stream, header, rows)
     except DataError:
         raise
     except DAMAGE as error:
-        message = f"{path} is damaged{f' at {member}' if member else ''}: {error}."
-        raise DataError(message) from error
+        raise DataError(f"{path} is damaged{f' at {member}' if member else ''}: {error}.") from error
 
 
 def _read_rows(stream: IO[bytes], header: Header, rows: int) -> Iterator[NDArray[Any]]:
@@ -312,6 +282,5 @@ def _read_rows(stream: IO[bytes], header: Header, rows: int) -> Iterator[NDArray
         count = min(rows, shape[0] - start)
         content = stream.read(count * width)
         if len(content) < count * width:
-            message = f"it is cut off at row {start} of {shape[0]}"
-            raise ValueError(message)
+            raise ValueError(f"it is cut off at row {start} of {shape[0]}")
         yield np.frombuffer(content, dtype).reshape(count, *shape[1:])

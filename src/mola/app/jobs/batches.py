@@ -22,8 +22,6 @@ from mola.hub.folder import CONFIG, is_hub_folder, load_from_hub_folder
 from mola.posterior import MoLA
 from mola.saving.storage import DOCUMENT
 
-__all__ = ["BatchPredictor"]
-
 Columns = dict[str, NDArray[Any]]
 
 KINDS = {"i": "long", "f": "double", "b": "boolean", "O": "string"}
@@ -66,9 +64,6 @@ class BatchPredictor:
         trust: whether you trust whoever made the source: for programs of `mola.export_torch`, and for a folder that names functions to
             call.
         batch_size: inputs that networks see at once, whatever the engine's batches are.
-
-    Raises:
-        OptionError: if an option cannot be used.
     """
 
     source: str | Path
@@ -82,11 +77,6 @@ class BatchPredictor:
     batch_size: int = 1024
 
     def __post_init__(self) -> None:
-        """Bring names into one form.
-
-        Raises:
-            OptionError: if an option cannot be used.
-        """
         object.__setattr__(self, "source", str(self.source))
         for name in ("inputs", "keep"):
             given = getattr(self, name)
@@ -94,11 +84,9 @@ class BatchPredictor:
         if self.shape is not None:
             object.__setattr__(self, "shape", tuple(self.shape))
         if self.batch_size < 1:
-            message = f"batch_size must be at least 1, got {self.batch_size}."
-            raise OptionError(message)
+            raise OptionError(f"batch_size must be at least 1, got {self.batch_size}.")
         if self.dtype not in TYPES:
-            message = f"dtype must be one of {', '.join(TYPES)}; got {self.dtype!r}."
-            raise OptionError(message)
+            raise OptionError(f"dtype must be one of {', '.join(TYPES)}; got {self.dtype!r}.")
 
     def __call__(self, batch: Any) -> Any:
         """The predictions of a batch.
@@ -109,9 +97,6 @@ class BatchPredictor:
         Returns:
             The same kind with the columns of `keep` and those of the predictions; a mapping for an array. Frames keep their
             index.
-
-        Raises:
-            DataError: if columns are missing, or inputs cannot be used.
         """
         if isinstance(batch, (np.ndarray, Tensor)):
             return self._columns(batch.detach().cpu().numpy() if isinstance(batch, Tensor) else batch)
@@ -123,10 +108,9 @@ class BatchPredictor:
         if isinstance(batch, Mapping):
             found = self._predicted(batch, batch, lambda name: np.asarray(batch[name]))
             return {name: batch[name] for name in self.keep} | found
-        message = (
+        raise DataError(
             f"expected a pandas frame, an Arrow table, a mapping of arrays or an array; got {type(batch).__name__}."
         )
-        raise DataError(message)
 
     def over(self, frames: Iterable[Any]) -> Iterator[Any]:
         """The predictions of batches one after the other: what Spark's `mapInPandas` takes."""
@@ -140,14 +124,12 @@ class BatchPredictor:
 
         Returns:
             Such as "id long, label long, confidence double".
-
-        Raises:
-            OptionError: if the types are of other columns than `keep`.
         """
         given = dict(keep or {})
         if set(given) != set(self.keep):
-            message = f"expected the types of {', '.join(self.keep) or 'no column'}, got {', '.join(given) or 'none'}."
-            raise OptionError(message)
+            raise OptionError(
+                f"expected the types of {', '.join(self.keep) or 'no column'}, got {', '.join(given) or 'none'}."
+            )
         found = self._empty()
         kinds = {name: "array<double>" if one.ndim > 1 else KINDS[one.dtype.kind] for name, one in found.items()}
         return ", ".join(f"{name} {kind}" for name, kind in ({name: given[name] for name in self.keep} | kinds).items())
@@ -176,13 +158,11 @@ class BatchPredictor:
 
     def _predicted(self, batch: Any, names: Iterable[str], read: Callable[[str], NDArray[Any]]) -> Columns:
         if not self.inputs:
-            message = "inputs: name the columns that hold the inputs, BatchPredictor(source, inputs=[...])."
-            raise DataError(message)
+            raise DataError("inputs: name the columns that hold the inputs, BatchPredictor(source, inputs=[...]).")
         known = list(names)
         missing = [name for name in (*self.inputs, *self.keep) if name not in known]
         if missing:
-            message = f"the batch has no column {missing[0]!r}; it has {', '.join(map(repr, known)) or 'none'}."
-            raise DataError(message)
+            raise DataError(f"the batch has no column {missing[0]!r}; it has {', '.join(map(repr, known)) or 'none'}.")
         columns = [read(name) for name in self.inputs]
         if not len(columns[0]):
             return self._without_clash(self._empty())
@@ -191,8 +171,9 @@ class BatchPredictor:
             (row for one in columns if one.dtype == object for row, cell in enumerate(one) if cell is None), None
         )
         if absent is not None:
-            message = f"{listed}: row {absent} of the batch is None: leave such rows out before they are predicted."
-            raise DataError(message)
+            raise DataError(
+                f"{listed}: row {absent} of the batch is None: leave such rows out before they are predicted."
+            )
         try:
             if len(columns) == 1:
                 cells = columns[0]
@@ -202,20 +183,15 @@ class BatchPredictor:
                 rows = np.stack(columns, axis=1)
             rows = rows.astype("float64") if rows.dtype == object else rows
         except (ValueError, TypeError) as error:
-            message = f"{listed} cannot be made {self.dtype} inputs of one shape: {error}"
-            raise DataError(message) from error
+            raise DataError(f"{listed} cannot be made {self.dtype} inputs of one shape: {error}") from error
         return self._without_clash(self._columns(rows))
 
     def _without_clash(self, found: Columns) -> Columns:
-        """The columns of predictions.
-
-        Raises:
-            OptionError: if one of them has the name of a column that is to be kept.
-        """
         clash = [name for name in self.keep if name in found]
         if clash:
-            message = f"keep: {clash[0]!r} is also the name of a column of the predictions: rename yours before."
-            raise OptionError(message)
+            raise OptionError(
+                f"keep: {clash[0]!r} is also the name of a column of the predictions: rename yours before."
+            )
         return found
 
     def _columns(self, rows: NDArray[Any]) -> Columns:
@@ -227,17 +203,18 @@ class BatchPredictor:
                 # Copied: engines hand out arrays that may not be written to, which torch warns of.
                 made = np.array(rows, dtype=self.dtype)
         except (ValueError, TypeError) as error:
-            message = f"inputs of shape {rows.shape} and type {rows.dtype} cannot be made {self.dtype} of shape {self.shape}: {error}"
-            raise DataError(message) from error
+            raise DataError(
+                f"inputs of shape {rows.shape} and type {rows.dtype} cannot be made {self.dtype} of shape {self.shape}: {error}"
+            ) from error
         if made.dtype.kind in "iu" and not np.array_equal(made, rows):
             bad = int(np.nonzero((made != rows).reshape(len(rows), -1).any(1))[0][0])
-            message = f"row {bad} of the batch has numbers that {self.dtype} cannot hold: {np.ravel(rows[bad])[:4].tolist()} ..."
-            raise DataError(message)
+            raise DataError(
+                f"row {bad} of the batch has numbers that {self.dtype} cannot hold: {np.ravel(rows[bad])[:4].tolist()} ..."
+            )
         inputs = torch.from_numpy(made)
         if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
             bad = int((~torch.isfinite(inputs.flatten(1)).all(1)).nonzero()[0])
-            message = f"row {bad} of the batch is not finite: leave such rows out before they are predicted."
-            raise DataError(message)
+            raise DataError(f"row {bad} of the batch is not finite: leave such rows out before they are predicted.")
         loaded = self._loaded()
         parts = [loaded.answer(part) for part in torch.split(inputs, self.batch_size)]
         found = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
@@ -261,20 +238,14 @@ class BatchPredictor:
         return self._named(none | {"probabilities": np.empty((0, len(loaded.classes or ())))}, loaded)
 
     def _loaded(self) -> Loaded:
-        """What this process has read, read again if the files have changed.
-
-        Raises:
-            StorageError: if there is no such source.
-        """
         source = Path(str(self.source))
         names = (DOCUMENT, CONFIG) if source.is_dir() else ("",)
         times = tuple((source / name).stat().st_mtime_ns for name in names if (source / name).exists())
         if not times:
-            message = (
+            raise StorageError(
                 f"{source} is neither a folder of mola fit or mola.save_to_hub_folder nor an exported file, as seen from this "
                 f"process: put it where all processes can read it."
             )
-            raise StorageError(message)
         # A function by its name: engines that send it along make it anew for every batch.
         name = (
             "" if self.build is None else f"{self.build.__module__}:{getattr(self.build, '__qualname__', self.build)}"
@@ -287,7 +258,7 @@ class BatchPredictor:
 
 
 def _stacked(cells: NDArray[Any]) -> NDArray[Any]:
-    """Cells that are arrays, or arrays of arrays as Arrow and Spark have nested lists, as one array."""
+    # Cells that are arrays, or arrays of arrays as Arrow and Spark have nested lists, as one array.
     if cells.dtype != object or not len(cells) or not isinstance(cells[0], (np.ndarray, list, tuple)):
         return cells
     return np.stack([_stacked(np.asarray(cell)) for cell in cells])
@@ -302,18 +273,12 @@ READ: dict[tuple[str, str, bool], tuple[tuple[int, ...], Loaded]] = {}
 
 
 def _load(path: Path, build: Any, trust: bool) -> Loaded:
-    """What a source says.
-
-    Raises:
-        StorageError: if it is an exported file that lacks outputs.
-    """
     if path.is_file():
         exported = load_exported(path, trust=trust)
         own = {"mutual_information": "epistemic"}
         lacking = [name for name in ("probabilities", "label") if name not in exported.outputs]
         if lacking:
-            message = f"{path} was exported without {' and '.join(lacking)}: export it with all outputs."
-            raise StorageError(message)
+            raise StorageError(f"{path} was exported without {' and '.join(lacking)}: export it with all outputs.")
 
         def run(inputs: Tensor) -> dict[str, Tensor]:
             return {own.get(name, name): one for name, one in exported(inputs).items()}

@@ -25,8 +25,6 @@ from mola.hub.folder import is_hub_folder
 from mola.lab.imported import split_name
 from mola.saving.storage import DOCUMENT
 
-__all__ = ["check_code", "check_values"]
-
 HARMLESS = ("torchvision.models",)
 """Packages whose functions make networks and nothing else."""
 
@@ -54,47 +52,40 @@ def check_code(name: str, source: Path, *, trust: bool, option: str | None = "--
         source: the posterior's folder, or the file, that names it.
         trust: whether the user trusts it; even then, nothing inside a posterior's own folder is imported.
         option: with which the user's own command names such code; None where it cannot.
-
-    Raises:
-        OptionError: if the code lies in the folder or came along with it, or is installed and not trusted.
     """
     module, _ = split_name(name)
     found = _found(module)
     places = [place for spec in found for place in _places(spec)]
     own_word = "" if option is None else f"If the code is yours, name it on your command: {option} {name}. "
     if _any_within(places, [source]):
-        message = (
+        raise OptionError(
             f"{name} lies in {source}, and code is not imported from a posterior's folder: it may be a stranger's. "
             f"{own_word}Otherwise copy the module to where you trust it, and run this from there."
         )
-        raise OptionError(message)
     if len(found) <= module.count("."):
-        message = (
+        raise OptionError(
             f"cannot import {module!r}, which {source} names: there is no such module here. Run this where the module can be "
             f"imported from, as when the posterior was fitted."
         )
-        raise OptionError(message)
     if trust:
         return
     if _is_own(found):
         if not _any_within(places, _came_along(source)) and not any(map(_in_a_posterior, places)):
             return
-        message = (
+        raise OptionError(
             f"{source} names {name}, whose module {places[-1]} came along with it or with another posterior: it may be a stranger's, "
             f"and importing it would run it. {own_word}If you trust the folder, add --trust."
         )
-        raise OptionError(message)
     if any(f"{module}.".startswith(f"{known}.") for known in HARMLESS):
         return
-    message = (
+    raise OptionError(
         f"{source} names {name}, which is installed and not of the current folder: importing and calling it could do anything. "
         f"{own_word}If you trust the folder, add --trust."
     )
-    raise OptionError(message)
 
 
 def _found(module: str) -> list[ModuleSpec]:
-    """Where a module and the packages around it would be imported from, found without running any of them."""
+    # Where a module and the packages around it would be imported from, found without running any of them.
     importlib.invalidate_caches()
     here = str(Path.cwd())
     # As `mola.lab.imported` looks for it.
@@ -113,7 +104,8 @@ def _found(module: str) -> list[ModuleSpec]:
 
 
 def _by_finders(name: str, search: Iterable[str]) -> ModuleSpec | None:
-    """A module that lies in no package, asked of all that Python asks: packages installed for editing have finders of their own."""
+    # A module that lies in no package, asked of all that Python asks: packages installed for editing have finders of
+    # their own.
     for finder in sys.meta_path:
         if finder is PathFinder:
             spec = _on_path(name, search)
@@ -126,10 +118,8 @@ def _by_finders(name: str, search: Iterable[str]) -> ModuleSpec | None:
 
 
 def _on_path(name: str, search: Iterable[str]) -> ModuleSpec | None:
-    """A module in the first folder that has it, else the folders of that name.
-
-    `PathFinder` does the same, but cannot look into folders without `__init__.py` before it has imported what is around them.
-    """
+    # `PathFinder` does the same, but cannot look into folders without `__init__.py` before it has imported what is
+    # around them.
     portions: list[str] = []
     for entry in search:
         finder = pkgutil.get_importer(entry or str(Path.cwd()))
@@ -150,7 +140,8 @@ def _places(spec: ModuleSpec) -> list[Path]:
 
 
 def _is_own(found: list[ModuleSpec]) -> bool:
-    """Whether all code lies in the current folder, or one below it, as in `src`; packages in an environment there lie deeper."""
+    # Whether all code lies in the current folder, or one below it, as in `src`; packages in an environment there lie
+    # deeper.
     here = Path.cwd().resolve()
     first = found[0]
     roots = [Path(one).resolve() for one in first.submodule_search_locations or [first.origin or ""]]
@@ -161,7 +152,7 @@ def _is_own(found: list[ModuleSpec]) -> bool:
 
 
 def _came_along(source: Path) -> list[Path]:
-    """What was probably downloaded with a file: all that lies in the outermost folder around it, as seen from here."""
+    # What was probably downloaded with a file: all that lies in the outermost folder around it, as seen from here.
     here = Path.cwd().resolve()
     trees = []
     for path in (Path(os.path.normpath(source.absolute())), source.resolve()):
@@ -172,13 +163,13 @@ def _came_along(source: Path) -> list[Path]:
 
 
 def _any_within(places: Iterable[Path], trees: Iterable[Path]) -> bool:
-    """Whether a place lies in one of the trees, by the files themselves: a disk may not tell capitals from small letters."""
+    # Whether a place lies in one of the trees, by the files themselves: a disk may not tell capitals from small
+    # letters.
     known = [tree for tree in trees if tree.exists()]
     return any(one.samefile(tree) for place in places for one in _upwards(place) for tree in known)
 
 
 def _in_a_posterior(place: Path) -> bool:
-    """Whether a module lies in the folder of any posterior, or in a hub's folder."""
     return any((one / DOCUMENT).is_file() or is_hub_folder(one) for one in _upwards(place))
 
 

@@ -25,20 +25,6 @@ from mola.decisions.sets import PredictionSets, sets_of
 from mola.errors import DataError, OptionError, StorageError
 from mola.regression_prediction import RegressionPrediction
 
-__all__ = [
-    "CERTAINTY",
-    "Decisions",
-    "decide",
-    "decision_columns",
-    "decision_rows",
-    "gated_threshold",
-    "interval_columns",
-    "interval_rows",
-    "kept_calibration",
-    "kept_predictions",
-    "make_decisions",
-]
-
 CERTAINTY = 0.95
 """Of the error rate, where the user asks for no other."""
 
@@ -140,60 +126,47 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
 
     Returns:
         The numbers, and outlier scores (n,).
-
-    Raises:
-        OptionError: if there were no validation data, or an older version kept none of this.
-        StorageError: if the file is damaged.
     """
     likelihood = fitted.posterior.likelihood
     if not likelihood.competing:
         others = "--coverage gives intervals for it" if not likelihood.discrete else "The outlier alarm works for it"
-        message = (
+        raise OptionError(
             f"{option} is for networks that choose one of several classes: the likelihood of {fitted.folder} is {likelihood.name!r}. "
             f"{others}."
         )
-        raise OptionError(message)
     columns = _kept_columns(fitted, option)
     try:
         known = Calibration.of_columns(columns, fitted.outputs)
     except DataError as error:
-        message = f"the validation scores of {fitted.folder} are invalid: {error}"
-        raise StorageError(message) from error
+        raise StorageError(f"the validation scores of {fitted.folder} are invalid: {error}") from error
     score = columns.get("ood_score")
     if score is None or score.shape != known.confidence.shape or score.dtype != torch.float64:
-        message = f"the validation scores of {fitted.folder} are invalid: expected an ood_score for each datum."
-        raise StorageError(message)
+        raise StorageError(
+            f"the validation scores of {fitted.folder} are invalid: expected an ood_score for each datum."
+        )
     return known, score
 
 
 def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
-    """Numbers of each validation datum, by name.
-
-    Raises:
-        OptionError: if there are none.
-    """
     if fitted.posterior.has_positions:
-        message = (
+        raise OptionError(
             f"{option}: the networks of {fitted.folder} have outputs at many positions of each input. Positions of one input are "
             f"alike, so that no promise made by them would hold; the outlier alarm works position by position."
         )
-        raise OptionError(message)
     validation = fitted.document["result"].get("validation")
     if validation is None:
-        message = (
+        raise OptionError(
             f"{option}: {fitted.folder} was fitted without validation data, so that nothing is known of how often it errs. Fit again "
             f"with --val: mola fit --config {fitted.folder / 'job.toml'} --val DATA"
         )
-        raise OptionError(message)
     columns: dict[str, Tensor] = {}
     if "scores" in validation:
         columns = read_scores(fitted.folder, validation)[3]
     if not columns:
-        message = (
+        raise OptionError(
             f"{option}: {fitted.folder} was fitted by an older version, which did not keep what decisions need of the validation "
             f"data. Fit again: mola fit --config {fitted.folder / 'job.toml'}"
         )
-        raise OptionError(message)
     return columns
 
 
@@ -206,19 +179,15 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
 
     Returns:
         The prediction and targets (n, D), in their own units.
-
-    Raises:
-        StorageError: if the file is damaged.
     """
     columns = _kept_columns(fitted, option)
     weights = fitted.posterior.weights
     known = [columns[name] for name in (MEANS, VARIANCES, TARGETS) if name in columns]
     if len(known) < 3 or not _are_predictions(known, len(weights)):
-        message = (
+        raise StorageError(
             f"the validation scores of {fitted.folder} are invalid: expected means and variances of {len(weights)} networks, and a "
             f"target for each datum."
         )
-        raise StorageError(message)
     means, variances, targets = known
     means, variances = means.transpose(0, 1).contiguous(), variances.transpose(0, 1).contiguous()
     # The noise's share and outlier scores are no part of an interval.
@@ -227,7 +196,6 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
 
 
 def _are_predictions(known: Sequence[Tensor], components: int) -> bool:
-    """Whether a file's numbers can be what K networks said of data, and the targets of these."""
     means, variances, targets = known
     shaped = means.dim() == 3 and means.shape == variances.shape and means.shape[1] == components
     if not (shaped and len(means) and targets.shape == (len(means), means.shape[2])):
@@ -279,45 +247,38 @@ def make_decisions(
 
     Returns:
         The thresholds.
-
-    Raises:
-        OptionError: if a promise cannot be given, or options do not fit together.
     """
     limit = alarm(fitted, false_alarm_rate)
     if certainty is not None and error_rate is None:
-        message = "--certainty goes with --error-rate: give both, or neither."
-        raise OptionError(message)
+        raise OptionError("--certainty goes with --error-rate: give both, or neither.")
     if by_class and coverage is None:
-        message = "--by-class goes with --coverage: give both, or neither."
-        raise OptionError(message)
+        raise OptionError("--by-class goes with --coverage: give both, or neither.")
     answer = sets = intervals = None
     if not fitted.posterior.likelihood.discrete:
         for option, asked in (("--error-rate", error_rate is not None), ("--by-class", by_class)):
             if asked:
-                message = f"{option} is for classes, and the outputs of {fitted.folder} are numbers: --coverage 0.9 gives intervals."
-                raise OptionError(message)
+                raise OptionError(
+                    f"{option} is for classes, and the outputs of {fitted.folder} are numbers: --coverage 0.9 gives intervals."
+                )
         if coverage is not None:
             said, targets = kept_predictions(fitted, "--coverage")
             try:
                 intervals = prediction_intervals(said, targets, coverage)
             except DataError as error:
-                message = f"--coverage: {error}"
-                raise OptionError(message) from error
+                raise OptionError(f"--coverage: {error}") from error
         return Decisions(limit, intervals=intervals)
     if error_rate is not None:
         known, score = kept_calibration(fitted, "--error-rate")
         try:
             answer = gated_threshold(known, score, limit, error_rate, CERTAINTY if certainty is None else certainty)
         except DataError as error:
-            message = f"--error-rate: {error}"
-            raise OptionError(message) from error
+            raise OptionError(f"--error-rate: {error}") from error
     if coverage is not None:
         known, _ = kept_calibration(fitted, "--coverage")
         try:
             sets = sets_of(known, coverage, by="class" if by_class else None)
         except DataError as error:
-            message = f"--coverage: {error}"
-            raise OptionError(message) from error
+            raise OptionError(f"--coverage: {error}") from error
     return Decisions(limit, answer, sets)
 
 

@@ -57,8 +57,6 @@ from mola.prediction import Prediction
 from mola.regression import RegressionMoLA
 from mola.tuning.candidates import HeldOut, read_held_out
 
-__all__ = ["run_evaluate"]
-
 ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
 """What the report shows of decisions."""
 
@@ -67,8 +65,6 @@ SINGLE, SINGLE_T, ENSEMBLE, ENSEMBLE_T, LAPLACE, MIXTURE = "MAP", "MAP-T", "DE",
 
 @dataclass(frozen=True)
 class _Contest:
-    """The methods, from one posterior."""
-
     posterior: MoLA
     single: MoLA
     """The first component alone."""
@@ -135,8 +131,6 @@ class _Contest:
 
 @dataclass(frozen=True)
 class _Row:
-    """What is read of a prediction."""
-
     probs: Tensor
     logits: Tensor
     score: Tensor
@@ -155,7 +149,7 @@ class _Row:
 def _mixed(
     logits: Tensor, weights: Tensor | None, likelihood: Likelihood = CATEGORICAL, inputs: Tensor | None = None
 ) -> Answer:
-    """Networks without a posterior, by their logits (K, n, C); without weights, one network."""
+    # Networks without a posterior, by their logits (K, n, C); without weights, one network.
     shares = [1.0] if weights is None else weights.tolist()
     members = [share * likelihood.probabilities(one) for share, one in zip(shares, logits, strict=True)]
     return Answer(torch.stack(members).sum(0), logits, weights, likelihood=likelihood, inputs=inputs)
@@ -186,14 +180,10 @@ def run_evaluate(
 
     Returns:
         The numbers, the same for every process.
-
-    Raises:
-        OptionError: if a set is named twice.
     """
     began = time.perf_counter()
     if len({test, *outliers}) <= len(outliers):
-        message = f"each set can be named once, got {', '.join([test, *outliers])}."
-        raise OptionError(message)
+        raise OptionError(f"each set can be named once, got {', '.join([test, *outliers])}.")
     account, together = Account(), Team.alone() if team is None else team
     steps = 2 + len(outliers)
 
@@ -291,7 +281,6 @@ def run_evaluate(
 
 
 def _names(fitted: PosteriorFolder) -> tuple[str, ...]:
-    """Of the classes, or of the numbers that are predicted."""
     count, likelihood = fitted.outputs, fitted.posterior.likelihood
     if isinstance(likelihood, Gaussian):
         count = likelihood.latent(count)
@@ -357,7 +346,6 @@ def _contest(
 
 
 def _temperatures(posterior: MoLA, held: HeldOut, val: Loader, team: Team) -> tuple[dict[str, float], list[str]]:
-    """Those of the networks alone that do best on the validation data, and what was remarked."""
     temperatures: dict[str, float] = {}
     notes: list[str] = []
     with team.work("tuning temperatures"):
@@ -377,7 +365,7 @@ def _temperatures(posterior: MoLA, held: HeldOut, val: Loader, team: Team) -> tu
 
 
 def _held_out(posterior: MoLA, loader: Loader, team: Team) -> HeldOut:
-    """What the networks make of labelled data; each process holds its own part."""
+    # What the networks make of labelled data; each process holds its own part.
     heads = [component.head for component in posterior.components]
     posterior.check_networks()
     with undisturbed(*posterior.networks):
@@ -394,7 +382,7 @@ def _held_out(posterior: MoLA, loader: Loader, team: Team) -> HeldOut:
 
 
 def _logits(held: HeldOut, team: Team) -> tuple[Tensor, Tensor]:
-    """Logits (K, n, C) and labels (n,) of the data of all processes."""
+    # Logits (K, n, C) and labels (n,) of the data of all processes.
     kind = torch.promote_types(held.logits[0].dtype, torch.float32)
     rows = team.rows(torch.stack([some.to(kind) for some in held.logits], dim=1) if len(held) else None)
     return rows.transpose(0, 1), team.rows(held.labels if len(held) else None)
@@ -421,7 +409,6 @@ def _read(contest: _Contest | NumbersContest, loader: Loader, team: Team) -> dic
 
 
 def _usual_sets(fitted: PosteriorFolder) -> PredictionSets | None:
-    """Sets at the usual coverage; None where the folder has not what they need, or too few data."""
     if not fitted.posterior.likelihood.competing:
         return None
     try:
@@ -432,7 +419,6 @@ def _usual_sets(fitted: PosteriorFolder) -> PredictionSets | None:
 
 
 def _decided(fitted: PosteriorFolder, inside: Mapping[str, Tally], classes: Sequence[str]) -> DecisionResult | None:
-    """What the test data show of promises that were made on the validation data; None for folders of older versions."""
     try:
         kept_calibration(fitted, "decisions")
     except OptionError:
@@ -465,7 +451,6 @@ def _decided(fitted: PosteriorFolder, inside: Mapping[str, Tally], classes: Sequ
 
 
 def _warnings(fitted: PosteriorFolder, test: str, tuned_on: str | None) -> list[str]:
-    """What makes a comparison flatter than the truth."""
     notes = []
     for what, name in (("training", fitted.job.train), ("validation", tuned_on)):
         if name is not None and _same(name, test):
@@ -477,6 +462,5 @@ def _warnings(fitted: PosteriorFolder, test: str, tuned_on: str | None) -> list[
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two names are the same, or name the same file or folder in two ways."""
     places = [Path(name).expanduser() for name in (one, other)]
     return one == other or (all(place.exists() for place in places) and places[0].samefile(places[1]))

@@ -22,8 +22,6 @@ from mola.regression import RegressionMoLA
 from mola.regression_prediction import RegressionPrediction
 from mola.tuning.candidates import HeldOut
 
-__all__ = ["ENSEMBLE_N", "NumbersContest", "interval_decisions", "promised_intervals", "scaled_noise"]
-
 SINGLE, SINGLE_N, ENSEMBLE, ENSEMBLE_N, LAPLACE, MIXTURE = "MAP", "MAP-N", "DE", "DE-N", "LLLA", "MoLA"
 
 
@@ -96,7 +94,7 @@ class NumbersContest:
 
 
 def _rows_of(said: RegressionPrediction, drawn: DrawnRows) -> RegressionPrediction:
-    """The prediction at some positions, as rows."""
+    # The prediction at some positions, as rows.
     parts = (said.component_mean, said.component_variance, said.component_noise)
     means, variances, noises = (drawn.of_outputs(part) for part in parts)
     distance = None if said.distance is None else drawn.of_map(said.distance)

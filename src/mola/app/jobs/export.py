@@ -15,8 +15,6 @@ from mola.app.jobs.preparation import Intake
 from mola.errors import OptionError
 from mola.export import Pixels, Written, export_onnx, export_torch
 
-__all__ = ["run_export"]
-
 
 def run_export(
     fitted: PosteriorFolder,
@@ -49,23 +47,18 @@ def run_export(
 
     Returns:
         What was written.
-
-    Raises:
-        OptionError: if no file was asked for, or the networks do not take images.
     """
     if onnx is None and torch_program is None:
-        message = "nothing to write: expected --onnx FILE, --torch FILE, or both."
-        raise OptionError(message)
+        raise OptionError("nothing to write: expected --onnx FILE, --torch FILE, or both.")
     example = fitted.example
     made = make_decisions(
         fitted, false_alarm_rate=false_alarm_rate, error_rate=error_rate, certainty=certainty, coverage=coverage
     )
     if made.intervals is not None:
-        message = (
+        raise OptionError(
             "--coverage: exported files give means and variances, and no calibrated intervals: `mola predict --coverage` does, and in "
             "Python mola.prediction_intervals."
         )
-        raise OptionError(message)
     told: dict[str, Any] = {
         "classes": fitted.classes,
         "outputs": outputs,
@@ -77,8 +70,9 @@ def run_export(
     }
     if pixels:
         if not isinstance(example, Tensor) or example.dim() != 4:
-            message = "--pixels: expected networks that take images, as one tensor (batch, channels, height, width)."
-            raise OptionError(message)
+            raise OptionError(
+                "--pixels: expected networks that take images, as one tensor (batch, channels, height, width)."
+            )
         intake = Intake.from_plain(fitted.preparation)
         told["preparation"] = Pixels(intake.mean, intake.std)
         example = torch.zeros(example.shape, dtype=torch.uint8)

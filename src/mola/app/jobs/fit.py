@@ -58,16 +58,6 @@ from mola.tuning.data_checks import Remembering, guessed, other_order, shared_ro
 from mola.tuning.distance import Distance
 from mola.tuning.rules import ConfidenceThreshold, OutlierExposure, Rule
 
-__all__ = [
-    "RULES",
-    "FitResult",
-    "Material",
-    "check_order",
-    "make_rule",
-    "quantiles",
-    "run_fit",
-    "warn_of_guessing",
-]
 RULES = (*NAMED_RULES, "outliers", "none")
 """How the prior precision is chosen; none keeps what is given."""
 
@@ -108,23 +98,18 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
 
     Returns:
         The rule.
-
-    Raises:
-        OptionError: if it is unknown, or lacks what it needs.
     """
     one_of(job.rule, RULES, "rule")
     if job.threshold is not None and job.rule != "threshold":
-        message = f"--threshold is for the rule 'threshold', got the rule {job.rule!r}."
-        raise OptionError(message)
+        raise OptionError(f"--threshold is for the rule 'threshold', got the rule {job.rule!r}.")
     if job.price is not None and job.rule != "distance":
-        message = f"--price is for the rule 'distance', got the rule {job.rule!r}."
-        raise OptionError(message)
+        raise OptionError(f"--price is for the rule 'distance', got the rule {job.rule!r}.")
     if job.rule == "distance" and not job.distances:
-        message = "the rule 'distance' needs the distances that --no-distances leaves out: drop one of the two."
-        raise OptionError(message)
+        raise OptionError(
+            "the rule 'distance' needs the distances that --no-distances leaves out: drop one of the two."
+        )
     if (job.rule == "outliers") != (job.outliers is not None):
-        message = "the rule 'outliers' and the data named by --outliers go together: give both or neither."
-        raise OptionError(message)
+        raise OptionError("the rule 'outliers' and the data named by --outliers go together: give both or neither.")
     if job.rule == "none":
         return None
     if job.rule == "threshold":
@@ -141,13 +126,11 @@ def check_job(job: Job) -> None:
 
     Args:
         job: as the user gave it.
-
-    Raises:
-        OptionError: if something is missing or unknown.
     """
     if job.train is None:
-        message = "no training data: name them with --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
-        raise OptionError(message)
+        raise OptionError(
+            "no training data: name them with --train (a folder of images, .npz, .csv, mnist:train, package.module:function)."
+        )
     likelihood = job.meaning()
     _positions(job)
     one_of(job.structure, STRUCTURES, "structure")
@@ -157,16 +140,14 @@ def check_job(job: Job) -> None:
         as_rule(job.rule, likelihood=likelihood)
     one_of(job.mixing, MIXING, "mixing")
     if job.seed >= 2**63:
-        message = f"seed must be below 2**63, got {job.seed}."
-        raise OptionError(message)
+        raise OptionError(f"seed must be below 2**63, got {job.seed}.")
     make_rule(job, None)
     needs = "rule" if job.rule not in ("evidence", "none") else "mixing" if job.mixing == "stacking" else None
     if job.val is None and needs is not None:
-        message = (
+        raise OptionError(
             f"the {needs} {getattr(job, needs)!r} needs validation data: name them with --val, or choose --rule evidence, "
             f"which needs none."
         )
-        raise OptionError(message)
 
 
 def run_fit(
@@ -190,14 +171,12 @@ def run_fit(
 
     Returns:
         What was done.
-
-    Raises:
-        OptionError: if the output is a file, or there is nothing to bundle.
     """
     check_job(job)
     if bundle and (not job.weights or any(map(is_whole, job.network))):
-        message = "--bundle copies files of --weights into the folder: networks that bring their own weights cannot be bundled."
-        raise OptionError(message)
+        raise OptionError(
+            "--bundle copies files of --weights into the folder: networks that bring their own weights cannot be bundled."
+        )
     replaced = holds_posterior(output, checkpoint)
     if job.val is not None and job.val == job.train and job.rule == "none":  # tuning notices it by itself
         warn(
@@ -266,7 +245,7 @@ def run_fit(
 
 
 def _positions(job: Job) -> str | int:
-    """Which positions count, as `mola.fit` takes it."""
+    # Which positions count, as `mola.fit` takes it.
     return check_positions(int(job.positions) if job.positions.lstrip("-").isdigit() else job.positions)
 
 
@@ -276,7 +255,7 @@ def _move(built: Built, device: str) -> None:
 
 
 def _read_validation(built: Built, job: Job, data: Material, val: Remembering) -> HeldOut:
-    """What the networks make of the validation data, read once; refused if their classes are in another order."""
+    # What the networks make of the validation data, read once; refused if their classes are in another order.
     names, likelihood = [job.head] * len(built.networks), job.meaning()
     with data.team.work(READING), undisturbed(*built.networks):
         heads = [
@@ -322,7 +301,6 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
 def _measure(
     posterior: MoLA, held_out: HeldOut
 ) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor] | None]:
-    """The networks alone and the posterior on the validation data, their outlier scores, and what decisions need of each datum."""
     plain, whole, team = Tally(), Tally(), held_out.team
     given: list[Tensor] = []
     known: list[Tensor] = []
@@ -359,7 +337,7 @@ def _measure(
 def _measure_numbers(
     posterior: MoLA, held_out: HeldOut
 ) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor] | None]:
-    """The same for numbers: the networks alone have the noise that does best on these data, and the posterior's weights."""
+    # The same for numbers: the networks alone have the noise that does best on these data, and the posterior's weights.
     assert isinstance(posterior, RegressionMoLA)
     assert held_out.labels is not None
     team, count = held_out.team, len(posterior.components)
@@ -399,7 +377,7 @@ def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
 
 
 def _write(posterior: MoLA, document: dict[str, Any], output: Path) -> None:
-    """Write the posterior and its job in one step; then the job once more, for people and for `mola fit --config`."""
+    # Write the posterior and its job in one step; then the job once more, for people and for `mola fit --config`.
     text = to_toml(document)
     packed, tensors = posterior.packed()
     storage.write(output, {**packed, "job": tomllib.loads(text)}, tensors)
@@ -407,7 +385,7 @@ def _write(posterior: MoLA, document: dict[str, Any], output: Path) -> None:
 
 
 def _forget_others(output: Path, kept: list[Path]) -> None:
-    """Remove the weights that an older bundle left: its posterior is gone."""
+    # Remove the weights that an older bundle left: its posterior is gone.
     names = {path.name for path in kept}
     for path in (output / BUNDLED).iterdir():
         if re.fullmatch(r"\d+(-[0-9a-f]{16})?", path.stem) and path.name not in names:
@@ -415,7 +393,6 @@ def _forget_others(output: Path, kept: list[Path]) -> None:
 
 
 def _bundled(job: Job, built: Built, output: Path) -> tuple[Job, Built]:
-    """Copies of the weights inside the folder, and a job that names them."""
     target = output / BUNDLED
     target.mkdir(parents=True, exist_ok=True)
     # Named by what they hold: the weights of the posterior that is here stay until the new one is written.
@@ -460,9 +437,6 @@ class Material:
         progress: told what is being done, and which share of the work is done.
         team: the processes that do the job; each reads its own part of every set.
 
-    Raises:
-        DataError: if data and networks do not fit together.
-
     Attributes:
         intake: settled by the job, the networks and the training data.
         classes: names, in the order of the networks' outputs, or None.
@@ -475,11 +449,6 @@ class Material:
     """
 
     def __init__(self, job: Job, built: Built, account: Account, progress: Progress, team: Team | None = None) -> None:
-        """Open all sets, and look at the first training inputs.
-
-        Raises:
-            DataError: if data and networks do not fit together.
-        """
         self.job, self.account, self.progress = job, account, progress
         self.team = Team.alone() if team is None else team
         floats = [one.dtype for one in built.networks[0].parameters() if one.is_floating_point()]
@@ -493,11 +462,10 @@ class Material:
         self.inputs = describe_inputs(first)
         self.outputs = self._outputs(built, first)
         if isinstance(job.classes, int) and job.classes != self.outputs:
-            message = (
+            raise DataError(
                 f"--classes {job.classes} was given, but the networks have {self.outputs} outputs: leave --classes out, or name all "
                 f"{self.outputs} classes."
             )
-            raise DataError(message)
         if self.classes is not None and len(self.classes) != self.outputs:
             many = len(self.classes)
             advice = (
@@ -505,22 +473,16 @@ class Material:
                 if self.classes == self.train.classes and many > self.outputs
                 else "name all of them, in the order of the outputs, with --classes"
             )
-            message = (
+            raise DataError(
                 f"{many} classes ({', '.join(self.classes[:5])}{', ...' if many > 5 else ''}) for a network with {self.outputs} "
                 f"outputs: {advice}."
             )
-            raise DataError(message)
         # Again, now that it is known which labels there can be.
         self.train = self._open(str(job.train), labelled=True)
         self.val = None if job.val is None else self._open(job.val, labelled=True)
         self.outliers = None if job.outliers is None else self._open(job.outliers, labelled=False)
 
     def _outputs(self, built: Built, first: Any) -> int:
-        """How many classes the networks have.
-
-        Raises:
-            DataError: if they cannot take the inputs.
-        """
         try:
             network, likelihood = built.networks[0].eval(), self.job.meaning()
             outputs = call(network, first)
@@ -532,18 +494,12 @@ class Material:
             if not isinstance(self.train, Pictures) or self.intake.shape is None:
                 raise
             channels, height, width = self.intake.shape
-            message = (
+            raise DataError(
                 f"the network does not take the images as they are, {height}x{width} with {channels} channels: bring them to the size "
                 f"that it was trained on with --resize HEIGHTxWIDTH (and --crop), to its channels with --mode RGB or L. {error}"
-            )
-            raise DataError(message) from error
+            ) from error
 
     def _open_train(self, name: str) -> tuple[UserSet, Any]:
-        """The training data and their first inputs, which show what nobody has said.
-
-        Raises:
-            DataError: if none can be used.
-        """
         train = self._open(name, labelled=True)
         if isinstance(train, Pictures):
             mode, shape = shown_by(train)
@@ -557,8 +513,7 @@ class Material:
                 if isinstance(rows.inputs, torch.Tensor):
                     self.intake = replace(self.intake, shape=tuple(rows.inputs.shape[1:]))
                 return train, rows.inputs
-        message = f"{name} holds no input that can be used.{why}"
-        raise DataError(message)
+        raise DataError(f"{name} holds no input that can be used.{why}")
 
     def _open(self, name: str, *, labelled: bool) -> UserSet:
         return open_set(
@@ -595,9 +550,6 @@ def check_order(pairs: Tensor, outputs: int, classes: Sequence[str] | None, wher
         classes: their names, in the order that is assumed.
         where: what the data are called.
         index: of the network, among several.
-
-    Raises:
-        DataError: if another order of the classes is clearly meant, with that order.
     """
     found = other_order(pairs)
     if found is None:
@@ -608,12 +560,11 @@ def check_order(pairs: Tensor, outputs: int, classes: Sequence[str] | None, wher
         order[output] = names[label]
     remedy = f"--classes {','.join(order)}" if classes is not None and "?" not in order else "labels in that order"
     whose = "the networks'" if index == 0 else f"network {index + 1}'s"
-    message = (
+    raise DataError(
         f"the classes of {where} seem to be in another order than {whose} outputs: {found.right:.1%} of the labels agree, "
         f"but {found.moved:.1%} would if the outputs were, in this order, {', '.join(order[:20])}"
         f"{', ...' if outputs > 20 else ''}. Use {remedy}."
     )
-    raise DataError(message)
 
 
 def warn_of_guessing(pairs: Tensor, outputs: int, where: str) -> None:

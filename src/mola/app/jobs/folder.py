@@ -41,22 +41,6 @@ from mola.saving import storage
 from mola.saving.archive import CLASSES, COOLING
 from mola.schema import SEAL, Optional, check
 
-__all__ = [
-    "BUNDLED",
-    "FALSE_ALARMS",
-    "PosteriorFolder",
-    "alarm",
-    "describe_inputs",
-    "example_of",
-    "holds_posterior",
-    "keep_scores",
-    "move",
-    "open_posterior",
-    "read_folder",
-    "read_information",
-    "read_scores",
-    "usual_alarm",
-]
 Moved = TypeVar("Moved", bound=nn.Module)
 
 RESULT = {
@@ -127,34 +111,25 @@ class PosteriorFolder:
         return int(self.document["result"]["outputs"])
 
     def refuse_probabilities(self) -> None:
-        """Refuse to write probabilities of classes where outputs are numbers.
-
-        Raises:
-            OptionError: if they are.
-        """
+        """Refuse to write probabilities of classes where outputs are numbers."""
         if not self.posterior.likelihood.discrete:
-            message = (
+            raise OptionError(
                 f"--probabilities is for classes, and the networks of {self.folder} predict numbers: leave it out. Rows have "
                 f"the mean, the standard deviation and the ends of an interval."
             )
-            raise OptionError(message)
 
     def refuse_positions(self, reason: str) -> None:
         """Refuse a posterior with outputs at many positions.
 
         Args:
             reason: why it cannot be used.
-
-        Raises:
-            OptionError: if it is one.
         """
         head = self.posterior.components[0].head
         if head is not None and head.positions is not None:
-            message = (
+            raise OptionError(
                 f"{reason}, and the networks of {self.folder} have outputs at many positions of each. Use Python, where "
                 f"posterior.predict gives maps (docs/dense.md), or `mola export`, whose file gives them, too."
             )
-            raise OptionError(message)
 
     def open_set(
         self, name: str, *, labelled: bool, directory: str | None = None, said: bool = False, absent: str | None = None
@@ -170,14 +145,10 @@ class PosteriorFolder:
 
         Returns:
             The set.
-
-        Raises:
-            OptionError: if the folder names files that are not there; others come from opening the set.
         """
         path = Path(name)
         if absent is not None and os.sep in name and not path.exists() and ":" not in path.name:
-            message = f"{self.folder} names the data {name}, which are not there (any more): {absent}"
-            raise OptionError(message)
+            raise OptionError(f"{self.folder} names the data {name}, which are not there (any more): {absent}")
         if not said and is_own_function(name):
             check_code(name, self.folder, trust=self.trust, option="--val" if name == self.job.val else None)
         return open_set(
@@ -201,64 +172,50 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
 
     Returns:
         The job and the whole document.
-
-    Raises:
-        StorageError: if it is no such folder.
     """
     job, document = _job_of_folder(path)
     if not isinstance(document.get("result"), dict):
-        message = f"{path / NAME} has no results: `mola fit --config {path / NAME}` makes them."
-        raise StorageError(message)
+        raise StorageError(f"{path / NAME} has no results: `mola fit --config {path / NAME}` makes them.")
     try:
         result = document["result"]
         check(result, RESULT, "result")
         check(result.get("validation"), Optional(VALIDATION), "result.validation")
         Intake.from_plain(result["intake"])
     except StorageError as error:
-        message = f"{path / NAME}: {error}"
-        raise StorageError(message) from error
+        raise StorageError(f"{path / NAME}: {error}") from error
     named = {one["dtype"] for one in result["inputs"]}
     if any(math.prod(one["shape"]) > LARGEST_INPUT for one in result["inputs"]):
-        message = (
+        raise StorageError(
             f"{path / NAME}: the results are invalid: inputs of shape {[one['shape'] for one in result['inputs']]}."
         )
-        raise StorageError(message)
     if len(result["classes"]) not in (0, result["outputs"]) or not all(
         isinstance(getattr(torch, one, None), torch.dtype) for one in named
     ):
-        message = (
+        raise StorageError(
             f"{path / NAME}: the results are invalid: {len(result['classes'])} names for {result['outputs']} classes, inputs of "
             f"{', '.join(sorted(named))}."
         )
-        raise StorageError(message)
     return job, document
 
 
 def _job_of_folder(path: Path) -> tuple[Job, dict[str, Any]]:
-    """The job that a posterior was fitted with, and the whole document.
-
-    Raises:
-        StorageError: if there is none, or it belongs to another posterior.
-    """
     saved = storage.read_document(path) if (path / storage.DOCUMENT).is_file() else {}
     if "job" in saved:
         check(saved["job"], {"result": {}}, "job")
         return _as_lying_now(job_of(saved["job"], path / NAME), saved["job"], path)
     if not (path / NAME).is_file():
-        message = f"{path} holds no {NAME}: expected a folder that `mola fit --output` wrote."
-        raise StorageError(message)
+        raise StorageError(f"{path} holds no {NAME}: expected a folder that `mola fit --output` wrote.")
     if SEAL in saved:  # older versions kept the job in its own file alone
-        message = (
+        raise StorageError(
             f"{path / NAME} is of another posterior: the one in {path / storage.DOCUMENT} was saved from Python, not by `mola fit`, "
             f"and its inputs may be prepared in another way. Use it from Python with mola.load(...), or fit again with `mola fit "
             f"--config {path / NAME}`."
         )
-        raise StorageError(message)
     return read_job(path)
 
 
 def _as_lying_now(job: Job, fitted: dict[str, Any], path: Path) -> tuple[Job, dict[str, Any]]:
-    """A job whose files may have moved since, as its `job.toml` says; other changes to that file are mentioned."""
+    # A job whose files may have moved since, as its `job.toml` says; other changes to that file are mentioned.
     if not (path / NAME).is_file():
         return job, fitted
     beside, document = read_job(path)
@@ -278,7 +235,6 @@ def _as_lying_now(job: Job, fitted: dict[str, Any], path: Path) -> tuple[Job, di
 
 
 def _options(document: dict[str, Any]) -> dict[str, Any]:
-    """What a job's document says, by section and name."""
     tables = {name: table if isinstance(table, dict) else {"": table} for name, table in document.items()}
     return {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
 
@@ -299,10 +255,6 @@ def open_posterior(
 
     Returns:
         The posterior and what belongs to it. `StorageError` if something is missing, damaged or has changed since.
-
-    Raises:
-        OptionError: if networks cannot be built here.
-        StorageError: if the networks have other outputs than the folder says.
     """
     path = Path(path)
     job, document = read_folder(path)
@@ -315,14 +267,16 @@ def open_posterior(
     except OptionError as error:
         if "cannot import" not in str(error):
             raise
-        message = f"{error} Run this where the module can be imported from, as when the posterior was fitted."
-        raise OptionError(message) from error
+        raise OptionError(
+            f"{error} Run this where the module can be imported from, as when the posterior was fitted."
+        ) from error
     check_unchanged(built.files, result["sha256"])
     posterior = move(load(path, built.networks), device)
     outputs = {part.head.classes for part in posterior.components if part.head is not None}
     if outputs != {result["outputs"]}:
-        message = f"{path / NAME} says {result['outputs']} outputs, and the networks have {outputs}: one of them has been changed."
-        raise StorageError(message)
+        raise StorageError(
+            f"{path / NAME} says {result['outputs']} outputs, and the networks have {outputs}: one of them has been changed."
+        )
     return PosteriorFolder(
         posterior=posterior,
         classes=tuple(result["classes"]) or None,
@@ -336,26 +290,19 @@ def open_posterior(
 
 
 def _require_files(job: Job, path: Path) -> None:
-    """Say which files of networks are missing, and how to make a folder that can be moved.
-
-    Raises:
-        OptionError: if one is.
-    """
     again = f"`mola fit --config {path / NAME} --bundle`, where the files and the data are,"
     for name in job.weights:
         if not Path(name).exists():
-            message = (
+            raise OptionError(
                 f"the weights {name} do not exist, which {path} was fitted on: it was moved without them, or they were. Put them "
                 f"back, or make a folder that holds its own copies and can be moved: {again} does."
             )
-            raise OptionError(message)
     for name in job.network:
         whole = os.sep in name and ":" not in name
         if whole and name not in MODELS and not Path(name).exists():
-            message = (
+            raise OptionError(
                 f"the network {name} is not there, which {path} was fitted on: put it back, or move both together."
             )
-            raise OptionError(message)
 
 
 def move(module: Moved, device: str) -> Moved:
@@ -367,17 +314,13 @@ def move(module: Moved, device: str) -> Moved:
 
     Returns:
         The same module.
-
-    Raises:
-        OptionError: if there is no such device.
     """
     try:
         place = torch.device(device)
         torch.zeros(1, device=place).cpu()  # "meta" holds no numbers
         return module.to(place).eval()
     except (RuntimeError, AssertionError) as error:
-        message = f"device {device!r} cannot be used: {str(error).splitlines()[0]}"
-        raise OptionError(message) from error
+        raise OptionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def describe_inputs(inputs: Any) -> dict[str, Any]:
@@ -431,27 +374,22 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
 
     Returns:
         Whether there is one.
-
-    Raises:
-        OptionError: if the path is a file or cannot be made, or a folder that holds something else.
     """
     if not output.exists():
         above = next(path for path in output.absolute().parents if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            message = f"{output} cannot be created: {above} is not a writable folder. Choose another --output."
-            raise OptionError(message)
+            raise OptionError(f"{output} cannot be created: {above} is not a writable folder. Choose another --output.")
         return False
     if not output.is_dir():
-        message = f"{output} is a file; expected a folder to write the posterior to."
-        raise OptionError(message)
+        raise OptionError(f"{output} is a file; expected a folder to write the posterior to.")
     try:
         kind = storage.kind_of(output)
     except StorageError as error:
-        message = f"{error} It is not replaced: choose another --output, or remove it."
-        raise OptionError(message) from error
+        raise OptionError(f"{error} It is not replaced: choose another --output, or remove it.") from error
     if kind not in (None, "posterior"):
-        message = f"{output} holds a saved {kind}, which is not replaced by a posterior: choose another --output."
-        raise OptionError(message)
+        raise OptionError(
+            f"{output} holds a saved {kind}, which is not replaced by a posterior: choose another --output."
+        )
     # What an interrupted fit leaves is no stranger's; nor is a job to be done there. Only whole names of ours: a user's own
     # scores-2024.csv is a stranger's.
     known = (NAME, BUNDLED) if checkpoint is None else (NAME, BUNDLED, checkpoint.name)
@@ -459,11 +397,10 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
         path.name for path in output.iterdir() if path.name not in known and not LEFT_BEHIND.fullmatch(path.name)
     )
     if kind is None and strange:
-        message = (
+        raise OptionError(
             f"{output} holds other files ({', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}) and no posterior: choose "
             f"another --output, either a new folder or one that holds an older posterior."
         )
-        raise OptionError(message)
     return kind is not None
 
 
@@ -475,15 +412,11 @@ def read_information(folder: Path) -> dict[str, Any]:
 
     Returns:
         Plain values. `StorageError` if the folder is missing or damaged.
-
-    Raises:
-        StorageError: if the folder does not hold a posterior.
     """
     document, tensors = storage.read(folder)
     kind = document.get("kind", "posterior")
     if kind != "posterior":
-        message = f"{folder} holds a saved {kind}, not a posterior. {storage.how_to_load(kind)}"
-        raise StorageError(message)
+        raise StorageError(f"{folder} holds a saved {kind}, not a posterior. {storage.how_to_load(kind)}")
     tuning = document.get("tuning")
     cooling = {"temperature": 1.0, "exponent": 0.0}  # older versions have written none
     if "cooling" in document:
@@ -597,19 +530,15 @@ def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | No
 
     Returns:
         The threshold; None if there were no validation data.
-
-    Raises:
-        OptionError: if a rate is asked for, and the posterior has no scores, or too few of them.
     """
     validation = fitted.document["result"].get("validation")
     if validation is None:
         if false_alarm_rate is None:
             return None
-        message = (
+        raise OptionError(
             f"--false-alarm-rate: {fitted.folder} was fitted without validation data, so that nothing is known of usual outlier "
             f"scores. Fit again with --val: mola fit --config {fitted.folder / 'job.toml'} --val DATA"
         )
-        raise OptionError(message)
     if "scores" not in validation:
         if false_alarm_rate is None:
             warn(
@@ -618,19 +547,17 @@ def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | No
                 f"{fitted.folder / 'job.toml'}"
             )
             return float(validation["outlier_threshold"])
-        message = (
+        raise OptionError(
             f"--false-alarm-rate: {fitted.folder} was fitted by an older version, which did not keep the validation scores. Fit "
             f"again: mola fit --config {fitted.folder / 'job.toml'}"
         )
-        raise OptionError(message)
     if false_alarm_rate is None:
         return float(validation["outlier_threshold"])
     scores, ranks, count, _ = read_scores(fitted.folder, validation)
     try:
         wanted = alarm_rank(count, false_alarm_rate)
     except DataError as error:
-        message = f"--false-alarm-rate: {error}"
-        raise OptionError(message) from error
+        raise OptionError(f"--false-alarm-rate: {error}") from error
     # The next one that was kept: a larger threshold, so that false alarms are no more frequent than asked for.
     return float(scores[int(torch.searchsorted(ranks, wanted))])
 
@@ -644,29 +571,24 @@ def read_scores(folder: Path, validation: dict[str, Any]) -> tuple[Tensor, Tenso
 
     Returns:
         Sorted scores, their ranks, how many data there were, and numbers of each datum by name, which older versions did not keep.
-
-    Raises:
-        StorageError: if the file is missing or damaged.
     """
     check(validation, SCORES_ENTRY, "result.validation")
     entry, count = validation["scores"], validation["count"]
     path = folder / Path(entry["file"].replace("\\", "/")).name  # inside the folder, whatever the document says
     if not path.is_file():
-        message = f"{path} is missing: job.toml points to it. Copy the whole folder, or fit again."
-        raise StorageError(message)
+        raise StorageError(f"{path} is missing: job.toml points to it. Copy the whole folder, or fit again.")
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        message = f"{path} is truncated or corrupt: its checksum is not the one in job.toml. Copy the folder again, or fit again."
-        raise StorageError(message)
+        raise StorageError(
+            f"{path} is truncated or corrupt: its checksum is not the one in job.toml. Copy the folder again, or fit again."
+        )
     try:
         tensors = load_tensors(content)
         scores, ranks = tensors["scores"], tensors["ranks"]
     except (SafetensorError, ValueError, KeyError) as error:
-        message = f"{path} does not hold validation scores: {error}"
-        raise StorageError(message) from error
+        raise StorageError(f"{path} does not hold validation scores: {error}") from error
     sound = scores.ndim == 1 and scores.shape == ranks.shape and scores.dtype == torch.float64
     if not (sound and len(scores) and ranks.dtype == torch.int64 and int(ranks[-1]) == count):
-        message = f"{path} does not hold the {count} validation scores of job.toml."
-        raise StorageError(message)
+        raise StorageError(f"{path} does not hold the {count} validation scores of job.toml.")
     columns = {name.removeprefix(COLUMN): value for name, value in tensors.items() if name.startswith(COLUMN)}
     return scores, ranks, count, columns

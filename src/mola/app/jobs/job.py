@@ -26,20 +26,6 @@ from mola.network import IGNORED
 from mola.options import one_of
 from mola.schema import check_depth, shortened
 
-__all__ = [
-    "FORMAT",
-    "NAME",
-    "OPTIONS",
-    "PATHS",
-    "VERSION",
-    "Job",
-    "Progress",
-    "job_of",
-    "read_job",
-    "read_toml",
-    "relative",
-    "to_toml",
-]
 Progress = Callable[[str, float], None]
 """Told what is being done, and which share of the work is done."""
 
@@ -140,11 +126,7 @@ class Job:
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def meaning(self) -> Likelihood:
-        """What the networks' outputs mean.
-
-        Raises:
-            OptionError: if the name is unknown, or there are settings of numbers, and the outputs are none.
-        """
+        """What the networks' outputs mean."""
         likelihood = as_likelihood(self.likelihood)
         given = {name: getattr(self, name) for name in ("noise", "location", "scale")}
         given = {name: value for name, value in given.items() if value is not None}
@@ -152,8 +134,9 @@ class Job:
         if not given:
             return likelihood
         if not isinstance(likelihood, Gaussian):
-            message = f"--{next(iter(given))} is for --likelihood gaussian, got the likelihood {self.likelihood!r}."
-            raise OptionError(message)
+            raise OptionError(
+                f"--{next(iter(given))} is for --likelihood gaussian, got the likelihood {self.likelihood!r}."
+            )
         return replace(likelihood, **given)
 
     def document(self, folder: Path) -> dict[str, Any]:
@@ -183,7 +166,6 @@ class Job:
 
 
 def _is_no_path(name: str, value: str) -> bool:
-    """Whether a network's name is read as such, whatever files lie around."""
     return name == "network" and (value in MODELS or ":" in value)
 
 
@@ -199,7 +181,7 @@ def relative(value: str, folder: Path) -> str:
 
 
 def _located(value: str, folder: Path) -> str:
-    """A path as seen from here; what is no path there stays as it is."""
+    # A path as seen from here; what is no path there stays as it is.
     path = folder / Path(value).expanduser()
     # Files that are gone must still be named by their full path, and never be looked for in the current folder.
     is_path = "/" in value or value.startswith(".") or (Path(value).suffix != "" and ":" not in value)
@@ -230,25 +212,20 @@ def job_of(document: Mapping[str, Any], path: Path) -> Job:
 
     Returns:
         The job, its paths as seen from here.
-
-    Raises:
-        OptionError: if the document is not a job, or holds something unknown or of the wrong kind.
     """
     version = document.get("version", VERSION)
     if document.get("format", FORMAT) != FORMAT or version != VERSION:
-        message = (
+        raise OptionError(
             f"{path} has the format {shortened(document.get('format'))}, version {shortened(version)}; "
             f"this mola reads {FORMAT!r}, version {VERSION}."
         )
-        raise OptionError(message)
     values: dict[str, Any] = {}
     for section, table in document.items():
         if section in ("format", "version", "result"):
             continue
         one_of(section, OPTIONS, f"{path}: a section")
         if not isinstance(table, dict):
-            message = f"{path}: {section} must be a table, [{section}]; got {shortened(table)}."
-            raise OptionError(message)
+            raise OptionError(f"{path}: {section} must be a table, [{section}]; got {shortened(table)}.")
         for name, value in table.items():
             one_of(name, OPTIONS[section], f"{path}: an option in [{section}]")
             values[name] = _checked(value, OPTIONS[section][name], f"{path}: {name} in [{section}]")
@@ -298,8 +275,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def _checked(value: Any, kind: str, where: str) -> Any:
     expected, holds = KINDS[kind]
     if not holds(value):
-        message = f"{where} must be {expected}, got {shortened(value)}."
-        raise OptionError(message)
+        raise OptionError(f"{where} must be {expected}, got {shortened(value)}.")
     if kind == "texts" and isinstance(value, str):
         return (value,)
     if kind == "number" or (kind == "price" and value != "loss"):
@@ -362,8 +338,7 @@ def _value(value: Any) -> str:
         if len(short) <= 100:
             return short
         return "[\n" + "".join(f"  {_value(one)},\n" for one in value) + "]"
-    message = f"cannot write a {type(value).__name__} as TOML: {value!r}."
-    raise OptionError(message)
+    raise OptionError(f"cannot write a {type(value).__name__} as TOML: {value!r}.")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -374,20 +349,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
     Returns:
         Its tables.
-
-    Raises:
-        OptionError: if there is none, or it is not TOML.
     """
     if not path.is_file():
-        message = f"{path} does not exist: expected a TOML file such as the job.toml that `mola fit` writes."
-        raise OptionError(message)
+        raise OptionError(f"{path} does not exist: expected a TOML file such as the job.toml that `mola fit` writes.")
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
         check_depth(document)
     except (OSError, ValueError) as error:
-        message = f"{path} is not TOML: {error}."
-        raise OptionError(message) from error
+        raise OptionError(f"{path} is not TOML: {error}.") from error
     except RecursionError as error:
-        message = f"{path} is not TOML that can be read: it is nested too deeply."
-        raise OptionError(message) from error
+        raise OptionError(f"{path} is not TOML that can be read: it is nested too deeply.") from error
     return document

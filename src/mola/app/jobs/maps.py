@@ -42,8 +42,6 @@ from mola.likelihood import Gaussian
 from mola.regression_prediction import RegressionPrediction
 from mola.saving.storage import partial_file
 
-__all__ = ["MapsResult", "maps_of", "refuse_promises", "run_maps"]
-
 OF_EACH = ("confidence", "entropy", "epistemic", "ood_score", "distance")
 """Maps of classes, beside the label: entropy and its epistemic part in nats."""
 
@@ -175,21 +173,17 @@ def run_maps(
 
     Returns:
         What was done, on rank 0, and None on the others.
-
-    Raises:
-        OptionError: if the output cannot be written, or would take the place of the data.
-        DataError: if no input can be used.
     """
     began = time.perf_counter()
     together = Team.alone() if team is None else team
     if output.exists() and Path(data).expanduser().exists() and output.samefile(Path(data).expanduser()):
-        message = f"{output} holds the data, and would be overwritten with predictions: choose another --output."
-        raise OptionError(message)
+        raise OptionError(
+            f"{output} holds the data, and would be overwritten with predictions: choose another --output."
+        )
     if probabilities:
         fitted.refuse_probabilities()
     if probabilities and output.suffix != ".npz":
-        message = f"--probabilities of all positions are written to .npz alone, got {output}."
-        raise OptionError(message)
+        raise OptionError(f"--probabilities of all positions are written to .npz alone, got {output}.")
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
     threshold, account = alarm(fitted, false_alarm_rate), Account()
     names = _names(fitted)
@@ -228,8 +222,7 @@ def run_maps(
         if together.first and count == 0:
             first = next(iter(account.left_out.get(source.name, {}).items()), None)
             why = "" if first is None else f" The first: {first[0]}: {first[1]}."
-            message = f"{data} holds no input that can be used.{why}"
-            raise DataError(message)
+            raise DataError(f"{data} holds no input that can be used.{why}")
     progress("done", 1.0)
     if not together.first:
         return None
@@ -251,17 +244,13 @@ def refuse_promises(fitted: PosteriorFolder, promises: Mapping[str, object]) -> 
     Args:
         fitted: an opened posterior whose networks have outputs at many positions.
         promises: what the user asked for, by option; None where nothing was.
-
-    Raises:
-        OptionError: if something was.
     """
     asked = [option for option, value in promises.items() if value is not None]
     if asked:
-        message = (
+        raise OptionError(
             f"{asked[0]} promises something of each input, and the networks of {fitted.folder} have outputs at many positions of "
             f"each, which are alike: no promise made by them would hold. Leave it out; the outlier alarm works position by position."
         )
-        raise OptionError(message)
 
 
 def _is_numbers(fitted: PosteriorFolder) -> bool:
@@ -269,7 +258,6 @@ def _is_numbers(fitted: PosteriorFolder) -> bool:
 
 
 def _names(fitted: PosteriorFolder) -> tuple[str, ...]:
-    """Of the classes, labels or numbers."""
     count, likelihood = fitted.outputs, fitted.posterior.likelihood
     if isinstance(likelihood, Gaussian):
         count = likelihood.latent(count)
@@ -280,7 +268,7 @@ def _names(fitted: PosteriorFolder) -> tuple[str, ...]:
 
 
 class _Averages:
-    """A row for each input: means over positions, shares of the classes, and the share of positions that are outlying."""
+    # A row for each input: means over positions, shares of the classes, and the share of positions that are outlying.
 
     def __init__(self, fitted: PosteriorFolder, names: Sequence[str]) -> None:
         likelihood = fitted.posterior.likelihood
@@ -321,7 +309,6 @@ class _Averages:
         return [float(one.mean()) for one in self._by_output(labels)]
 
     def _by_output(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Numbers of one input with an axis of outputs, that axis first."""
         return values if self.axis == 1 else np.moveaxis(values, -1, 0)
 
     def _of_numbers(self, maps: Mapping[str, NDArray[Any]]) -> dict[str, float]:
@@ -341,7 +328,7 @@ def _mean(values: NDArray[Any]) -> float:
 
 
 class _Writer(ABC):
-    """Writes what is known of each input beside what is wanted, which it becomes when all went well."""
+    # Writes beside what is wanted, which it becomes when all went well.
 
     averages: _Averages
 
@@ -356,43 +343,34 @@ class _Writer(ABC):
         """Put it in place, or remove what was written."""
 
     def __enter__(self) -> Self:
-        """Ready to write."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put it in place, or remove what was written if something went wrong."""
         self.end(whole=kind is None)
 
 
 def _writer(fitted: PosteriorFolder, output: Path, names: Sequence[str]) -> _Writer:
-    """What writes the output, by the ending of its name.
-
-    Raises:
-        OptionError: if the ending is unknown, or pictures cannot show what there is.
-    """
     averages = _Averages(fitted, names)
     if output.suffix == ".npz":
         return _Arrays(output, names, averages)
     if output.suffix in FORMATS:
         return _Table(output, averages)
     if output.suffix:
-        message = f"{output} has the ending {output.suffix!r}: expected {', '.join(FORMATS)}, or none, for a folder of pictures."
-        raise OptionError(message)
+        raise OptionError(
+            f"{output} has the ending {output.suffix!r}: expected {', '.join(FORMATS)}, or none, for a folder of pictures."
+        )
     head, likelihood = fitted.posterior.components[0].head, fitted.posterior.likelihood
     if head is None or head.positions is None or head.positions.axes != 2 or not likelihood.competing:
-        message = (
+        raise OptionError(
             f"{output}: a folder is for pictures, of networks that name one class for each pixel. Others are written to .npz, which "
             f"holds all maps as arrays."
         )
-        raise OptionError(message)
     return _Folder(output, names, averages)
 
 
 class _Table(_Writer):
-    """The averages alone."""
-
     def __init__(self, output: Path, averages: _Averages) -> None:
         self.averages, self.held = averages, ExitStack()
         self.writer = self.held.enter_context(open_writer(output, (), 0, averages.fields))
@@ -412,7 +390,7 @@ class _Table(_Writer):
 
 
 class _Arrays(_Writer):
-    """An archive of arrays, all inputs of one size: nan, and labels of -1, for those that were left out."""
+    # An archive of arrays, all inputs of one size: nan, and labels of -1, for those that were left out.
 
     def __init__(self, output: Path, names: Sequence[str], averages: _Averages) -> None:
         self.output, self.classes, self.averages = output, list(names), averages
@@ -426,28 +404,22 @@ class _Arrays(_Writer):
             self.partial = self.held.enter_context(partial_file(output))
         except OSError as error:
             self.held.close()
-            message = f"cannot write {output} ({error.strerror}): choose another --output."
-            raise OptionError(message) from error
+            raise OptionError(f"cannot write {output} ({error.strerror}): choose another --output.") from error
         self.folder = Path(self.held.enter_context(tempfile.TemporaryDirectory(prefix="mola-")))
 
     def add(
         self, name: str, error: str | None, maps: Mapping[str, NDArray[Any]] | None, threshold: float | None
     ) -> None:
-        """Append to each column.
-
-        Raises:
-            DataError: if it is of another size than those before.
-        """
+        """Append to each column."""
         self.names.append(name)
         self.errors.append(error or "")
         for kind, values in (maps or {}).items():
             known = self.kinds.setdefault(kind, (values.dtype, values.shape))
             if values.shape != known[1]:
-                message = (
+                raise DataError(
                     f"{name} has a map of size {values.shape}, and those before have {known[1]}: one array holds maps of one size. "
                     f"Write pictures to a folder (--output maps), or resize the inputs."
                 )
-                raise DataError(message)
             if kind not in self.columns:
                 self.columns[kind] = self.held.enter_context((self.folder / kind).open("w+b"))
             self.columns[kind].write(values.tobytes())
@@ -482,24 +454,20 @@ class _Arrays(_Writer):
 
 
 class _Folder(_Writer):
-    """Pictures of each input, a table of averages, and a key to the values."""
-
     def __init__(self, output: Path, names: Sequence[str], averages: _Averages) -> None:
         require_pillow()
         self.output, self.classes, self.averages = output, list(names), averages
         self.taken: set[str] = set()
         others = output.is_dir() and any(output.iterdir()) and not (output / KEY).is_file()
         if others or (output.exists() and not output.is_dir()):
-            message = f"{output} exists, and does not hold maps of an earlier run: choose another --output."
-            raise OptionError(message)
+            raise OptionError(f"{output} exists, and does not hold maps of an earlier run: choose another --output.")
         self.partial = output.with_name(f".{output.name}.{uuid.uuid4().hex}.partial")
         try:
             for part in ("label", "confidence", "entropy"):
                 (self.partial / part).mkdir(parents=True)
             self.stream = (self.partial / TABLE).open("w", newline="", encoding="utf-8")
         except OSError as error:
-            message = f"cannot write {output} ({error.strerror}): choose another --output."
-            raise OptionError(message) from error
+            raise OptionError(f"cannot write {output} ({error.strerror}): choose another --output.") from error
         self.rows = csv.writer(self.stream, lineterminator="\n")
         self.rows.writerow([*averages.fields, "picture"])
 
@@ -521,7 +489,7 @@ class _Folder(_Writer):
         )
 
     def _free(self, name: str) -> str:
-        """A name for files that no other input has: that of the input, without what may not stand in one."""
+        # A name for files that no other input has: that of the input, without what may not stand in one.
         stem = re.sub(r"[^\w.\-]+", "_", re.sub(r"\.[A-Za-z]+$", "", name)).strip("._") or "input"
         number, found = 1, stem[:150]
         while found.lower() in self.taken:
@@ -566,7 +534,8 @@ class _Folder(_Writer):
 
 
 def _palette() -> list[int]:
-    """Colours of 256 classes that can be told apart, as those of PASCAL VOC: the bits of a class, dealt to red, green and blue."""
+    # Colours of 256 classes that can be told apart, as those of PASCAL VOC: the bits of a class, dealt to red, green
+    # and blue.
     colours = []
     for index in range(PALETTE):
         rest, colour = index, [0, 0, 0]

@@ -36,21 +36,6 @@ from mola.options import counted, did_you_mean
 from mola.saving.weights_files import load_weights, read_state
 from mola.schema import parse
 
-__all__ = [
-    "Built",
-    "ExportedNetwork",
-    "build_networks",
-    "check_unchanged",
-    "checksum",
-    "folder_hints",
-    "is_imported",
-    "is_whole",
-    "load_exported",
-    "load_transformers",
-    "timm_builder",
-    "timm_hints",
-    "weight_files",
-]
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Of files that hold weights, where a whole folder of them is named."""
 
@@ -91,9 +76,6 @@ def weight_files(names: Sequence[str]) -> list[Path]:
 
     Returns:
         Files that exist.
-
-    Raises:
-        OptionError: if one is missing, or a folder holds none.
     """
     found: list[Path] = []
     for name in names:
@@ -101,14 +83,16 @@ def weight_files(names: Sequence[str]) -> list[Path]:
         if path.is_dir():
             inside = sorted(file for file in path.iterdir() if file.suffix in ENDINGS and file.is_file())
             if not inside:
-                message = f"the folder {path} holds no weights: expected files that end in {', '.join(ENDINGS)}."
-                raise OptionError(message)
+                raise OptionError(
+                    f"the folder {path} holds no weights: expected files that end in {', '.join(ENDINGS)}."
+                )
             found += inside
         elif path.is_file():
             found.append(path)
         else:
-            message = f"the weights {path} do not exist: expected a file (safetensors, or made by torch.save), or a folder of them."
-            raise OptionError(message)
+            raise OptionError(
+                f"the weights {path} do not exist: expected a file (safetensors, or made by torch.save), or a folder of them."
+            )
     return found
 
 
@@ -131,25 +115,22 @@ def build_networks(
 
     Returns:
         The networks in evaluation mode.
-
-    Raises:
-        OptionError: if the names and the weights do not fit together, or a name is unknown.
     """
     if not names:
-        message = "no network given: name one with --network, such as lenet, package.module:function or a Hugging Face folder."
-        raise OptionError(message)
+        raise OptionError(
+            "no network given: name one with --network, such as lenet, package.module:function or a Hugging Face folder."
+        )
     files = weight_files(weights)
     takers = [name for name in names if not is_whole(name)]
     if len(takers) == 1 and len(files) > 1:
         names = [other for name in names for other in ([name] * len(files) if name == takers[0] else [name])]
         takers = takers * len(files)
     if files and len(files) != len(takers):
-        message = (
+        raise OptionError(
             f"{counted(len(files), 'file')} of weights for {counted(len(takers), 'network')} to take them "
             f"({', '.join(takers) or 'none'}): expected one network for all files, or one for each. Folders and {EXPORTED} files "
             f"bring their own weights."
         )
-        raise OptionError(message)
     rest = iter(files)
     networks, sources = [], []
     for name in names:
@@ -186,15 +167,15 @@ def _whole(name: str, trust: bool) -> tuple[nn.Module, list[Path]]:
 def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Module:
     if name in MODELS or name.startswith(TIMM):
         if path is None:
-            message = f"{name} comes without trained weights: name their files with --weights."
-            raise OptionError(message)
+            raise OptionError(f"{name} comes without trained weights: name their files with --weights.")
         build: Callable[[int], nn.Module] = (
             timm_builder(name.removeprefix(TIMM)) if name.startswith(TIMM) else lambda count: build_network(name, count)
         )
         found = _classes_in(path, build(10))
         if classes is not None and found is not None and classes != found:
-            message = f"{path} holds weights for {found} classes, not for {classes}: leave --classes out, or name all {found} classes."
-            raise OptionError(message)
+            raise OptionError(
+                f"{path} holds weights for {found} classes, not for {classes}: leave --classes out, or name all {found} classes."
+            )
         network = build(classes or found or 10)
     elif is_imported(name):
         network = _imported(name)
@@ -202,46 +183,37 @@ def _with_weights(name: str, path: Path | None, classes: int | None) -> nn.Modul
         near = (
             " There is no such file or folder." if "/" in name or name.startswith(".") else did_you_mean(name, MODELS)
         )
-        message = (
+        raise OptionError(
             f"unknown network {name!r}.{near} Expected one of {', '.join(MODELS)}; package.module:function; timm:NAME; a folder "
             f"with config.json and model.safetensors; or a {EXPORTED} file."
         )
-        raise OptionError(message)
     if path is not None:
         load_weights(network, path)
     return network
 
 
 def _imported(name: str) -> nn.Module:
-    """What the user's function makes.
-
-    Raises:
-        OptionError: whatever goes wrong in the user's code, in one line.
-        MolaError: as raised inside.
-    """
     try:
         return import_builder(name)()
     except MolaError:
         raise
     except Exception as error:  # the user's code may raise anything
-        message = f"{name} failed ({type(error).__name__}: {error}): expected a function without arguments that makes the network."
-        raise OptionError(message) from error
+        raise OptionError(
+            f"{name} failed ({type(error).__name__}: {error}): expected a function without arguments that makes the network."
+        ) from error
 
 
 def _classes_in(path: Path, like: nn.Module) -> int | None:
-    """How many outputs the weights in a file have: rows of what the network calls its last tensor.
-
-    Raises:
-        StorageError: if it stands for more numbers than the file holds.
-    """
+    # How many outputs the weights in a file have: rows of what the network calls its last tensor.
     state: Any = read_state(path)
     last = list(like.state_dict())[-1]
     while isinstance(state, dict):
         for name, value in state.items():
             if (name == last or str(name).endswith(f".{last}")) and getattr(value, "ndim", 0) > 0:
                 if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-                    message = f"{path} holds fewer numbers than the {value.shape[0]:,} rows that {name} claims: it is damaged."
-                    raise StorageError(message)
+                    raise StorageError(
+                        f"{path} holds fewer numbers than the {value.shape[0]:,} rows that {name} claims: it is damaged."
+                    )
                 return int(value.shape[0])
         state = next((value for value in state.values() if isinstance(value, dict)), None)
     return None
@@ -262,25 +234,21 @@ def check_unchanged(files: Sequence[Path], sums: Sequence[str]) -> None:
     Args:
         files: as they lie on disk.
         sums: their SHA-256 sums at that time.
-
-    Raises:
-        StorageError: if one has changed.
     """
     for path, expected in zip(files, sums, strict=False):
         if checksum(path) != expected:
-            message = f"{path} has changed since the posterior was fitted: put the old file back, or fit again with `mola fit`."
-            raise StorageError(message)
+            raise StorageError(
+                f"{path} has changed since the posterior was fitted: put the old file back, or fit again with `mola fit`."
+            )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = parse(path.read_bytes())
     except (OSError, ValueError) as error:
-        message = f"{path} cannot be read as JSON: {error}."
-        raise StorageError(message) from error
+        raise StorageError(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(content, dict):
-        message = f"{path} holds a {type(content).__name__}; expected an object."
-        raise StorageError(message)
+        raise StorageError(f"{path} holds a {type(content).__name__}; expected an object.")
     return content
 
 
@@ -292,29 +260,23 @@ def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
 
     Returns:
         The network, and the files its weights come from.
-
-    Raises:
-        OptionError: if the folder is not in this form, or holds no classifier.
-        StorageError: if weights are missing or do not fit.
-        MissingExtraError: if transformers is not installed.
     """
     if not (folder / CONFIG).is_file():
-        message = (
+        raise OptionError(
             f"{folder} holds no {CONFIG}: expected a folder in the form of Hugging Face, with {CONFIG} and {WEIGHTS}."
         )
-        raise OptionError(message)
     files = _hugging_face_files(folder)
     for path in files:
         if not path.is_file():
-            message = f"{path} does not exist: weights are read from safetensors alone. Save the model again with save_pretrained."
-            raise StorageError(message)
+            raise StorageError(
+                f"{path} does not exist: weights are read from safetensors alone. Save the model again with save_pretrained."
+            )
     architectures = _read_json(folder / CONFIG).get("architectures") or ["none"]
     kind = next((KINDS[end] for end in KINDS if str(architectures[0]).endswith(end)), None)
     if kind is None:
-        message = (
+        raise OptionError(
             f"{folder} holds a {architectures[0]}: expected a classifier, of a kind that ends in {' or '.join(KINDS)}."
         )
-        raise OptionError(message)
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -325,28 +287,23 @@ def load_transformers(folder: Path) -> tuple[nn.Module, list[Path]]:
         )
     except Exception as error:  # damaged weights and configurations make it raise a dozen kinds
         reason = (str(error) or repr(error)).splitlines()[0]
-        message = f"{folder} cannot be loaded by transformers: {reason}"
-        raise StorageError(message) from error
+        raise StorageError(f"{folder} cannot be loaded by transformers: {reason}") from error
     absent = sorted(info.get("missing_keys", [])) + [str(one) for one in info.get("mismatched_keys", [])]
     if absent:
-        message = f"{folder} lacks weights of the network ({absent[0]} and {len(absent) - 1} more): it would be partly random."
-        raise StorageError(message)
+        raise StorageError(
+            f"{folder} lacks weights of the network ({absent[0]} and {len(absent) - 1} more): it would be partly random."
+        )
     loaded: nn.Module = network
     return loaded, files
 
 
 def _hugging_face_files(folder: Path) -> list[Path]:
-    """Where the weights should be: in one file, or in the parts that an index lists.
-
-    Raises:
-        StorageError: if the index is invalid.
-    """
+    # Where the weights should be: in one file, or in the parts that an index lists.
     if not (folder / INDEX).is_file():
         return [folder / WEIGHTS]
     parts = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(parts, dict) or not parts or not all(isinstance(name, str) for name in parts.values()):
-        message = f"{folder / INDEX} lists no weights: expected the file of each under 'weight_map'."
-        raise StorageError(message)
+        raise StorageError(f"{folder / INDEX} lists no weights: expected the file of each under 'weight_map'.")
     return [folder / name for name in sorted(set(parts.values()))]
 
 
@@ -375,7 +332,8 @@ def folder_hints(folder: Path) -> Hints:
 
 
 def _statistics(found: dict[str, Any]) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """Mean and standard deviation of pixels from 0 to 1, whatever range the processor brings bytes to before it normalises."""
+    # Mean and standard deviation of pixels from 0 to 1, whatever range the processor brings bytes to before it
+    # normalises.
     mean, std = (tuple(float(one) for one in found.get(name) or ()) or None for name in ("image_mean", "image_std"))
     if not found.get("do_normalize", True):
         mean = std = None
@@ -388,7 +346,7 @@ def _statistics(found: dict[str, Any]) -> tuple[tuple[float, ...] | None, tuple[
 
 
 def _side(size: Any) -> int | tuple[int, int] | None:
-    """The shorter side, or height and width: what Hugging Face writes in several ways."""
+    # The shorter side, or height and width: what Hugging Face writes in several ways.
     if isinstance(size, dict):
         if "shortest_edge" in size:
             return int(size["shortest_edge"])
@@ -449,25 +407,20 @@ def load_exported(path: Path, *, trust: bool) -> nn.Module:
 
     Returns:
         The network.
-
-    Raises:
-        OptionError: if it is not trusted, or does not exist.
-        StorageError: if it is damaged.
     """
     if not path.is_file():
-        message = f"{path} does not exist: expected a file made by torch.export.save."
-        raise OptionError(message)
+        raise OptionError(f"{path} does not exist: expected a file made by torch.export.save.")
     if not trust:
-        message = (
+        raise OptionError(
             f"{path} is an exported program, and PyTorch unpickles these: a file from a stranger could run code. "
             f"If you trust it, add --trust."
         )
-        raise OptionError(message)
     try:
         program = torch.export.load(path)
     except Exception as error:  # the reader raises a dozen kinds on damaged files
-        message = f"{path} cannot be read by this PyTorch as an exported program ({type(error).__name__}: {str(error)[:200]})."
-        raise StorageError(message) from error
+        raise StorageError(
+            f"{path} cannot be read by this PyTorch as an exported program ({type(error).__name__}: {str(error)[:200]})."
+        ) from error
     return cut_before_last_linear(program.module(check_guards=False), str(path))
 
 
@@ -480,9 +433,6 @@ def cut_before_last_linear(module: torch.fx.GraphModule, name: str) -> ExportedN
 
     Returns:
         The network.
-
-    Raises:
-        HeadError: if the output is something else.
     """
     output = next(node for node in module.graph.nodes if node.op == "output")
     returned = output.args[0]
@@ -492,8 +442,9 @@ def cut_before_last_linear(module: torch.fx.GraphModule, name: str) -> ExportedN
     found = _linear(module, last)
     if found is None:
         what = getattr(last, "target", last)
-        message = f"the program {name} ends in {what}: expected a linear layer of stored weights that gives the logits."
-        raise HeadError(message)
+        raise HeadError(
+            f"the program {name} ends in {what}: expected a linear layer of stored weights that gives the logits."
+        )
     features, weight, bias = found
     output.args = (features,)
     module.graph.eliminate_dead_code()
@@ -519,7 +470,6 @@ class _Called(nn.Module):
 
 
 def _linear(module: torch.fx.GraphModule, node: Any) -> tuple[Any, Tensor, Tensor | None] | None:
-    """The input, weight and bias of a linear operation."""
     if getattr(node, "op", None) != "call_function":
         return None
     aten = torch.ops.aten

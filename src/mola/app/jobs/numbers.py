@@ -13,8 +13,6 @@ from mola.compare.numbers import numbers_measured
 from mola.regression import RegressionMoLA
 from mola.regression_prediction import RegressionPrediction
 
-__all__ = ["PROBABILITY", "networks_alone", "noise_factors", "some_of", "summary", "untuned_noise"]
-
 PROBABILITY = 0.9
 """Of the intervals that are written where no coverage is asked for."""
 

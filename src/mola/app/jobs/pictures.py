@@ -22,8 +22,6 @@ from mola.lab.data.folder import ENDINGS, image_files
 from mola.lab.data.images import even_places
 from mola.likelihood import Likelihood
 
-__all__ = ["Pictures", "list_csv", "list_file", "list_folder", "list_labels", "shown_by"]
-
 PATH_COLUMNS = ("path", "file", "filename", "image", "image_path")
 LABEL_COLUMNS = ("label", "class", "target", "y")
 GREY = frozenset({"1", "L", "I", "I;16", "F", "LA"})
@@ -71,12 +69,6 @@ class Pictures:
         return replace(self, intake=intake)
 
     def __iter__(self) -> Iterator[Rows]:
-        """Decode batch by batch, one batch ahead of the reader.
-
-        Yields:
-            One batch after the other.
-
-        """
         size = self.intake.batch_size
         starts = range(0, len(self.paths), size)
         if self.intake.workers == 0:
@@ -98,7 +90,6 @@ class Pictures:
         return range(min(start, len(self.paths)), min(start + self.intake.batch_size, len(self.paths)))
 
     def _decode(self, place: int) -> tuple[Tensor | None, str]:
-        """Pixels and a note, or None and what is wrong."""
         if place in self.problems:
             return None, self.problems[place]
         return read_pixels(self.paths[place], self.intake)
@@ -145,11 +136,7 @@ def read_pixels(path: Path, intake: Intake) -> tuple[Tensor | None, str]:
 
 
 def require_pillow() -> None:
-    """Ask for Pillow before a long computation gets as far as the first image.
-
-    Raises:
-        MissingExtraError: if it is not installed.
-    """
+    """Ask for Pillow before a long computation gets as far as the first image."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
@@ -167,19 +154,14 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
 
     Returns:
         The images, none of them decoded yet.
-
-    Raises:
-        DataError: if there are none, labels are asked for and there are no subfolders, or a subfolder is no class.
     """
     require_pillow()
     subfolders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     loose = [path for path in image_files(root) if path.parent == root] if subfolders else image_files(root)
     if not loose and not any(image_files(folder) for folder in subfolders):
-        message = f"{root} holds no images: expected files that end in {', '.join(sorted(ENDINGS))}."
-        raise DataError(message)
+        raise DataError(f"{root} holds no images: expected files that end in {', '.join(sorted(ENDINGS))}.")
     if labelled and not subfolders:
-        message = f"{root} has no subfolders, so its images have no labels: expected a subfolder for each class."
-        raise DataError(message)
+        raise DataError(f"{root} has no subfolders, so its images have no labels: expected a subfolder for each class.")
     if not labelled:
         paths = image_files(root)
         return Pictures(str(root), tuple(paths), _names(paths, root), None, None, {}, intake)
@@ -187,12 +169,11 @@ def list_folder(root: Path, classes: Sequence[str] | None, intake: Intake, *, la
     order = tuple(classes) if classes is not None else found
     unknown = [name for name in found if name not in order]
     if unknown:
-        message = (
+        raise DataError(
             f"{root} has the subfolder {unknown[0]!r}, which is none of the {len(order)} classes ({', '.join(order[:5])}"
             f"{', ...' if len(order) > 5 else ''}). Name the subfolders like the classes, or name the classes, in the order of "
             f"the networks' outputs, with --classes."
         )
-        raise DataError(message)
     number = {name: index for index, name in enumerate(order)}
     listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
     listed += [(path, BAD_ROW) for path in loose]
@@ -227,17 +208,15 @@ def list_csv(
 
     Returns:
         The images, none of them decoded yet.
-
-    Raises:
-        DataError: if columns are missing, there are no rows, or nobody knows which outputs the names stand for.
     """
     heading, rows = _read_csv(path)
     where = _column(heading, PATH_COLUMNS)
     what = _column(heading, LABEL_COLUMNS)
     if where is None or (labelled and what is None):
         wanted, known = ("paths", PATH_COLUMNS) if where is None else ("labels", LABEL_COLUMNS)
-        message = f"{path} has no column of {wanted}: expected one called {', '.join(known)}; found {', '.join(heading) or 'nothing'}."
-        raise DataError(message)
+        raise DataError(
+            f"{path} has no column of {wanted}: expected one called {', '.join(known)}; found {', '.join(heading) or 'nothing'}."
+        )
     texts, paths, problems = _files(path, rows, where)
     if not labelled or what is None:
         return Pictures(str(path), tuple(paths), tuple(texts), None, None, problems, intake)
@@ -246,11 +225,10 @@ def list_csv(
     if order is None and sum(map(_is_whole, given)) <= sum(map(bool, given)) / 2:  # most are names
         order = tuple(sorted({text for text in given if text}))
         if outputs is not None and len(order) != outputs:
-            message = (
+            raise DataError(
                 f"{path} has {len(order)} names of classes ({', '.join(order[:5])}{', ...' if len(order) > 5 else ''}) for networks "
                 f"with {outputs} outputs, whose order is not known: give numbers from 0, or `mola fit --classes` with all names."
             )
-            raise DataError(message)
     number = {name: index for index, name in enumerate(order or ())}
     # Where names are numbers themselves, "1" cannot be both a name and a place.
     by_place = not any(_is_whole(name) for name in number)
@@ -268,29 +246,22 @@ def list_csv(
 
 
 def _read_csv(path: Path) -> tuple[list[str], list[dict[str, str | None]]]:
-    """Heading and rows.
-
-    Raises:
-        DataError: if the file is no CSV, or holds no rows.
-    """
     require_pillow()
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)
             heading, rows = list(reader.fieldnames or []), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        message = f"{path} cannot be read as CSV: {error}."
-        raise DataError(message) from error
+        raise DataError(f"{path} cannot be read as CSV: {error}.") from error
     if heading and not rows:
-        message = f"{path} has a heading but no rows."
-        raise DataError(message)
+        raise DataError(f"{path} has a heading but no rows.")
     return heading, rows
 
 
 def _files(
     path: Path, rows: Sequence[Mapping[str, str | None]], where: str
 ) -> tuple[list[str], list[Path], dict[int, str]]:
-    """What a column names: texts, files relative to the CSV's folder, and rows that name none."""
+    # What a column names: texts, files relative to the CSV's folder, and rows that name none.
     texts = [(row.get(where) or "").strip() for row in rows]
     problems = {place: f"row {place + 2} names no file" for place, text in enumerate(texts) if not text}
     return texts, [path.parent / text for text in texts], problems
@@ -314,9 +285,6 @@ def list_labels(
 
     Returns:
         The images, none of them decoded yet.
-
-    Raises:
-        DataError: if columns are missing.
     """
     heading, rows = _read_csv(path)
     where = _column(heading, PATH_COLUMNS)
@@ -324,8 +292,7 @@ def list_labels(
     absent = [name for name in names if name not in heading]
     if where is None or (labelled and (absent or not names)):
         wanted = f"of paths ({', '.join(PATH_COLUMNS)})" if where is None else f"for {', '.join(absent) or 'labels'}"
-        message = f"{path} has no column {wanted}; found {', '.join(heading) or 'nothing'}."
-        raise DataError(message)
+        raise DataError(f"{path} has no column {wanted}; found {', '.join(heading) or 'nothing'}.")
     texts, paths, problems = _files(path, rows, where)
     if not labelled:
         return Pictures(str(path), tuple(paths), tuple(texts), None, None, problems, intake)
@@ -357,9 +324,6 @@ def shown_by(pictures: Pictures) -> tuple[str, tuple[int, ...]]:
 
     Returns:
         "RGB" or "L", and (channels, height, width) after preparation.
-
-    Raises:
-        DataError: if none of those looked at can be decoded.
     """
     from PIL import Image
 
@@ -378,6 +342,5 @@ def shown_by(pictures: Pictures) -> tuple[str, tuple[int, ...]]:
             found[mode or "RGB", tuple(pixels.shape)] += 1
         first = first or f" The first: {pictures.names[place]}: {words}."
     if not found:
-        message = f"{pictures.name} holds no image that can be decoded.{first}"
-        raise DataError(message)
+        raise DataError(f"{pictures.name} holds no image that can be decoded.{first}")
     return found.most_common(1)[0][0]

@@ -14,8 +14,6 @@ from torch import Tensor
 from mola.network.layout import Layout, chosen_positions
 from mola.prediction import LazyFields
 
-__all__ = ["COMPARED", "DrawnRows", "draw_rows", "layout_of"]
-
 COMPARED = 256
 """Positions of each input that methods are compared on, drawn at random; all, where there are not more."""
 

@@ -40,23 +40,6 @@ from mola.posterior import MoLA
 from mola.regression_prediction import RegressionPrediction
 from mola.saving.storage import partial_file
 
-__all__ = [
-    "COLUMNS",
-    "FORMATS",
-    "NUMBERS",
-    "Portion",
-    "PredictResult",
-    "Writer",
-    "decided",
-    "in_order",
-    "open_writer",
-    "portions",
-    "predicted",
-    "records",
-    "run_predict",
-]
-
-
 COLUMNS = ("label", "confidence", "entropy", "epistemic", "ood_score", "distance")
 """Numbers of each input, before its probabilities; nan where one is not known, as distances of older posteriors."""
 NUMBERS = COLUMNS[1:]
@@ -165,15 +148,12 @@ def run_predict(
 
     Returns:
         What was done, on rank 0, and None on the others.
-
-    Raises:
-        OptionError: if the output would take the place of the data, or probabilities are asked of numbers.
-        DataError: if no input can be used.
     """
     began = time.perf_counter()
     if output.exists() and Path(data).expanduser().exists() and output.samefile(Path(data).expanduser()):
-        message = f"{output} holds the data, and would be overwritten with predictions: choose another --output."
-        raise OptionError(message)
+        raise OptionError(
+            f"{output} holds the data, and would be overwritten with predictions: choose another --output."
+        )
     fitted.refuse_positions("mola predict writes a row for each input")
     if probabilities:
         fitted.refuse_probabilities()
@@ -228,8 +208,7 @@ def run_predict(
         if together.first and count == 0:
             first = next(iter(account.left_out.get(source.name, {}).items()), None)
             why = "" if first is None else f" The first: {first[0]}: {first[1]}."
-            message = f"{data} holds no input that can be used.{why}"
-            raise DataError(message)
+            raise DataError(f"{data} holds no input that can be used.{why}")
     progress("done", 1.0)
     if not together.first:
         return None
@@ -299,11 +278,8 @@ def _run_numbers(
     decisions: Decisions,
     team: Team | None,
 ) -> NumbersResult | None:
-    """`run_predict` where outputs are numbers: their columns are those of `OF_EACH`, named by the output where there are several.
-
-    Raises:
-        DataError: if no input can be used.
-    """
+    # `run_predict` where outputs are numbers: their columns are those of `OF_EACH`, named by the output where there are
+    # several.
     began = time.perf_counter()
     together = Team.alone() if team is None else team
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
@@ -348,8 +324,7 @@ def _run_numbers(
         if together.first and count == 0:
             first = next(iter(account.left_out.get(source.name, {}).items()), None)
             why = "" if first is None else f" The first: {first[0]}: {first[1]}."
-            message = f"{data} holds no input that can be used.{why}"
-            raise DataError(message)
+            raise DataError(f"{data} holds no input that can be used.{why}")
     progress("done", 1.0)
     if not together.first:
         return None
@@ -458,12 +433,12 @@ class Portion:
 
 
 def _found(names: Sequence[str], probs: Sequence[float | None]) -> str:
-    """The labels that are yes, as a cell names them."""
+    # The labels that are yes, as a cell names them.
     return BETWEEN.join(name for name, value in zip(names, probs, strict=True) if value is not None and value > YES)
 
 
 def _portion(rows: Rows, prediction: Any, outputs: int, intervals: PredictionIntervals | None = None) -> Portion:
-    """A batch with its prediction, if any input of it could be used; `outputs`: how many probabilities to keep."""
+    # `outputs`: how many probabilities to keep.
     numbers = np.zeros((0, len(COLUMNS) + outputs))
     if isinstance(prediction, RegressionPrediction):
         lower, upper = prediction.interval(PROBABILITY) if intervals is None else intervals(prediction)
@@ -547,8 +522,7 @@ def predicted(
         for rows in source:
             bad = next(((name, error) for name, error in zip(rows.names, rows.errors, strict=True) if error), None)
             if strict and bad is not None:
-                message = f"{bad[0]}: {bad[1]} (and --strict leaves nothing out)."
-                raise DataError(message)
+                raise DataError(f"{bad[0]}: {bad[1]} (and --strict leaves nothing out).")
             pending.append(rows)
             seen += len(rows.names)
             tell(min(1.0, seen / (source.count or 2 * seen)))
@@ -617,17 +591,9 @@ class Writer(ABC):
         classes: their names, for headings.
         probabilities: how many of them each record has; 0 for none.
         fields: names of what a record holds beside them.
-
-    Raises:
-        OptionError: if the folder cannot be written to.
     """
 
     def __init__(self, path: Path, classes: Sequence[str], probabilities: int, fields: Sequence[str] = FIELDS) -> None:
-        """Open a file beside the one that is wanted.
-
-        Raises:
-            OptionError: if the folder cannot be written to.
-        """
         self.path, self.classes, self.probabilities, self.fields = path, list(classes), probabilities, tuple(fields)
         self._held = ExitStack()
         try:
@@ -636,17 +602,14 @@ class Writer(ABC):
             self.begin()
         except OSError as error:
             self._held.close()
-            message = f"cannot write {path} ({error.strerror}): choose another --output."
-            raise OptionError(message) from error
+            raise OptionError(f"cannot write {path} ({error.strerror}): choose another --output.") from error
 
     def __enter__(self) -> Self:
-        """Ready to write."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put the file in place, or remove what was written if something went wrong."""
         try:
             self.end(whole=kind is None)
             if kind is None:
@@ -807,9 +770,6 @@ def open_writer(path: Path, classes: Sequence[str], probabilities: int, fields: 
 
     Returns:
         The writer.
-
-    Raises:
-        OptionError: if the ending is unknown.
     """
     kinds: dict[str, type[CsvWriter | JsonLinesWriter | NpzWriter]] = {
         ".csv": CsvWriter,
@@ -817,6 +777,5 @@ def open_writer(path: Path, classes: Sequence[str], probabilities: int, fields: 
         ".npz": NpzWriter,
     }
     if path.suffix not in kinds:
-        message = f"{path} has the ending {path.suffix!r}: expected one of {', '.join(FORMATS)}."
-        raise OptionError(message)
+        raise OptionError(f"{path} has the ending {path.suffix!r}: expected one of {', '.join(FORMATS)}.")
     return kinds[path.suffix](path, classes, probabilities, fields)

@@ -17,8 +17,6 @@ from mola.lab.data.folder import Preparation
 from mola.lab.data.images import NORMALISATIONS, Normalisation
 from mola.options import one_of
 
-__all__ = ["Hints", "Intake", "settle"]
-
 MODES = ("RGB", "L")
 
 
@@ -85,11 +83,7 @@ class Intake:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Intake:
-        """Read what `plain` gave.
-
-        Raises:
-            StorageError: if it is something else: a file can be damaged.
-        """
+        """Read what `plain` gave."""
         known: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
         }
@@ -97,11 +91,11 @@ class Intake:
             made = cls(**known)
             Normalisation(made.mean, made.std)
         except (TypeError, ValueError, OptionError) as error:
-            message = f"the saved preparation of inputs is invalid: {error}"
-            raise StorageError(message) from error
+            raise StorageError(f"the saved preparation of inputs is invalid: {error}") from error
         if not isinstance(getattr(torch, made.dtype, None), torch.dtype) or made.batch_size < 1:
-            message = f"the saved preparation of inputs is invalid: {made.dtype!r} in batches of {made.batch_size}."
-            raise StorageError(message)
+            raise StorageError(
+                f"the saved preparation of inputs is invalid: {made.dtype!r} in batches of {made.batch_size}."
+            )
         return made
 
 
@@ -115,23 +109,17 @@ def settle(job: Job, hints: Hints, dtype: str) -> Intake:
 
     Returns:
         The intake; what nobody says is None, and for the training data to show.
-
-    Raises:
-        OptionError: if options contradict each other or are unknown.
     """
     if job.mode is not None:
         one_of(job.mode, MODES, "mode")
     for name in ("batch_size", "resize", "crop"):
         given = getattr(job, name)
         if given is not None and min(given if isinstance(given, tuple) else (given,)) < 1:
-            message = f"{name} must be 1 or more, got {given}."
-            raise OptionError(message)
+            raise OptionError(f"{name} must be 1 or more, got {given}.")
     if job.workers < 0:
-        message = f"workers must be 0 or more, got {job.workers}."
-        raise OptionError(message)
+        raise OptionError(f"workers must be 0 or more, got {job.workers}.")
     if (job.mean is None) != (job.std is None) or (job.mean is not None and job.normalise is not None):
-        message = "the normalisation is a name (--normalise), or numbers for both --mean and --std."
-        raise OptionError(message)
+        raise OptionError("the normalisation is a name (--normalise), or numbers for both --mean and --std.")
     mean, std = hints.mean or (0.0,), hints.std or (1.0,)
     if job.normalise is not None:
         chosen = NORMALISATIONS[one_of(job.normalise, NORMALISATIONS, "normalise")]

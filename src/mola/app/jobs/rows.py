@@ -18,8 +18,6 @@ from mola.errors import DataError
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import Inputs
 
-__all__ = ["Account", "Loader", "Rows", "Set", "checked_rows", "take"]
-
 
 class Rows(NamedTuple):
     """A batch: all of it by name, and the good part as tensors."""
@@ -46,8 +44,7 @@ class Set(Protocol):
     def count(self) -> int | None:
         """How many inputs, where that is known."""
 
-    def __iter__(self) -> Iterator[Rows]:
-        """Read once more from the start."""
+    def __iter__(self) -> Iterator[Rows]: ...
 
 
 @dataclass
@@ -66,7 +63,6 @@ class Account:
             self.noted.setdefault(where, {})[name] = words
 
     def __len__(self) -> int:
-        """How many inputs were left out."""
         return sum(len(one) for one in self.left_out.values())
 
     def lines(self, shown: int = 5) -> list[str]:
@@ -121,14 +117,6 @@ class Loader:
     whole: bool = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches of (inputs, labels), or of inputs alone where the set has no labels.
-
-        Yields:
-            One batch after the other.
-
-        Raises:
-            DataError: if nothing is left, labels are missing, or an input is no good and this is strict.
-        """
         good = seen = 0
         for rows in self.source:
             seen += len(rows.names)
@@ -136,14 +124,12 @@ class Loader:
             bad = next(((name, error) for name, error in zip(rows.names, rows.errors, strict=True) if error), None)
             if self.strict and (bad or rows.notes):
                 name, words = bad or rows.notes[0]
-                message = f"{name}: {words} (and --strict leaves nothing out)."
-                raise DataError(message)
+                raise DataError(f"{name}: {words} (and --strict leaves nothing out).")
             self.account.add(self.source.name, rows)
             if rows.inputs is None:
                 continue
             if self.labelled and rows.labels is None:
-                message = f"{self.source.name} has no labels, which are needed here."
-                raise DataError(message)
+                raise DataError(f"{self.source.name} has no labels, which are needed here.")
             good += sum(error is None for error in rows.errors)
             # A mapping holds its labels itself: that is what loaders of such networks yield.
             if isinstance(rows.inputs, Mapping):
@@ -153,8 +139,7 @@ class Loader:
         if good == 0 and self.whole:
             first = next(iter(self.account.left_out.get(self.source.name, {}).items()), None)
             why = "" if first is None else f" The first: {first[0]}: {first[1]}."
-            message = f"{self.source.name} holds no input that can be used.{why}"
-            raise DataError(message)
+            raise DataError(f"{self.source.name} holds no input that can be used.{why}")
 
 
 def take(inputs: Inputs, good: Tensor) -> Inputs:

@@ -27,29 +27,14 @@ from mola.app.jobs.preparation import Intake
 from mola.app.jobs.rows import Rows, Set, checked_rows
 from mola.distributed import Team
 from mola.errors import DataError, MolaError, OptionError
-from mola.lab.data.catalogue import DATASETS, load_images, split_validation
+from mola.lab.data.catalogue import DATASETS, load_images
 from mola.lab.data.embedded import load_digits
 from mola.lab.data.folder import ENDINGS
+from mola.lab.data.images import split_validation
 from mola.lab.imported import import_function, is_path, split_name
 from mola.likelihood import CATEGORICAL, Likelihood
 from mola.network import as_batch
 from mola.options import counted, did_you_mean, one_of
-
-__all__ = [
-    "BUILT_IN",
-    "Dealt",
-    "Own",
-    "UserSet",
-    "divided",
-    "in_turns",
-    "is_own_function",
-    "open_built_in",
-    "open_own",
-    "open_set",
-    "overlap",
-    "some_of",
-]
-
 
 DIGITS = "digits"
 BUILT_IN = (DIGITS, *DATASETS)
@@ -85,14 +70,6 @@ class Own:
         return replace(self, intake=intake)
 
     def __iter__(self) -> Iterator[Rows]:
-        """The function's batches.
-
-        Yields:
-            One batch after the other.
-
-        Raises:
-            DataError: whatever goes wrong in the user's code, in one line.
-        """
         start = 0
         for index, raw in enumerate(self._batches()):
             batch = as_batch(raw, f"batch {index} of {self.name}")
@@ -100,17 +77,15 @@ class Own:
             names = [f"{self.name}[{place}]" for place in range(start, start + size)]
             labels = batch.labels if self.labelled else None
             if labels is not None and len(labels) != size:
-                message = (
+                raise DataError(
                     f"batch {index} of {self.name} has {counted(len(labels), 'label')} for {counted(size, 'input')}."
                 )
-                raise DataError(message)
             several = not self.likelihood.competing
             if labels is not None and not several and not _are_indices(labels, self.outputs):
-                message = (
+                raise DataError(
                     f"batch {index} of {self.name} has labels of shape {tuple(labels.shape)} and type {labels.dtype}: expected a "
                     f"whole number for each input, the index of its class, or for each of its positions."
                 )
-                raise DataError(message)
             yield checked_rows(
                 names,
                 batch.inputs,
@@ -127,11 +102,10 @@ class Own:
         except MolaError:
             raise
         except Exception as error:  # the user's code may raise anything
-            message = (
+            raise DataError(
                 f"{self.name} failed ({type(error).__name__}: {error}): expected a function without arguments that gives batches "
                 f"of (inputs, labels)."
-            )
-            raise DataError(message) from error
+            ) from error
 
 
 UserSet = Pictures | Arrays | InMemory | Own
@@ -172,19 +146,14 @@ def open_set(
 
     Returns:
         The set.
-
-    Raises:
-        DataError: if a file is of an unknown kind, or has no labels of the kind that is asked for.
-        OptionError: if the name is unknown.
     """
     path = Path(name).expanduser()
     built_in = name.partition(":")[0] in BUILT_IN and not path.exists()
     if labelled and not likelihood.competing and (built_in or path.is_dir()):
-        message = (
+        raise DataError(
             f"{name} has one class for each image; likelihood {likelihood.name!r} takes a number for each output: give .npz with x "
             f"and y, .csv with a column for each output, or package.module:function."
         )
-        raise DataError(message)
     if built_in:
         return open_built_in(name, directory, outputs, intake, labelled=labelled, seed=seed, download=download)
     if path.is_dir():
@@ -198,21 +167,18 @@ def open_set(
             return list_csv(path, classes, intake, labelled=labelled, outputs=outputs)
         if path.suffix.lower() in ENDINGS and not labelled:
             return list_file(path, intake)
-        message = f"{path} is of an unknown kind: expected a folder of images, .npz, .npy or .csv."
-        raise DataError(message)
+        raise DataError(f"{path} is of an unknown kind: expected a folder of images, .npz, .npy or .csv.")
     if is_own_function(name):
         return open_own(name, outputs, intake, labelled=labelled, likelihood=likelihood)
     near = _nearest(path)
     hint = did_you_mean(name.partition(":")[0], BUILT_IN) if near is None else f" Did you mean {near}?"
-    message = (
+    raise OptionError(
         f"unknown data {name!r}: there is no such file or folder.{hint} The built-in sets are {', '.join(BUILT_IN)}; a function "
         f"of your own is named package.module:function."
     )
-    raise OptionError(message)
 
 
 def _nearest(path: Path) -> Path | None:
-    """The existing path that is spelt most alike, part by part; None if a part is like nothing there."""
     found = Path(path.anchor)
     for part in path.parts[1 if path.anchor else 0 :]:
         if not (found / part).exists():
@@ -275,11 +241,6 @@ def overlap(one: str, other: str) -> bool:
 
 
 def _size(inputs: Any, where: str) -> int:
-    """How many inputs there are.
-
-    Raises:
-        DataError: if they are no tensors with a row for each.
-    """
     sizes: dict[str, int] = {}
 
     def look(value: Any, place: str) -> None:
@@ -291,15 +252,15 @@ def _size(inputs: Any, where: str) -> int:
                 look(one, f"{place}[{name!r}]")
         else:
             kind = "a tensor of one number" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            message = (
+            raise DataError(
                 f"{where}: {place} is {kind}; expected tensors with a row for each input: leave out everything else."
             )
-            raise DataError(message)
 
     look(inputs, "the input")
     if len(set(sizes.values())) > 1:
-        message = f"{where}: tensors of different lengths, {sizes}; expected a row for each input in all of them."
-        raise DataError(message)
+        raise DataError(
+            f"{where}: tensors of different lengths, {sizes}; expected a row for each input in all of them."
+        )
     return next(iter(sizes.values()))
 
 
@@ -317,19 +278,14 @@ def open_own(
 
     Returns:
         The set.
-
-    Raises:
-        OptionError: if there is no such function.
     """
     split_name(name)  # what is no name is told as such
     try:
         function = import_function(name)
     except Exception as error:  # the user's code may raise anything
-        message = f"cannot import {name!r} for the data ({type(error).__name__}: {error})."
-        raise OptionError(message) from error
+        raise OptionError(f"cannot import {name!r} for the data ({type(error).__name__}: {error}).") from error
     if not callable(function):
-        message = f"{name} is a {type(function).__name__}; expected a function that gives batches."
-        raise OptionError(message)
+        raise OptionError(f"{name} is a {type(function).__name__}; expected a function that gives batches.")
     return Own(name, function, labelled, outputs, intake, likelihood=likelihood)
 
 
@@ -358,7 +314,6 @@ class Dealt:
         return None if self.source.count is None else self.source.count // self.size
 
     def __iter__(self) -> Iterator[Rows]:
-        """This process's batches."""
         return islice(iter(self.source), self.rank, None, self.size)
 
 
@@ -395,7 +350,7 @@ def some_of(source: Pictures, places: Sequence[int]) -> Pictures:
 
 
 def _are_indices(labels: Tensor, outputs: int | None) -> bool:
-    """Whether labels may be indices of classes, for each input or for each of its positions; one-hot rows are not."""
+    # Whether labels may be indices of classes, for each input or for each of its positions; one-hot rows are not.
     if labels.ndim < 1 or bool((labels != labels.floor()).any()):
         return False
     rows_of_classes = labels.ndim == 2 and labels.shape[1] == outputs and labels.is_floating_point()

@@ -15,8 +15,6 @@ from mola.compare.report.style import INK, Axes, Figure, Shape, canvas, colours,
 from mola.compare.tally import ALL_SCORES
 from mola.reliability import Curve, draw_reliability
 
-__all__ = ["MOST_SETS", "draw_histograms", "draw_reliability_panels", "draw_score_histograms"]
-
 LEGEND_ROW = 0.17
 """Inches that a row of the legend takes."""
 
@@ -64,7 +62,6 @@ def draw_reliability_panels(
 
 
 def _pooled_bins(records: Sequence[Record], level: float) -> Array | None:
-    """Sums over runs, and over sets of the same level."""
     bins = [
         np.asarray(result.reliability, dtype=np.float64)
         for record in records
@@ -98,18 +95,7 @@ def _overlaps(
     *explained: str,
     confidence: bool = True,
 ) -> Figure:
-    """A grid of panels.
-
-    Args:
-        cells: by row and column; None where a method has no such score.
-        painted: colours of the methods, which are either the rows or the columns.
-        shape: of the figure.
-        explained: how to read it.
-        confidence: whether the horizontal axes are confidences, from 0 to 1.
-
-    Returns:
-        The figure.
-    """
+    # Cells are None where a method has no such score; `painted` are colours of the methods, the rows or the columns.
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     figure, panels = canvas(shape, len(rows), len(columns), 1.4, sharex=confidence, sharey=True)
     for place, (panel, ((row, column), overlap)) in enumerate(zip(panels, cells.items(), strict=True)):

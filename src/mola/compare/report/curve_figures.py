@@ -35,16 +35,6 @@ from mola.compare.report.style import (
 )
 from mola.compare.report.suite_tables import METRIC_NAMES
 
-__all__ = [
-    "component_sweep",
-    "demo_distance",
-    "demo_rotation",
-    "evaluation_decisions",
-    "suite_ablation",
-    "suite_components",
-    "suite_shift",
-]
-
 Points = Sequence[tuple[float, Estimate | None]]
 Stroke = Mapping[str, Any]
 
@@ -61,19 +51,7 @@ def _curves(
     columns: int = 3,
     from_zero: Collection[str] = (),
 ) -> Figure:
-    """A panel for each title, with a curve for each label.
-
-    Args:
-        panels: by title and label: points, and how to draw the line.
-        shape: of the figure.
-        axis: what the horizontal axes are.
-        ticks: their marks.
-        columns: panels side by side, on wide screens.
-        from_zero: titles of panels whose vertical axis begins at 0.
-
-    Returns:
-        The figure.
-    """
+    # Panels by title and label: points, and how to draw the line.
     columns = min(columns, len(panels)) if shape.wide else 1
     figure, axes = canvas(shape, -(-len(panels) // columns), columns, 2.75 if shape.wide else 2.5)
     shown = ticks if len(ticks) <= 10 else ticks[::3]
@@ -103,7 +81,7 @@ def _curve(panel: Axes, points: Points, label: str, stroke: Stroke) -> None:
 
 
 def _shared_legend(figure: Figure, panels: Sequence[Axes], used: int, shape: Shape) -> None:
-    """In the place of an unused panel, if there is one; below otherwise."""
+    # In the place of an unused panel, if there is one; below otherwise.
     for panel in panels[used:]:
         panel.set_axis_off()
     handles, labels = panels[0].get_legend_handles_labels()
@@ -173,7 +151,6 @@ def _against_level(
 
 
 def _strokes(methods: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, Any]]:
-    """Colours for structures and patterns for links or rules, where methods differ in both."""
     for other in ("link", "rule"):
         kinds = {
             method: (str(records[0].settings.get("structure")), str(records[0].settings.get(other)))

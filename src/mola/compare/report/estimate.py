@@ -15,28 +15,6 @@ from typing import Literal
 from mola.compare.measured import CLEAR, excess_risk
 from mola.compare.record import Comparison, LabelledResult, Record, SetInfo
 
-__all__ = [
-    "BY_CONFIDENCE",
-    "EXCESS",
-    "Estimate",
-    "On",
-    "Quantity",
-    "Ranking",
-    "are_rotations",
-    "at_level",
-    "estimate",
-    "leaders",
-    "levels_of",
-    "mean_over",
-    "of_type",
-    "ranking",
-    "runs_counted",
-    "runs_words",
-    "shared_outliers",
-    "shifted",
-    "within",
-]
-
 SAME = 1e-9
 """Means that differ by less, in every run, are of one method under two names."""
 
@@ -95,7 +73,7 @@ class Estimate:
         return Estimate(self.mean - other.mean, error, runs)
 
     def _error_beside(self, other: Estimate) -> float | None:
-        """The own error; for one run, what the other's would be if it had one run."""
+        # The own error; for one run, what the other's would be if it had one run.
         if self.error is not None or other.error is None:
             return self.error
         return other.error * math.sqrt(other.runs / self.runs)
@@ -146,7 +124,8 @@ def leaders(found: Mapping[str, float | Estimate | None], better: Literal["low",
 
 
 def _clear(ahead: float, error: float, runs: int) -> bool:
-    """Whether Student's t with runs - 1 degrees of freedom exceeds `ahead / error` as rarely as a normal exceeds `CLEAR`."""
+    # Whether Student's t with runs - 1 degrees of freedom exceeds `ahead / error` as rarely as a normal exceeds
+    # `CLEAR`.
     if ahead <= 0 or runs < 2:
         return False
     return within(math.inf if error == 0 else ahead / error, runs - 1) > math.erf(CLEAR / math.sqrt(2))

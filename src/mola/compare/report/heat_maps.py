@@ -11,8 +11,6 @@ from mola.compare.report.reading import SuiteResults
 from mola.compare.report.style import COLOURS, INK, Axes, Figure, Shape, canvas
 from mola.compare.report.suite_tables import BY_TYPE, PAPERS_RULE, compared_by_type, type_differences
 
-__all__ = ["suite_types"]
-
 ROW = 0.25
 """Inches of a type's row."""
 

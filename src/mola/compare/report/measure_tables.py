@@ -7,8 +7,6 @@ from mola.compare.report.estimate import Estimate, Quantity, estimate, runs_word
 from mola.compare.report.reading import SuiteResults, known_scores
 from mola.compare.report.tables import Column, Number, Shown, Table, make_table, records_table
 
-__all__ = ["people_table", "rejection_table"]
-
 
 def _number(measure: str, name: str) -> Quantity:
     def read(record: Record) -> Estimate | None:

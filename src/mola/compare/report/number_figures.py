@@ -9,8 +9,6 @@ import numpy as np
 from mola.compare.record import Comparison, NumbersDetail
 from mola.compare.report.style import INK, Axes, Figure, Shape, canvas, colours, quiet_axes, strokes
 
-__all__ = ["MOST_PANELS", "draw_coverage", "draw_predicted", "draw_spread"]
-
 LEGEND_ROW = 0.17
 """Inches that a row of the legend takes."""
 
@@ -70,7 +68,7 @@ def draw_coverage(comparison: Comparison, panels: Mapping[str, Sequence[str]], s
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Of an axis: with some room around the values, and never less than a tenth of them."""
+    # Of an axis: with some room around the values, and never less than a tenth of them.
     room = max(0.1 * (max(values) - min(values)), 0.05 * max(values))
     return max(0.0, min(values) - room), max(values) + room
 

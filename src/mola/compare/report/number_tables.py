@@ -10,13 +10,12 @@ from mola.compare.report.estimate import Estimate, On
 from mola.compare.report.single_run_tables import BOLD, outlier_tables, set_words
 from mola.compare.report.tables import Column, Number, Shown, Table, make_table, records_table
 
-__all__ = ["digits_of", "number_tables", "output_table"]
-
 MOST_DIGITS = 8
 
 
 def _digits(errors: list[float], values: list[float]) -> int:
-    """Decimals that show two digits of the smallest error; but, as what is constant has next to none, at most five of the values."""
+    # Decimals that show two digits of the smallest error; but, as what is constant has next to none, at most five of
+    # the values.
     largest = max((abs(one) for one in values), default=0.0)
     if largest == 0:
         return 1

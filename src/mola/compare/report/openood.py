@@ -10,8 +10,6 @@ from mola.compare.report.estimate import Estimate, estimate, mean_over, runs_wor
 from mola.compare.report.reading import SuiteResults, known_scores
 from mola.compare.report.tables import Column, Number, Table, make_table
 
-__all__ = ["openood_table"]
-
 NEAR_AND_FAR: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cifar10": {"near": ("cifar100", "tinyimagenet"), "far": ("mnist", "svhn")}
 }
@@ -75,7 +73,6 @@ def _column(groups: Mapping[str, list[SetInfo]], kind: str, metric: str) -> Colu
 
 
 def _differences(suite: SuiteResults, groups: Mapping[str, list[SetInfo]]) -> str:
-    """What a reader must know before comparing with published numbers."""
     shown = {one.name: one for sets in groups.values() for one in sets}
     absent = [title for name, title in TITLES.items() if name not in shown]
     counts = ", ".join(f"{one.count:,} of {one.title}" for one in shown.values())

@@ -20,8 +20,6 @@ from mola.compare.report.style import INK, strokes
 from mola.compare.report.suite_tables import ablation_groups
 from mola.compare.report.tables import Table
 
-__all__ = ["SuiteReport", "demo_page", "evaluation_page", "suites_page"]
-
 SCREENS = (700, 900, 1100, 1300)
 """Widths in pixels up to which a hint can be shown; page.css has a rule for each."""
 
@@ -133,7 +131,8 @@ def _render(template: str, **context: object) -> str:
 
 
 def _prose(text: str) -> Markup:
-    """Running text, in which a number stays with its error and its unit, a method's name in one piece; commands are set as code."""
+    # Running text, in which a number stays with its error and its unit, a method's name in one piece; commands are set
+    # as code.
     joined = re.sub(
         r"(?<=\d) (?=%)| (?=\N{PLUS-MINUS SIGN} \d)|(?<=\N{PLUS-MINUS SIGN}) (?=\d)", "\N{NO-BREAK SPACE}", text
     )
@@ -142,14 +141,13 @@ def _prose(text: str) -> Markup:
 
 
 def _inline_svg(svg: str, label: str) -> Markup:
-    """An SVG element as part of the page: sized by it, in its text colour, and named for those who cannot see it."""
+    # An SVG element as part of the page: sized by it, in its text colour, and named for those who cannot see it.
     opening, rest = svg.split(">", 1)
     opening = re.sub(r'\s(?:width|height|xmlns(?::\w+)?|version)="[^"]*"', "", opening)
     return Markup(f'{opening} role="img" aria-label="{escape(label)}">{rest}'.replace(INK, "currentColor"))
 
 
 def _scroll_hint(table: Table) -> str:
-    """On which screens the table is cut, by an estimate that rather hints too often; empty if on none."""
     letters = table.name_width + sum(table.widths)
     pixels = LETTER * letters + PADDING * (1 + len(table.columns)) + 10 * len(table.groups)
     if pixels > PAGE:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from mola.compare.report.estimate import Estimate
 
-__all__ = ["COST", "COST_SETTING", "CURVES", "NETWORKS", "OUTLIERS", "VARIANTS"]
-
 NETWORKS = {"mnist": "LeNet", "cifar10": "WRN-16-4", "imagenet": "WRN-50-2"}
 """Its networks, by suite."""
 

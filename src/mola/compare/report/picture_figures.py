@@ -11,8 +11,6 @@ from mola.compare.demo_result import METHODS, DemoResult
 from mola.compare.record import Comparison, Examples, Pictures, SetInfo
 from mola.compare.report.style import INK, Axes, Figure, Shape, canvas, colours, strokes
 
-__all__ = ["demo_moons", "draw_examples", "example_sets"]
-
 BAR, GAP = 0.115, 0.03
 """Height of a bar, and space between them, where an image is 1 wide."""
 
@@ -98,7 +96,7 @@ def _bars(
 
 
 def _strength(stroke: Mapping[str, Any]) -> float:
-    """Opacity of a bar: relatives of a method, whose lines are dashed, are paler."""
+    # Opacity of a bar: relatives of a method, whose lines are dashed, are paler.
     return 1.0 if stroke["linestyle"] == "-" else 0.5
 
 

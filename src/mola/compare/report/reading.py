@@ -20,17 +20,6 @@ from mola.errors import StorageError
 from mola.options import one_of
 from mola.schema import Optional, check
 
-__all__ = [
-    "MAIN",
-    "CostRow",
-    "SuiteResults",
-    "disagreements",
-    "known_scores",
-    "listed",
-    "read_suite",
-    "read_suites",
-]
-
 MAIN = "main"
 
 ORDER = (
@@ -216,12 +205,10 @@ def _check(document: dict[str, Any], schema: dict[str, Any], place: str) -> None
     try:
         check(document, schema, "")
     except StorageError as error:
-        message = f"{place}: {error} Run the suite again: records are kept."
-        raise StorageError(message) from error
+        raise StorageError(f"{place}: {error} Run the suite again: records are kept.") from error
 
 
 def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]:
-    """The sets in the order of the suite's document, then those that only the records know."""
     roles: tuple[Role, ...] = ("test", "shift", "outlier")
     found: dict[str, SetInfo] = {}
     for record in records:
@@ -236,19 +223,17 @@ def _sets(document: dict[str, Any], records: list[Record]) -> dict[str, SetInfo]
 
 
 def _overlap(document: dict[str, Any]) -> float:
-    """Of the runs of a cross-fit, test data for each of the others, see `Record.overlap`; 0 where runs have networks of their own.
-
-    Raises:
-        StorageError: if the document does not say how many there are.
-    """
+    # Of the runs of a cross-fit, test data for each of the others, see `Record.overlap`; 0 where runs have networks of
+    # their own.
     experiment = document.get("experiment")
     options = experiment.get("options") if isinstance(experiment, dict) else None
     if not (isinstance(options, dict) and options.get("cross_fit")):
         return 0.0
     tested, *others = (document["sets"].get(role, {}).get("count") for role in ("test", "train", "validation"))
     if not all(isinstance(count, int) and count > 0 for count in (tested, *others)):
-        message = "expected how many data test, train and validation have, of a cross-fit. Run the suite again: records are kept."
-        raise StorageError(message)
+        raise StorageError(
+            "expected how many data test, train and validation have, of a cross-fit. Run the suite again: records are kept."
+        )
     return float(tested / sum(others))
 
 
@@ -272,11 +257,11 @@ def _pictures(given: dict[str, Any], place: str, *, labelled: bool) -> Pictures:
     try:
         content = base64.b64decode(given["pixels"], validate=True)
     except binascii.Error as error:
-        message = f"{place} are not base64 ({error}). Run the suite again: records are kept."
-        raise StorageError(message) from error
+        raise StorageError(f"{place} are not base64 ({error}). Run the suite again: records are kept.") from error
     if len(shape) != 4 or shape[1] not in (1, 3) or math.prod(shape) != len(content):
-        message = f"{place}: expected {shape} to be (n, 1 or 3, height, width) and to match the pixels, got {len(content)} bytes."
-        raise StorageError(message)
+        raise StorageError(
+            f"{place}: expected {shape} to be (n, 1 or 3, height, width) and to match the pixels, got {len(content)} bytes."
+        )
     labels = given.get("label") if labelled else None
     pixels = np.frombuffer(content, dtype=np.uint8).reshape(shape).transpose(0, 2, 3, 1)
     return Pictures(pixels, tuple(labels) if isinstance(labels, list) and len(labels) >= shape[0] else None)
@@ -286,18 +271,6 @@ def _pictures(given: dict[str, Any], place: str, *, labelled: bool) -> Pictures:
 
 
 def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]]:
-    """The records that can be read, in the order of their files, and a warning for each of the others.
-
-    Args:
-        store: the folder of results.
-        suite: its name.
-
-    Returns:
-        Records, and sentences that name the files left out.
-
-    Raises:
-        StorageError: if there are no records, or none that can be read.
-    """
     place = store.directory / suite
     records: list[Record] = []
     warnings: list[str] = []
@@ -307,11 +280,9 @@ def _readable_records(store: Store, suite: str) -> tuple[list[Record], list[str]
         except StorageError as error:
             warnings.append(f"Left out, so its method lacks a run here: {error}")
     if not records and warnings:
-        message = f"{place}: none of {len(warnings)} records can be read. {warnings[0]}"
-        raise StorageError(message)
+        raise StorageError(f"{place}: none of {len(warnings)} records can be read. {warnings[0]}")
     if not records:
-        message = f"{place} holds no records yet: run `mola bench {suite}` first."
-        raise StorageError(message)
+        raise StorageError(f"{place} holds no records yet: run `mola bench {suite}` first.")
     return records, warnings
 
 
@@ -320,16 +291,15 @@ def _read_record(store: Store, suite: str, path: Path) -> Record:
     try:
         record = Record.from_json(document or {})
     except StorageError as error:
-        message = f"{path}: {error} Delete it and run the suite again: the rest is kept."
-        raise StorageError(message) from error
+        raise StorageError(f"{path}: {error} Delete it and run the suite again: the rest is kept.") from error
     histograms = [result.histogram for result in record.labelled.values()]
     histograms += [result.histogram for result in record.outliers.values()]
     if any(len(histogram) not in (0, CONFIDENCE_BINS) for histogram in histograms):
-        message = f"{path}: expected histograms of {CONFIDENCE_BINS} bins. Delete it and run the suite again."
-        raise StorageError(message)
+        raise StorageError(f"{path}: expected histograms of {CONFIDENCE_BINS} bins. Delete it and run the suite again.")
     if any(len(row) != 3 for result in record.labelled.values() for row in result.reliability):
-        message = f"{path}: expected three numbers for each bin of reliability. Delete it and run the suite again."
-        raise StorageError(message)
+        raise StorageError(
+            f"{path}: expected three numbers for each bin of reliability. Delete it and run the suite again."
+        )
     return record
 
 

@@ -15,8 +15,6 @@ import matplotlib as mpl
 
 from mola.compare.report.style import NARROW, PAPER, WIDE, Figure, Shape, as_png, as_svg, drawing, settle
 
-__all__ = ["Drawn", "Maker", "drawing_key", "kept_or_drawn", "render", "write_figure"]
-
 ON_WHITE = f' style="background:{PAPER}"'
 
 Maker = Callable[[Shape], Figure]

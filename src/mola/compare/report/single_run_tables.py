@@ -13,19 +13,6 @@ from mola.compare.report.tables import Column, Number, Shown, Table, make_table,
 from mola.compare.tally import ALL_SCORES, SCORES
 from mola.options import counted
 
-__all__ = [
-    "BOLD",
-    "FEW",
-    "SCORE_NAMES",
-    "class_table",
-    "decision_tables",
-    "demo_tables",
-    "evaluation_tables",
-    "outlier_tables",
-    "set_words",
-    "worst_classes",
-]
-
 SCORE_NAMES = {
     "max probability": "max prob.",
     "entropy": "entropy",
@@ -170,7 +157,6 @@ def outlier_tables(comparison: Comparison, one: SetInfo, sure: Shown | None = No
 
 
 def _by_score(comparison: Comparison, name: str, metric: str, like: Column) -> list[Shown]:
-    """A column for each score that a method has."""
     quantities = [On(name, metric, score) for score in ALL_SCORES]
     known = [
         one for on in quantities for runs in comparison.runs.values() if (one := estimate(runs, on, 100)) is not None
@@ -290,7 +276,6 @@ DETECTED: tuple[tuple[str, str, Literal["low", "high"]], ...] = (
 
 
 def _every_score(comparison: Comparison) -> Table:
-    """Methods and scores, by sets of outliers."""
     sets, leads = comparison.of_role("outlier"), comparison.leads
     rows = [
         (method, score)

@@ -13,31 +13,10 @@ from mola.errors import MissingExtraError
 
 try:
     import matplotlib as mpl
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
 except ImportError as error:
     raise MissingExtraError(feature="drawing figures", package="matplotlib", extra="bench") from error
-
-__all__ = [
-    "COLOURS",
-    "INK",
-    "NARROW",
-    "PAPER",
-    "WIDE",
-    "Axes",
-    "Figure",
-    "Shape",
-    "as_png",
-    "as_svg",
-    "canvas",
-    "colours",
-    "crossed_strokes",
-    "drawing",
-    "explain",
-    "quiet_axes",
-    "settle",
-    "strokes",
-]
 
 COLOURS = {"MAP": "#8c8c8c", "DE": "#2b83c6", "LLLA": "#e69f00", "MoLA": "#009e73"}
 """Okabe and Ito's palette, which the colour-blind can tell apart; grey for the plain network."""

@@ -27,19 +27,6 @@ from mola.compare.report.openood import openood_table
 from mola.compare.report.reading import MAIN, SuiteResults, known_scores
 from mola.compare.report.tables import Cell, Column, Number, Row, Shown, Table, make_table, records_table
 
-__all__ = [
-    "BY_TYPE",
-    "GROUP_TITLES",
-    "METRIC_NAMES",
-    "PAPERS_RULE",
-    "TERMINAL",
-    "ablation_groups",
-    "compared_by_type",
-    "paper_network",
-    "suite_tables",
-    "type_differences",
-]
-
 TERMINAL = ("outliers", "in-distribution", "cost")
 """Tables that are shown in the terminal; all of them are in the files."""
 
@@ -87,12 +74,11 @@ BETTER: dict[str, Literal["low", "high"] | None] = {
 
 
 def _paper_name(method: str) -> str:
-    """How a row of the paper's numbers is named."""
     return f"paper: {method}"
 
 
 def _outliers(suite: SuiteResults) -> Table | None:
-    """Mean confidence in every set, and how well outliers are told apart by confidence; the paper's rows below."""
+    # Mean confidence in every set, and how well outliers are told apart by confidence; the paper's rows below.
     sets = suite.of_role("outlier")
     if not sets or not suite.runs:
         return None
@@ -130,7 +116,6 @@ def paper_network(suite: SuiteResults) -> str:
 
 
 def _differences(suite: SuiteResults) -> Table | None:
-    """Ours minus the paper's, where both are known."""
     paper = paper_numbers.OUTLIERS.get(suite.name, {})
     table_sets = [one for one in suite.of_role("outlier") if any(f"{one.title} MMC" in row for row in paper.values())]
     methods = [method for method in suite.runs if method in paper]
@@ -177,7 +162,6 @@ IN_DISTRIBUTION = (
 
 
 def _in_distribution(suite: SuiteResults) -> Table | None:
-    """What the methods cost or gain where nothing is wrong."""
     if "test" not in suite.sets or not suite.runs:
         return None
     caption = (
@@ -190,7 +174,6 @@ def _in_distribution(suite: SuiteResults) -> Table | None:
 
 
 def _risk(suite: SuiteResults) -> Table | None:
-    """What is wrong among the predictions that remain where the least sure ones are refused."""
     levels = levels_of(suite)
     if not levels or not suite.runs:
         return None
@@ -210,7 +193,6 @@ def _risk(suite: SuiteResults) -> Table | None:
 
 
 def _along_shift(suite: SuiteResults, metric: str) -> Table | None:
-    """A metric of every method at every level of shift."""
     levels = levels_of(suite)
     if len(levels) < 2 or not suite.runs:
         return None
@@ -237,19 +219,6 @@ def _curves(
     paper: Mapping[str, Sequence[float]],
     more: str = "",
 ) -> Table:
-    """A metric of these methods at every level, with the paper's below.
-
-    Args:
-        title: of the table.
-        suite: whose levels are used.
-        methods: records by method.
-        metric: its name.
-        paper: the paper's values at every level, by method.
-        more: words that end the caption.
-
-    Returns:
-        The table.
-    """
     levels = levels_of(suite)
     factor, digits = (100, 1) if metric in PERCENT else (1, 3)
     shown = [
@@ -265,7 +234,6 @@ def _curves(
 
 
 def _score_digest(suite: SuiteResults) -> Table | None:
-    """AUROC by score and method, the mean over all sets of outliers that every record has."""
     sets, scores = shared_outliers(suite, suite.runs), known_scores(suite)
     if not sets or not scores:
         return None
@@ -283,7 +251,6 @@ def _score_digest(suite: SuiteResults) -> Table | None:
 
 
 def _own_scores(suite: SuiteResults) -> str:
-    """Which score a posterior's own is, where records say so."""
     found: dict[str, list[str]] = {}
     for method, records in suite.runs.items():
         for name in dict.fromkeys(
@@ -295,7 +262,7 @@ def _own_scores(suite: SuiteResults) -> str:
 
 
 def _scores(suite: SuiteResults, name: str) -> Table | None:
-    """One set of outliers: every method by every score that it has."""
+    # One set of outliers: every method by every score that it has.
     columns = {
         "auroc": Column("AUROC", better="high"),
         "aupr_in": Column("AUPR in", better="high"),
@@ -345,7 +312,6 @@ def compared_by_type(suite: SuiteResults) -> str | None:
 
 
 def _types(suite: SuiteResults) -> tuple[list[str], list[float]]:
-    """Types of shift and levels that records of the paper's rule know, in their order."""
     found = [one for record in suite.runs.get(PAPERS_RULE, ()) for one in record.labelled.values() if one.types]
     return list(dict.fromkeys(kind for one in found for kind in one.types)), sorted({one.level for one in found})
 
@@ -365,7 +331,6 @@ def type_differences(suite: SuiteResults, metric: str) -> dict[str, dict[float, 
 
 
 def _by_type(suite: SuiteResults, metric: str) -> Table | None:
-    """Differences from the paper's rule for every type of shift."""
     found, other = type_differences(suite, metric), compared_by_type(suite)
     if not found or other is None:
         return None
@@ -402,7 +367,6 @@ def ablation_groups(suite: SuiteResults) -> list[str]:
 
 
 def _ablation(suite: SuiteResults, group: str) -> Table:
-    """In distribution, under shift and against outliers, for every variant."""
     sets = shared_outliers(suite, suite.groups[group])
     outliers, every = [one.name for one in sets], len(sets) == len(suite.of_role("outlier"))
     shown = [
@@ -425,7 +389,6 @@ def _ablation(suite: SuiteResults, group: str) -> Table:
 
 
 def _variants(suite: SuiteResults) -> Table | None:
-    """Log-likelihood of the LLLA variants against the shift, beside the paper's."""
     methods = suite.groups.get("variants", {})
     if not methods or len(levels_of(suite)) < 2:
         return None
@@ -446,7 +409,6 @@ SETTINGS = ("components", "structure", "link", "rule", "weights")
 
 
 def _settings(suite: SuiteResults) -> Table:
-    """What makes each method, and what tuning chose."""
     rows = []
     for group in [MAIN, *ablation_groups(suite)]:
         for method, records in suite.groups.get(group, {}).items():
@@ -495,7 +457,6 @@ MEGABYTE = 1e6
 
 
 def _cost(suite: SuiteResults) -> Table | None:
-    """Seconds and megabytes, and their ratios beside the paper's ratios."""
     if not suite.cost:
         return None
     here = {row.method: (row.fit_seconds, row.predict_seconds, row.bytes / MEGABYTE) for row in suite.cost}

@@ -19,26 +19,6 @@ from mola.errors import MissingExtraError
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-__all__ = [
-    "ARROWS",
-    "MISSING",
-    "Cell",
-    "Column",
-    "Number",
-    "Row",
-    "Shown",
-    "Table",
-    "as_latex",
-    "as_markdown",
-    "escape_latex",
-    "fitting",
-    "for_terminal",
-    "latex_document",
-    "make_table",
-    "markdown_rows",
-    "records_table",
-]
-
 Number = float | Estimate | None
 
 MISSING = "\N{EN DASH}"
@@ -254,7 +234,7 @@ def fitting(table: Table, width: int) -> list[Table]:
 
 
 def _cut(rows: Sequence[Row], part: Sequence[int]) -> Iterator[Row]:
-    """The rows with these columns only; rows aside that say nothing in them are left out."""
+    # The rows with these columns only; rows aside that say nothing in them are left out.
     for row in rows:
         cells = tuple(row.cells[index] for index in part)
         if not row.aside or any(cell.text != MISSING for cell in cells):
@@ -268,7 +248,6 @@ class TerminalTable:
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """What to print."""
         from rich.text import Text
 
         for part in fitting(self.table, options.max_width):
@@ -287,9 +266,6 @@ def for_terminal(table: Table) -> TerminalTable:
 
     Returns:
         Something to print.
-
-    Raises:
-        MissingExtraError: if rich is not installed.
     """
     if find_spec("rich") is None:
         raise MissingExtraError(feature="tables in the terminal", package="rich", extra="cli")

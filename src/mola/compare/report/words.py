@@ -30,25 +30,6 @@ from mola.compare.report.reading import SuiteResults, known_scores, listed
 from mola.compare.report.single_run_tables import SCORE_NAMES, worst_classes
 from mola.compare.report.suite_tables import GROUP_TITLES, METRIC_NAMES, paper_network
 
-__all__ = [
-    "DEMO_FIGURES",
-    "EVALUATION_FIGURES",
-    "METHODS",
-    "NUMBER_METHODS",
-    "SUITE_FIGURES",
-    "Finding",
-    "Headline",
-    "demo_headlines",
-    "demo_remarks",
-    "evaluation_findings",
-    "evaluation_remarks",
-    "lead_sentence",
-    "near_one",
-    "suite_findings",
-    "suite_remarks",
-    "tuning_remarks",
-]
-
 METHODS = {
     "MAP": "the first network as it is",
     "MAP-T": "the same with a temperature, tuned on the validation data",
@@ -228,7 +209,6 @@ def demo_headlines(result: DemoResult) -> list[Headline]:
         unit: str = "",
         methods: tuple[str, str] = ("MAP", paper),
     ) -> tuple[str, str]:
-        """A number of two methods."""
         found = (estimate(comparison.runs[method], On(name, metric), factor) for method in methods)
         first, second = ("" if one is None else f"{one.mean:.{digits}f}{unit}" for one in found)
         return first, second
@@ -339,7 +319,7 @@ def _outlier_findings(comparison: Comparison) -> list[Finding]:
 
 
 def _outside(comparison: Comparison, found: Mapping[str, OutlierResult]) -> str:
-    """How sure the first network and the posterior are of outliers; of numbers, how much wider the posterior is there."""
+    # How sure the first network and the posterior are of outliers; of numbers, how much wider the posterior is there.
     own, test = comparison.own, comparison.test.name
     if not comparison.numbers:
         first, last = (100 * (found[name].confidence or 0.0) for name in ("MAP", own))
@@ -350,7 +330,6 @@ def _outside(comparison: Comparison, found: Mapping[str, OutlierResult]) -> str:
 
 
 def _on_numbers(comparison: Comparison) -> Finding:
-    """Who predicts best, and whether intervals can be taken at their word."""
     own, test = comparison.own, comparison.test.name
     leads, methods = comparison.leads[test], comparison.methods
     digits = {name: digits_of(comparison, name) for name in ("rmse", "nll")}
@@ -368,7 +347,6 @@ def _auroc(scored: tuple[str, dict[str, float]]) -> float:
 
 
 def _named(one: tuple[str, ...]) -> str:
-    """A method, or a method by a score."""
     return one[0] if len(one) == 1 else f"{one[0]} by {SCORE_NAMES[one[1]]}"
 
 
@@ -448,7 +426,7 @@ def _ranked(
 
 
 def _ranking_sentence(found: Ranking, digits: int) -> str:
-    """Such as: MoLA 99.1 ± 0.1, ahead of DE by 0.2 ± 0.1 in 5 of 5 runs."""
+    # Such as: MoLA 99.1 ± 0.1, ahead of DE by 0.2 ± 0.1 in 5 of 5 runs.
     names = found.best if not found.level else f"{found.best}, level with {', '.join(found.level)}:"
     words = f"{names} {found.value.text(digits)}"
     if found.second is None or found.ahead is None:
@@ -627,7 +605,6 @@ def suite_remarks(suite: SuiteResults) -> list[str]:
 
 
 def _environment(environments: Iterable[Mapping[str, Any]]) -> str:
-    """Each entry with all its values."""
     found: dict[str, list[str]] = {}
     for environment in environments:
         for key, value in environment.items():
@@ -638,7 +615,6 @@ def _environment(environments: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _every_remark(records: Iterable[Record]) -> list[str]:
-    """Each remark of tuning once, with its methods."""
     about: dict[str, list[str]] = {}
     for record in records:
         for note in _notes(record):
@@ -649,7 +625,7 @@ def _every_remark(records: Iterable[Record]) -> list[str]:
 
 
 def _main_remarks(suite: SuiteResults) -> list[str]:
-    """What a reader must know of the methods compared; remarks that differ in numbers alone are told once."""
+    # What a reader must know of the methods compared; remarks that differ in numbers alone are told once.
     told = []
     for method, records in suite.runs.items():
         same: dict[str, list[str]] = {}

@@ -41,17 +41,6 @@ from mola.compare.report.suite_tables import ablation_groups, compared_by_type, 
 from mola.compare.report.tables import Table, as_markdown, latex_document
 from mola.errors import OptionError
 
-__all__ = [
-    "demo_figures",
-    "evaluation_figures",
-    "prepare_folder",
-    "shown_tables",
-    "suite_figures",
-    "write_demo",
-    "write_evaluation",
-    "write_report",
-]
-
 Progress = Callable[[str, float], None]
 """Told what is being drawn, and which share is done."""
 
@@ -64,16 +53,14 @@ def prepare_folder(directory: Path) -> Path:
 
     Returns:
         The folder for figures.
-
-    Raises:
-        OptionError: if it cannot be made.
     """
     pictures = directory / "figures"
     try:
         pictures.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"cannot make the folder {pictures} ({error.strerror}): choose another output folder."
-        raise OptionError(message) from error
+        raise OptionError(
+            f"cannot make the folder {pictures} ({error.strerror}): choose another output folder."
+        ) from error
     return pictures
 
 
@@ -84,21 +71,8 @@ def _write(
     progress: Progress,
     keys: Mapping[str, str] | None = None,
 ) -> Path:
-    """Draw figures and write files; those of an earlier report are replaced.
-
-    Args:
-        directory: where to.
-        makers: what draws each figure, by the name of its files.
-        texts: from the figures drawn to texts by file name; `index.html` is the page.
-        progress: told what is being drawn.
-        keys: of figures that are kept while they do not change, see `mola.compare.report.rendering.drawing_key`.
-
-    Returns:
-        The page.
-
-    Raises:
-        OptionError: if a file cannot be written.
-    """
+    # `texts` makes texts by file name of the figures drawn; `keys` are of figures that are kept while they do not
+    # change.
     pictures, drawn = prepare_folder(directory), {}
     try:
         for index, (name, make) in enumerate(makers.items()):
@@ -111,10 +85,9 @@ def _write(
         for name, text in texts(drawn).items():
             (directory / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        message = (
+        raise OptionError(
             f"cannot write the report to {directory} ({error.strerror}): make room, or choose another output folder."
-        )
-        raise OptionError(message) from error
+        ) from error
     progress("done", 1.0)
     return directory / "index.html"
 
@@ -123,8 +96,7 @@ def _as_json(numbers: dict[str, Any]) -> str:
     return json.dumps(numbers, indent=2, ensure_ascii=False) + "\n"
 
 
-def _quiet(doing: str, done: float) -> None:
-    """Tell nobody."""
+def _quiet(doing: str, done: float) -> None: ...
 
 
 # --- the demo -----------------------------------------------------------------------------------------------------------

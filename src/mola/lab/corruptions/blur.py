@@ -23,17 +23,6 @@ from mola.lab.corruptions.filters import (
     zooming,
 )
 
-__all__ = [
-    "defocus_blur",
-    "defocus_kernel",
-    "gaussian_blur",
-    "glass_blur",
-    "half_gaussian",
-    "motion_blur",
-    "moved",
-    "zoom_blur",
-]
-
 
 def half_gaussian(radius: int, sigma: float) -> Floats:
     """Weights proportional to exp(-i^2 / 2 sigma^2) for i = 0 .. 2 radius: the blur trails to one side."""
@@ -155,11 +144,7 @@ def zoom_blur(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
 
 @lru_cache(maxsize=1)
 def _zooms(side: int, end: float) -> Any:
-    """All enlargements together: one linear map of the side^2 pixels, of which few entries are not 0.
-
-    Raises:
-        MissingExtraError: if scipy is not installed.
-    """
+    # All enlargements together: one linear map of the side^2 pixels, of which few entries are not 0.
     try:
         from scipy import sparse
     except ImportError as error:

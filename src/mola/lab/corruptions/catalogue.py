@@ -20,16 +20,6 @@ from mola.lab.corruptions.noise import gaussian_noise, impulse_noise, shot_noise
 from mola.lab.corruptions.weather import fog, frost, photographs, snow, spatter
 from mola.options import one_of
 
-__all__ = [
-    "CORRUPTIONS",
-    "IMAGENET_PARAMETERS",
-    "PAPER_CORRUPTIONS",
-    "SEVERITIES",
-    "SYNTHETIC",
-    "USUAL_CORRUPTIONS",
-    "corrupt",
-]
-
 Corruption = Callable[[Bytes, int, Streams], Bytes]
 
 _BY_NAME: dict[str, Corruption] = {
@@ -122,21 +112,17 @@ def corrupt(
 
     Returns:
         Bytes of the same shape, on the same device.
-
-    Raises:
-        OptionError: if the corruption is unknown, or severity, seed or `first` is no whole number in its range.
     """
     one_of(parameters, ("cifar10-c", "imagenet-c"), "parameters")
     one_of(corruption, CORRUPTIONS if parameters == "cifar10-c" else tuple(IMAGENET_PARAMETERS), "corruption")
     if not _is_whole(severity) or severity not in (0, *SEVERITIES):
-        message = f"severity must be a whole number from 1 to 5, or 0 for the images as they are; got {severity!r}."
-        raise OptionError(message)
+        raise OptionError(
+            f"severity must be a whole number from 1 to 5, or 0 for the images as they are; got {severity!r}."
+        )
     if not _is_whole(seed):
-        message = f"seed must be a whole number, got {seed!r}."
-        raise OptionError(message)
+        raise OptionError(f"seed must be a whole number, got {seed!r}.")
     if not _is_whole(first) or first < 0:
-        message = f"first must be the index of the first image, 0 or more; got {first!r}."
-        raise OptionError(message)
+        raise OptionError(f"first must be the index of the first image, 0 or more; got {first!r}.")
     images = _checked(pixels)
     if severity == 0 or len(pixels) == 0:
         return pixels
@@ -160,25 +146,20 @@ def _is_whole(value: object) -> bool:
 
 
 def _checked(pixels: Tensor) -> Bytes:
-    """The batch as an array.
-
-    Raises:
-        DataError: if it is not bytes of square colour images.
-    """
     if not isinstance(pixels, Tensor):
-        message = f"pixels must be a tensor of bytes (n, 3, side, side), got {type(pixels).__name__}."
-        raise DataError(message)
+        raise DataError(f"pixels must be a tensor of bytes (n, 3, side, side), got {type(pixels).__name__}.")
     if pixels.dtype != torch.uint8:
-        message = (
+        raise DataError(
             f"pixels must be bytes (torch.uint8) from 0 to 255, got {pixels.dtype}; corrupt images before they are "
             "scaled and normalised."
         )
-        raise DataError(message)
     shape = tuple(pixels.shape)
     if len(shape) != 4 or shape[1] != 3:
-        message = f"pixels must be colour images (n, 3, side, side), got {shape}; grey images can be repeated 3 times."
-        raise DataError(message)
+        raise DataError(
+            f"pixels must be colour images (n, 3, side, side), got {shape}; grey images can be repeated 3 times."
+        )
     if shape[2] != shape[3] or shape[2] < LEAST_SIDE:
-        message = f"images must be square with a side of at least {LEAST_SIDE}, got {shape[2]} x {shape[3]}; crop them."
-        raise DataError(message)
+        raise DataError(
+            f"images must be square with a side of at least {LEAST_SIDE}, got {shape[2]} x {shape[3]}; crop them."
+        )
     return pixels.detach().cpu().contiguous().numpy()

@@ -13,8 +13,6 @@ import numpy as np
 from mola.errors import MissingExtraError
 from mola.lab.corruptions.filters import Border, Bytes, Floats, Streams, Table, fold, gaussian, rounded, truncated, unit
 
-__all__ = ["bilinear", "brightness", "contrast", "elastic_transform", "jpeg_compression", "pixelate", "saturate"]
-
 CONTRAST = (0.75, 0.5, 0.4, 0.3, 0.15)
 BRIGHTNESS = (0.05, 0.1, 0.15, 0.2, 0.3)
 SATURATION = ((0.3, 0.0), (0.1, 0.0), (1.5, 0.0), (2.0, 0.1), (2.5, 0.2))
@@ -56,11 +54,7 @@ PIXELATE_SHARE = (0.95, 0.9, 0.85, 0.75, 0.65)
 
 
 def jpeg_compression(pixels: Bytes, severity: int, streams: Streams, table: Table = JPEG_QUALITY) -> Bytes:
-    """Through JPEG and back, by Pillow, with its chroma subsampling of 4:2:0.
-
-    Raises:
-        MissingExtraError: if Pillow is not installed.
-    """
+    """Through JPEG and back, by Pillow, with its chroma subsampling of 4:2:0."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -82,15 +76,13 @@ def pixelate(pixels: Bytes, severity: int, streams: Streams, table: Table = PIXE
 
 
 def _resized(pixels: Bytes, matrix: Floats) -> Bytes:
-    """First along the rows, then along the columns, in whole levels after each, as Pillow does."""
+    # First along the rows, then along the columns, in whole levels after each, as Pillow does.
     return rounded(matrix @ rounded(pixels @ matrix.T))
 
 
 def _box(before: int, after: int) -> Floats:
-    """The matrix of Pillow's box filter: means of the pixels whose centre lies within half a new pixel.
-
-    When enlarging, the window is one old pixel wide and takes exactly one.
-    """
+    # The matrix of Pillow's box filter: means of the pixels whose centre lies within half a new pixel. When enlarging,
+    # the window is one old pixel wide and takes exactly one.
     scale = before / after
     width = max(scale, 1.0)
     centres = (np.arange(after)[:, None] + 0.5) * scale
@@ -125,10 +117,8 @@ def elastic_transform(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
 
 
 def _sources(jitter: Floats, columns: Floats, rows: Floats) -> tuple[Floats, Floats]:
-    """Where each pixel of the result comes from, (n, side, side) across and down.
-
-    The affine map takes three points p to p + jitter (n, 3, 2); the result at q is the image at its inverse.
-    """
+    # Where each pixel of the result comes from, (n, side, side) across and down. The affine map takes three points p to
+    # p + jitter (n, 3, 2); the result at q is the image at its inverse.
     side = rows.shape[-1]
     centre, reach = side // 2, side // 3
     points = centre + reach * np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])

@@ -15,25 +15,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Border",
-    "Bytes",
-    "Floats",
-    "Streams",
-    "Table",
-    "band",
-    "correlate",
-    "fold",
-    "gaussian",
-    "gaussian_taps",
-    "padded",
-    "rounded",
-    "separable",
-    "truncated",
-    "unit",
-    "zooming",
-]
-
 Bytes = NDArray[np.uint8]
 """Images (n, channels, side, side) as they are stored."""
 

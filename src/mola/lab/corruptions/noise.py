@@ -6,8 +6,6 @@ import numpy as np
 
 from mola.lab.corruptions.filters import Bytes, Streams, Table, truncated, unit
 
-__all__ = ["gaussian_noise", "impulse_noise", "shot_noise", "speckle_noise"]
-
 GAUSSIAN_SIGMA = (0.04, 0.06, 0.08, 0.09, 0.10)
 PHOTONS = (500, 250, 100, 75, 50)
 IMPULSE_SHARE = (0.01, 0.02, 0.03, 0.05, 0.07)

@@ -32,20 +32,6 @@ from mola.lab.corruptions.filters import (
     zooming,
 )
 
-__all__ = [
-    "PICTURES",
-    "canny",
-    "distance",
-    "equalised",
-    "fog",
-    "frost",
-    "photographs",
-    "plasma",
-    "snow",
-    "spatter",
-    "synthetic_frost",
-]
-
 SOBEL = np.outer([1.0, 2.0, 1.0], [-1.0, 0.0, 1.0])
 TAN_22 = 0.4142135623730950488016887242097
 STRAIGHT, DIAGONAL, KNIGHT = 65536, 91750, 143976
@@ -71,9 +57,6 @@ def canny(layers: Bytes, low: float, high: float) -> NDArray[np.bool_]:
 
     Returns:
         Whether each pixel is on an edge.
-
-    Raises:
-        MissingExtraError: if scipy is not installed.
     """
     try:
         from scipy import ndimage
@@ -229,9 +212,6 @@ def frost(pixels: Bytes, severity: int, streams: Streams, pictures: tuple[Bytes,
 
     Returns:
         The frosted images.
-
-    Raises:
-        DataError: if a picture is smaller than the images.
     """
     ours, theirs = FROST[severity - 1]
     side = pixels.shape[-1]
@@ -240,11 +220,10 @@ def frost(pixels: Bytes, severity: int, streams: Streams, pictures: tuple[Bytes,
     for picture in pictures:
         if min(picture.shape[1:]) < side:
             height, width = picture.shape[1:]
-            message = (
+            raise DataError(
                 f"frost photographs must be at least as large as the images ({side} x {side}) at a fifth of their "
                 f"size, got {height} x {width}; leave frost_photographs out to use synthetic frost."
             )
-            raise DataError(message)
     pieces = np.empty(pixels.shape)
     for index, generator in enumerate(streams):
         picture = pictures[generator.integers(len(pictures))]
@@ -266,10 +245,6 @@ def photographs(folder: Path) -> tuple[Bytes, ...]:
 
     Returns:
         Pictures (3, height, width).
-
-    Raises:
-        DataError: if one is missing or cannot be read.
-        MissingExtraError: if Pillow is not installed.
     """
     try:
         from PIL import Image, UnidentifiedImageError
@@ -279,17 +254,15 @@ def photographs(folder: Path) -> tuple[Bytes, ...]:
     for number in range(1, PICTURES + 1):
         found = [path for ending in ENDINGS if (path := folder / f"frost{number}{ending}").is_file()]
         if not found:
-            message = (
+            raise DataError(
                 f"no frost{number} (.png, .jpg or .jpeg) in {folder}; expected the photographs frost1 to "
                 f"frost{PICTURES} of the original corruptions. Leave frost_photographs out to use synthetic frost."
             )
-            raise DataError(message)
         try:
             with Image.open(found[0]) as picture:
                 pixels = np.asarray(picture.convert("RGB"))
         except (UnidentifiedImageError, OSError) as error:
-            message = f"{found[0]} cannot be read as an image ({error}); fetch it again."
-            raise DataError(message) from error
+            raise DataError(f"{found[0]} cannot be read as an image ({error}); fetch it again.") from error
         half = SHRINK // 2
         pictures.append(np.ascontiguousarray(np.moveaxis(pixels[half::SHRINK, half::SHRINK], -1, 0)))
     return tuple(pictures)
@@ -327,7 +300,7 @@ def synthetic_frost(index: int, side: int) -> Bytes:
 
 
 def _field(generator: np.random.Generator, side: int, frequency: float, direction: float, stretch: float) -> Floats:
-    """A random field with mean 0 and variance 1 whose frequencies lie within about an octave of `frequency`."""
+    # A random field with mean 0 and variance 1 whose frequencies lie within about an octave of `frequency`.
     across = np.fft.rfftfreq(side)
     down = np.fft.fftfreq(side)[:, None]
     along = np.cos(direction) * across + np.sin(direction) * down
@@ -377,7 +350,7 @@ def spatter(pixels: Bytes, severity: int, streams: Streams) -> Bytes:
 
 
 def _water(liquid: Bytes) -> Floats:
-    """How strongly the light shows in drops (n, side, side), at most 1 in each image."""
+    # How strongly the light shows in drops (n, side, side), at most 1 in each image.
     mean = np.full((3, 3), 1 / 9)
     near = np.minimum(distance(canny(liquid, LOW, HIGH)), REACH)
     # Truncated: a mean that is a whole number must not fall below itself by rounding.

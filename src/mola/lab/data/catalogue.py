@@ -22,7 +22,7 @@ from mola.errors import DataError, MissingExtraError, OptionError, warn
 from mola.lab.data.files import Original, checksum, find
 from mola.lab.data.files import verify as verify_file
 from mola.lab.data.folder import Preparation, image_files, open_folder
-from mola.lab.data.images import Images, split_validation
+from mola.lab.data.images import Images
 from mola.lab.data.readers import (
     read_cifar_binary,
     read_cifar_python,
@@ -31,30 +31,6 @@ from mola.lab.data.readers import (
     read_svhn,
 )
 from mola.options import one_of
-
-__all__ = [
-    "DATASETS",
-    "VARIABLE",
-    "Archive",
-    "Dataset",
-    "FileLayout",
-    "FolderLayout",
-    "check_original",
-    "cifar10",
-    "cifar100",
-    "data_directory",
-    "emnist",
-    "fetch",
-    "fetch_archive",
-    "has_images",
-    "load_images",
-    "lsun",
-    "mnist_like",
-    "notmnist",
-    "split_validation",
-    "svhn",
-    "tinyimagenet",
-]
 
 
 @dataclass(frozen=True)
@@ -90,7 +66,7 @@ class FileLayout:
         return best
 
     def _named(self, directory: Path) -> bool:
-        """Whether the given directory is itself the set's folder, as in `--data MNIST/raw`."""
+        # Whether the given directory is itself the set's folder, as in `--data MNIST/raw`.
         names = {folder.lower() for folder in self.folders if folder}
         parts = directory.resolve().parts
         return any("/".join(parts[-count:]).lower() in names for count in (1, 2))
@@ -224,7 +200,6 @@ def _idx_names(prefix: str) -> tuple[str, str]:
 
 
 def _folders(*names: str) -> tuple[str, ...]:
-    """As torchvision names them (`MNIST/raw`), without the last part, and the data directory itself."""
     return (*(f"{name}{end}" for name in names for end in ("/raw", "")), "")
 
 
@@ -468,9 +443,6 @@ def fetch(dataset: Dataset, split: str, directory: Path, *, progress: bool = Tru
         split: of it.
         directory: the data directory.
         progress: whether to show a bar on stderr.
-
-    Raises:
-        DataError: if it cannot be had, with what to put where instead.
     """
     archive = dataset.archives.get(split)
     originals = [original for original in dataset.originals.get(split, ()) if original.urls]
@@ -492,12 +464,7 @@ def fetch(dataset: Dataset, split: str, directory: Path, *, progress: bool = Tru
 
 
 def _fetch_file(original: Original, folder: Path, progress: bool) -> Path:
-    """The file, from the first address that gives the right one; it may be there already.
-
-    Raises:
-        MissingExtraError: if pooch is not installed.
-        DataError: if no address does.
-    """
+    # The file, from the first address that gives the right one; it may be there already.
     try:
         import pooch  # type: ignore[import-untyped]
     except ImportError as error:
@@ -523,16 +490,11 @@ def _fetch_file(original: Original, folder: Path, progress: bool) -> Path:
                 failures.append(f"{url}: {' '.join(str(error).split())}")
     finally:
         log.setLevel(level)
-    message = f"{original.name} (md5 {original.md5}) was not to be had. {'; '.join(failures)}."
-    raise DataError(message)
+    raise DataError(f"{original.name} (md5 {original.md5}) was not to be had. {'; '.join(failures)}.")
 
 
 def fetch_archive(archive: Archive, directory: Path, *, progress: bool = True) -> None:
-    """Fetch an archive, take the files out that are wanted and not there yet, and forget it.
-
-    Raises:
-        DataError: if it cannot be had, or the directory cannot be written to.
-    """
+    """Fetch an archive, take the files out that are wanted and not there yet, and forget it."""
     try:
         with tempfile.TemporaryDirectory(prefix=".download-", dir=directory) as folder:
             path = _fetch_file(archive.original, Path(folder), progress)
@@ -545,16 +507,10 @@ def fetch_archive(archive: Archive, directory: Path, *, progress: bool = True) -
                 _take_out(path, member, whole)
                 whole.replace(destination)
     except OSError as error:
-        message = f"{archive.original.name} cannot be unpacked in {directory}: {error}."
-        raise DataError(message) from error
+        raise DataError(f"{archive.original.name} cannot be unpacked in {directory}: {error}.") from error
 
 
 def _take_out(archive: Path, member: str, target: Path) -> None:
-    """Write one file of an archive to `target`, whatever its name inside.
-
-    Raises:
-        DataError: if it is not in it, or the archive is broken.
-    """
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as packed, packed.open(member) as source:
@@ -563,12 +519,10 @@ def _take_out(archive: Path, member: str, target: Path) -> None:
             with tarfile.open(archive) as tarball:
                 inside = tarball.extractfile(member)
                 if inside is None:
-                    message = f"{archive.name} has a folder in the place of {member}."
-                    raise DataError(message)
+                    raise DataError(f"{archive.name} has a folder in the place of {member}.")
                 _copy(inside, target)
     except (KeyError, EOFError, OSError, tarfile.TarError, zipfile.BadZipFile) as error:
-        message = f"{archive.name} does not give {member}: {error}."
-        raise DataError(message) from error
+        raise DataError(f"{archive.name} does not give {member}: {error}.") from error
 
 
 def _copy(source: IO[bytes], target: Path) -> None:
@@ -643,19 +597,16 @@ def data_directory(given: Path | str | None = None) -> Path:
 
     Returns:
         A folder that exists.
-
-    Raises:
-        DataError: if there is no choice, or no such folder.
     """
     chosen = given if given is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
-        message = f"no data directory: name the folder that holds the data sets (--data DIR), or set {VARIABLE} to it."
-        raise DataError(message)
+        raise DataError(
+            f"no data directory: name the folder that holds the data sets (--data DIR), or set {VARIABLE} to it."
+        )
     path = Path(chosen).expanduser()
     if not path.is_dir():
         source = "" if given is not None else f" ({VARIABLE})"
-        message = f"the data directory {path}{source} is not a folder: create it, or name another."
-        raise DataError(message)
+        raise DataError(f"the data directory {path}{source} is not a folder: create it, or name another.")
     return path
 
 
@@ -694,9 +645,6 @@ def load_images(
 
     Returns:
         The images in the order of the files, labelled from 0.
-
-    Raises:
-        DataError: if files are missing, not whole, or not the originals.
     """
     dataset = _known(name, split)
     root = data_directory(directory)
@@ -734,24 +682,13 @@ def check_original(name: str, split: str, images: Images, directory: Path | str 
 
 
 def _known(name: str, split: str) -> Dataset:
-    """The data set of this name, if it has this split.
-
-    Raises:
-        OptionError: if there is none.
-    """
     one_of(name, DATASETS, "the data set")
     if split not in DATASETS[name].splits:
-        message = f"{DATASETS[name].title} has the splits {', '.join(DATASETS[name].splits)}, got {split!r}."
-        raise OptionError(message)
+        raise OptionError(f"{DATASETS[name].title} has the splits {', '.join(DATASETS[name].splits)}, got {split!r}.")
     return DATASETS[name]
 
 
 def _read(dataset: Dataset, split: str, root: Path, verify: bool) -> Images | None:
-    """From the first layout that is complete.
-
-    Raises:
-        DataError: if a file is not whole, or not the original; with the checksum that it should have.
-    """
     found = dataset.find(split, root)
     if found is None:
         return None
@@ -765,12 +702,10 @@ def _read(dataset: Dataset, split: str, root: Path, verify: bool) -> Images | No
         known = [original for original in originals if original.name.removesuffix(".gz") in str(error)]
         if not known:
             raise
-        message = f"{error} The published {known[0].name} has the md5 checksum {known[0].md5}."
-        raise DataError(message) from error
+        raise DataError(f"{error} The published {known[0].name} has the md5 checksum {known[0].md5}.") from error
 
 
 def _missing(dataset: Dataset, split: str, root: Path, download: bool) -> str:
-    """What is not there, what to put where, and what lies there that is nearly it."""
     first = dataset.layouts[split][0]
     found = [path for path in first.find(root, dataset.originals.get(split, ())) if path is not None]
     some = f" Only {', '.join(str(path) for path in found)} is there." if found else ""
@@ -795,22 +730,15 @@ def _packed(root: Path, folders: Sequence[str], name: str) -> Path | None:
 
 
 def _check(dataset: Dataset, split: str, images: Images, root: Path) -> None:
-    """Whether these can be images of the set.
-
-    Raises:
-        DataError: if they are of another size, or labelled otherwise.
-    """
     shape = tuple(images.pixels.shape[1:])
     if len(images) == 0 or shape != dataset.shape:
-        message = (
+        raise DataError(
             f"{dataset.title} ({split}) in {root} holds {len(images)} images of shape {shape}, expected some of "
             f"{dataset.shape} (channels, height, width): is it another data set?"
         )
-        raise DataError(message)
     low, high = int(images.labels.min()), int(images.labels.max())
     if low < 0 or high >= dataset.classes:
-        message = (
+        raise DataError(
             f"{dataset.title} ({split}) in {root} has labels from {low} to {high}, counted from 0, expected 0 to "
             f"{dataset.classes - 1}: is it another data set?"
         )
-        raise DataError(message)

@@ -18,8 +18,6 @@ from mola.lab.data.files import FETCH_AGAIN, Original
 from mola.lab.data.images import Images
 from mola.options import one_of
 
-__all__ = ["has_cifar10_c", "load_cifar10_c"]
-
 FOLDER = "CIFAR-10-C"
 PLACES = (FOLDER, "cifar10-c", "cifar-10-c", "")
 
@@ -46,15 +44,10 @@ def load_cifar10_c(
 
     Returns:
         Images (10000, 3, 32, 32); no more than these are read from the file.
-
-    Raises:
-        OptionError: if there is no such corruption or severity.
-        DataError: if the files are missing, cut off or others.
     """
     one_of(corruption, CORRUPTIONS, "the corruption of CIFAR-10-C")
     if severity not in SEVERITIES:
-        message = f"severity must be 1 to {SEVERITIES[-1]}, got {severity}."
-        raise OptionError(message)
+        raise OptionError(f"severity must be 1 to {SEVERITIES[-1]}, got {severity}.")
     root = data_directory(directory)
     folder = _folder(root, corruption)
     if folder is None and download:
@@ -63,18 +56,16 @@ def load_cifar10_c(
     if folder is None:
         original = ARCHIVE.original
         remedy = "Put there:" if download else "Allow the download (download=True), or put there yourself:"
-        message = (
+        raise DataError(
             f"CIFAR-10-C's {corruption} is not in {root}. {remedy}\n  {root / FOLDER / corruption}.npy\n"
             f"  {root / FOLDER / 'labels.npy'}\n  from {original.urls[0]} (2.9 GB, md5 {original.md5})"
         )
-        raise DataError(message)
     pixels, labels = _open(folder / f"{corruption}.npy", 4), _open(folder / "labels.npy", 1)
     if len(pixels) != len(labels) or len(labels) % len(SEVERITIES) or pixels.shape[1:] != (32, 32, 3):
-        message = (
+        raise DataError(
             f"{folder / corruption}.npy holds the shape {pixels.shape} and labels.npy {labels.shape}: expected "
             f"(n, 32, 32, 3) and (n,), with n the images of {len(SEVERITIES)} severities. {FETCH_AGAIN}"
         )
-        raise DataError(message)
     count = len(labels) // len(SEVERITIES)
     rows = slice((severity - 1) * count, severity * count)
     chosen = np.ascontiguousarray(pixels[rows].transpose(0, 3, 1, 2))
@@ -88,7 +79,6 @@ def has_cifar10_c(corruptions: Sequence[str], directory: Path | str | None = Non
 
 
 def _folder(root: Path, corruption: str) -> Path | None:
-    """Where both files are."""
     return next(
         (
             root / place
@@ -100,17 +90,15 @@ def _folder(root: Path, corruption: str) -> Path | None:
 
 
 def _open(path: Path, dimensions: int) -> np.ndarray:
-    """An array of bytes, on disk: of 150 MB only the part that is wanted will be read.
-
-    Raises:
-        DataError: if it is none.
-    """
+    # An array of bytes, on disk: of 150 MB only the part that is wanted will be read.
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        message = f"{path} ({path.stat().st_size:,} bytes) is not a whole .npy file: {error}. {FETCH_AGAIN}"
-        raise DataError(message) from error
+        raise DataError(
+            f"{path} ({path.stat().st_size:,} bytes) is not a whole .npy file: {error}. {FETCH_AGAIN}"
+        ) from error
     if not isinstance(array, np.ndarray) or array.ndim != dimensions or array.dtype.kind not in "ui":
-        message = f"{path} is not an array of whole numbers with {dimensions} dimension{'s' * (dimensions > 1)}. {FETCH_AGAIN}"
-        raise DataError(message)
+        raise DataError(
+            f"{path} is not an array of whole numbers with {dimensions} dimension{'s' * (dimensions > 1)}. {FETCH_AGAIN}"
+        )
     return array

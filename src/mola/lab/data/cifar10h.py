@@ -11,8 +11,6 @@ from torch import Tensor
 from mola.errors import DataError
 from mola.lab.data.catalogue import data_directory
 
-__all__ = ["load_cifar10h"]
-
 FILES = ("cifar10h-counts.npy", "counts.npy")
 FOLDERS = ("cifar10h", "cifar-10h", "cifar-10h/data")
 PAGE = "https://github.com/jcpeterson/cifar-10h"
@@ -29,9 +27,6 @@ def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor
 
     Returns:
         (10000, 10) in int64; None if the file is not there.
-
-    Raises:
-        DataError: if the file is damaged, or its order is not that of the labels.
     """
     root = data_directory(directory)
     places = (root / folder / file for folder in FOLDERS for file in FILES)
@@ -41,18 +36,15 @@ def load_cifar10h(labels: Tensor, directory: Path | str | None = None) -> Tensor
     try:
         counts = torch.from_numpy(np.load(path, allow_pickle=False).astype(np.int64))
     except (OSError, ValueError) as error:
-        message = f"{path} cannot be read ({error}): fetch it again from {PAGE}."
-        raise DataError(message) from error
+        raise DataError(f"{path} cannot be read ({error}): fetch it again from {PAGE}.") from error
     if counts.shape != (len(labels), 10) or not bool((counts.sum(1) > 0).all()) or bool((counts < 0).any()):
-        message = (
+        raise DataError(
             f"{path}: expected counts of people ({len(labels)}, 10), some for every image, got {tuple(counts.shape)}."
         )
-        raise DataError(message)
     agree = float((counts.argmax(1) == labels).double().mean())
     if agree < AGREE:
-        message = (
+        raise DataError(
             f"{path}: most people agree with the labels of the test set on {100 * agree:.1f} % of the images, where 99 % are "
             f"expected: are both in the order in which CIFAR-10 was published?"
         )
-        raise DataError(message)
     return counts

@@ -9,8 +9,6 @@ from mola.errors import DataError, StorageError
 from mola.lab.data.catalogue import data_directory
 from mola.schema import check, parse
 
-__all__ = ["PARTS", "Requests", "load_clinc150"]
-
 FILE = "data_full.json"
 FOLDERS = ("clinc150", "oos-eval/data", "")
 PAGE = "https://github.com/clinc/oos-eval (data/data_full.json, CC BY 3.0)"
@@ -35,22 +33,17 @@ def load_clinc150(directory: Path | str | None = None) -> tuple[tuple[str, ...],
 
     Returns:
         The intents in alphabetical order, and the requests by part, as in `PARTS`.
-
-    Raises:
-        DataError: if the file is missing, damaged, or has intents that are not among those to train on.
     """
     root = data_directory(directory)
     path = next((place for folder in FOLDERS if (place := root / folder / FILE).is_file()), None)
     if path is None:
-        message = f"CLINC150 is not in {root}. Put there:\n  {root / FOLDERS[0] / FILE}\n  from {PAGE}"
-        raise DataError(message)
+        raise DataError(f"CLINC150 is not in {root}. Put there:\n  {root / FOLDERS[0] / FILE}\n  from {PAGE}")
     try:
         document = parse(path.read_text(encoding="utf-8"))
         check(document, {part: [[str]] for part in PARTS}, "")
         pairs = {part: [(sentence, intent) for sentence, intent in document[part]] for part in PARTS}
     except (OSError, ValueError, StorageError) as error:
-        message = f"{path} is not CLINC150's file ({error}): fetch it again from {PAGE}."
-        raise DataError(message) from error
+        raise DataError(f"{path} is not CLINC150's file ({error}): fetch it again from {PAGE}.") from error
     intents = tuple(sorted({intent for _, intent in pairs["train"]}))
     places = {intent: place for place, intent in enumerate(intents)}
     found = {}
@@ -58,8 +51,7 @@ def load_clinc150(directory: Path | str | None = None) -> tuple[tuple[str, ...],
         outside = part.startswith("oos")
         unknown = sorted({intent for _, intent in given if intent not in places})
         if unknown and not outside:
-            message = f"{path}: {part} has intents that train does not have: {', '.join(unknown[:3])}."
-            raise DataError(message)
+            raise DataError(f"{path}: {part} has intents that train does not have: {', '.join(unknown[:3])}.")
         labels = tuple(-1 if outside else places[intent] for _, intent in given)
         found[part] = Requests(tuple(sentence for sentence, _ in given), labels)
     return intents, found

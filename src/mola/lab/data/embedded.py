@@ -16,8 +16,6 @@ from torch.nn import functional
 from mola.errors import MissingExtraError, OptionError
 from mola.training.labelled import Labelled
 
-__all__ = ["CLASSES", "SIDE", "Digits", "load_digits", "natural_patches", "two_moons", "uniform_noise"]
-
 SIDE = 8
 CLASSES = 10
 
@@ -41,10 +39,6 @@ def load_digits(seed: int = 0, *, train: int = 1000, val: int = 297) -> Digits:
 
     Returns:
         The three parts.
-
-    Raises:
-        MissingExtraError: if scikit-learn is not installed.
-        OptionError: if nothing would be left for testing.
     """
     try:
         from sklearn import datasets
@@ -52,8 +46,9 @@ def load_digits(seed: int = 0, *, train: int = 1000, val: int = 297) -> Digits:
         raise MissingExtraError(feature="the handwritten digits", package="scikit-learn", extra="bench") from error
     pixels, target = datasets.load_digits(return_X_y=True)
     if train < 1 or val < 1 or train + val >= len(target):
-        message = f"train and val must be at least 1 and leave some of {len(target)} digits for testing, got {train} and {val}."
-        raise OptionError(message)
+        raise OptionError(
+            f"train and val must be at least 1 and leave some of {len(target)} digits for testing, got {train} and {val}."
+        )
     inputs = torch.from_numpy(pixels).float().div(16).reshape(-1, 1, SIDE, SIDE)
     labels = torch.from_numpy(target).long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
@@ -74,9 +69,6 @@ def two_moons(count: int, *, noise: float = 0.2, seed: int = 0) -> Labelled:
 
     Returns:
         Points (count, 2) in float32 and their classes.
-
-    Raises:
-        MissingExtraError: if scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import make_moons
@@ -104,9 +96,6 @@ def natural_patches(count: int, side: int, *, seed: int = 0) -> Tensor:
 
     Returns:
         Images (count, 1, side, side) in float32.
-
-    Raises:
-        MissingExtraError: if scikit-learn, or pillow which decodes the photographs, is not installed.
     """
     try:
         from sklearn import datasets

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from mola.errors import DataError
 
-__all__ = ["FETCH_AGAIN", "Original", "checksum", "find", "read_bytes", "verify"]
-
 FETCH_AGAIN = "Delete it and fetch it again."
 
 
@@ -43,39 +41,28 @@ def find(folders: Iterable[Path], name: str) -> Path | None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's content, unpacked where its name ends in .gz.
-
-    Raises:
-        DataError: if it cannot be read or unpacked.
-    """
+    """The file's content, unpacked where its name ends in .gz."""
     try:
         if path.suffix == ".gz":
             with gzip.open(path) as stream:
                 return stream.read()
         return path.read_bytes()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        message = (
+        raise DataError(
             f"{path} ({path.stat().st_size:,} bytes) is not a whole gzip file: {error}. It was cut off or changed on its "
             f"way. {FETCH_AGAIN}"
-        )
-        raise DataError(message) from error
+        ) from error
     except OSError as error:
-        message = f"{path} cannot be read: {error}."
-        raise DataError(message) from error
+        raise DataError(f"{path} cannot be read: {error}.") from error
 
 
 def checksum(path: Path) -> str:
-    """The MD5 sum of a file, which is what most data sets are published with.
-
-    Raises:
-        DataError: if it cannot be read.
-    """
+    """The MD5 sum of a file, which is what most data sets are published with."""
     try:
         with open(path, "rb") as stream:
             return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     except OSError as error:
-        message = f"{path} cannot be read: {error}."
-        raise DataError(message) from error
+        raise DataError(f"{path} cannot be read: {error}.") from error
 
 
 def verify(path: Path, originals: Iterable[Original]) -> None:
@@ -84,9 +71,6 @@ def verify(path: Path, originals: Iterable[Original]) -> None:
     Args:
         path: the file.
         originals: with their checksums; those of another name are passed over.
-
-    Raises:
-        DataError: if it is another file, or no checksum of it is known.
     """
     known: dict[str, str] = {}
     for original in originals:
@@ -95,16 +79,16 @@ def verify(path: Path, originals: Iterable[Original]) -> None:
         if original.content_md5 and path.name.removesuffix(".gz") == original.name.removesuffix(".gz"):
             known["md5 of the content"] = original.content_md5
     if not known:
-        message = f"{path} cannot be verified: no checksum of a file of this name is known. Read it without verify."
-        raise DataError(message)
+        raise DataError(
+            f"{path} cannot be verified: no checksum of a file of this name is known. Read it without verify."
+        )
     found = {"md5": checksum(path)}
     if "md5 of the content" in known:
         content = hashlib.md5(read_bytes(path), usedforsecurity=False).hexdigest()
         found["md5 of the content"] = content
     if not any(found[kind] == expected for kind, expected in known.items()):
-        message = (
+        raise DataError(
             f"{path} ({path.stat().st_size:,} bytes) is not the original: expected "
             f"{' or '.join(f'{kind} {value}' for kind, value in known.items())}, "
             f"got {' and '.join(f'{kind} {found[kind]}' for kind in known)}. {FETCH_AGAIN}"
         )
-        raise DataError(message)

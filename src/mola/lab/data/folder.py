@@ -27,20 +27,6 @@ from mola.lab.data.images import Images, Normalisation, even_places
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = [
-    "CENTRE_224",
-    "CLASSES",
-    "SYNSETS",
-    "FolderBatches",
-    "ImageFolder",
-    "Preparation",
-    "image_files",
-    "in_bytes",
-    "open_folder",
-    "open_imagenet",
-    "open_imagenet_c",
-]
-
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
 """In any case: ImageNet's end in .JPEG."""
 
@@ -83,23 +69,18 @@ class Preparation:
 
 
 def in_bytes(image: Image.Image) -> Image.Image:
-    """The same image with 8 bits a pixel: Pillow's own conversion would make white of whatever is above 255.
-
-    Raises:
-        ValueError: if nobody knows which number is white.
-    """
+    """The same image with 8 bits a pixel: Pillow's own conversion would make white of whatever is above 255."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 16 bits
         from PIL import Image
 
         return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        message = f"its pixels are of mode {image.mode}, whose range is unknown: save it with 8 or 16 bits"
-        raise ValueError(message)
+        raise ValueError(f"its pixels are of mode {image.mode}, whose range is unknown: save it with 8 or 16 bits")
     return image
 
 
 def _margin(spare: int) -> int:
-    """What is cut off in front, as torchvision rounds it; negative where something is added."""
+    # What is cut off in front, as torchvision rounds it; negative where something is added.
     return round(spare / 2) if spare >= 0 else -(-spare // 2)
 
 
@@ -120,7 +101,6 @@ class ImageFolder:
     prepare: Preparation = field(default_factory=Preparation)
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.paths)
 
     def prepared(self, prepare: Preparation) -> ImageFolder:
@@ -146,13 +126,9 @@ class ImageFolder:
 
         Returns:
             An iterable of (pixels or inputs, labels) that can be read again and again.
-
-        Raises:
-            OptionError: if size or workers are out of range.
         """
         if size < 1 or workers < 0:
-            message = f"size must be at least 1 and workers at least 0, got {size} and {workers}."
-            raise OptionError(message)
+            raise OptionError(f"size must be at least 1 and workers at least 0, got {size} and {workers}.")
         return FolderBatches(self, size, normalise, workers)
 
     def load(self, workers: int = 0) -> Images:
@@ -171,16 +147,9 @@ class FolderBatches:
     workers: int
 
     def __len__(self) -> int:
-        """Number of batches."""
         return -(-len(self.folder) // self.size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Decode, prepare and stack.
-
-        Yields:
-            Pixels or inputs (n, channels, height, width), and labels (n,).
-
-        """
         starts = range(0, len(self.folder), self.size)
         if self.workers == 0:
             for start in starts:
@@ -206,11 +175,10 @@ class FolderBatches:
     def _batch(self, start: int, images: list[Tensor]) -> tuple[Tensor, Tensor]:
         shapes = {tuple(image.shape) for image in images}
         if len(shapes) > 1:
-            message = (
+            raise DataError(
                 f"images from {self.folder.paths[start]} on have the shapes {sorted(shapes)}: resize and crop them to one "
                 "with a Preparation."
             )
-            raise DataError(message)
         pixels = torch.stack(images)
         labels = self.folder.labels[start : start + self.size]
         return (pixels if self.normalise is None else self.normalise(pixels)), labels
@@ -239,10 +207,6 @@ def open_folder(
 
     Returns:
         The images, none of them decoded yet.
-
-    Raises:
-        DataError: if there are none, or a subfolder is none of the classes.
-        MissingExtraError: if Pillow is not installed.
     """
     try:
         import PIL.Image  # noqa: F401 - here, before a long computation gets as far as the first image
@@ -250,32 +214,26 @@ def open_folder(
         raise MissingExtraError(feature="reading image files", package="pillow", extra="bench") from error
     root = Path(root)
     if not root.is_dir():
-        message = f"{root} is not a folder: expected one with a subfolder of images for each class."
-        raise DataError(message)
+        raise DataError(f"{root} is not a folder: expected one with a subfolder of images for each class.")
     subfolders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     names = tuple(classes) if classes is not None else tuple(path.name for path in subfolders) or (root.name,)
     unknown = [path.name for path in subfolders if path.name not in names]
     if unknown:
-        message = f"{root} has the subfolder {unknown[0]}, which is none of the {len(names)} classes ({names[0]}, ...)."
-        raise DataError(message)
+        raise DataError(
+            f"{root} has the subfolder {unknown[0]}, which is none of the {len(names)} classes ({names[0]}, ...)."
+        )
     number = {name: index for index, name in enumerate(names)}
     listed = [(path, number[folder.name]) for folder in subfolders for path in image_files(folder)]
     if not subfolders and classes is None:
         listed = [(path, 0) for path in image_files(root)]
     listed = [(path, label) for path, label in listed if path.name not in without]
     if not listed:
-        message = f"{root} holds no images: expected files that end in {', '.join(sorted(ENDINGS))}."
-        raise DataError(message)
+        raise DataError(f"{root} holds no images: expected files that end in {', '.join(sorted(ENDINGS))}.")
     labels = torch.tensor([label for _, label in listed])
     return ImageFolder(tuple(path for path, _ in listed), labels, names, prepare or Preparation())
 
 
 def _decode(path: Path, prepare: Preparation) -> Tensor:
-    """The pixels of one file.
-
-    Raises:
-        DataError: if it cannot be decoded.
-    """
     from PIL import Image
 
     try:
@@ -284,8 +242,9 @@ def _decode(path: Path, prepare: Preparation) -> Tensor:
     # Pillow's decoders raise any of these for files that are cut off or no images.
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         size = path.stat().st_size if path.exists() else 0
-        message = f"{path} ({size:,} bytes) cannot be decoded: {error}. Fetch it again, or take it out of the folder."
-        raise DataError(message) from error
+        raise DataError(
+            f"{path} ({size:,} bytes) cannot be decoded: {error}. Fetch it again, or take it out of the folder."
+        ) from error
 
 
 CLASSES = 1000
@@ -309,24 +268,18 @@ def open_imagenet(
 
     Returns:
         The images, decoded when they are asked for.
-
-    Raises:
-        OptionError: if the split is another.
-        DataError: if they are not there, or the classes' numbers are unknown.
     """
     if split not in ("train", "val", "test"):
-        message = f"ImageNet has the splits train and val, got {split!r}."
-        raise OptionError(message)
+        raise OptionError(f"ImageNet has the splits train and val, got {split!r}.")
     name = "train" if split == "train" else "val"
     for place in PLACES:
         folder = directory / place / name
         if folder.is_dir():
             return open_folder(folder, prepare, classes=synsets or _synsets(folder, (folder.parent, directory)))
-    message = (
+    raise DataError(
         f"ImageNet ({name}) is not in {directory}. Put there:\n  {directory / PLACES[0] / name}/<synset>/*.JPEG\n"
         "  from https://image-net.org, which asks for registration; the validation images sorted into synset folders."
     )
-    raise DataError(message)
 
 
 def open_imagenet_c(
@@ -348,34 +301,23 @@ def open_imagenet_c(
 
     Returns:
         The images, decoded when they are asked for.
-
-    Raises:
-        OptionError: if the severity is another.
-        DataError: if they are not there, or the classes' numbers are unknown.
     """
     if severity not in range(1, 6):
-        message = f"severity must be 1 to 5, got {severity}."
-        raise OptionError(message)
+        raise OptionError(f"severity must be 1 to 5, got {severity}.")
     roots = [directory / place for place in PLACES_C if (directory / place).is_dir()]
     for root in roots:
         for folder in (root / corruption / str(severity), *sorted(root.glob(f"*/{corruption}/{severity}"))):
             if folder.is_dir():
                 beside = (root, *(directory / place for place in PLACES))
                 return open_folder(folder, prepare, classes=synsets or _synsets(folder, beside))
-    message = (
+    raise DataError(
         f"ImageNet-C's {corruption} at severity {severity} is not in {directory}. Put there:\n"
         f"  {directory / PLACES_C[0] / corruption / str(severity)}/<synset>/*.JPEG\n"
         "  from https://zenodo.org/records/2235448"
     )
-    raise DataError(message)
 
 
 def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:
-    """The names of all classes in the order of their numbers.
-
-    Raises:
-        DataError: if some are missing and no file names them, or there are too many.
-    """
     present = tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")))
     if len(present) == CLASSES:
         return present
@@ -383,14 +325,13 @@ def _synsets(folder: Path, beside: Sequence[Path]) -> tuple[str, ...]:
         if (place / SYNSETS).is_file():
             names = tuple(line.split()[0] for line in (place / SYNSETS).read_text().splitlines() if line.strip())
             if len(set(names)) != len(names):
-                message = f"{place / SYNSETS} names a synset twice among its {len(names)} lines."
-                raise DataError(message)
+                raise DataError(f"{place / SYNSETS} names a synset twice among its {len(names)} lines.")
             return names
     if len(present) > CLASSES:
-        message = f"{folder} has {len(present)} subfolders, where ImageNet has {CLASSES} synsets: take out what is not one of them."
-        raise DataError(message)
-    message = (
+        raise DataError(
+            f"{folder} has {len(present)} subfolders, where ImageNet has {CLASSES} synsets: take out what is not one of them."
+        )
+    raise DataError(
         f"{folder} has {len(present)} of {CLASSES} synset folders, so the classes' numbers are not known: complete it, or "
         f"put a file {SYNSETS} with the {CLASSES} names in the order of their numbers into {beside[0]}."
     )
-    raise DataError(message)

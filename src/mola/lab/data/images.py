@@ -17,8 +17,6 @@ from torch import Tensor
 from mola.errors import DataError, OptionError
 from mola.options import one_of
 
-__all__ = ["NORMALISATIONS", "Images", "Normalisation", "even_places", "normalisation", "split_validation"]
-
 
 @dataclass(frozen=True)
 class Images:
@@ -28,21 +26,14 @@ class Images:
     labels: Tensor
 
     def __post_init__(self) -> None:
-        """Refuse what is not one label to each image.
-
-        Raises:
-            DataError: if the shapes or types are others.
-        """
         fits = self.pixels.ndim == 4 and self.labels.ndim == 1 and len(self.pixels) == len(self.labels)
         if not fits or self.pixels.dtype != torch.uint8 or self.labels.dtype != torch.int64:
-            message = (
+            raise DataError(
                 "expected pixels (n, channels, height, width) in uint8 and labels (n,) in int64, got "
                 f"{tuple(self.pixels.shape)} in {self.pixels.dtype} and {tuple(self.labels.shape)} in {self.labels.dtype}."
             )
-            raise DataError(message)
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.labels)
 
     def part(self, indices: Tensor | Sequence[int] | slice) -> Images:
@@ -59,14 +50,9 @@ class Images:
 
 
 def even_places(total: int, count: int) -> Tensor:
-    """`count` places among `total`, evenly spaced from the first to the last.
-
-    Raises:
-        OptionError: if count is not at least 1.
-    """
+    """`count` places among `total`, evenly spaced from the first to the last."""
     if count < 1:
-        message = f"count must be at least 1, got {count}."
-        raise OptionError(message)
+        raise OptionError(f"count must be at least 1, got {count}.")
     # In whole numbers, so that the choice does not depend on the default floating-point type.
     return torch.arange(count) * (total - 1) // max(count - 1, 1)
 
@@ -83,13 +69,9 @@ def split_validation(images: Images, validation: int = 2000, seed: int = 42) -> 
 
     Returns:
         The validation images and the remaining test images.
-
-    Raises:
-        OptionError: if either part would be empty.
     """
     if not 0 < validation < len(images):
-        message = f"validation must leave some of {len(images)} images on either side, got {validation}."
-        raise OptionError(message)
+        raise OptionError(f"validation must leave some of {len(images)} images on either side, got {validation}.")
     sizes = [validation, len(images) - validation]
     places: Sequence[int] = range(len(images))
     generator = torch.Generator().manual_seed(seed)
@@ -105,33 +87,21 @@ class Normalisation:
     std: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        """Refuse statistics that do not fit together.
-
-        Raises:
-            OptionError: if there are not equally many, or a deviation is not positive.
-        """
         if not self.mean or len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
-            message = f"expected as many means as positive standard deviations, got {self.mean} and {self.std}."
-            raise OptionError(message)
+            raise OptionError(
+                f"expected as many means as positive standard deviations, got {self.mean} and {self.std}."
+            )
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """(x / 255 - mean) / std in float32.
-
-        Args:
-            pixels: (n, channels, height, width) or (channels, height, width) in uint8.
-
-        Returns:
-            The same shape.
-
-        Raises:
-            DataError: if the pixels are not bytes, or have another number of channels.
-        """
+        """(x / 255 - mean) / std in float32."""
         if pixels.dtype != torch.uint8:
-            message = f"expected pixels in uint8, as they lie on disk, got {pixels.dtype}: are they normalised already?"
-            raise DataError(message)
+            raise DataError(
+                f"expected pixels in uint8, as they lie on disk, got {pixels.dtype}: are they normalised already?"
+            )
         if len(self.mean) not in (1, pixels.shape[-3]):
-            message = f"this normalisation is for {len(self.mean)} channels, got pixels of shape {tuple(pixels.shape)}."
-            raise DataError(message)
+            raise DataError(
+                f"this normalisation is for {len(self.mean)} channels, got pixels of shape {tuple(pixels.shape)}."
+            )
         mean, std = (
             torch.tensor(values, dtype=torch.float32, device=pixels.device).view(-1, 1, 1)
             for values in (self.mean, self.std)

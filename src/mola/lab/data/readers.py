@@ -31,33 +31,30 @@ from mola.errors import DataError, MissingExtraError
 from mola.lab.data.files import FETCH_AGAIN, read_bytes
 from mola.lab.data.images import Images
 
-__all__ = ["read_cifar_binary", "read_cifar_python", "read_idx", "read_idx_pair", "read_plain_pickle", "read_svhn"]
-
 
 class _Array:
-    """Stands for NumPy's `_reconstruct` and for the array that it makes: NumPy itself never sees the file's values."""
+    # Stands for NumPy's `_reconstruct` and for the array that it makes: NumPy itself never sees the file's values.
 
     value: np.ndarray | None = None
 
     def __init__(self, *_: Any) -> None:
-        """Arguments make an empty array; the state that follows holds its values."""
+        # Arguments make an empty array; the state that follows holds its values.
+        ...
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
         if not isinstance(dtype, _Dtype) or dtype.code not in ("u1", "uint8", "|u1"):
-            message = "it holds an array of something other than unsigned bytes"
-            raise pickle.UnpicklingError(message)
+            raise pickle.UnpicklingError("it holds an array of something other than unsigned bytes")
         data = data.encode("latin-1") if isinstance(data, str) else data
         sized = isinstance(shape, tuple) and all(type(one) is int and one >= 0 for one in shape)
         if not sized or not isinstance(data, bytes) or math.prod(shape) != len(data):
-            message = f"it holds an array of shape {shape} in another number of bytes"
-            raise pickle.UnpicklingError(message)
+            raise pickle.UnpicklingError(f"it holds an array of shape {shape} in another number of bytes")
         # bytearray: a tensor over immutable bytes could be written to by mistake.
         self.value = np.frombuffer(bytearray(data), np.uint8).reshape(shape, order="F" if fortran else "C")
 
 
 class _Dtype:
-    """Stands for NumPy's `dtype`; its state is the byte order, which single bytes do not have."""
+    # Stands for NumPy's `dtype`; its state is the byte order, which single bytes do not have.
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.code = code.decode("latin-1") if isinstance(code, bytes) else code
@@ -67,11 +64,9 @@ class _Dtype:
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Python's own reader, in which only NumPy's names for rebuilding an array have a meaning, and a harmless one.
-
-    The reader in Python, not the one in C, which would fill tens of gigabytes for a file of ten bytes that uses a high number
-    of the memo. The one instruction with the same fault here, for a bytearray, is left out.
-    """
+    # Python's own reader, in which only NumPy's names for rebuilding an array have a meaning, and a harmless one. The
+    # reader in Python, not the one in C, which would fill tens of gigabytes for a file of ten bytes that uses a high
+    # number of the memo. The one instruction with the same fault here, for a bytearray, is left out.
 
     NAMES = {  # noqa: RUF012
         ("numpy.core.multiarray", "_reconstruct"): _Array,
@@ -82,14 +77,9 @@ class _PlainUnpickler(pickle._Unpickler):
     dispatch = {code: run for code, run in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}  # noqa: RUF012
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for.
-
-        Raises:
-            UnpicklingError: if it is not one of NumPy's for rebuilding an array.
-        """
+        """What a name stands for."""
         if (module, name) not in self.NAMES:
-            message = f"it names {module}.{name}, which data do not need and which will not be run"
-            raise pickle.UnpicklingError(message)
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which data do not need and which will not be run")
         return self.NAMES[module, name]
 
 
@@ -115,24 +105,19 @@ def read_plain_pickle(path: Path) -> Any:
 
     Returns:
         The value. In a dictionary, keys are text, and arrays are of unsigned bytes.
-
-    Raises:
-        DataError: if the file is truncated, or holds anything else.
     """
     try:
         # Python 2 wrote text and bytes alike: as Latin-1, every byte is kept.
         value = _PlainUnpickler(BytesIO(read_bytes(path)), encoding="latin-1").load()
     except (pickle.UnpicklingError, struct.error, *DAMAGE) as error:
         reason = str(error) if isinstance(error, pickle.UnpicklingError) else "it is truncated or damaged"
-        message = (
+        raise DataError(
             f"{path} is not plain pickled data: {reason}. {FETCH_AGAIN} The binary version of the set needs no pickle."
-        )
-        raise DataError(message) from error
+        ) from error
     return _finished(value)
 
 
 def _finished(value: Any) -> Any:
-    """Arrays in place of what stands for them, at the top and in dictionaries, whose keys become text."""
     if isinstance(value, dict):
         return {key.decode("latin-1") if isinstance(key, bytes) else key: _finished(one) for key, one in value.items()}
     return value.value if isinstance(value, _Array) else value
@@ -150,24 +135,21 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
     Returns:
         The numbers in uint8.
-
-    Raises:
-        DataError: if the file is no such idx file, or not as long as it says.
     """
     content = read_bytes(path)
     start = 4 + 4 * dimensions
     expected = bytes([0, 0, UNSIGNED_BYTES, dimensions])
     if content[:4] != expected:
-        message = (
+        raise DataError(
             f"{path} is no idx file of unsigned bytes with {dimensions} dimension{'s' * (dimensions > 1)}: expected it to "
             f"begin with {expected.hex(' ')}, got {content[:4].hex(' ') or 'nothing'}. {FETCH_AGAIN}"
         )
-        raise DataError(message)
     shape = struct.unpack(f">{dimensions}I", content[4:start]) if len(content) >= start else None
     if shape is None or len(content) != start + math.prod(shape):
         size = f"{start + math.prod(shape):,} bytes for {shape}" if shape else f"at least {start} bytes"
-        message = f"{path} holds {len(content):,} bytes where its header says {size}: it was cut off or changed. {FETCH_AGAIN}"
-        raise DataError(message)
+        raise DataError(
+            f"{path} holds {len(content):,} bytes where its header says {size}: it was cut off or changed. {FETCH_AGAIN}"
+        )
     if math.prod(shape) == 0:
         return torch.zeros(shape, dtype=torch.uint8)
     # A bytearray, since a tensor over immutable bytes could be written to by mistake.
@@ -185,16 +167,12 @@ def read_idx_pair(images: Path, labels: Path, *, first_label: int = 0, upright: 
 
     Returns:
         Grey images, (n, 1, height, width).
-
-    Raises:
-        DataError: if the files do not belong together.
     """
     pixels, targets = read_idx(images, 3), read_idx(labels, 1)
     if len(pixels) != len(targets):
-        message = (
+        raise DataError(
             f"{images} holds {len(pixels)} images but {labels} {len(targets)} labels: they do not belong together."
         )
-        raise DataError(message)
     if upright:
         pixels = pixels.transpose(1, 2).contiguous()
     return Images(pixels[:, None], targets.long() - first_label)
@@ -213,21 +191,17 @@ def read_cifar_binary(paths: Sequence[Path], label_bytes: int) -> Images:
 
     Returns:
         Images (n, 3, 32, 32).
-
-    Raises:
-        DataError: if a file is not a whole number of records.
     """
     record = label_bytes + PIXELS
     pixels, labels = [], []
     for path in paths:
         content = np.frombuffer(read_bytes(path), np.uint8)
         if len(content) == 0 or len(content) % record:
-            message = (
+            raise DataError(
                 f"{path} holds {len(content):,} bytes, expected a multiple of {record:,}: {label_bytes} label "
                 f"byte{'s' * (label_bytes > 1)} and 3 x {SIDE} x {SIDE} pixels to an image. It was cut off, or is another "
                 f"version. {FETCH_AGAIN}"
             )
-            raise DataError(message)
         rows = content.reshape(-1, record)
         pixels.append(rows[:, label_bytes:])
         labels.append(rows[:, label_bytes - 1])
@@ -244,9 +218,6 @@ def read_cifar_python(paths: Sequence[Path], label_key: str) -> Images:
 
     Returns:
         Images (n, 3, 32, 32).
-
-    Raises:
-        DataError: if a file does not hold what it should.
     """
     pixels, labels = [], []
     for path in paths:
@@ -261,11 +232,10 @@ def read_cifar_python(paths: Sequence[Path], label_key: str) -> Images:
             or len(targets) != len(data)
             or not all(type(label) is int and 0 <= label < 256 for label in targets)
         ):
-            message = (
+            raise DataError(
                 f"{path} is no batch of this set: expected 'data' of shape (n, {PIXELS}) in bytes and n whole numbers in "
                 f"{label_key!r}. {FETCH_AGAIN}"
             )
-            raise DataError(message)
         pixels.append(data)
         labels += targets
     return Images(torch.from_numpy(np.concatenate(pixels)).view(-1, 3, SIDE, SIDE), torch.tensor(labels))
@@ -282,9 +252,6 @@ def read_svhn(path: Path) -> Images:
 
     Returns:
         Images (n, 3, 32, 32), labelled by their digit.
-
-    Raises:
-        DataError: if the file is not whole, or holds something else.
     """
     arrays = _npz if path.name.removesuffix(".gz").endswith(".npz") else _mat()
     content = BytesIO(read_bytes(path))
@@ -292,18 +259,16 @@ def read_svhn(path: Path) -> Images:
         pixels, labels = arrays(content)
     # What SciPy and NumPy raise for broken files is not documented: these are what cutting and overwriting files gave.
     except (OSError, EOFError, LookupError, ValueError, TypeError, NotImplementedError, *BROKEN) as error:
-        message = (
+        raise DataError(
             f"{path} ({path.stat().st_size:,} bytes) is not a whole file of SVHN's cropped digits: "
             f"{type(error).__name__}: {error}. {FETCH_AGAIN}"
-        )
-        raise DataError(message) from error
+        ) from error
     labels = labels.reshape(-1).astype(np.int64)
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3, SIDE, SIDE):
-        message = (
+        raise DataError(
             f"{path} holds {pixels.dtype} of shape {pixels.shape} (as images, channels, height, width) and {len(labels)} "
             f"labels; expected as many images of bytes, 3 x {SIDE} x {SIDE}. {FETCH_AGAIN}"
         )
-        raise DataError(message)
     labels[labels == 10] = 0
     return Images(torch.from_numpy(np.ascontiguousarray(pixels)), torch.from_numpy(labels))
 
@@ -316,34 +281,24 @@ def read_colour_arrays(path: Path) -> Images:
 
     Returns:
         Images (n, 3, 32, 32).
-
-    Raises:
-        DataError: if the file is not whole, or holds something else.
     """
     try:
         with np.load(BytesIO(read_bytes(path)), allow_pickle=False) as arrays:
             pixels = arrays["images"]
     except (OSError, EOFError, LookupError, ValueError, TypeError, NotImplementedError, *BROKEN) as error:
-        message = (
+        raise DataError(
             f"{path} ({path.stat().st_size:,} bytes) is not a whole .npz file with an array `images`: "
             f"{type(error).__name__}: {error}. {FETCH_AGAIN}"
-        )
-        raise DataError(message) from error
+        ) from error
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1:] != (SIDE, SIDE, 3):
-        message = (
+        raise DataError(
             f"{path}: expected `images` of shape (n, {SIDE}, {SIDE}, 3) in bytes, got {pixels.shape} of {pixels.dtype}."
         )
-        raise DataError(message)
     planes = torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
     return Images(planes, torch.zeros(len(planes), dtype=torch.int64))
 
 
 def _mat() -> Callable[[BytesIO], tuple[np.ndarray, np.ndarray]]:
-    """A reader of .mat files.
-
-    Raises:
-        MissingExtraError: if SciPy is not installed.
-    """
     try:
         from scipy import io
     except ImportError as error:

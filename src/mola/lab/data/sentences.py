@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mola.errors import DataError, MissingExtraError
 
-__all__ = ["WIDTH", "embed"]
-
 WIDTH = 256
 """Numbers in a row."""
 
@@ -33,16 +31,12 @@ def embed(sentences: Sequence[str]) -> Tensor:
 
     Returns:
         (n, WIDTH) in float32.
-
-    Raises:
-        DataError: if a sentence has no token, or the package's files cannot be read.
     """
     table, tokenizer = _package()
     rows = torch.empty(len(sentences), WIDTH)
     for index, encoded in enumerate(tokenizer.encode_batch(list(sentences), add_special_tokens=False)):
         if not encoded.ids:
-            message = f"sentence {index} is empty ({sentences[index]!r}): leave it out."
-            raise DataError(message)
+            raise DataError(f"sentence {index} is empty ({sentences[index]!r}): leave it out.")
         rows[index] = table[encoded.ids].mean(0)
     return rows
 
@@ -59,6 +53,7 @@ def _package() -> tuple[Tensor, Any]:
         table = load_file(folder / TABLE)["embedding.weight"].float()
         tokenizer = Tokenizer.from_file(str(folder / TOKENS))
     except (OSError, SafetensorError, KeyError) as error:
-        message = f"wordllama's files in {folder} cannot be read ({error}): install it again, version 0.4."
-        raise DataError(message) from error
+        raise DataError(
+            f"wordllama's files in {folder} cannot be read ({error}): install it again, version 0.4."
+        ) from error
     return table, tokenizer

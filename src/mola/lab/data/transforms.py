@@ -11,8 +11,6 @@ from torch.nn import functional
 from mola.errors import DataError, OptionError
 from mola.options import one_of
 
-__all__ = ["flip_and_crop", "in_colour", "rotate"]
-
 
 def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
     """Mirror every image with probability one half, and shift it by up to `padding` pixels each way, filling with 0.
@@ -27,17 +25,11 @@ def flip_and_crop(images: Tensor, generator: torch.Generator, padding: int = 4) 
 
     Returns:
         Images of the same shape and type.
-
-    Raises:
-        DataError: if the images are not a batch.
-        OptionError: if the padding is negative.
     """
     if images.ndim != 4:
-        message = f"expected images (n, channels, height, width), got shape {tuple(images.shape)}."
-        raise DataError(message)
+        raise DataError(f"expected images (n, channels, height, width), got shape {tuple(images.shape)}.")
     if padding < 0:
-        message = f"padding must be at least 0, got {padding}."
-        raise OptionError(message)
+        raise OptionError(f"padding must be at least 0, got {padding}.")
     count, channels, height, width = images.shape
     device = generator.device
     flipped = torch.randint(2, (count, 1), generator=generator, device=device).bool()
@@ -96,7 +88,6 @@ def _nearest(images: Tensor, degrees: float) -> Tensor:
     rows, columns = torch.arange(height)[:, None], torch.arange(width)
 
     def place(along_x: float, along_y: float, centre: float) -> Tensor:
-        """Whole pixels of the source, from the middles of the result's pixels."""
         start = centre - along_x * across - along_y * down + 0.5 * (along_x + along_y)
         fixed = [math.floor(value * 2**FRACTION_BITS + 0.5) for value in (start, along_x, along_y)]
         return (fixed[0] + fixed[1] * columns + fixed[2] * rows) >> FRACTION_BITS
@@ -118,13 +109,11 @@ def in_colour(pixels: Tensor, side: int) -> Tensor:
 
     Returns:
         (n, 3, side, side) in uint8; images that have this shape are returned as they are.
-
-    Raises:
-        DataError: if the images are not bytes, or have another number of channels.
     """
     if pixels.ndim != 4 or pixels.shape[1] not in (1, 3) or pixels.dtype != torch.uint8:
-        message = f"expected images (n, 1 or 3, height, width) in uint8, got {tuple(pixels.shape)} in {pixels.dtype}."
-        raise DataError(message)
+        raise DataError(
+            f"expected images (n, 1 or 3, height, width) in uint8, got {tuple(pixels.shape)} in {pixels.dtype}."
+        )
     height = pixels.shape[2]
     for size in ((height, side), (side, side)):
         if tuple(pixels.shape[2:]) != size:

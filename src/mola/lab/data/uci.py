@@ -19,8 +19,6 @@ from torch import Tensor
 from mola.errors import DataError, OptionError
 from mola.options import one_of
 
-__all__ = ["SETS", "Split", "UciSet", "read_uci"]
-
 SETS = (
     "bostonHousing",
     "concrete",
@@ -85,15 +83,11 @@ class UciSet:
 
         Returns:
             The split.
-
-        Raises:
-            OptionError: if there are not so many.
         """
         if not 0 <= number < len(self.tests):
-            message = (
+            raise OptionError(
                 f"{self.name} has {len(self.tests)} published splits, from 0 to {len(self.tests) - 1}; got {number}."
             )
-            raise OptionError(message)
         return self._divided(self.tests[number])
 
     def gap(self, feature: int) -> Split:
@@ -133,58 +127,40 @@ def read_uci(folder: str | Path, name: str) -> UciSet:
 
     Returns:
         The set, in float64.
-
-    Raises:
-        DataError: if files are missing or garbled.
     """
     place = Path(folder) / one_of(name, SETS, "set")
     rows = _numbers(place / "data.txt", 2)
     columns = [_indices(place / f"index_{part}.txt", rows.shape[1]) for part in ("features", "target")]
     files = sorted(place.glob("index_test_*.txt"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if not files:
-        message = f"{place} holds no index_test_0.txt: the published splits are missing."
-        raise DataError(message)
+        raise DataError(f"{place} holds no index_test_0.txt: the published splits are missing.")
     tests = tuple(torch.from_numpy(_indices(path, len(rows))) for path in files)
     features, target = columns
     if len(target) != 1:
-        message = f"{place / 'index_target.txt'}: expected one column, got {len(target)}."
-        raise DataError(message)
+        raise DataError(f"{place / 'index_target.txt'}: expected one column, got {len(target)}.")
     inputs, targets = np.ascontiguousarray(rows[:, features]), np.ascontiguousarray(rows[:, target])
     return UciSet(name, torch.from_numpy(inputs), torch.from_numpy(targets), tests)
 
 
 def _numbers(path: Path, dimensions: Literal[1, 2]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """The numbers of a text file.
-
-    Raises:
-        DataError: if there is none, or it holds something else.
-    """
     try:
         numbers = np.loadtxt(path, dtype=np.float64, ndmin=dimensions)
     except FileNotFoundError as error:
-        message = (
+        raise DataError(
             f"{path} does not exist: expected a folder for each set with data.txt, index_features.txt, index_target.txt and "
             f"index_test_0.txt, ..., as published with 'Dropout as a Bayesian Approximation' (Gal and Ghahramani, 2016)."
-        )
-        raise DataError(message) from error
+        ) from error
     except ValueError as error:
-        message = f"{path} does not hold numbers in rows: {error}"
-        raise DataError(message) from error
+        raise DataError(f"{path} does not hold numbers in rows: {error}") from error
     if not numbers.size or not np.isfinite(numbers).all():
-        message = f"{path} must hold finite numbers, got {numbers.size}, finite or not."
-        raise DataError(message)
+        raise DataError(f"{path} must hold finite numbers, got {numbers.size}, finite or not.")
     return numbers
 
 
 def _indices(path: Path, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Whole numbers from 0 to below `count`, each once.
-
-    Raises:
-        DataError: if they are others.
-    """
+    # Whole numbers from 0 to below `count`, each once.
     given = _numbers(path, 1)
     found = given.astype(np.int64)
     if (found != given).any() or found.min() < 0 or found.max() >= count or len(np.unique(found)) < len(found):
-        message = f"{path} must hold different whole numbers from 0 to {count - 1}."
-        raise DataError(message)
+        raise DataError(f"{path} must hold different whole numbers from 0 to {count - 1}.")
     return found

@@ -8,10 +8,10 @@ import torch
 
 from mola.errors import DataError, warn
 from mola.lab.corruptions.catalogue import CORRUPTIONS, PAPER_CORRUPTIONS, corrupt
-from mola.lab.data.catalogue import load_images, split_validation
+from mola.lab.data.catalogue import load_images
 from mola.lab.data.cifar10_c import has_cifar10_c, load_cifar10_c
 from mola.lab.data.cifar10h import load_cifar10h
-from mola.lab.data.images import Images
+from mola.lab.data.images import Images, split_validation
 from mola.lab.data.transforms import in_colour
 from mola.lab.measures import HumanLabels, Measure
 from mola.lab.models import build_network
@@ -27,8 +27,6 @@ from mola.lab.suites.image_sources import (
 )
 from mola.options import one_of
 from mola.training import RECIPES
-
-__all__ = ["CIFAR10", "CORRUPTION_SETS", "corrupted"]
 
 CORRUPTION_SETS = {"paper": PAPER_CORRUPTIONS, "all": CORRUPTIONS}
 CORRUPTION_SEED = 0
@@ -60,7 +58,7 @@ def corrupted(images: Images, severity: int, types: tuple[str, ...]) -> Images:
 
 
 def _published(images: Images, severity: int, types: tuple[str, ...], options: DataOptions) -> Images:
-    """The same, from the published files; `images` are the first of the test set."""
+    # The same, from the published files; `images` are the first of the test set.
 
     def read(corruption: str, rows: slice) -> Images:
         _, test = split_validation(load_cifar10_c(corruption, severity, options.directory))
@@ -75,16 +73,14 @@ def _dealt(images: Images, types: tuple[str, ...], make: Callable[[str, slice], 
         rows = slice(index, None, len(types))
         made = make(corruption, rows)
         if not torch.equal(made.labels, images.labels[rows]):
-            message = (
+            raise DataError(
                 f"the labels of CIFAR-10-C's {corruption} are not those of the CIFAR-10 test set: fetch both again."
             )
-            raise DataError(message)
         pixels[rows] = made.pixels
     return Images(pixels, images.labels)
 
 
 def _is_published(types: tuple[str, ...], options: DataOptions) -> bool:
-    """Whether the published files are there, fetched if the user allows it."""
     if has_cifar10_c(types, options.directory):
         return True
     if options.download:
@@ -97,7 +93,7 @@ def _is_published(types: tuple[str, ...], options: DataOptions) -> bool:
 
 
 def _fitted(images: Images) -> Images:
-    """Outliers of other sizes as the networks take them; of the right size, as they are."""
+    # Outliers of other sizes as the networks take them; of the right size, as they are.
     return Images(in_colour(images.pixels, SIDE), images.labels)
 
 
@@ -137,7 +133,7 @@ def _sources(options: DataOptions) -> dict[str, Source]:
 
 
 def _measures(options: DataOptions) -> tuple[Measure, ...]:
-    """Agreement with people's labels, where CIFAR-10H is in the data directory."""
+    # Agreement with people's labels, where CIFAR-10H is in the data directory.
     images = load_images("cifar10", "test", options.directory)
     counts = load_cifar10h(images.labels, options.directory)
     if counts is None:

@@ -19,8 +19,6 @@ from mola.training import Recipe
 from mola.training.labelled import Labelled
 from mola.training.mlps import mlp
 
-__all__ = ["CLINC"]
-
 BATCH = 256
 INTENTS = 150
 OUTSIDE, OUTSIDE_VALIDATION = "out of scope", "out of scope, validation"
@@ -32,7 +30,6 @@ def _rows(requests: Requests) -> Labelled:
 
 
 def _limited(rows: Labelled, count: int | None) -> Labelled:
-    """At most so many, evenly spaced; None is all of them."""
     if count is None or count >= len(rows.labels):
         return rows
     places = even_places(len(rows.labels), count)
@@ -40,18 +37,11 @@ def _limited(rows: Labelled, count: int | None) -> Labelled:
 
 
 def _read(options: DataOptions) -> dict[str, Labelled]:
-    """All parts as rows of features.
-
-    Raises:
-        OptionError: if there are not 150 intents, or images are asked for.
-    """
     if options.normalisation is not None:
-        message = f"normalisation {options.normalisation!r} is for images: clinc has sentences. Leave it out."
-        raise OptionError(message)
+        raise OptionError(f"normalisation {options.normalisation!r} is for images: clinc has sentences. Leave it out.")
     intents, parts = load_clinc150(options.directory)
     if len(intents) != INTENTS:
-        message = f"expected {INTENTS} intents, got {len(intents)}: use data_full.json, not a part of it."
-        raise OptionError(message)
+        raise OptionError(f"expected {INTENTS} intents, got {len(intents)}: use data_full.json, not a part of it.")
     return {part: _rows(requests) for part, requests in parts.items()}
 
 

@@ -15,8 +15,6 @@ from mola.lab.suites.image_sources import image_source, limited, rotated
 from mola.training import Recipe
 from mola.training.labelled import Labelled
 
-__all__ = ["DIGITS"]
-
 OUTLIERS = 500
 """Images in each set of outliers, unless the user asks for another number."""
 

@@ -10,23 +10,12 @@ from torch import Tensor
 
 from mola.compare.record import Role
 from mola.errors import DataError, warn
-from mola.lab.data.catalogue import DATASETS, check_original, has_images, load_images, split_validation
-from mola.lab.data.images import Images, normalisation
+from mola.lab.data.catalogue import DATASETS, check_original, has_images, load_images
+from mola.lab.data.images import Images, normalisation, split_validation
 from mola.lab.data.transforms import flip_and_crop, rotate
 from mola.lab.suite import DataOptions, Source, TrainingData, from_memory
 from mola.training import Recipe
 from mola.training.labelled import Labelled
-
-__all__ = [
-    "Change",
-    "image_source",
-    "in_distribution",
-    "limited",
-    "outlier_sources",
-    "rotated",
-    "test_images",
-    "training",
-]
 
 Change = Callable[[Images], Images]
 
@@ -37,7 +26,6 @@ def limited(images: Images, count: int | None) -> Images:
 
 
 def _load(name: str, split: str, options: DataOptions) -> Images:
-    """A set's images, with a note if they are not what was published."""
     images = load_images(name, split, options.directory, download=options.download)
     check_original(name, split, images, options.directory)
     return images

@@ -37,8 +37,6 @@ from mola.lab.suite import (
 from mola.options import one_of
 from mola.training import RECIPES
 
-__all__ = ["IMAGENET"]
-
 SEVERITIES = (1, 2, 3, 4, 5)
 SPLIT_SEED, CORRUPTION_SEED = 42, 0
 VALIDATION_SHARE = 0.2
@@ -70,7 +68,7 @@ def _preparation(options: DataOptions) -> Preparation:
 
 @dataclass(frozen=True)
 class _Pictures:
-    """Image files; each is corrupted when it is read, or none is."""
+    # Image files; each is corrupted when it is read, or none is.
 
     images: ImageFolder
     severity: int = 0
@@ -114,22 +112,8 @@ def _source(
     whole: Source | None = None,
     places: Sequence[int] | None = None,
 ) -> Source:
-    """A set of image files, or a part of one whose activations are computed for all of it.
-
-    Args:
-        options: what the user chose.
-        name: of the set.
-        title: for readers.
-        role: what it is for.
-        pictures: the files.
-        types: kinds of shift that are dealt over the images in turn.
-        level: how far they are shifted.
-        whole: the set that this is a part of.
-        places: of the part, in the whole; None is all.
-
-    Returns:
-        The set.
-    """
+    # `types` are dealt over the images in turn; `places` are those of a part in the whole, whose activations are
+    # computed for all of it.
     normalise = normalisation(options.normalisation or "imagenet")
     chosen = range(len(pictures.images)) if places is None else tuple(places)
 
@@ -165,7 +149,7 @@ def _limited(images: ImageFolder, count: int | None) -> ImageFolder:
 
 
 def _outliers(options: DataOptions) -> dict[str, Source]:
-    """Sets of outliers, enlarged when they are read; one that is not in the data directory is left out, and said so."""
+    # Sets of outliers, enlarged when they are read; one that is not in the data directory is left out, and said so.
     normalise = normalisation(options.normalisation or "imagenet")
     side = _preparation(options).crop or CENTRE_224.crop
     found = {}
@@ -196,7 +180,7 @@ def _enlarged(name: str, title: str, images: Images, side: int, normalise: Norma
 
 
 def _published(directory: Path, wanted: Sequence[str]) -> list[str]:
-    """The corruptions of ImageNet-C that are there with all severities; a note says which are not, if some are."""
+    # The corruptions of ImageNet-C that are there with all severities; a note says which are not, if some are.
     there = []
     for corruption in wanted:
         try:
@@ -212,7 +196,6 @@ def _published(directory: Path, wanted: Sequence[str]) -> list[str]:
 
 
 def _types(options: DataOptions) -> tuple[tuple[str, ...], bool]:
-    """Which corruptions are used, and whether they are read from published files."""
     for name in options.types:
         one_of(name, CORRUPTIONS, "types")
     there = _published(data_directory(options.directory), options.types or CORRUPTIONS)
@@ -228,16 +211,12 @@ def _title(types: Sequence[str], published: bool, severity: int) -> str:
 
 
 def _pooled(options: DataOptions, test: ImageFolder, severity: int, types: Sequence[str]) -> ImageFolder:
-    """Published images of all types together, where their originals are in the test set.
-
-    Raises:
-        DataError: if some are missing, or the classes differ.
-    """
     directory = data_directory(options.directory)
     folders = [open_imagenet_c(corruption, severity, directory, prepare=test.prepare) for corruption in types]
     if any(folder.classes != test.classes for folder in folders):
-        message = "the corruptions' folders do not have the same classes as the validation images: complete them."
-        raise DataError(message)
+        raise DataError(
+            "the corruptions' folders do not have the same classes as the validation images: complete them."
+        )
     # Validation images are left out here too: ImageNet-C keeps the names of the files.
     kept = {(path.parent.name, path.stem) for path in test.paths}
     paths = [
@@ -247,21 +226,15 @@ def _pooled(options: DataOptions, test: ImageFolder, severity: int, types: Seque
         if (path.parent.name, path.stem) in kept
     ]
     if len(paths) != len(kept) * len(types):
-        message = (
+        raise DataError(
             f"ImageNet-C at severity {severity} has {len(paths)} images of the {len(kept)} in the test set under "
             f"{len(types)} corruptions in {directory}: are all there, with the names of the originals?"
         )
-        raise DataError(message)
     labels = torch.tensor([label for _, label in paths])
     return ImageFolder(tuple(path for path, _ in paths), labels, test.classes, test.prepare)
 
 
 def _dealt(options: DataOptions, images: ImageFolder, severity: int, kinds: Sequence[str]) -> ImageFolder:
-    """The published files of these images, each under its own kind of corruption.
-
-    Raises:
-        DataError: if one is missing.
-    """
     directory = data_directory(options.directory)
     files = {
         (kind, path.parent.name, path.stem): path
@@ -271,8 +244,9 @@ def _dealt(options: DataOptions, images: ImageFolder, severity: int, kinds: Sequ
     wanted = [(kind, path.parent.name, path.stem) for kind, path in zip(kinds, images.paths, strict=True)]
     missing = next((key for key in wanted if key not in files), None)
     if missing is not None:
-        message = f"ImageNet-C's {missing[0]} at severity {severity} lacks {missing[1]}/{missing[2]} in {directory}: complete it."
-        raise DataError(message)
+        raise DataError(
+            f"ImageNet-C's {missing[0]} at severity {severity} lacks {missing[1]}/{missing[2]} in {directory}: complete it."
+        )
     return replace(images, paths=tuple(files[key] for key in wanted))
 
 
@@ -311,18 +285,12 @@ def _sources(options: DataOptions) -> dict[str, Source]:
 
 
 def _folds(options: DataOptions) -> Folds:
-    """Five rotations over the images of each class.
-
-    Raises:
-        DataError: if a class has fewer than five images.
-    """
     images = open_imagenet(data_directory(options.directory), "val", prepare=_preparation(options))
     ranks = _ranks(images.labels)
     counts = torch.bincount(images.labels)
     fewest = int(counts[counts > 0].min())
     if fewest < FOLDS:
-        message = f"a cross-fit takes at least {FOLDS} images of each class, got {fewest} of one of them."
-        raise DataError(message)
+        raise DataError(f"a cross-fit takes at least {FOLDS} images of each class, got {fewest} of one of them.")
     pictures = _Pictures(images)
     whole = _source(options, "images", "ImageNet validation images", "test", pictures)
     types, published = _types(options)
@@ -372,12 +340,11 @@ def _folds(options: DataOptions) -> Folds:
 
 
 def _present(labels: Tensor) -> Tensor:
-    """The classes that there are, in their order."""
     return torch.tensor(sorted(set(labels.tolist())))
 
 
 def _ranks(labels: Tensor) -> Tensor:
-    """The place of each image among those of its class, from 0."""
+    # The place of each image among those of its class, from 0.
     ranks, seen = torch.zeros_like(labels), dict[int, int]()
     for place, label in enumerate(labels.tolist()):
         ranks[place] = seen.get(label, 0)
@@ -390,17 +357,12 @@ def _in_parts(ranks: Tensor, wanted: Sequence[int], turn: int) -> Tensor:
 
 
 def _chosen(images: ImageFolder, ranks: Tensor, limit: int | None, fewest: int, types: int) -> Tensor:
-    """Images that are shifted: equally many of each of some classes, as many classes for each type of corruption.
-
-    Raises:
-        DataError: if there are fewer classes than types.
-    """
+    # Images that are shifted: equally many of each of some classes, as many classes for each type of corruption.
     classes = _present(images.labels)
     wanted = len(classes) if limit is None else min(len(classes), limit // fewest)
     count = max(types, wanted // types * types)
     if count > len(classes):
-        message = f"{len(classes)} classes are too few for {types} types of corruption: name fewer with --types."
-        raise DataError(message)
+        raise DataError(f"{len(classes)} classes are too few for {types} types of corruption: name fewer with --types.")
     chosen = classes[even_places(len(classes), count)]
     return torch.nonzero(torch.isin(images.labels, chosen) & (ranks < fewest)).flatten()
 

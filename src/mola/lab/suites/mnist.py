@@ -8,8 +8,6 @@ from mola.lab.suite import DataOptions, Shift, Source, Suite
 from mola.lab.suites.image_sources import image_source, in_distribution, outlier_sources, rotated, test_images, training
 from mola.training import RECIPES
 
-__all__ = ["MNIST"]
-
 OUTLIERS = {"fashion-mnist": "FMNIST", "emnist-letters": "EMNIST", "kmnist": "KMNIST", "notmnist": "notMNIST"}
 
 AUTHORS_OUTLIERS = {

@@ -10,8 +10,6 @@ from mola.lab.suites.imagenet import IMAGENET
 from mola.lab.suites.mnist import MNIST
 from mola.options import one_of
 
-__all__ = ["SUITES", "find_suite"]
-
 SUITES: dict[str, Suite] = {suite.name: suite for suite in (DIGITS, MNIST, CIFAR10, IMAGENET, CLINC)}
 
 
