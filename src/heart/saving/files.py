@@ -187,8 +187,6 @@ def _read_tensors(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
 
 def _path(directory: str | Path) -> Path:
     try:
-        path = Path(directory)
-        path.exists()  # a null byte in the path raises here
-    except (TypeError, ValueError) as error:
+        return Path(directory)
+    except TypeError as error:
         raise StorageError(f"expected the path of a folder, got {directory!r}.") from error
-    return path

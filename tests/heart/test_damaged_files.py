@@ -1,0 +1,232 @@
+"""A file that differs in any byte is refused or loads the same; documents and weights of attackers are refused in words."""
+
+import copy
+import json
+import os
+import random
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+
+from heart.errors import MolaError, StorageError
+from heart.saving.files import read_folder, write_folder
+from heart.saving.schema import Optional, sealed
+from heart.saving.weights import load_weights, read_metadata, save_weights
+from tests.heart.test_saving import refused, small
+
+# --- every kind of file: how it is made, and how it is read -------------------------------------------------------------
+
+PLAIN = {"kind": "swag", "rank": 2, "rates": [0.5, 1.5], "note": None, "inner": {"a": {"b": [{"c": 1}]}}}
+SCHEMA = {"rank": int, "rates": [float], "note": Optional(str), "inner": {"a": {"b": [{"c": int}]}}}
+
+
+def make_plain(folder):
+    write_folder(folder, PLAIN, {"a": torch.arange(12.0), "b": torch.ones(2, 2)})
+
+
+def read_plain(folder):
+    document, tensors = read_folder(folder, "swag", SCHEMA)
+    return torch.cat([torch.tensor([document["rank"], *document["rates"]]), tensors["a"], tensors["b"].flatten()])
+
+
+KINDS = {"plain": (make_plain, read_plain)}
+
+
+def flips(content, rng, count):
+    """Contents that differ in one bit: at every place of a small file, at some of a larger one."""
+    for place in sorted(rng.sample(range(len(content)), min(count, len(content)))):
+        changed = bytearray(content)
+        changed[place] ^= 1 << rng.randrange(8)
+        yield place, bytes(changed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
+    make, read = KINDS[kind]
+    make(tmp_path / "f")
+    expected, wrong, tried, refusals, rng = read(tmp_path / "f"), [], 0, 0, random.Random(7)
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        for place, changed in flips(content, rng, 80):
+            path.write_bytes(changed)
+            tried += 1
+            try:
+                if not torch.equal(read(tmp_path / "f"), expected):
+                    wrong.append(f"{path.name} at {place}: another result")
+            except MolaError:
+                refusals += 1
+            except Exception as error:
+                wrong.append(f"{path.name} at {place}: {error!r}")
+        path.write_bytes(content)
+    assert not wrong, "\n".join(wrong)
+    assert refusals > 0.8 * tried > 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_cut_anywhere_is_refused(kind, tmp_path):
+    make, read = KINDS[kind]
+    make(tmp_path / "f")
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        cuts = [content[:length] for length in (*range(0, len(content), 1 + len(content) // 30), len(content) - 1)]
+        for changed in [*cuts, content + b"\0", b"\0" + content, content[::-1], bytes(len(content))]:
+            path.write_bytes(changed)
+            with pytest.raises(StorageError, match=r"readable JSON|truncated or corrupt"):
+                read(tmp_path / "f")
+        path.write_bytes(content)
+    read(tmp_path / "f")
+
+
+# --- documents that nobody would write ----------------------------------------------------------------------------------
+
+MONSTERS = [2**70, -(2**70), 10**400, float("inf"), None, "junk", [], {}, json.loads("[" * 40 + "]" * 40), True, 1e-320]
+
+
+def spots(value, path=()):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from spots(inner, (*path, key))
+
+
+def mutated(document, rng):
+    """A document with one entry replaced, removed or repeated."""
+    document = copy.deepcopy(document)
+    *way, last = rng.choice(list(spots(document)))
+    holder = document
+    for key in way:
+        holder = holder[key]
+    how = rng.randrange(4)
+    if how == 0:
+        del holder[last]
+    elif how == 1 and isinstance(holder, list):
+        holder.append(holder[last])
+    else:
+        holder[last] = rng.choice(MONSTERS)
+    return document
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_that_nobody_would_write_are_refused_in_words(kind, tmp_path):
+    """With a checksum that is right, so that the checks behind it hold alone."""
+    make, read = KINDS[kind]
+    make(tmp_path / "f")
+    (path,) = tmp_path.rglob("*.json")
+    document, rng, wrong, refusals = json.loads(path.read_text()), random.Random(11), [], 0
+    for _ in range(150):
+        changed = mutated(document, rng)
+        path.write_text(json.dumps(sealed(changed)))
+        try:
+            read(tmp_path / "f")
+        except MolaError:
+            refusals += 1
+        except Exception as error:
+            names = [key for key in document if changed.get(key) != document[key]]
+            wrong.append(f"{names}: {error!r}")
+    assert not wrong, "\n".join(wrong)
+    assert refusals > 75
+
+
+def edit(folder, **entries):
+    path = folder / "posterior.json"
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), **entries})))
+
+
+FOREIGN = {
+    "another format": ({"format": "peft"}, "not written by mola"),
+    "newer": ({"version": 2}, "version 2.*Update mola"),
+    "version as a word": ({"version": "1"}, "version '1'"),
+    "another kind": ({"kind": "mimo"}, "saved mimo, expected a saved swag.*Mimo"),
+    "no kind": ({"kind": None}, "'kind': expected text"),
+    "an unknown kind": ({"kind": "junk"}, "saved junk"),
+    "no tensors": ({"tensors": {"file": "none.safetensors", "sha256": ""}}, "missing.*whole folder"),
+    "a null byte": ({"tensors": {"file": "a\0b", "sha256": ""}}, "missing"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_documents_are_refused_in_words(name, tmp_path):
+    make_plain(tmp_path)
+    entries, words = FOREIGN[name]
+    edit(tmp_path, **entries)
+    with pytest.raises(StorageError, match=words):
+        read_plain(tmp_path)
+
+
+def test_an_edited_document_is_refused(tmp_path):
+    make_plain(tmp_path)
+    path = tmp_path / "posterior.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document))  # in another layout
+    read_plain(tmp_path)
+    path.write_text(json.dumps({**document, "rank": 3}))
+    with pytest.raises(StorageError, match="changed after it was written"):
+        read_plain(tmp_path)
+    path.write_text(json.dumps({name: value for name, value in document.items() if name != "sha256"}))
+    with pytest.raises(StorageError, match="checksum"):
+        read_plain(tmp_path)
+    path.write_text("[1]")
+    with pytest.raises(StorageError, match="not written by mola"):
+        read_plain(tmp_path)
+    with pytest.raises(StorageError, match="is a file; pass the folder"):
+        read_plain(path)
+
+
+@pytest.mark.parametrize("name", ["../stolen", "{outside}/stolen", "sub/../../stolen", "..\\stolen"])
+def test_a_document_cannot_point_outside_its_folder(name, tmp_path):
+    make_plain(tmp_path / "f")
+    (path,) = (tmp_path / "f").glob("*.safetensors")
+    path.rename(tmp_path / "stolen")  # intact, with the right checksum
+    entry = json.loads((tmp_path / "f" / "posterior.json").read_text())["tensors"]
+    edit(tmp_path / "f", tensors={**entry, "file": name.format(outside=tmp_path)})
+    with pytest.raises(StorageError, match="missing"):
+        read_plain(tmp_path / "f")
+
+
+# --- weights ------------------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("echo ran > $MOLA_TEST_BOMB",)
+
+
+@pytest.mark.parametrize("modern", [True, False])
+def test_code_in_a_weights_file_is_not_run(tmp_path, monkeypatch, modern):
+    monkeypatch.setenv("MOLA_TEST_BOMB", str(tmp_path / "ran"))
+    torch.save({"state_dict": Bomb()}, tmp_path / "w.pt", _use_new_zipfile_serialization=modern)
+    refused(small(), tmp_path / "w.pt", "could run code")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_zip_bomb_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "w.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10**7))
+    refused(small(), tmp_path / "w.pt", "claims to hold 10,000,000")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "old torch"])
+def test_damaged_weights_are_refused(form, tmp_path):
+    path, source = tmp_path / "damaged", small(1)
+    if form == "safetensors":
+        save_weights(source, path)
+    else:
+        torch.save(source.state_dict(), path, _use_new_zipfile_serialization=form == "torch")
+    whole = path.read_bytes()
+    for length in (0, 5, 9, 100, len(whole) // 2, len(whole) - 8):
+        path.write_bytes(whole[:length])
+        refused(small(2), path, "damaged is truncated")
+        with pytest.raises(StorageError, match="damaged is"):
+            read_metadata(path)
+    path.write_bytes(whole[:9] + b"?" * 31 + whole[40:])
+    refused(small(2), path, "truncated or corrupt")
+    for place, changed in flips(whole, random.Random(3), 60):
+        path.write_bytes(changed)
+        try:
+            load_weights(nn.Sequential(*small(2)), path)
+        except StorageError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"at {place}") from error
