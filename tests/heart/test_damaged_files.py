@@ -12,9 +12,10 @@ from torch import nn
 
 from heart.errors import MolaError, StorageError
 from heart.saving.files import read_folder, write_folder
+from heart.saving.fit_checkpoint import FitCheckpoint, FitProgress
 from heart.saving.schema import Optional, sealed
 from heart.saving.weights import load_weights, read_metadata, save_weights
-from tests.heart.test_saving import refused, small
+from tests.heart.test_saving import IDENTITY, one_batch, refused, small
 
 # --- every kind of file: how it is made, and how it is read -------------------------------------------------------------
 
@@ -31,7 +32,19 @@ def read_plain(folder):
     return torch.cat([torch.tensor([document["rank"], *document["rates"]]), tensors["a"], tensors["b"].flatten()])
 
 
-KINDS = {"plain": (make_plain, read_plain)}
+def make_checkpoint(folder):
+    FitCheckpoint(folder).save(IDENTITY, FitProgress(one_batch(3), 4, 20, 18, "abc"))
+
+
+def read_checkpoint(folder):
+    progress = FitCheckpoint(folder).load(IDENTITY)
+    numbers = [progress.batches, progress.inputs, progress.used_inputs, len(progress.checksum)]
+    counts = [value for one in progress.sums for value in (one.count, one.log_likelihood or 0)]
+    tensors = [one.tensors[name].flatten() for one in progress.sums for name in ("gram", "total")]
+    return torch.cat([torch.tensor([*numbers, *counts], dtype=torch.float64), *tensors])
+
+
+KINDS = {"plain": (make_plain, read_plain), "fit checkpoint": (make_checkpoint, read_checkpoint)}
 
 
 def flips(content, rng, count):

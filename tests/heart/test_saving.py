@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from heart.errors import OptionError, StorageError
+from heart.laplace.sums import Sums
 from heart.saving import files
 from heart.saving.files import kind_of, partial_file, read_folder, write_atomically, write_folder
+from heart.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum, skip
 from heart.saving.schema import Optional, check, parse
 from heart.saving.weights import load_weights, read_metadata, read_state, save_weights
 
@@ -377,3 +379,120 @@ def test_files_without_weights(tmp_path):
     with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
         torch.jit.save(torch.jit.script(small()), path)
         refused(small(), path, "TorchScript")
+
+
+# --- checkpoints of a fit -----------------------------------------------------------------------------------------------
+
+IDENTITY = {"networks": ["ab", "cd"], "heads": [{"name": "2"}, {"name": "fc"}], "structure": {"name": "kron"}}
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(5, 3, generator=generator), "labels": torch.arange(5) % 2}
+
+
+def one_batch(seed, labels=True):
+    x = batch(seed)["x"].double()
+    return [Sums({"gram": k * x.T @ x, "total": x.sum(0)}, 5, float(x.sum()) / 3 if labels else None) for k in (1, 2)]
+
+
+def fitted(seeds, checkpoint, fail_at=None):
+    """The loop of a fit."""
+    batches = iter([batch(seed) for seed in seeds])
+    progress = checkpoint.load(IDENTITY)
+    if progress is None:
+        progress = FitProgress([Sums({}), Sums({})])
+    else:
+        skip(batches, progress)
+    for index, raw in enumerate(batches, progress.batches):
+        if index == fail_at:
+            raise ZeroDivisionError
+        sums = [total + one for total, one in zip(progress.sums, one_batch(seeds[index]), strict=True)]
+        checksum = batch_checksum(progress.checksum, raw)
+        progress = FitProgress(sums, index + 1, progress.inputs + 5, progress.used_inputs + 4, checksum)
+        if checkpoint.due(progress.batches):
+            checkpoint.save(IDENTITY, progress)
+    checkpoint.remove()
+    return progress
+
+
+def equal_sums(first, second):
+    pairs = zip(first.sums, second.sums, strict=True)
+    same = all(torch.equal(one.tensors[name], two.tensors[name]) for one, two in pairs for name in ("gram", "total"))
+    rest = [[(one.count, one.log_likelihood) for one in progress.sums] for progress in (first, second)]
+    numbers = [(one.batches, one.inputs, one.used_inputs, one.checksum) for one in (first, second)]
+    return same and rest[0] == rest[1] and numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("fail_at", range(7))
+def test_an_interrupted_fit_goes_on_bit_for_bit(fail_at, tmp_path):
+    expected = fitted(range(7), FitCheckpoint(None))
+    with pytest.raises(ZeroDivisionError):
+        fitted(range(7), FitCheckpoint(tmp_path / "kept", 2), fail_at)
+    kept = FitCheckpoint(tmp_path / "kept", 2)
+    assert (kept.load(IDENTITY) is None) == (fail_at < 2)
+    assert equal_sums(fitted(range(7), kept), expected)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_each_process_keeps_its_own_sums(tmp_path):
+    for rank in range(2):
+        FitCheckpoint(tmp_path, 1, rank, 2).save(IDENTITY, FitProgress(one_batch(rank, labels=False), rank + 1))
+    for rank in range(2):
+        progress = FitCheckpoint(tmp_path, 1, rank, 2).load(IDENTITY)
+        assert equal_sums(progress, FitProgress(one_batch(rank, labels=False), rank + 1))
+    with pytest.raises(StorageError, match=r"by 2 processes, got 3.*Start 2"):
+        FitCheckpoint(tmp_path, 1, 0, 3).load(IDENTITY)
+    FitCheckpoint(tmp_path, 1, 0, 2).remove()
+    assert FitCheckpoint(tmp_path, 1, 0, 2).load(IDENTITY) is None
+    assert FitCheckpoint(tmp_path, 1, 1, 2).load(IDENTITY) is not None
+
+
+CHANGES = {
+    "networks": (["ab", "ef"], r"models\[1\] is another network"),
+    "heads": ([{"name": "2"}, {"name": "head"}], r"head of models\[1\].*'fc'.*'head'"),
+    "structure": ({"name": "diag"}, "structure: expected .*'kron'.*'diag'"),
+    "likelihood": ("bernoulli", "likelihood: expected None"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_checkpoint_of_another_fit_is_refused(name, tmp_path):
+    checkpoint = FitCheckpoint(tmp_path)
+    checkpoint.save(IDENTITY, FitProgress(one_batch(0)))
+    value, words = CHANGES[name]
+    with pytest.raises(StorageError, match=f"another fit: .*{words}.*delete"):
+        checkpoint.load({**IDENTITY, name: value})
+    with pytest.raises(StorageError, match="expected 2 networks, got 1"):
+        checkpoint.load({**IDENTITY, "networks": ["ab"]})
+    with pytest.raises(OptionError, match="checkpoint_every"):
+        FitCheckpoint(tmp_path, 0)
+
+
+def test_changed_data_is_recognised():
+    def progress_after(*batches):
+        checksum = ""
+        for one in batches:
+            checksum = batch_checksum(checksum, one)
+        return FitProgress([], len(batches), checksum=checksum)
+
+    image = torch.zeros(2, 1, 40, 40, dtype=torch.float32)
+    inner = image.clone()
+    inner[0, 0, 13, 13] = 1e-30
+    labels = torch.tensor([0, 1])
+    kept = progress_after((image, labels), batch(1))
+    skip(iter([(image.clone(), labels), batch(1)]), kept)
+    for others in (
+        [(inner, labels), batch(1)],
+        [(image, labels.flip(0)), batch(1)],
+        [batch(1), (image, labels)],
+        [(image.reshape(2, 1600), labels), batch(1)],
+        [(image.double(), labels), batch(1)],
+    ):
+        with pytest.raises(StorageError, match="differ from those in the checkpoint"):
+            skip(iter(others), kept)
+    with pytest.raises(StorageError, match="sums of 2 batches, but the training loader has only 1"):
+        skip(iter([(image, labels)]), kept)
+    kinds = [torch.bool, torch.uint8, torch.bfloat16, torch.int16, torch.complex64, torch.complex128]
+    assert len({batch_checksum("", [torch.ones(3).to(kind), "a text", None]) for kind in kinds}) == len(kinds)
+    assert batch_checksum("", torch.empty(0)) == batch_checksum("", [torch.empty(0)])
