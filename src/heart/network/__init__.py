@@ -1,0 +1,62 @@
+"""Networks as users bring them: call one on any batch, find its last linear layer, and stream features and outputs."""
+
+from heart.network.calling import (
+    Batch,
+    Inputs,
+    as_batch,
+    batch_count,
+    batches,
+    call,
+    check_loader,
+    check_network,
+    device_of,
+    evaluating,
+    one_batch,
+    peek,
+    to_device,
+    unwrapped,
+    without_autocast,
+)
+from heart.network.capture import Captured, Rows, capture, check_finite, check_logits, find_heads, stream
+from heart.network.checksum import state_checksum
+from heart.network.dense import IGNORE_INDEX, Layout, Positions, check_positions, drawn_positions
+from heart.network.head import Head, find_head, head_by_name
+from heart.network.resized import Resized
+from heart.numerics import float64_device, to_float64
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Batch",
+    "Captured",
+    "Head",
+    "Inputs",
+    "Layout",
+    "Positions",
+    "Resized",
+    "Rows",
+    "as_batch",
+    "batch_count",
+    "batches",
+    "call",
+    "capture",
+    "check_finite",
+    "check_loader",
+    "check_logits",
+    "check_network",
+    "check_positions",
+    "device_of",
+    "drawn_positions",
+    "evaluating",
+    "find_head",
+    "find_heads",
+    "float64_device",
+    "head_by_name",
+    "one_batch",
+    "peek",
+    "state_checksum",
+    "stream",
+    "to_device",
+    "to_float64",
+    "unwrapped",
+    "without_autocast",
+]

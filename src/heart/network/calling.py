@@ -1,0 +1,296 @@
+"""Call any network on any batch.
+
+A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A batch is what a loader
+yields: `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a tuple of positional
+arguments, or a mapping of keyword arguments. Inputs that are passed directly, without a loader, never include labels: a tuple
+then holds positional arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from heart.errors import DataError, HeadError, MolaError
+
+Inputs = Any
+"""A tensor, a tuple of tensors (positional arguments), or a mapping of tensors (keyword arguments)."""
+
+LABELS = "labels"
+
+
+class Batch(NamedTuple):
+    """Inputs of a network and, where the loader yields them, labels."""
+
+    inputs: Inputs
+    labels: Tensor | None
+
+
+# --- devices ------------------------------------------------------------------------------------------------------------
+
+
+def device_of(network: nn.Module) -> torch.device | None:
+    """Return the device of a network's first parameter or buffer; None if it has neither."""
+    return next((tensor.device for tensor in chain(network.parameters(), network.buffers())), None)
+
+
+def to_device(inputs: Inputs, device: torch.device) -> Inputs:
+    """Move every tensor among the inputs to `device`."""
+    if isinstance(inputs, Tensor):
+        return inputs if inputs.device == device else inputs.to(device, non_blocking=True)
+    if isinstance(inputs, Mapping):
+        return {key: to_device(value, device) for key, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        moved = [to_device(value, device) for value in inputs]
+        return type(inputs)(*moved) if hasattr(inputs, "_fields") else type(inputs)(moved)
+    return inputs
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Disable autocast, which is meant for the networks, around the posterior's own arithmetic."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+# --- batches and loaders ------------------------------------------------------------------------------------------------
+
+
+def as_batch(raw: Any, where: str) -> Batch:
+    """Split what a loader yielded into inputs and labels.
+
+    Args:
+        raw: `(inputs, labels)`, `[inputs, labels]`, `(inputs,)`, a tensor, or a mapping.
+        where: the batch's place for error messages, such as "batch 3 of the training loader".
+    """
+    batch = _split(raw, where)
+    if _has_empty(batch.inputs):
+        raise DataError(f"{where} is empty: its inputs have size 0. Remove empty batches from the loader.")
+    return batch
+
+
+def _split(raw: Any, where: str) -> Batch:
+    if isinstance(raw, Tensor):
+        return Batch(raw, None)
+    if isinstance(raw, Mapping):
+        inputs = {key: value for key, value in raw.items() if key != LABELS}
+        if not inputs:
+            raise DataError(f"{where}: the mapping has no network inputs beside {LABELS!r}, only {sorted(raw)}.")
+        return Batch(inputs, _as_labels(raw.get(LABELS), where))
+    if isinstance(raw, Sequence) and not isinstance(raw, str) and len(raw) in (1, 2):
+        return Batch(raw[0], _as_labels(raw[1], where) if len(raw) == 2 else None)
+    size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
+    raise DataError(
+        f"{where}: expected (inputs, labels), inputs alone, or a mapping with {LABELS!r}; got {type(raw).__name__}{size}. "
+        f"Put several inputs in a tuple: ((first, second), labels)."
+    )
+
+
+def _as_labels(labels: Any, where: str) -> Tensor | None:
+    if labels is None or isinstance(labels, Tensor):
+        return labels
+    try:
+        return torch.as_tensor(labels, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{where}: labels must be a tensor or array of class indices, got {type(labels).__name__}."
+        ) from error
+
+
+def _has_empty(inputs: Inputs) -> bool:
+    if isinstance(inputs, Tensor):
+        return inputs.dim() > 0 and len(inputs) == 0
+    if isinstance(inputs, (Mapping, tuple, list)):
+        return any(map(_has_empty, inputs.values() if isinstance(inputs, Mapping) else inputs))
+    return False
+
+
+def one_batch(inputs: Inputs) -> Inputs:
+    """Return inputs that were passed without a loader, of any size including 0; refuse a list, which is an iterable of batches."""
+    if isinstance(inputs, list):
+        raise DataError(
+            "expected one batch, got a list, which is an iterable of batches: pass it to predict. One batch is a tensor, a "
+            "tuple of positional arguments or a mapping of keyword arguments; for [x, y], pass x."
+        )
+    return inputs
+
+
+def check_loader(loader: Any, where: str) -> None:
+    """Refuse an object that cannot be a loader, without reading from it.
+
+    Args:
+        loader: any iterable of batches, including one that can be read only once.
+        where: the loader's name for error messages, such as "training loader".
+    """
+    is_batch = isinstance(loader, tuple) and len(loader) > 0 and all(isinstance(part, Tensor) for part in loader)
+    if isinstance(loader, (Tensor, Mapping, str)) or is_batch or not isinstance(loader, Iterable):
+        raise DataError(
+            f"the {where}: expected an iterable of batches, got {type(loader).__name__}. "
+            f"Pass a DataLoader, or a single batch in a list: [(x, y)]."
+        )
+
+
+def batch_count(loader: Any) -> int | None:
+    """Return the number of batches of a loader; None if it has no length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
+    """Return the first batch as the loader yielded it, and an iterator over every batch including the first."""
+    check_loader(loader, where)
+    remaining = iter(loader)
+    for first in remaining:
+        return first, chain([first], remaining)
+    raise DataError(
+        f"the {where} is empty: it yielded no batch. An iterator that was read before has nothing left; pass the loader itself."
+    )
+
+
+def batches(loader: Iterable[Any], where: str, first_batch: int = 0) -> Iterator[Batch]:
+    """Iterate over the batches of a loader, at least one, and name each in errors: "batch 3 of the {where}".
+
+    Args:
+        loader: any iterable of batches, including one that can be read only once.
+        where: the loader's name, such as "training loader".
+        first_batch: number of batches read before, which continues their numbering.
+    """
+    check_loader(loader, where)
+    return _batches(loader, where, first_batch)
+
+
+def _batches(loader: Iterable[Any], where: str, first_batch: int) -> Iterator[Batch]:
+    for index, raw in enumerate(peek(loader, where)[1], first_batch):
+        yield as_batch(raw, f"batch {index} of the {where}")
+
+
+# --- networks -----------------------------------------------------------------------------------------------------------
+
+
+def unwrapped(network: nn.Module) -> nn.Module:
+    """Return the module inside `torch.compile`, whose layers can be hooked; any other network is returned as it is."""
+    while isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
+        network = inner
+    return network
+
+
+def check_network(network: nn.Module) -> None:
+    """Refuse a network whose weights have no values: on the meta device, or lazy and not yet initialised."""
+    if not isinstance(network, nn.Module):
+        raise HeadError(f"expected a network as an nn.Module, got {type(network).__name__}.")
+    kind = type(unwrapped(network)).__name__
+    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+        if is_lazy(tensor):
+            raise DataError(
+                f"{kind} has lazy parameters without a shape, such as {name!r}: it was never run, so never trained. "
+                f"Run it on one batch and load its trained weights first."
+            )
+        if tensor.device.type == "meta":
+            raise DataError(
+                f"{kind} is on the meta device: its weights, such as {name!r}, have shapes and no values. Load them first, or "
+                f"create them with network.to_empty(device='cpu') and network.load_state_dict(...)."
+            )
+
+
+@contextmanager
+def evaluating(*networks: nn.Module) -> Iterator[None]:
+    """Put networks in eval mode inside; restore the training flag of every module afterwards, also after an exception."""
+    for network in networks:
+        check_network(network)
+    # All flags are read before any is set: setting that of a compiled module sets that of the module inside.
+    flags = [(module, module.training) for network in networks for module in network.modules()]
+    try:
+        for module, training in flags:
+            if training:
+                module.training = False
+        yield
+    finally:
+        for module, training in flags:
+            if module.training != training:
+                module.training = training
+
+
+def call(network: nn.Module, inputs: Inputs) -> Tensor:
+    """Run one forward pass without gradients on the network's device and return the very tensor of logits that it returned.
+
+    Args:
+        network: any module that returns logits, or an object or mapping with `logits`.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+    """
+    network = unwrapped(network)
+    device = device_of(network)
+    if device is not None:
+        if device.type == "meta":
+            check_network(network)
+        inputs = to_device(inputs, device)
+    try:
+        # Not inference_mode: a network that caches a tensor during the pass must still train afterwards.
+        with torch.no_grad():
+            return _logits_of(_run(network, inputs))
+    except (MolaError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+        raise DataError(
+            f"{type(network).__name__} failed on inputs of {_describe(inputs)}: {error}. "
+            f"Pass inputs of the shape and type that the network was trained on.{_unused(network, inputs)}"
+        ) from error
+
+
+def _run(network: nn.Module, inputs: Inputs) -> Any:
+    if isinstance(inputs, Mapping):
+        inputs = {key: value for key, value in inputs.items() if key != LABELS}
+        return network(**inputs) if _takes_keywords(network, inputs) else network(inputs)
+    return network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
+
+
+def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    # Keys may be arguments of `forward`, as in transformers, or the mapping itself may be the input.
+    try:
+        inspect.signature(network.forward).bind(**inputs)
+    except TypeError:
+        return False
+    return True
+
+
+def _unused(network: nn.Module, inputs: Inputs) -> str:
+    if isinstance(inputs, tuple) and len(inputs) > 1:
+        return " A tuple holds the network's arguments, as in network(x, ids): if the last are labels, pass the inputs alone."
+    if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
+        return ""
+    known = inspect.signature(network.forward).parameters
+    foreign = [key for key in inputs if key not in known and key != LABELS]
+    if not foreign or len(foreign) == len(inputs):
+        return ""
+    return f" Its forward has no argument {foreign}: remove it from the batches."
+
+
+def _describe(inputs: Inputs) -> str:
+    if isinstance(inputs, Tensor):
+        return f"shape {tuple(inputs.shape)} and type {str(inputs.dtype).removeprefix('torch.')}"
+    if isinstance(inputs, Mapping):
+        return "{" + ", ".join(f"{key}: {_describe(value)}" for key, value in inputs.items()) + "}"
+    if isinstance(inputs, (tuple, list)):
+        return "(" + ", ".join(map(_describe, inputs)) + ")"
+    return f"type {type(inputs).__name__}"
+
+
+def _logits_of(output: Any) -> Tensor:
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    elif not isinstance(output, Tensor) and hasattr(output, "logits"):
+        output = output.logits
+    if not isinstance(output, Tensor):
+        raise HeadError(
+            f"expected the network to return a tensor of logits, or an object or mapping with 'logits'; got "
+            f"{type(output).__name__}. Wrap the network in a module whose forward returns the logits alone."
+        )
+    return output

@@ -1,0 +1,409 @@
+"""The last linear layer of any network, found and checked by watching one forward pass.
+
+The head is the linear layer whose output *is* the network's output: not the last one defined, nor the last one that ran. If a network
+changes the logits after its last linear layer, the error names the layer that came closest and what the network does to its output.
+
+One change is allowed: a layer that runs at every position of a sequence, from which the network then picks or averages positions.
+Language models classify in this way: they return the scores (n, T, C) of their last layer at the last token of each text. The head's
+input there is found by sending it along: during the pass it is appended to the layer's output as further columns, so whatever picks or
+averages positions does the same to both.
+
+A network may also return its last layer's output at every position: pixels by a 1x1 convolution, or tokens by a linear layer. Then
+each position is a datum (`dense.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.weight_norm import WeightNorm
+
+from heart.errors import DataError, HeadError
+from heart.likelihoods import CATEGORICAL, Likelihood
+from heart.network.calling import Inputs, call, check_network, unwrapped, without_autocast
+from heart.network.dense import Layout
+from heart.numerics import to_float64
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Layer = nn.Linear | Convolution
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last linear layer of a network, as a matrix over features that include the constant 1.
+
+    Args:
+        name: dotted name of the layer in the network.
+        layer: a linear layer or a 1x1 convolution.
+        every_position: the layer runs at every position of a sequence, and the network picks or averages positions afterwards.
+        dense_axes: number of axes of positions in the network's outputs: 0 for (n, C), 1 for a sequence, 2 for an image.
+    """
+
+    name: str
+    layer: Layer
+    every_position: bool = False
+    dense_axes: int = 0
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs C."""
+        return self.layer.out_features if isinstance(self.layer, nn.Linear) else self.layer.out_channels
+
+    @property
+    def inputs(self) -> int:
+        """Number of features without the constant 1."""
+        return self.layer.in_features if isinstance(self.layer, nn.Linear) else self.layer.in_channels
+
+    @property
+    def axis(self) -> int:
+        """Axis of the classes in the layer's output, and of the features in its input: 1 for a convolution, else -1."""
+        return -1 if isinstance(self.layer, nn.Linear) else 1
+
+    @property
+    def has_bias(self) -> bool:
+        """True if the constant 1 joins the features."""
+        return self.layer.bias is not None
+
+    @property
+    def width(self) -> int:
+        """Number of features P, including the constant 1."""
+        return self.inputs + self.has_bias
+
+    def weights(self) -> Tensor:
+        """Return the trained weights (C, P) in float64 on the CPU, with the bias as last column.
+
+        Call it inside `evaluating`: in train mode, reading a weight under spectral normalisation changes the layer.
+        """
+        with torch.no_grad():
+            weight = _weight_of(self.layer).detach().flatten(1).cpu().double()
+            bias = [] if self.layer.bias is None else [self.layer.bias.detach().cpu().double()[:, None]]
+            return torch.cat([weight, *bias], dim=1)
+
+    def lift(self, features: Tensor) -> Tensor:
+        """Convert the layer's inputs (n, P') to float64 features (n, P), with the constant 1 last if there is a bias."""
+        features = to_float64(features)
+        return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1) if self.has_bias else features
+
+
+def _weight_of(layer: Layer) -> Tensor:
+    # torch's older weight normalisation leaves the weight of the last pass behind: compute that of the next.
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm) and hook.name == "weight":
+            weight: Tensor = hook.compute_weight(layer)
+            return weight
+    return layer.weight
+
+
+def same_tensor(first: Tensor, second: Tensor) -> bool:
+    """Return True if two tensors are the same view of the same memory; addresses do not exist in a trace, storages do."""
+    return first is second or (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.stride() == second.stride()
+        and first.storage_offset() == second.storage_offset()
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    )
+
+
+# --- hooks --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any], Any]) -> Iterator[None]:
+    """Call `hook(layer, input, output)` after each of the layers inside, also in passes of other threads."""
+
+    def run(layer: nn.Module, arguments: tuple[Tensor, ...], *rest: Any) -> Any:
+        # While a hook is added in one thread, torch may call it without keywords in another: they are optional here.
+        *keywords, output = rest
+        return hook(layer, arguments[0] if arguments else keywords[0]["input"], output)
+
+    handles = [layer.register_forward_hook(run, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Run a network whose head runs at every position; return the head's input (n, P') and output (n, C) at those it picks."""
+    thread, dtypes = threading.get_ident(), [torch.float32]
+
+    def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
+        if threading.get_ident() != thread:
+            return None
+        dtypes.append(output.dtype)
+        with without_autocast(output.device):  # autocast refuses to join two half precisions
+            return torch.cat([output, features], dim=-1)
+
+    with hooked([head.layer], join):
+        joined = call(network, inputs)
+    if joined.dim() != 2 or joined.shape[1] != head.outputs + head.inputs:
+        raise HeadError(
+            f"the network does more to the output of its head {head.name!r} than to pick or average positions: "
+            f"expected {head.outputs + head.inputs} columns, got shape {tuple(joined.shape)}."
+        )
+    return joined[:, head.outputs :], joined[:, : head.outputs].to(dtypes[-1])
+
+
+# --- finding the head ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    layer: Layer
+    features: Tensor
+    output: Tensor
+
+    def check_linear(self) -> None:
+        if not self.is_linear():
+            raise HeadError(
+                f"the network's output shares memory with that of layer {self.name!r} but is not its weight times its input plus "
+                f"bias: the logits are overwritten in place after the layer, or the layer computes something else. "
+                f"Pass a network that returns the plain output of {self.name!r}."
+            )
+
+    @torch.no_grad()
+    def is_linear(self) -> bool:
+        if self.output.numel() == 0:
+            return True
+        axis = Head(self.name, self.layer).axis
+        features, output = (to_float64(values.movedim(axis, -1)) for values in (self.features, self.output))
+        weight, bias = self.layer.weight.flatten(1), self.layer.bias
+        expected = functional.linear(features, to_float64(weight), None if bias is None else to_float64(bias))
+        if not bool(expected.isfinite().all() & output.isfinite().all()):
+            return True  # a question of the data: the pass over the loader names the batch
+        # Loose, for rounding: logits that are overwritten, or a layer that is more than W x + b, are this far off.
+        tolerance = 1e-3 if self.output.dtype in (torch.float32, torch.float64) else 5e-2
+        return float((expected - output).abs().max()) <= tolerance * (float(expected.abs().max()) or 1.0)
+
+
+@dataclass
+class _Pass:
+    calls: list[_Call] = field(default_factory=list)
+    """Of linear layers with a matrix as output, or of the layers that were named."""
+    ran: list[tuple[str, torch.Size]] = field(default_factory=list)
+    dense: list[tuple[str, torch.Size]] = field(default_factory=list)
+    """Names and output shapes of the layers with dense outputs. Only the last call is kept: all feature maps would fill memory."""
+    last_dense: _Call | None = None
+    outputs: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def _watch(network: nn.Module, inputs: Inputs, names: Collection[str] | None = None) -> _Pass:
+    seen = _Pass()
+    layers = {name: module for name, module in network.named_modules() if isinstance(module, Layer)}
+    names_by_id = {
+        id(module): _bare(name) for name, module in layers.items()
+    }  # a module may compare and hash as it pleases
+
+    def record(layer: nn.Module, features: Tensor, output: object) -> None:
+        if not isinstance(output, Tensor) or not isinstance(layer, Layer):
+            return
+        found = _Call(names_by_id[id(layer)], layer, features.detach(), output)
+        if isinstance(layer, nn.Linear):
+            seen.ran.append((found.name, output.shape))
+        if output.dim() > 2:
+            seen.dense.append((found.name, output.shape))
+            seen.last_dense = found
+        if found.name in names if names is not None else isinstance(layer, nn.Linear) and output.dim() == 2:
+            seen.calls.append(found)
+
+    with hooked(layers.values(), record):
+        seen.outputs = call(network, inputs)
+    return seen
+
+
+def find_head(
+    network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
+) -> Head:
+    """Watch one forward pass and find the layer whose output is the network's output. Call it inside `evaluating(network)`.
+
+    Args:
+        network: a trained network.
+        inputs: one batch of its inputs.
+        name: dotted name of the layer that must be the head; None to find it.
+        likelihood: refuses outputs that it cannot read.
+    """
+    check_network(network)
+    network = unwrapped(network)
+    if isinstance(network, torch.jit.ScriptModule):
+        raise HeadError(
+            f"{type(network).__name__} is a TorchScript module: it runs outside Python, where the input of its last layer cannot "
+            f"be read. Pass the Python module that was scripted or traced."
+        )
+    expected = None if name is None else head_by_name(network, name).layer
+    seen = _watch(network, inputs)
+    if seen.outputs.dim() > 2:
+        found, outputs = _dense_call(network, inputs, seen)
+        head = Head(found.name, found.layer, dense_axes=outputs.dim() - 2)
+        some = Layout.of(outputs[:1], head.axis).by_position(outputs[:1])[0, :4096]
+        likelihood.check_outputs(some, [(head.name, outputs.shape)])
+    else:
+        outputs = likelihood.check_outputs(seen.outputs, seen.ran)
+        calls = [one for one in seen.calls if same_tensor(one.output, outputs)]
+        if calls:
+            calls[-1].check_linear()
+            head = Head(calls[-1].name, calls[-1].layer)
+        else:
+            head = _sequence_head(network, inputs, outputs, seen)
+    if expected is not None and head.layer is not expected:
+        raise HeadError(
+            f"head={name!r} was given, but the network's output is the output of layer {head.name!r}. "
+            f"Pass head={head.name!r}, or None to have it found."
+        )
+    return head
+
+
+def _dense_call(network: nn.Module, inputs: Inputs, seen: _Pass) -> tuple[_Call, Tensor]:
+    found, outputs = seen.last_dense, seen.outputs
+    if found is None or not same_tensor(found.output, outputs):
+        # Another layer may run after the head, such as one for an auxiliary loss: watch all with outputs of this shape.
+        again = _watch(network, inputs, {name for name, shape in seen.dense if shape == outputs.shape})
+        outputs = again.outputs
+        found = next((one for one in reversed(again.calls) if same_tensor(one.output, outputs)), None)
+        if found is None:
+            raise HeadError(_explain_dense(network, again))
+    reason = _why_not_linear(found.layer)
+    if reason is not None:
+        raise HeadError(f"the network's output is that of layer {found.name!r}, which {reason}")
+    _Call(found.name, found.layer, found.features[:1], found.output[:1]).check_linear()
+    return found, outputs
+
+
+def _sequence_head(network: nn.Module, inputs: Inputs, outputs: Tensor, seen: _Pass) -> Head:
+    wanted = (outputs.shape[0], outputs.shape[1])
+    names = [name for name, shape in seen.ran if len(shape) > 2 and (shape[0], shape[-1]) == wanted]
+    if names:
+        layer = head_by_name(network, names[-1]).layer
+        head = Head(names[-1], layer, every_position=True)
+        try:
+            features, again = carried_pass(network, head, inputs)
+            same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
+            if same and _Call(head.name, layer, features, again).is_linear():
+                return head
+        except (DataError, HeadError):
+            pass  # the network does more than to pick or average positions, as explained below
+    raise HeadError(_explain(network, outputs, seen))
+
+
+# --- heads by name ------------------------------------------------------------------------------------------------------
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def head_by_name(network: nn.Module, name: str) -> Head:
+    """Return the linear layer or 1x1 convolution of a dotted name, as in `named_modules`; "" is the network itself."""
+    modules = {_bare(found): module for found, module in unwrapped(network).named_modules(remove_duplicate=False)}
+    name = _bare(name)
+    linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
+    if name not in modules:
+        raise HeadError(f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}.")
+    layer = modules[name]
+    if not isinstance(layer, Layer):
+        raise HeadError(
+            f"head={name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are {linear[-8:]}."
+        )
+    reason = _why_not_linear(layer)
+    if reason is not None:
+        raise HeadError(f"head={name!r} {reason}")
+    return Head(name, layer)
+
+
+def _why_not_linear(layer: Layer) -> str | None:
+    if isinstance(layer, nn.Linear):
+        return None
+    axes = len(layer.kernel_size)
+    # Padding may also be "same" or "valid", which add nothing to a kernel of size 1.
+    padding = (0,) * axes if isinstance(layer.padding, str) else tuple(layer.padding)
+    odd = [f"kernel size {tuple(layer.kernel_size)}"] if tuple(layer.kernel_size) != (1,) * axes else []
+    odd += [f"stride {tuple(layer.stride)}"] if tuple(layer.stride) != (1,) * axes else []
+    odd += [f"padding {padding}"] if padding != (0,) * axes else []
+    odd += [f"groups {layer.groups}"] if layer.groups != 1 else []
+    if not odd:
+        return None
+    return (
+        f"is a {type(layer).__name__} with {', '.join(odd)}. A posterior needs a last layer that is linear at each position: "
+        f"a 1x1 convolution with kernel size 1, stride 1, no padding and groups=1. End the network in one, as in "
+        f"nn.Conv2d(features, classes, 1), and train it."
+    )
+
+
+# --- explaining why there is none ---------------------------------------------------------------------------------------
+
+
+def _explain(network: nn.Module, outputs: Tensor, seen: _Pass) -> str:
+    if not seen.calls:
+        other = f" Layer {seen.ran[-1][0]!r} ran, with an output of shape {tuple(seen.ran[-1][1])}." if seen.ran else ""
+        return (
+            f"no nn.Linear layer with a 2-d output ran in the forward pass of {type(network).__name__}, so there is no last "
+            f"linear layer to put a posterior on.{other}{_hidden_layers(network)} End the network in an nn.Linear that maps "
+            f"features to logits."
+        )
+    sized = [one for one in seen.calls if one.output.shape == outputs.shape]
+    near = sized[-1] if sized else seen.calls[-1]
+    return (
+        f"the network's output is not the output of its last linear layer: {near.name!r} gives shape "
+        f"{tuple(near.output.shape)}, and the network {_change(near.output, outputs)}.{_hidden_layers(network)} "
+        f"Pass a network whose forward returns the output of {near.name!r} itself."
+    )
+
+
+def _hidden_layers(network: nn.Module) -> str:
+    kinds = {type(module) for module in network.modules()}
+    if any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds):
+        return " Parts of it are TorchScript modules, whose layers run outside Python and cannot be watched."
+    quantised = sorted(kind.__name__ for kind in kinds if ".quantized" in kind.__module__)
+    if quantised:
+        return (
+            f" Its layers are quantised ({', '.join(quantised)}): their weights are packed integers. Keep the last layer in "
+            f"floating point."
+        )
+    return ""
+
+
+def _explain_dense(network: nn.Module, seen: _Pass) -> str:
+    shape = tuple(seen.outputs.shape)
+    if seen.calls:
+        near = seen.calls[-1]
+        return (
+            f"the network's output of shape {shape} is not the output of its last layer: {near.name!r} gives this shape, and the "
+            f"network {_change(near.output, seen.outputs, 1 if isinstance(near.layer, Convolution) else -1)}. "
+            f"Pass a network whose forward returns the output of {near.name!r} itself."
+        )
+    ran = [*seen.ran, *seen.dense][-1:]
+    last = f" Its last linear layer or convolution, {ran[0][0]!r}, gives shape {tuple(ran[0][1])}." if ran else ""
+    return (
+        f"expected outputs of shape (batch, classes), or dense outputs: (batch, classes, height, width) of a 1x1 convolution or "
+        f"(batch, positions, classes) of a linear layer; got shape {shape} from {type(network).__name__}.{last} Pass a network that "
+        f"returns the output of its last layer as it is, without reshaping or resizing it."
+    )
+
+
+def _change(before: Tensor, after: Tensor, axis: int = 1) -> str:
+    if before.shape != after.shape:
+        return f"{'reshapes' if before.numel() == after.numel() else 'changes'} it to {tuple(after.shape)}"
+    if before.dtype != after.dtype and torch.equal(before.to(after.dtype), after):
+        return f"converts it from {before.dtype} to {after.dtype}"
+    before, after = to_float64(before), to_float64(after)
+    if torch.equal(before, after):
+        return "copies it"
+    if torch.allclose(before.softmax(axis), after, atol=1e-3):
+        return "applies a softmax to it"
+    if torch.allclose(before.log_softmax(axis), after, rtol=1e-3, atol=1e-3):
+        return "applies a log-softmax to it"
+    if torch.allclose(before.sigmoid(), after, atol=1e-3):
+        return "applies a sigmoid to it"
+    scale = float((before * after).sum() / (before * before).sum().clamp_min(1e-300))
+    if torch.allclose(scale * before, after, rtol=1e-3, atol=1e-6):
+        return f"scales it by {scale:.4g} (a temperature?)"
+    return "computes something else from it"

@@ -1,0 +1,77 @@
+"""Networks trained on images of different sizes in one mixture: each resizes the shared batch to its own size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heart.errors import DataError, OptionError
+from heart.options import one_of
+
+
+class Resized(nn.Module):
+    """A network that accepts square images of any size: crop the centre, resize, then (x - mean) / std by channel.
+
+    Shrinking averages over all pixels that fall into one, as Pillow does; bicubic enlargement is PyTorch's own.
+
+    Args:
+        network: takes images (n, channels, size, size).
+        size: side of the network's images in pixels.
+        crop: fraction of the side that is kept, such as 0.875 for a network evaluated on the central 224 of 256 pixels.
+        mean: by channel, or one for all, in the units of the incoming images.
+        std: likewise.
+        interpolation: "bilinear" or "bicubic".
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        size: int,
+        *,
+        crop: float = 1.0,
+        mean: Sequence[float] | float = 0.0,
+        std: Sequence[float] | float = 1.0,
+        interpolation: str = "bilinear",
+    ) -> None:
+        super().__init__()
+        if size < 1 or not 0 < crop <= 1:
+            raise OptionError(f"size must be at least 1 and crop above 0 and at most 1, got {size} and {crop}.")
+        one_of(interpolation, ("bilinear", "bicubic"), "interpolation")
+        means, stds = (torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
+        if not bool((stds > 0).all()):
+            raise OptionError(f"every std must be above 0, got {std}.")
+        self.network, self.size, self.crop, self.interpolation = network, size, crop, interpolation
+        # Not persistent: the state dict is that of the network alone.
+        self.register_buffer("mean", means, persistent=False)
+        self.register_buffer("std", stds, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the network's output for images (n, channels, side, side)."""
+        logits: Tensor = self.network(self.inputs(images))
+        return logits
+
+    def inputs(self, images: Tensor) -> Tensor:
+        """Crop, resize and normalise images (n, channels, side, side) as the network expects them."""
+        if images.dim() != 4 or images.shape[2] != images.shape[3]:
+            raise DataError(f"expected square images (n, channels, side, side), got shape {tuple(images.shape)}.")
+        side = images.shape[2]
+        kept = max(1, round(side * self.crop))
+        start = (side - kept) // 2
+        images = images[:, :, start : start + kept, start : start + kept]
+        if kept != self.size:
+            # Antialias only where it matters: plain interpolation is known to every runtime that a network is exported to.
+            images = functional.interpolate(
+                images, (self.size, self.size), mode=self.interpolation, antialias=kept > self.size
+            )
+        return (images - self.mean.to(images.dtype)) / self.std.to(images.dtype)
+
+    def extra_repr(self) -> str:
+        """Show the options."""
+        mean, std = (values.flatten().tolist() for values in (self.mean, self.std))
+        return f"size={self.size}, crop={self.crop}, mean={mean}, std={std}, interpolation={self.interpolation!r}"

@@ -1,0 +1,378 @@
+"""Any network and any batch, images of different sizes, and a checksum of the weights."""
+
+import types
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from heart.errors import DataError, HeadError, OptionError
+from heart.network import (
+    Resized,
+    as_batch,
+    batch_count,
+    batches,
+    call,
+    check_loader,
+    evaluating,
+    one_batch,
+    peek,
+    state_checksum,
+    to_device,
+    unwrapped,
+)
+from tests.witness import unchanged
+
+X = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)).double()
+Y = torch.tensor([0, 1, 2, 0, 1, 2])
+ONES = torch.ones(6)
+Pair = namedtuple("Pair", "image label")
+Images = namedtuple("Images", "left right")
+
+
+def make_network():
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(), nn.Linear(4, 3))
+
+
+# --- eval mode ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [None, RuntimeError, KeyboardInterrupt, GeneratorExit])
+def test_training_flags_are_restored_whatever_happens(kind):
+    first, second = make_network().train(), nn.Sequential(nn.Linear(5, 4), nn.Dropout()).eval()
+    second.append(first[1].eval())  # shared
+    first[4].eval()
+
+    def visit():
+        with evaluating(first, second, first):
+            assert not any(module.training for network in (first, second) for module in network.modules())
+            call(first, X)
+            first[2].train()
+            if kind is not None:
+                raise kind("struck")
+
+    with unchanged(first, second):
+        if kind is None:
+            visit()
+        else:
+            with pytest.raises(kind, match="struck"):
+                visit()
+
+
+def test_a_call_builds_no_graph_and_runs_in_eval_mode_inside():
+    network = make_network()
+    network(X)  # moves the running statistics off their start
+    expected = network.eval()(X).detach()
+    network.train()
+    with evaluating(network):
+        logits = call(network, X)
+    assert torch.equal(logits, expected)
+    assert not logits.requires_grad
+    assert not logits.is_inference()
+
+
+def test_compiled_networks_are_unwrapped():
+    network = make_network()
+    compiled = torch.compile(network, backend="eager")
+    assert unwrapped(compiled) is network
+    assert unwrapped(network) is network
+    compiled.train()
+    network[1].eval()
+    with unchanged(network), evaluating(compiled):
+        assert not network.training
+
+
+def test_networks_without_values_are_refused_before_the_first_pass():
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    with pytest.raises(DataError, match=r"lazy parameters.*'0.weight'.*Run it on one batch"), evaluating(lazy):
+        pass
+    meta = nn.Sequential(nn.Linear(5, 3, device="meta"))
+    with pytest.raises(DataError, match=r"meta device.*'0.weight'.*to_empty"), evaluating(meta):
+        pass
+    with pytest.raises(DataError, match="meta device"):
+        call(meta, X)
+    with pytest.raises(HeadError, match=r"nn\.Module, got function"), evaluating(lambda x: x):
+        pass
+
+
+# --- batches and loaders ------------------------------------------------------------------------------------------------
+
+FORMS = {
+    "tensor": (X, X, None),
+    "(x, y)": ((X, Y), X, Y),
+    "[x, y]": ([X, Y], X, Y),
+    "(x,)": ((X,), X, None),
+    "(x, None)": ((X, None), X, None),
+    "namedtuple": (Pair(X, Y), X, Y),
+    "((a, b), y)": (((X, ONES), Y), (X, ONES), Y),
+    "mapping": ({"x": X, "labels": Y}, {"x": X}, Y),
+    "mapping without labels": ({"x": X, "mask": ONES}, {"x": X, "mask": ONES}, None),
+    "UserDict": (UserDict(x=X, labels=Y), {"x": X}, Y),
+    "(mapping, y)": (({"x": X}, Y), {"x": X}, Y),
+    "numpy labels": ((X, Y.numpy()), X, Y),
+    "list of labels": ((X, Y.tolist()), X, Y),
+}
+
+
+def same(first, second):
+    if isinstance(first, torch.Tensor):
+        return first is second
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    return type(first) is type(second) and all(map(same, first, second))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_is_read_as_inputs_and_labels(form):
+    raw, inputs, labels = FORMS[form]
+    batch = as_batch(raw, "batch 0")
+    assert same(batch.inputs, inputs)
+    assert batch.labels is None if labels is None else torch.equal(batch.labels, labels)
+
+
+NOT_BATCHES = {
+    "three parts": ((X, X, Y), r"got tuple of length 3.*\(\(first, second\), labels\)"),
+    "nothing inside": ([], r"got list of length 0"),
+    "a number": (3, r"expected \(inputs, labels\).*got int"),
+    "a string": ("ab", r"expected \(inputs, labels\).*got str"),
+    "an array": (np.zeros((6, 5)), r"expected \(inputs, labels\).*got ndarray"),
+    "labels alone": ({"labels": Y}, r"no network inputs beside 'labels'"),
+    "names as labels": ((X, ["cat"] * 6), r"labels must be .* class indices, got list"),
+    "size 0": ((X[:0], Y[:0]), r"is empty: its inputs have size 0.*Remove empty batches"),
+    "size 0 in a mapping": ({"x": (X[:0],), "labels": Y[:0]}, r"is empty"),
+}
+
+
+@pytest.mark.parametrize("form", NOT_BATCHES)
+def test_what_is_not_a_batch_is_refused_with_its_place(form):
+    raw, words = NOT_BATCHES[form]
+    with pytest.raises(DataError, match=f"(?s)batch 1 of the training loader.*{words}"):
+        list(batches([(X, Y), raw], "training loader"))
+
+
+def test_inputs_without_a_loader_are_not_a_list():
+    assert one_batch(X[:0]) is not None
+    with pytest.raises(DataError, match=r"got a list.*pass it to predict"):
+        one_batch([X, Y])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
+
+
+def test_any_iterable_is_a_loader_and_is_read_once():
+    taken = []
+
+    def generator():
+        for index in range(3):
+            taken.append(index)
+            yield X, Y
+
+    first, every = peek(generator(), "loader")
+    assert taken == [0]
+    assert first[0] is X
+    assert len(list(every)) == 3
+    reader = batches(generator(), "loader")
+    taken.clear()
+    next(reader)
+    assert taken == [0]
+    assert batch_count([(X, Y)] * 3) == batch_count(DataLoader(TensorDataset(X, Y), batch_size=2)) == 3
+    assert batch_count(generator()) is None
+    assert batch_count(DataLoader(Stream(), batch_size=2)) is None
+    assert len(list(batches(DataLoader(Stream(), batch_size=2), "loader"))) == 3
+
+
+@pytest.mark.parametrize(
+    "loader", [X, (X, Y), {"x": X}, 3, None, "data", make_network], ids=lambda one: type(one).__name__
+)
+def test_what_is_no_loader_is_refused(loader):
+    for read in (check_loader, peek, batches):
+        with pytest.raises(DataError, match=r"the training loader: expected an iterable of batches.*\[\(x, y\)\]"):
+            read(loader, "training loader")
+
+
+def test_empty_loaders_are_refused():
+    read = iter([(X, Y)])
+    list(read)
+    for loader in ([], read):
+        with pytest.raises(
+            DataError, match=r"the training loader is empty: it yielded no batch.*pass the loader itself"
+        ):
+            list(batches(loader, "training loader"))
+
+
+# --- calls --------------------------------------------------------------------------------------------------------------
+
+
+class Returning(nn.Module):
+    """Runs a forward function given to it."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.forward = types.MethodType(forward, self)
+
+
+def two(self, left, right=None):
+    return self.scale * left - (0 if right is None else right)
+
+
+def keywords(self, *, left, right):
+    return self.scale * left - right
+
+
+def any_keywords(self, **inputs):
+    return self.scale * inputs["left"] - inputs["right"]
+
+
+def whole_mapping(self, batch):
+    return self.scale * batch["left"] - batch["right"]
+
+
+R = X.flip(0)
+CALLS = {
+    "tensor": (two, X, 2 * X),
+    "tuple": (two, (X, R), 2 * X - R),
+    "namedtuple": (two, Images(X, R), 2 * X - R),
+    "keywords": (two, {"right": R, "left": X}, 2 * X - R),
+    "labels beside": (two, {"left": X, "labels": Y}, 2 * X),
+    "keyword only": (keywords, {"right": R, "left": X}, 2 * X - R),
+    "any keywords": (any_keywords, {"right": R, "left": X}, 2 * X - R),
+    "the mapping itself": (whole_mapping, {"right": R, "left": X}, 2 * X - R),
+    "keys that are no names": (lambda self, batch: self.scale * batch[0], {0: X}, 2 * X),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_inputs_reach_the_network_in_their_form(case):
+    forward, inputs, expected = CALLS[case]
+    assert torch.equal(call(Returning(forward), inputs), expected)
+
+
+def test_moving_keeps_the_form_of_nested_inputs():
+    moved = to_device({"images": Images(X, [R, 3]), "name": "a"}, torch.device("cpu"))
+    assert isinstance(moved["images"], Images)
+    assert moved["images"].left is X
+    assert moved["images"].right == [R, 3]
+    assert moved["name"] == "a"
+
+
+@dataclass
+class Output:
+    logits: object
+
+
+Named = namedtuple("Named", "loss logits")
+OUTPUTS = {
+    "tensor": lambda z: z,
+    "object": Output,
+    "mapping": lambda z: OrderedDict(loss=z.sum(), logits=z),
+    "namedtuple with logits": lambda z: Named(z.sum(), z),
+}
+
+
+@pytest.mark.parametrize("form", OUTPUTS)
+def test_the_very_tensor_of_logits_comes_out(form):
+    logits = X + 1
+    assert call(Returning(lambda self, z: OUTPUTS[form](logits)), X) is logits
+
+
+NO_LOGITS = {
+    "tuple": (lambda z: (z, z), "got tuple"),
+    "nothing": (lambda z: None, "got NoneType"),
+    "mapping without logits": (lambda z: {"out": z}, "got dict"),
+    "object with empty logits": (lambda z: Output(None), "got NoneType"),
+}
+
+
+@pytest.mark.parametrize("form", NO_LOGITS)
+def test_an_output_without_logits_is_refused_with_a_remedy(form):
+    output, words = NO_LOGITS[form]
+    with pytest.raises(HeadError, match=f"(?s)'logits'.*{words}.*forward returns the logits"):
+        call(Returning(lambda self, z: output(z)), X)
+
+
+def test_a_pass_that_fails_names_the_inputs():
+    with pytest.raises(DataError, match=r"Linear failed on inputs of shape \(6, 5\) and type float64.*was trained on"):
+        call(nn.Linear(4, 3).double(), X)
+    with pytest.raises(DataError, match="if the last are labels, pass the inputs alone"):
+        call(nn.Linear(5, 3).double(), (X, Y))
+    with pytest.raises(DataError, match=r"forward has no argument \['ids'\]"):
+        call(nn.Linear(5, 3).double(), {"input": X, "ids": Y})
+
+
+# --- checksum -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_checksum_changes_with_any_weight_and_with_nothing_else():
+    torch.manual_seed(0)
+    network = make_network()
+    checksum = state_checksum(network)
+    assert len(checksum) == 64
+    assert state_checksum(torch.compile(network, backend="eager")) == checksum
+    twin = make_network()
+    assert state_checksum(twin) != checksum
+    twin.load_state_dict(network.state_dict())
+    twin[0].weight.data = twin[0].weight.data.T.contiguous().T  # the same values, in another order in memory
+    assert state_checksum(twin.train()) == checksum
+    for change in (
+        lambda: twin[0].weight.data[0, 0].mul_(1 + 1e-15),
+        lambda: twin[1].running_var.add_(1e-9),
+        lambda: twin.float(),
+        lambda: twin.append(nn.Linear(3, 3)),
+    ):
+        before = state_checksum(twin)
+        change()
+        assert state_checksum(twin) != before
+    assert state_checksum(twin.bfloat16())
+
+
+# --- images of different sizes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "interpolation"), [(12, "bilinear"), (16, "bilinear"), (31, "bilinear"), (12, "bicubic"), (16, "bicubic")]
+)
+def test_images_are_resized_as_by_pillow(size, interpolation):
+    # Grey enough that no overshoot is clipped.
+    pixels = np.random.default_rng(0).integers(90, 160, (20, 20, 3), dtype=np.uint8)
+    filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+    expected = np.asarray(Image.fromarray(pixels[2:18, 2:18]).resize((size, size), filters[interpolation]))
+    network = Resized(nn.Identity(), size, crop=0.8, mean=0.25, std=0.5, interpolation=interpolation)
+    seen = network(torch.from_numpy(pixels).permute(2, 0, 1)[None].double() / 255)
+    # Pillow rounds to bytes after rows and after columns.
+    np.testing.assert_allclose((seen[0].permute(1, 2, 0) * 0.5 + 0.25) * 255, expected, atol=1.5)
+
+
+def test_a_resized_network_has_the_state_of_its_network():
+    inner = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16, 3))
+    network = Resized(inner, 4, mean=[0.1, 0.2, 0.3], std=2.0)
+    assert {name.removeprefix("network.") for name in network.state_dict()} == set(inner.state_dict())
+    images = torch.rand(2, 3, 9, 9)
+    assert torch.equal(network(images), inner(network.inputs(images)))
+    assert "size=4, crop=1.0" in repr(network)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"size": 0}, "size must be at least 1"),
+        ({"size": 4, "crop": 1.5}, "crop above 0"),
+        ({"size": 4, "std": 0.0}, "every std must be above 0"),
+        ({"size": 4, "interpolation": "nearest"}, "interpolation must be one of bilinear, bicubic"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options, words):
+    with pytest.raises(OptionError, match=words):
+        Resized(nn.Identity(), **options)
+
+
+def test_what_is_no_square_image_is_refused():
+    with pytest.raises(DataError, match="expected square images"):
+        Resized(nn.Identity(), 4)(torch.rand(2, 3, 5, 6))

@@ -1,0 +1,432 @@
+"""The head is the layer whose output is the network's output, however the network is written."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from heart.errors import HeadError
+from heart.likelihoods import BERNOULLI, CATEGORICAL, GAUSSIAN
+from heart.network import capture, evaluating, find_head, find_heads, head_by_name
+from tests.witness import unchanged
+
+X = torch.randn(12, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+FAR = 3 * torch.randn(9, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def make_body():
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh())
+
+
+class Wrap(nn.Module):
+    """A body, a head, and a forward function of both."""
+
+    def __init__(self, forward, body, head, **modules):
+        super().__init__()
+        self.body, self.head = body, head
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self._forward = forward
+
+    def forward(self, *args, **kwargs):
+        return self._forward(self, *args, **kwargs)
+
+
+def wrapped(forward, **modules):
+    return lambda body, head: Wrap(forward, body, head, **{name: make() for name, make in modules.items()})
+
+
+# --- networks that have a head: each computes head(body(x)) and nothing else ---------------------------------------------
+
+
+def nested(body, head):
+    inner = nn.ModuleDict({"stages": nn.ModuleList([body]), "top": nn.Sequential(nn.Sequential(head))})
+    return Wrap(lambda self, x: self.inner["top"](self.inner["stages"][0](x)), None, None, inner=inner)
+
+
+def run_then_discarded(self, x):
+    features = self.body(x)
+    logits = self.head(features)
+    self.auxiliary(features)
+    return logits
+
+
+def called_after(self, x):
+    logits = self.head(self.body(x))
+    self.head(self.body(x + 1))
+    return logits
+
+
+def registered_twice(body, head):
+    network = Wrap(lambda self, x: self.alias(self.body(x)), body, head)
+    network.alias = head
+    return network
+
+
+def with_active_hooks(body, head):
+    network = nn.Sequential(body, head)
+    head.register_forward_pre_hook(lambda _, args: (args[0] * 1.0,))
+    head.register_forward_hook(lambda _, args, out: out.clone())
+    network.register_forward_hook(lambda _, args, out: {"logits": out})
+    return network
+
+
+def compiled(body, head):
+    torch.compiler.reset()
+    network = torch.compile(nn.Sequential(body, head), backend="eager")
+    network(X)
+    return network
+
+
+def compiled_in_place(body, head):
+    torch.compiler.reset()
+    network = nn.Sequential(body, head)
+    network.compile(backend="eager")
+    network(X)
+    return network
+
+
+def compiled_body(body, head):
+    torch.compiler.reset()
+    return nn.Sequential(torch.compile(body, backend="eager"), head)
+
+
+GOOD = {
+    "plain": lambda body, head: nn.Sequential(body, head),
+    "nested": nested,
+    "second head runs last": wrapped(run_then_discarded, auxiliary=lambda: nn.Linear(4, 3)),
+    "called after": wrapped(called_after),
+    "called by keyword": wrapped(lambda self, x: self.head(input=self.body(x))),
+    "registered twice": registered_twice,
+    "Identity after": lambda body, head: nn.Sequential(body, head, nn.Identity()),
+    "Dropout after": lambda body, head: nn.Sequential(body, head, nn.Dropout(0.5)).train(),
+    "view of the same shape": wrapped(lambda self, x: self.head(self.body(x)).view(-1, 3)),
+    "flatten of the same shape": wrapped(lambda self, x: self.head(self.body(x)).flatten(1)),
+    "detach": wrapped(lambda self, x: self.head(self.body(x)).detach()),
+    "logits in an object": wrapped(lambda self, x: SimpleNamespace(logits=self.head(self.body(x)), hidden_states=(x,))),
+    "logits in a mapping": wrapped(lambda self, x: {"logits": self.head(self.body(x))}),
+    "user hooks": with_active_hooks,
+    "fx": lambda body, head: torch.fx.symbolic_trace(nn.Sequential(body, head)),
+    "DataParallel on the CPU": lambda body, head: nn.DataParallel(nn.Sequential(body, head)),
+    "scripted body": lambda body, head: nn.Sequential(torch.jit.trace(body, X), head),
+    "gradients on": wrapped(torch.enable_grad()(lambda self, x: self.head(self.body(x)))),
+}
+COMPILED = {"torch.compile": compiled, "module.compile": compiled_in_place, "compiled body": compiled_body}
+
+
+def old_weight_norm():
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(nn.Linear(4, 3))
+
+
+HEADS = {
+    "Linear": lambda: nn.Linear(4, 3),
+    "no bias": lambda: nn.Linear(4, 3, bias=False),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(4, 3)),
+    "old weight norm": old_weight_norm,
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 3)),
+    "frozen": lambda: nn.Linear(4, 3).requires_grad_(False),
+}
+CASES = [(network, "Linear") for network in (*GOOD, *COMPILED)] + [("plain", head) for head in list(HEADS)[1:]]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_head_is_found_and_captured_in_every_pass(case):
+    body, layer = make_body(), HEADS[case[1]]()
+    network = (GOOD | COMPILED)[case[0]](body, layer).double()
+    with unchanged(network), evaluating(network):
+        head = find_head(network, X)
+        assert head.layer is layer
+        assert (head.outputs, head.inputs, head.width, head.axis) == (3, 4, 4 + head.has_bias, -1)
+        assert find_head(network, X, head.name) == head == head_by_name(network, head.name)
+        with torch.no_grad():
+            expected = body(FAR)
+        seen = capture(network, head, FAR, CATEGORICAL)
+        assert torch.equal(seen.features, expected)
+        assert not seen.features.requires_grad
+        assert not seen.outputs.requires_grad
+        ((rows, phi, outputs),) = seen.chunks(100)
+        assert rows == slice(0, 9)
+        torch.testing.assert_close(outputs, phi @ head.weights().T, rtol=1e-12, atol=1e-12)
+        assert phi.shape == (9, head.width)
+
+
+def test_a_bare_linear_layer_is_its_own_head():
+    network = nn.Linear(5, 3)
+    assert find_head(network, X).layer is network
+    assert find_head(network, X, "").name == ""
+
+
+def test_a_layer_used_on_the_way_and_as_the_head_is_read_at_its_last_use():
+    shared = nn.Linear(5, 5)
+    network = nn.Sequential(shared, nn.Tanh(), shared)
+    seen = capture(network, find_head(network, X), X, CATEGORICAL)
+    torch.testing.assert_close(seen.features, torch.tanh(shared(X)).detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_low_and_mixed_precision(dtype):
+    network = nn.Sequential(make_body(), nn.Linear(4, 3)).to(dtype)
+    seen = capture(network, find_head(network, X.to(dtype)), X.to(dtype), CATEGORICAL)
+    assert (seen.features.dtype, seen.outputs.dtype) == (dtype, dtype)
+    assert {phi.dtype for _, phi, _ in seen.chunks(5)} == {torch.float64}
+    if dtype != torch.float32:
+        network = network.float()
+        with torch.autocast("cpu", dtype=dtype):
+            seen = capture(network, find_head(network, X.float()), X.float(), CATEGORICAL)
+            (_, phi, outputs) = next(seen.chunks(100))
+        assert seen.outputs.dtype == dtype
+        assert torch.equal(phi[:, :4], seen.features.double())
+        assert torch.equal(outputs, seen.outputs.double())
+
+
+# --- networks that have none --------------------------------------------------------------------------------------------
+
+
+class CosineLinear(nn.Linear):
+    def forward(self, x):
+        return functional.linear(functional.normalize(x), functional.normalize(self.weight), self.bias)
+
+
+class LowRankLinear(nn.Linear):
+    """As adapters do it: more than weight times input."""
+
+    def forward(self, x):
+        return super().forward(x) + x.sum(1, keepdim=True)
+
+
+def half_head(body, head):
+    return Wrap(lambda self, x: self.head(self.body(x).float()).double(), body, head.float())
+
+
+def scaled_by_a_hook(body, head):
+    head.register_forward_hook(lambda _, args, out: 2 * out)
+    return nn.Sequential(body, head)
+
+
+def functional_head(self, x):
+    return functional.linear(self.body[1](x[:, :4]), self.head.weight, self.head.bias)
+
+
+LAYER = r"'(head|1)'"
+BAD = {
+    "softmax": (lambda b, h: nn.Sequential(b, h, nn.Softmax(1)), rf"{LAYER}.*applies a softmax.*returns the output of"),
+    "log-softmax": (lambda b, h: nn.Sequential(b, h, nn.LogSoftmax(1)), rf"{LAYER}.*log-softmax.*returns the output of"),
+    "temperature": (wrapped(lambda s, x: s.head(s.body(x)) / 2.5), r"'head'.*scales it by 0\.4 .*temperature.*returns the output of"),
+    "scaled in place": (wrapped(lambda s, x: s.head(s.body(x)).mul_(2)), r"'head'.*in place.*plain output of 'head'"),
+    "scaled by a hook": (scaled_by_a_hook, rf"{LAYER}.*weight times its input.*plain output of {LAYER}"),
+    "activation": (lambda b, h: nn.Sequential(b, h, nn.ReLU()), rf"{LAYER}.*returns the output of {LAYER}"),
+    "copied": (wrapped(lambda s, x: s.head(s.body(x)).clone()), r"'head'.*copies.*returns the output of 'head'"),
+    "converted": (half_head, r"'head'.*float32.*float64.*returns the output of 'head'"),
+    "two of three classes": (wrapped(lambda s, x: s.head(s.body(x))[:, :2]), r"'head'.*\(12, 3\).*\(12, 2\).*returns the output of"),
+    "reshaped": (wrapped(lambda s, x: s.head(s.body(x)).view(-1, 6)), r"\(12, 3\).*reshapes it to \(6, 6\).*returns the output of"),
+    "made 3-d": (wrapped(lambda s, x: s.head(s.body(x)).view(4, 3, 3)), r"\(batch, classes\).*\(4, 3, 3\).*'head'.*without reshaping"),
+    "one logit": (wrapped(lambda s, x: s.one(s.body(x)), one=lambda: nn.Linear(4, 1)), r"at least 2 classes.*bernoulli"),
+    "no linear layer": (lambda b, h: nn.Sequential(nn.Tanh()), r"no nn.Linear.*Sequential.*End the network in an nn.Linear"),
+    "head by function": (wrapped(functional_head), r"no nn.Linear.*End the network in an nn.Linear"),
+    "cosine head": (lambda b, h: nn.Sequential(b, CosineLinear(4, 3)), r"'1'.*weight times its input plus bias"),
+    "adapter in the head": (lambda b, h: nn.Sequential(b, LowRankLinear(4, 3)), r"'1'.*weight times its input plus bias"),
+    "tuple": (wrapped(lambda s, x: (s.head(s.body(x)), x)), r"got tuple.*returns the logits"),
+    "features returned": (wrapped(lambda s, x: (s.head(s.body(x)), s.body(x))[1]), r"'body\.0'.*returns the output of 'body\.0'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_network_without_a_head_is_refused_with_advice_that_works(name):
+    make, words = BAD[name]
+    network, good = make(make_body(), nn.Linear(4, 3)).train(), nn.Linear(5, 3)
+    message = rf"(?s)models\[1\] \({type(network).__name__}\): .*{words}"
+    with unchanged(network, good), evaluating(network), pytest.raises(HeadError, match=message) as caught:
+        find_heads([good, network], [None, None], X, CATEGORICAL)
+    advice = re.search(r"returns the output of '([^']+)'", str(caught.value))
+    if advice is not None:
+        given = []
+        network.get_submodule(advice.group(1)).register_forward_hook(lambda _, args, output: given.append(output))
+        advised = Wrap(lambda self, x: (self.network(x), given[-1])[1], None, None, network=network)
+        assert find_head(advised, X).name == f"network.{advice.group(1)}"
+
+
+def test_a_square_of_logits_that_is_transposed_is_not_the_heads_output():
+    """Same memory, same shape: only the strides differ."""
+    network = wrapped(lambda s, x: s.head(s.body(x)).T)(make_body(), nn.Linear(4, 3))
+    with pytest.raises(HeadError, match=r"'head' gives shape \(3, 3\).*returns the output of 'head'"):
+        find_head(network, X[:3])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize:UserWarning")
+def test_scripted_and_quantised_networks_are_refused_with_the_reason():
+    network = nn.Sequential(make_body(), nn.Linear(4, 3)).float().eval()
+    with pytest.raises(HeadError, match=r"TorchScript module.*Pass the Python module"):
+        find_head(torch.jit.trace(network, X.float()), X.float())
+    quantised = torch.ao.quantization.quantize_dynamic(network, {nn.Linear})
+    with pytest.raises(HeadError, match=r"layers are quantised \(.*Linear.*Keep the last layer in floating point"):
+        find_head(quantised, X.float())
+    body = torch.ao.quantization.quantize_dynamic(network[0], {nn.Linear})
+    assert find_head(nn.Sequential(body, network[1]), X.float()).name == "1"
+
+
+NAMED = {
+    "classifier": r"'classifier'.*no module of that name.*'head', 'auxiliary'",
+    "body.1": r"'body\.1' is a Tanh, not an nn\.Linear.*'head', 'auxiliary'",
+    "": r"'' is a Wrap, not an nn\.Linear",
+    "auxiliary": r"'auxiliary' was given.*output of layer 'head'.*head='head'.*None",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_wrong_name_is_refused(name):
+    network = GOOD["second head runs last"](make_body(), nn.Linear(4, 3))
+    with unchanged(network), pytest.raises(HeadError, match=f"(?s){NAMED[name]}"):
+        find_head(network, X, name)
+
+
+def test_networks_with_outputs_of_different_kinds_are_refused():
+    networks = [nn.Linear(5, 3), nn.Linear(5, 4)]
+    with pytest.raises(HeadError, match=r"same number of outputs, got \[3, 4\]"):
+        find_heads(networks, [None, None], X, CATEGORICAL)
+    dense = nn.Sequential(nn.Unflatten(1, (5, 1)), nn.Conv1d(5, 3, 1))
+    with pytest.raises(HeadError, match=r"\[0, 1\] axes of positions"):
+        find_heads([networks[0], dense], [None, None], X, CATEGORICAL)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyError, KeyboardInterrupt])
+def test_an_exception_in_the_pass_leaves_no_hook(kind):
+    network = nn.Sequential(make_body(), nn.Linear(4, 3), nn.Identity())
+    head = find_head(network, X)
+
+    def strike(*_):
+        raise kind("struck")
+
+    network[2].register_forward_hook(strike)
+    for run in (lambda: find_head(network, X), lambda: capture(network, head, X, CATEGORICAL)):
+        with unchanged(network), pytest.raises((kind, ValueError), match="struck"):
+            run()
+
+
+def test_a_network_that_stops_returning_its_heads_output_is_noticed():
+    network = nn.Sequential(make_body(), nn.Linear(4, 3))
+    head = find_head(network, X)
+    network.append(nn.Softmax(1))
+    with pytest.raises(HeadError, match="not the output of its head '1' in this pass"):
+        capture(network, head, X, CATEGORICAL)
+    network[2] = nn.Unflatten(1, (3, 1))
+    with pytest.raises(HeadError, match=r"\(batch, classes\).*\(12, 3, 1\)"):
+        capture(network, head, X, CATEGORICAL)
+
+
+# --- a single output, heads at every position, threads, traces ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("likelihood", [BERNOULLI, GAUSSIAN], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "take", [lambda out: out.squeeze(1), lambda out: out[:, 0], lambda out: out.view(-1), lambda out: out]
+)
+def test_one_output_may_be_squeezed(likelihood, take):
+    network = wrapped(lambda s, x: take(s.head(s.body(x))))(make_body(), nn.Linear(4, 1)).eval()
+    head = find_head(network, X, None, likelihood)
+    seen = capture(network, head, X, likelihood)
+    assert seen.outputs.shape == (12, 1)
+    assert torch.equal(seen.features, network.body(X).detach())
+    check_trace(network, head, X, likelihood)
+
+
+class Sequences(nn.Module):
+    """Scores at all positions (n, T, C), from which `take` makes logits (n, C)."""
+
+    def __init__(self, take):
+        super().__init__()
+        self.body, self.head, self.take = make_body(), nn.Linear(4, 3), take
+
+    def forward(self, x):
+        return self.take(self.head(self.body(x)))
+
+
+TEXTS = torch.randn(12, 6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+LAST = torch.randint(6, (12,), generator=torch.Generator().manual_seed(4))
+TAKEN = {
+    "the last position": lambda values: values[:, -1],
+    "one for each input": lambda values: values[torch.arange(len(LAST)), LAST],
+    "the average": lambda values: values.mean(1),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_head_at_every_position_is_read_at_the_positions_taken(name):
+    network = Sequences(TAKEN[name]).eval()
+    with unchanged(network):
+        head = find_head(network, TEXTS)
+        seen = capture(network, head, TEXTS, CATEGORICAL)
+    assert head.every_position
+    torch.testing.assert_close(seen.features, TAKEN[name](network.body(TEXTS)).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(seen.outputs, network(TEXTS).detach(), rtol=1e-12, atol=0)
+    check_trace(network, head, TEXTS, CATEGORICAL, dynamic=name != "one for each input")
+
+
+@pytest.mark.parametrize(
+    "take",
+    [lambda scores: scores.amax(1), lambda scores: scores[:, -1].softmax(-1), lambda scores: scores[:, -1, :3] * 2],
+    ids=["maximum", "softmax", "scaled"],
+)
+def test_a_network_that_does_more_than_pick_positions_is_refused(take):
+    with pytest.raises(HeadError, match=r"'head'.*\(12, 6, 3\)"):
+        find_head(Sequences(take), TEXTS)
+
+
+@pytest.mark.parametrize("take", [None, *TAKEN.values()], ids=["plain", *TAKEN])
+def test_passes_in_other_threads_are_not_captured(take):
+    network = nn.Sequential(make_body(), nn.Linear(4, 3)) if take is None else Sequences(take)
+    inputs = X if take is None else TEXTS
+    head = find_head(network, inputs)
+    data = [inputs * scale for scale in torch.linspace(0.1, 2, 40)]
+    expected = [capture(network, head, one, CATEGORICAL).features for one in data]
+    with ThreadPoolExecutor(4) as threads:
+        seen = threads.map(lambda one: capture(network, head, one, CATEGORICAL).features, data)
+        assert all(map(torch.equal, seen, expected))
+    assert network(inputs).shape == (12, 3)
+
+
+class Exported(nn.Module):
+    """Captures in its forward, as a posterior does."""
+
+    def __init__(self, network, head, likelihood):
+        super().__init__()
+        self.network, self.head, self.likelihood = network, head, likelihood
+
+    def forward(self, x):
+        with evaluating(self.network):
+            ((_, phi, outputs),) = capture(self.network, self.head, x, self.likelihood).chunks(10**6)
+        return phi, outputs
+
+
+def check_trace(network, head, x, likelihood, dynamic=True):
+    module = Exported(network, head, likelihood).eval()
+    shapes = ({0: torch.export.Dim("n")},) if dynamic else None
+    program = torch.export.export(module, (x,), dynamic_shapes=shapes, strict=False).module()
+    inputs = torch.cat([x, x[:5]]) if dynamic else x
+    for got, expected in zip(program(inputs), module(inputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "called after", "Identity after", "view of the same shape", "detach", "logits in a mapping"]
+)
+def test_capture_traces_with_any_batch_size(name):
+    network = GOOD[name](make_body(), nn.Linear(4, 3))
+    check_trace(network, find_head(network.eval(), X), X, CATEGORICAL)
+    check_trace(network, None, X, CATEGORICAL)
+
+
+@pytest.mark.parametrize("layer", ["convolution", "linear"])
+def test_dense_capture_traces_with_any_batch_size(layer):
+    network = nn.Sequential(nn.Conv2d(5, 4, 1), nn.Tanh(), nn.Conv2d(4, 3, 1)).eval()
+    x = torch.randn(4, 5, 6, 7)
+    if layer == "linear":
+        network, x = nn.Sequential(make_body(), nn.Linear(4, 3)).eval(), TEXTS
+    check_trace(network, find_head(network, x), x, CATEGORICAL)
+    check_trace(network, None, x, CATEGORICAL)
