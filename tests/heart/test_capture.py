@@ -180,6 +180,11 @@ def test_labels_are_demanded_or_all_alike(networks):
         read(networks, [X, (X, Y)], first_batch=7)
 
 
+def test_labels_may_be_ignored(networks):
+    loader = [(X, torch.full_like(Y, 99)), X]
+    assert [one.labels for one in read(networks, loader, labelled=False)] == [None, None]
+
+
 def test_networks_that_disagree_about_the_data_are_refused():
     network = nn.Linear(5, 3)
     halves = nn.Sequential(nn.Linear(5, 3))
@@ -419,6 +424,32 @@ def test_networks_at_different_positions_are_refused():
     flat = nn.Sequential(nn.Flatten(), nn.Linear(70, CLASSES))
     with pytest.raises(DataError, match="some networks have dense outputs"):
         read([network, flat], [x], heads=[head, find_head(flat, x)])
+
+
+def test_hugging_face_models_as_they_are():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    bert = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 50,
+    }
+    tokens, mask = torch.randint(1, 50, (6, 7)), torch.ones(6, 7, dtype=torch.int64)
+    tokens[0, 4:], mask[0, 4:] = 0, 0
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    model = transformers.BertForTokenClassification(transformers.BertConfig(**bert, num_labels=5))
+    labels = torch.randint(5, (6, 7)).masked_fill(mask == 0, -100)
+    (rows,) = read([model], [batch | {"labels": labels}])
+    assert (len(rows), rows.inputs) == (39, 6)
+    options = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 50, "pad_token_id": 0}
+    special = {"num_labels": 3, "bos_token_id": 1, "eos_token_id": 1}
+    model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**options, **special)).eval()
+    head = find_head(model, batch)
+    assert head.every_position
+    ((_, phi, outputs),) = capture(model, head, batch, CATEGORICAL).chunks(100)
+    torch.testing.assert_close(outputs, phi @ head.weights().T)
 
 
 class Largest(TorchDispatchMode):

@@ -187,18 +187,18 @@ def check_network(network: nn.Module) -> None:
     """Refuse a network whose weights have no values: on the meta device, or lazy and not yet initialised."""
     if not isinstance(network, nn.Module):
         raise HeadError(f"expected a network as an nn.Module, got {type(network).__name__}.")
+    odd = next((one for one in network.parameters() if is_lazy(one) or one.device.type == "meta"), None)
+    if odd is None:
+        return
     kind = type(unwrapped(network)).__name__
-    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
-        if is_lazy(tensor):
-            raise DataError(
-                f"{kind} has lazy parameters without a shape, such as {name!r}: it was never run, so never trained. "
-                f"Run it on one batch and load its trained weights first."
-            )
-        if tensor.device.type == "meta":
-            raise DataError(
-                f"{kind} is on the meta device: its weights, such as {name!r}, have shapes and no values. Load them first, or "
-                f"create them with network.to_empty(device='cpu') and network.load_state_dict(...)."
-            )
+    name = next(name for name, parameter in network.named_parameters() if parameter is odd)
+    raise DataError(
+        f"{kind} has lazy parameters without a shape, such as {name!r}: it was never run, so never trained. Run it on one batch "
+        f"and load its trained weights first."
+        if is_lazy(odd)
+        else f"{kind} is on the meta device: its weights, such as {name!r}, have shapes and no values. Load them first, or create "
+        f"them with network.to_empty(device='cpu') and network.load_state_dict(...)."
+    )
 
 
 @contextmanager

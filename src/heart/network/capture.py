@@ -222,7 +222,7 @@ def stream(
         loader: any iterable of batches.
         where: the loader's name in messages and on the progress bar, such as "training loader".
         likelihood: reads outputs and labels.
-        labelled: True demands labels in every batch; None accepts labels in all batches or in none.
+        labelled: True demands labels in every batch, False ignores them; None accepts labels in all batches or in none.
         progress: show a progress bar on stderr, if that is a terminal.
         total: number of batches, for the progress bar.
         positions: of dense outputs, a number to draw from each input; "all" and "average" use every position.
@@ -243,15 +243,15 @@ def stream(
     ) as bar:
         for index, batch in enumerate(bar, first_batch):
             place = f"batch {index} of the {where}"
-            if had_labels is not None and had_labels != (batch.labels is not None):
+            labels = None if labelled is False else batch.labels
+            if had_labels is not None and had_labels != (labels is not None):
                 raise DataError(
                     f"{place} has no labels. Yield (inputs, labels), or a mapping with 'labels'."
                     if labelled
                     else f"{place} {'has no' if had_labels else 'has'} labels, unlike the batches before it."
                 )
-            had_labels = batch.labels is not None
+            had_labels = labels is not None
             seen = _captures(networks, heads, batch, likelihood, place)
-            labels = batch.labels
             del batch
             for rows in _rows(seen, labels, likelihood, place, positions, ignore_index, first_input, chunk):
                 any_rows = any_rows or len(rows) > 0
@@ -320,7 +320,9 @@ def _rows(
         own = None
         if labels is not None:
             own = labels[index]
-            if len(own) > 0:  # a likelihood finds no range in no labels
+            if len(own) == 0:  # a likelihood finds no range in no labels
+                own = own.to(pairs[0][1].device, torch.float64 if own.is_floating_point() else torch.int64)
+            else:
                 own = likelihood.check_labels(own, pairs[0][1], place)
                 known = likelihood.known(own)
                 if known is not None:
@@ -367,6 +369,6 @@ def check_finite(phi: Tensor, outputs: Tensor) -> None:
         rows = int((~values.isfinite()).any(1).sum())
         if rows:
             raise DataError(
-                f"{name} are NaN or infinite for {rows} of {len(values)} inputs. Check the inputs and the network's weights for "
+                f"{name} are NaN or infinite for {rows} of {len(values)} rows. Check the inputs and the network's weights for "
                 f"NaN; a network in float16 may overflow where bfloat16 or float32 does not."
             )
