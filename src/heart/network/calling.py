@@ -1,9 +1,9 @@
 """Call any network on any batch.
 
-A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A batch is what a loader
-yields: `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a tuple of positional
-arguments, or a mapping of keyword arguments. Inputs that are passed directly, without a loader, never include labels: a tuple
-then holds positional arguments.
+A network is an `nn.Module` whose output is a tensor of logits, or an object or mapping with `logits`. A batch is what a
+loader yields: `(inputs, labels)`, inputs alone, or a mapping with the labels under "labels". Inputs are a tensor, a
+tuple of positional arguments, or a mapping of keyword arguments. Inputs that are passed directly, without a loader,
+never include labels: a tuple then holds positional arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     labels: Tensor | None
 
 
-# --- devices ------------------------------------------------------------------------------------------------------------
+# --- devices ----------------------------------------------------------------------------------------------------------
 
 
 def device_of(network: nn.Module) -> torch.device | None:
@@ -60,7 +60,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-# --- batches and loaders ------------------------------------------------------------------------------------------------
+# --- batches and loaders ----------------------------------------------------------------------------------------------
 
 
 def as_batch(raw: Any, where: str) -> Batch:
@@ -88,8 +88,8 @@ def _split(raw: Any, where: str) -> Batch:
         return Batch(raw[0], _as_labels(raw[1], where) if len(raw) == 2 else None)
     size = f" of length {len(raw)}" if isinstance(raw, Sequence) else ""
     raise DataError(
-        f"{where}: expected (inputs, labels), inputs alone, or a mapping with {LABELS!r}; got {type(raw).__name__}{size}. "
-        f"Put several inputs in a tuple: ((first, second), labels)."
+        f"{where}: expected (inputs, labels), inputs alone, or a mapping with {LABELS!r}; got "
+        f"{type(raw).__name__}{size}. Put several inputs in a tuple: ((first, second), labels)."
     )
 
 
@@ -113,11 +113,11 @@ def _has_empty(inputs: Inputs) -> bool:
 
 
 def one_batch(inputs: Inputs) -> Inputs:
-    """Return inputs that were passed without a loader, of any size including 0; refuse a list, which is an iterable of batches."""
+    """Return inputs passed without a loader, of any size including 0; refuse a list, an iterable of batches."""
     if isinstance(inputs, list):
         raise DataError(
-            "expected one batch, got a list, which is an iterable of batches: pass it to predict. One batch is a tensor, a "
-            "tuple of positional arguments or a mapping of keyword arguments; for [x, y], pass x."
+            "expected one batch, got a list, which is an iterable of batches: pass it to predict. One batch is a "
+            "tensor, a tuple of positional arguments or a mapping of keyword arguments; for [x, y], pass x."
         )
     return inputs
 
@@ -152,7 +152,8 @@ def peek(loader: Iterable[Any], where: str) -> tuple[Any, Iterator[Any]]:
     for first in remaining:
         return first, chain([first], remaining)
     raise DataError(
-        f"the {where} is empty: it yielded no batch. An iterator that was read before has nothing left; pass the loader itself."
+        f"the {where} is empty: it yielded no batch. An iterator that was read before has nothing left; pass the "
+        "loader itself."
     )
 
 
@@ -173,7 +174,7 @@ def _batches(loader: Iterable[Any], where: str, first_batch: int) -> Iterator[Ba
         yield as_batch(raw, f"batch {index} of the {where}")
 
 
-# --- networks -----------------------------------------------------------------------------------------------------------
+# --- networks ---------------------------------------------------------------------------------------------------------
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
@@ -193,17 +194,17 @@ def check_network(network: nn.Module) -> None:
     kind = type(unwrapped(network)).__name__
     name = next(name for name, parameter in network.named_parameters() if parameter is odd)
     raise DataError(
-        f"{kind} has lazy parameters without a shape, such as {name!r}: it was never run, so never trained. Run it on one batch "
-        f"and load its trained weights first."
+        f"{kind} has lazy parameters without a shape, such as {name!r}: it was never run, so never trained. Run it on "
+        "one batch and load its trained weights first."
         if is_lazy(odd)
-        else f"{kind} is on the meta device: its weights, such as {name!r}, have shapes and no values. Load them first, or create "
-        f"them with network.to_empty(device='cpu') and network.load_state_dict(...)."
+        else f"{kind} is on the meta device: its weights, such as {name!r}, have shapes and no values. Load them, "
+        f"or create them with network.to_empty(device='cpu') and network.load_state_dict(...)."
     )
 
 
 @contextmanager
 def evaluating(*networks: nn.Module) -> Iterator[None]:
-    """Put networks in eval mode inside; restore the training flag of every module afterwards, also after an exception."""
+    """Put networks in eval mode; restore the training flag of every module afterwards, also after an exception."""
     for network in networks:
         check_network(network)
     # All flags are read before any is set: setting that of a compiled module sets that of the module inside.
@@ -220,7 +221,7 @@ def evaluating(*networks: nn.Module) -> Iterator[None]:
 
 
 def call(network: nn.Module, inputs: Inputs) -> Tensor:
-    """Run one forward pass without gradients on the network's device and return the very tensor of logits that it returned.
+    """Run a network without gradients on its own device and return the very tensor of logits that it returned.
 
     Args:
         network: any module that returns logits, or an object or mapping with `logits`.
@@ -263,7 +264,7 @@ def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 def _unused(network: nn.Module, inputs: Inputs) -> str:
     if isinstance(inputs, tuple) and len(inputs) > 1:
-        return " A tuple holds the network's arguments, as in network(x, ids): if the last are labels, pass the inputs alone."
+        return " A tuple holds the arguments, as in network(x, ids): if the last are labels, pass the inputs alone."
     if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
         return ""
     known = inspect.signature(network.forward).parameters

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from heart.errors import DataError, HeadError, located
 from heart.likelihoods import Likelihood
-from heart.network.calling import Batch, Inputs, batches, call, check_loader, unwrapped
+from heart.network.calling import Batch, Inputs, batches, call, unwrapped
 from heart.network.dense import IGNORE_INDEX, Layout, Positions, drawn_positions
 from heart.network.head import Head, Layer, carried_pass, find_head, hooked, same_tensor
 from heart.numerics import to_float64
@@ -167,7 +167,7 @@ def find_heads(
     return heads
 
 
-# --- reading a loader ---------------------------------------------------------------------------------------------------
+# --- reading a loader -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -231,16 +231,9 @@ def stream(
         first_input: number of inputs in these batches, which continues the random draws of positions.
         chunk: largest number of rows at a time.
     """
-    check_loader(loader, where)
     had_labels, any_rows = labelled, first_batch > 0
-    with tqdm(
-        batches(loader, where, first_batch),
-        desc=where,
-        total=total,
-        initial=first_batch,
-        disable=None if progress else True,
-        leave=False,
-    ) as bar:
+    shown = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}
+    with tqdm(batches(loader, where, first_batch), **shown, leave=False) as bar:
         for index, batch in enumerate(bar, first_batch):
             place = f"batch {index} of the {where}"
             labels = None if labelled is False else batch.labels
@@ -301,8 +294,7 @@ def _rows(
     in_use: Tensor | None = None
     if layout is not None:
         if labels is not None:
-            labels = layout.labels(labels, outputs.shape[-1], place)
-            labels, in_use = _not_ignored(labels, ignore_index)
+            labels, in_use = _not_ignored(layout.labels(labels.cpu(), outputs.shape[-1], place), ignore_index)
         if isinstance(positions, int):
             in_use = _drawn(layout, in_use, positions, first_input)
     elif labels is not None and labels.shape[:1] != outputs.shape[:1]:
@@ -319,7 +311,7 @@ def _rows(
                 check_finite(phi, logits)
         own = None
         if labels is not None:
-            own = labels[index]
+            own = labels[index].clone()  # a loader may reuse its memory for the next batch
             if len(own) == 0:  # a likelihood finds no range in no labels
                 own = own.to(pairs[0][1].device, torch.float64 if own.is_floating_point() else torch.int64)
             else:
@@ -343,11 +335,11 @@ def _rows(
 def _not_ignored(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor | None]:
     counts = labels != ignore_index
     if counts.dim() == 2:
-        partly = counts.any(1) & ~counts.all(1)
-        if bool(partly.any()):  # Bernoulli labels may be missing one by one; a Gaussian refuses NaN
+        if bool((counts.any(1) & ~counts.all(1)).any()):
+            # Bernoulli labels may be missing one by one; a Gaussian refuses NaN.
             labels = torch.where(counts, labels.double(), torch.nan)
         counts = counts.any(1)
-    return labels, None if bool(counts.all()) else counts.cpu().nonzero().squeeze(1)
+    return labels, None if bool(counts.all()) else counts.nonzero().squeeze(1)
 
 
 def _drawn(layout: Layout, in_use: Tensor | None, most: int, first_input: int) -> Tensor:
@@ -361,14 +353,13 @@ def _drawn(layout: Layout, in_use: Tensor | None, most: int, first_input: int) -
 
 def check_finite(phi: Tensor, outputs: Tensor) -> None:
     """Refuse features (m, P) or outputs (m, C) that are NaN or infinite, with the number of rows affected."""
-    if bool(
-        outputs.sum().isfinite()
-    ):  # NaN and infinity survive in a sum, and those of the features show in the outputs
+    # NaN and infinity survive in a sum, and those of the features show in the outputs.
+    if bool(outputs.sum().isfinite()):
         return
     for name, values in (("features", phi), ("outputs", outputs)):
         rows = int((~values.isfinite()).any(1).sum())
         if rows:
             raise DataError(
-                f"{name} are NaN or infinite for {rows} of {len(values)} rows. Check the inputs and the network's weights for "
-                f"NaN; a network in float16 may overflow where bfloat16 or float32 does not."
+                f"{name} are NaN or infinite for {rows} of {len(values)} rows. Check the inputs and the network's "
+                "weights for NaN; a network in float16 may overflow where bfloat16 or float32 does not."
             )

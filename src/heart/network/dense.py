@@ -1,13 +1,13 @@
 """Dense outputs, such as one per pixel of an image or token of a text, as rows and back.
 
-A 1x1 convolution is a linear layer on every pixel, and a linear layer on a sequence is one on every token. So each position is a
-datum, and outside this package there are only rows of features, outputs and labels:
+A 1x1 convolution is a linear layer on every pixel, and a linear layer on a sequence is one on every token. So each
+position is a datum, and outside this package there are only rows of features, outputs and labels:
 
 * channels first: outputs (n, C, H, W) of a convolution, with labels (n, H, W);
 * channels last: outputs (n, T, C) of a linear layer, with labels (n, T).
 
-Where each output has its own label, labels have the shape of the outputs. Rows are ordered by input, and within an input by position
-with the last axis fastest.
+Where each output has its own label, labels have the shape of the outputs. Rows are ordered by input, and within an
+input by position with the last axis fastest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IGNORE_INDEX = -100
 """Label of positions that are left out: the default of PyTorch's losses."""
 
 Positions = str | int
-"""Positions of each input that a fit uses: "all", "average" (each input counts as one datum), or a number drawn at random."""
+"""Positions of each input that a fit uses: "all", "average" (each input is one datum), or a number drawn at random."""
 
 
 def check_positions(positions: Positions) -> Positions:

@@ -1,15 +1,16 @@
 """The last linear layer of any network, found and checked by watching one forward pass.
 
-The head is the linear layer whose output *is* the network's output: not the last one defined, nor the last one that ran. If a network
-changes the logits after its last linear layer, the error names the layer that came closest and what the network does to its output.
+The head is the linear layer whose output *is* the network's output: not the last one defined, nor the last one that
+ran. If a network changes the logits after its last linear layer, the error names the layer that came closest and what
+the network does to its output.
 
-One change is allowed: a layer that runs at every position of a sequence, from which the network then picks or averages positions.
-Language models classify in this way: they return the scores (n, T, C) of their last layer at the last token of each text. The head's
-input there is found by sending it along: during the pass it is appended to the layer's output as further columns, so whatever picks or
-averages positions does the same to both.
+One change is allowed: a layer that runs at every position of a sequence, from which the network then picks or averages
+positions. Language models classify in this way: they return the scores (n, T, C) of their last layer at the last token
+of each text. The head's input there is found by sending it along: during the pass it is appended to the layer's output
+as further columns, so whatever picks or averages positions does the same to both.
 
-A network may also return its last layer's output at every position: pixels by a 1x1 convolution, or tokens by a linear layer. Then
-each position is a datum (`dense.py`).
+A network may also return its last layer's output at every position: pixels by a 1x1 convolution, or tokens by a linear
+layer. Then each position is a datum (`dense.py`).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Head:
     Args:
         name: dotted name of the layer in the network.
         layer: a linear layer or a 1x1 convolution.
-        every_position: the layer runs at every position of a sequence, and the network picks or averages positions afterwards.
-        dense_axes: number of axes of positions in the network's outputs: 0 for (n, C), 1 for a sequence, 2 for an image.
+        every_position: the layer runs at every position of a sequence, from which the network picks or averages some.
+        dense_axes: number of axes of positions in the outputs: 0 for (n, C), 1 for a sequence, 2 for an image.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Head:
             return torch.cat([weight, *bias], dim=1)
 
     def lift(self, features: Tensor) -> Tensor:
-        """Convert the layer's inputs (n, P') to float64 features (n, P), with the constant 1 last if there is a bias."""
+        """Convert inputs (n, P') of the layer to float64 features (n, P), with the constant 1 last if it has a bias."""
         features = to_float64(features)
         return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1) if self.has_bias else features
 
@@ -102,7 +103,7 @@ def _weight_of(layer: Layer) -> Tensor:
 
 
 def same_tensor(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors are the same view of the same memory; addresses do not exist in a trace, storages do."""
+    """Return True if two tensors are the same view of one storage: a trace has storages, and no addresses."""
     return first is second or (
         first.shape == second.shape
         and first.dtype == second.dtype
@@ -112,7 +113,7 @@ def same_tensor(first: Tensor, second: Tensor) -> bool:
     )
 
 
-# --- hooks --------------------------------------------------------------------------------------------------------------
+# --- hooks ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -133,7 +134,7 @@ def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any],
 
 
 def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Run a network whose head runs at every position; return the head's input (n, P') and output (n, C) at those it picks."""
+    """Return the input (n, P') and output (n, C) of a head that runs at every position, at those the network picks."""
     thread, dtypes = threading.get_ident(), [torch.float32]
 
     def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
@@ -153,7 +154,7 @@ def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor
     return joined[:, head.outputs :], joined[:, : head.outputs].to(dtypes[-1])
 
 
-# --- finding the head ---------------------------------------------------------------------------------------------------
+# --- finding the head -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,9 @@ class _Call:
     def check_linear(self) -> None:
         if not self.is_linear():
             raise HeadError(
-                f"the network's output shares memory with that of layer {self.name!r} but is not its weight times its input plus "
-                f"bias: the logits are overwritten in place after the layer, or the layer computes something else. "
-                f"Pass a network that returns the plain output of {self.name!r}."
+                f"the network's output shares memory with that of layer {self.name!r} but is not its weight times its "
+                "input plus bias: the logits are overwritten in place after the layer, or the layer computes "
+                f"something else. Pass a network that returns the plain output of {self.name!r}."
             )
 
     @torch.no_grad()
@@ -192,7 +193,7 @@ class _Pass:
     """Of linear layers with a matrix as output, or of the layers that were named."""
     ran: list[tuple[str, torch.Size]] = field(default_factory=list)
     dense: list[tuple[str, torch.Size]] = field(default_factory=list)
-    """Names and output shapes of the layers with dense outputs. Only the last call is kept: all feature maps would fill memory."""
+    """Layers with dense outputs. Only the last call is kept: all feature maps would fill memory."""
     last_dense: _Call | None = None
     outputs: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -224,7 +225,7 @@ def _watch(network: nn.Module, inputs: Inputs, names: Collection[str] | None = N
 def find_head(
     network: nn.Module, inputs: Inputs, name: str | None = None, likelihood: Likelihood = CATEGORICAL
 ) -> Head:
-    """Watch one forward pass and find the layer whose output is the network's output. Call it inside `evaluating(network)`.
+    """Watch one pass and find the layer whose output is the network's output. Call it inside `evaluating(network)`.
 
     Args:
         network: a trained network.
@@ -236,8 +237,8 @@ def find_head(
     network = unwrapped(network)
     if isinstance(network, torch.jit.ScriptModule):
         raise HeadError(
-            f"{type(network).__name__} is a TorchScript module: it runs outside Python, where the input of its last layer cannot "
-            f"be read. Pass the Python module that was scripted or traced."
+            f"{type(network).__name__} is a TorchScript module: it runs outside Python, where the input of its last "
+            "layer cannot be read. Pass the Python module that was scripted or traced."
         )
     expected = None if name is None else head_by_name(network, name).layer
     seen = _watch(network, inputs)
@@ -294,7 +295,7 @@ def _sequence_head(network: nn.Module, inputs: Inputs, outputs: Tensor, seen: _P
     raise HeadError(_explain(network, outputs, seen))
 
 
-# --- heads by name ------------------------------------------------------------------------------------------------------
+# --- heads by name ----------------------------------------------------------------------------------------------------
 
 
 def _bare(name: str) -> str:
@@ -311,7 +312,8 @@ def head_by_name(network: nn.Module, name: str) -> Head:
     layer = modules[name]
     if not isinstance(layer, Layer):
         raise HeadError(
-            f"head={name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are {linear[-8:]}."
+            f"head={name!r} is a {type(layer).__name__}, not an nn.Linear. The network's linear layers are "
+            f"{linear[-8:]}."
         )
     reason = _why_not_linear(layer)
     if reason is not None:
@@ -332,22 +334,22 @@ def _why_not_linear(layer: Layer) -> str | None:
     if not odd:
         return None
     return (
-        f"is a {type(layer).__name__} with {', '.join(odd)}. A posterior needs a last layer that is linear at each position: "
-        f"a 1x1 convolution with kernel size 1, stride 1, no padding and groups=1. End the network in one, as in "
-        f"nn.Conv2d(features, classes, 1), and train it."
+        f"is a {type(layer).__name__} with {', '.join(odd)}. A posterior needs a last layer that is linear at each "
+        "position: a 1x1 convolution with kernel size 1, stride 1, no padding and groups=1. End the network in one, "
+        "as in nn.Conv2d(features, classes, 1), and train it."
     )
 
 
-# --- explaining why there is none ---------------------------------------------------------------------------------------
+# --- explaining why there is none -------------------------------------------------------------------------------------
 
 
 def _explain(network: nn.Module, outputs: Tensor, seen: _Pass) -> str:
     if not seen.calls:
         other = f" Layer {seen.ran[-1][0]!r} ran, with an output of shape {tuple(seen.ran[-1][1])}." if seen.ran else ""
         return (
-            f"no nn.Linear layer with a 2-d output ran in the forward pass of {type(network).__name__}, so there is no last "
-            f"linear layer to put a posterior on.{other}{_hidden_layers(network)} End the network in an nn.Linear that maps "
-            f"features to logits."
+            f"no nn.Linear layer with a 2-d output ran in the forward pass of {type(network).__name__}, so there is no "
+            f"last linear layer to put a posterior on.{other}{_hidden_layers(network)} End the network in an nn.Linear "
+            "that maps features to logits."
         )
     sized = [one for one in seen.calls if one.output.shape == outputs.shape]
     near = sized[-1] if sized else seen.calls[-1]
@@ -365,8 +367,8 @@ def _hidden_layers(network: nn.Module) -> str:
     quantised = sorted(kind.__name__ for kind in kinds if ".quantized" in kind.__module__)
     if quantised:
         return (
-            f" Its layers are quantised ({', '.join(quantised)}): their weights are packed integers. Keep the last layer in "
-            f"floating point."
+            f" Its layers are quantised ({', '.join(quantised)}): their weights are packed integers. Keep the last "
+            "layer in floating point."
         )
     return ""
 
@@ -376,16 +378,18 @@ def _explain_dense(network: nn.Module, seen: _Pass) -> str:
     if seen.calls:
         near = seen.calls[-1]
         return (
-            f"the network's output of shape {shape} is not the output of its last layer: {near.name!r} gives this shape, and the "
-            f"network {_change(near.output, seen.outputs, 1 if isinstance(near.layer, Convolution) else -1)}. "
-            f"Pass a network whose forward returns the output of {near.name!r} itself."
+            f"the network's output of shape {shape} is not the output of its last layer: {near.name!r} gives this "
+            "shape, and the network "
+            f"{_change(near.output, seen.outputs, 1 if isinstance(near.layer, Convolution) else -1)}. Pass a network "
+            f"whose forward returns the output of {near.name!r} itself."
         )
     ran = [*seen.ran, *seen.dense][-1:]
     last = f" Its last linear layer or convolution, {ran[0][0]!r}, gives shape {tuple(ran[0][1])}." if ran else ""
     return (
-        f"expected outputs of shape (batch, classes), or dense outputs: (batch, classes, height, width) of a 1x1 convolution or "
-        f"(batch, positions, classes) of a linear layer; got shape {shape} from {type(network).__name__}.{last} Pass a network that "
-        f"returns the output of its last layer as it is, without reshaping or resizing it."
+        "expected outputs of shape (batch, classes), or dense outputs: (batch, classes, height, width) of a 1x1 "
+        f"convolution or (batch, positions, classes) of a linear layer; got shape {shape} from "
+        f"{type(network).__name__}.{last} Pass a network that returns the output of its last layer as it is, without "
+        "reshaping or resizing it."
     )
 
 
