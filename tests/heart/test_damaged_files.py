@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from heart.errors import MolaError, StorageError
+from heart.links import MonteCarlo
 from heart.saving.files import read_folder, write_folder
 from heart.saving.fit_checkpoint import FitCheckpoint, FitProgress
+from heart.saving.posterior import load_posterior, save_posterior
 from heart.saving.schema import Optional, sealed
 from heart.saving.weights import load_weights, read_metadata, save_weights
+from tests.heart.test_saved_posteriors import FAR, posterior, three, tuned
 from tests.heart.test_saving import IDENTITY, one_batch, refused, small
 
 # --- every kind of file: how it is made, and how it is read -------------------------------------------------------------
@@ -44,7 +47,24 @@ def read_checkpoint(folder):
     return torch.cat([torch.tensor([*numbers, *counts], dtype=torch.float64), *tensors])
 
 
-KINDS = {"plain": (make_plain, read_plain), "fit checkpoint": (make_checkpoint, read_checkpoint)}
+def make_posterior(folder):
+    networks = three()
+    networks[0][2].weight.data *= 3
+    save_posterior(posterior(networks, link=MonteCarlo(samples=3), weights=[0.2, 0.3, 0.5], **tuned()), folder)
+
+
+def read_posterior(folder):
+    networks = three()
+    networks[0][2].weight.data *= 3
+    with torch.no_grad():
+        return load_posterior(folder, networks)(FAR)
+
+
+KINDS = {
+    "plain": (make_plain, read_plain),
+    "fit checkpoint": (make_checkpoint, read_checkpoint),
+    "posterior": (make_posterior, read_posterior),
+}
 
 
 def flips(content, rng, count):

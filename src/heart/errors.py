@@ -1,0 +1,102 @@
+"""What can go wrong, each kind saying what was expected, what came, and what to do.
+
+Every error raised on purpose derives from `MolaError`, so `except mola.MolaError` catches all of them and nothing
+else. Kinds also derive from the built-in a Python user would reach for (`ValueError`, `MemoryError`, ...).
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = [
+    "BoundError",
+    "DataError",
+    "DistributedError",
+    "ExportError",
+    "HeadError",
+    "MissingExtraError",
+    "MolaError",
+    "MolaWarning",
+    "OptionError",
+    "StorageError",
+    "StructureTooLargeError",
+    "located",
+    "warn",
+]
+
+
+class MolaError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class OptionError(MolaError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class HeadError(MolaError, ValueError):
+    """The network's last linear layer cannot be found, or is not what the network returns."""
+
+
+class DataError(MolaError, ValueError):
+    """A loader, batch, label or activation is not what it should be."""
+
+
+class BoundError(MolaError, ValueError):
+    """A theoretical statement was asked for where its assumptions do not hold."""
+
+
+class StructureTooLargeError(MolaError, MemoryError):
+    """A curvature structure would not fit in memory."""
+
+
+class ExportError(MolaError, RuntimeError):
+    """A network or a posterior cannot be written as a graph, or the graph gives other numbers."""
+
+
+class DistributedError(MolaError, RuntimeError):
+    """A process of a team was lost or failed, or the processes are not doing the same work."""
+
+
+class StorageError(MolaError, ValueError):
+    """A file is truncated, foreign, newer than this library, or belongs to another network."""
+
+
+class MissingExtraError(MolaError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        """Name the `feature` that needs `package`, and the `extra` that installs it."""
+        super().__init__(
+            f"{feature} needs {package}, which is not installed. Install it with: pip install 'mola-torch[{extra}]' "
+            f"(in a clone of the repository: pip install '.[{extra}]')"
+        )
+
+
+class MolaWarning(UserWarning):
+    """Something worth knowing that does not stop the work."""
+
+
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Say where it happened: errors about data or heads raised inside get `place` in front of their message.
+
+    Yields:
+        Nothing.
+
+    """
+    try:
+        yield
+    except (DataError, HeadError) as error:
+        message = f"{place}, {error}" if str(error).startswith("models[") else f"{place}: {error}"
+        raise type(error)(message) from error.__cause__
+
+
+def warn(message: str) -> None:
+    """Warn of something, pointing at the line outside this library that asked for it."""
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "mola":
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, MolaWarning, stacklevel=depth)

@@ -1,0 +1,288 @@
+r"""The contracts of a curvature structure, and the linear algebra that structures share.
+
+A `Structure` turns batches into sums and solves the eigenproblem of the sums once. The result is a `Curvature`, which knows no
+prior: everything that depends on the prior precision :math:`\lambda` follows from it in closed form, for one value or for many at
+once.
+
+Notation: n data, P features (the constant 1 included), C outputs. For one datum the curvature of the negative log-likelihood with
+respect to the outputs is :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)` (`heart.likelihoods.base`). Without a separate part d, as for
+a softmax, a shift common to all outputs changes nothing. This direction is solved apart, exactly, instead of being read off an
+eigenvalue that should be zero. *Centred* variances and covariances leave it out: they are those of the logits less their mean.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from heart.errors import OptionError, StructureTooLargeError
+from heart.laplace.sums import Sums
+from heart.likelihoods.base import OutputCurvature
+
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Prior precisions that can be used."""
+
+OUTLIER_RIDGE = 1e-10
+"""Ridge of the feature covariance in `mahalanobis`, relative to its largest eigenvalue. It leaves every direction that the training
+data span alone, and makes a direction that they do not span very far instead of infinitely far."""
+
+Precision = float | Tensor
+"""One prior precision, or L of them as a tensor (L,): results then have a leading dimension of size L."""
+
+
+def check_precision(value: float) -> float:
+    """Return a prior precision as a float, or raise `OptionError` unless it is a finite number above 0 within range."""
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not SMALLEST <= number <= LARGEST:
+        raise OptionError(
+            f"prior_precision must be a number between {SMALLEST:g} and {LARGEST:g}, got {value!r}. It is the precision of a "
+            f"Gaussian prior; for predictions without covariance use mola.ensemble."
+        )
+    return number
+
+
+class Structure(ABC):
+    """A way to approximate the Hessian of the last layer."""
+
+    name: str
+    additive = True
+    """Whether sums of parts of the data add up to those of all data, in any order."""
+
+    @abstractmethod
+    def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
+        """Sums over one batch of features (n, P), the constant 1 included, and their output curvature, in float64."""
+
+    @abstractmethod
+    def solve(self, sums: Sums, scale: Tensor | None = None) -> Curvature:
+        """Solve the eigenproblem; `scale` (C,) multiplies each output's separate curvature."""
+
+    def accumulate(self, total: Sums, batch: Sums) -> Sums:
+        """Add one more batch to a total that nobody else holds."""
+        total += batch
+        return total
+
+    @abstractmethod
+    def bytes(self, features: int, outputs: int) -> int:
+        """Memory that fitting one network takes at its peak."""
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments that rebuild the structure, as JSON."""
+        return {}
+
+
+def check_size(structure: Structure, features: Sequence[int], outputs: int) -> None:
+    """Raise `StructureTooLargeError` if the sums of networks with these widths do not fit into the free memory."""
+    needed, free = sum(structure.bytes(width, outputs) for width in features), _free_memory()
+    if free is not None and needed > free:
+        smaller = "'kron-diag'" if outputs >= max(features) else "'diag'"
+        raise StructureTooLargeError(
+            f"structure {structure.name!r} takes about {needed / 1e9:.1f} GB to fit ({len(features)} x {outputs:,} outputs x "
+            f"{max(features):,} features), and {free / 1e9:.1f} GB are free. Use structure "
+            f"{'kron' if structure.name == 'full' else smaller.strip(chr(39))!r}."
+        )
+
+
+def _free_memory() -> int | None:
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return int(psutil.virtual_memory().available)
+
+
+@dataclass(frozen=True)
+class Curvature(ABC):
+    """The curvature of one last layer in its eigenbasis, in float64, without a prior. Its mean is the trained weights."""
+
+    outputs: int
+    features: int
+
+    def to(self, device: torch.device) -> Self:
+        """The same curvature on another device."""
+        tensors = {one.name: getattr(self, one.name) for one in fields(self)}
+        return replace(self, **{name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)})
+
+    @abstractmethod
+    def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
+        """Variance (..., n, C) of each logit at features (n, P)."""
+
+    @abstractmethod
+    def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
+        """Covariance (n, C, C) of the logits."""
+
+    @property
+    @abstractmethod
+    def noise_size(self) -> int:
+        """Number of standard normals that one draw of the logits takes."""
+
+    @abstractmethod
+    def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits up to a common shift, from standard normals (S, noise_size) shared by all data."""
+
+    @abstractmethod
+    def sample(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+        """Deviations (count, C, P) of the weights from the trained ones."""
+
+    @abstractmethod
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """Log determinant of the posterior precision matrix; differentiable in the prior precision."""
+
+    @abstractmethod
+    def mahalanobis(self, phi: Tensor) -> Tensor:
+        """Length (n,) of each feature vector relative to the training features."""
+
+    @abstractmethod
+    def class_covariance(self, precision: float, output: int) -> Tensor:
+        """Marginal covariance (P, P) of one output's weights."""
+
+    @abstractmethod
+    def smallest_class_variance(self, precision: float) -> Tensor:
+        """Smallest eigenvalue (C,) of each output's marginal covariance."""
+
+    @abstractmethod
+    def divided(self, by: float) -> Self:
+        """The curvature divided by a number, as by a larger noise variance."""
+
+
+class Spread(Protocol):
+    """How the logits of n data spread around their mean: all that a link may use."""
+
+    def variance(self, *, centred: bool = False) -> Tensor:
+        """Variance (..., n, C) of each logit."""
+
+    def covariance(self, *, centred: bool = False) -> Tensor:
+        """Covariance (n, C, C) of the logits."""
+
+    @property
+    def noise_size(self) -> int:
+        """Number of standard normals that one draw takes."""
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits up to a common shift, from standard normals (S, noise_size)."""
+
+    def divided(self, divisor: Tensor) -> Spread:
+        """The spread of the logits divided by a positive number (..., n, 1) for each datum."""
+
+    def __getitem__(self, rows: slice) -> Spread:
+        """The spread of some of the data."""
+
+
+@dataclass(frozen=True)
+class LastLayerSpread:
+    """The spread of the logits `phi' w / s`: curvature and features at a prior precision, divided by s."""
+
+    curvature: Curvature
+    phi: Tensor
+    """(n, P)"""
+    precision: Precision
+    divisor: Tensor | None = None
+    """s (..., n, 1), or None for 1."""
+
+    def _divided(self, values: Tensor, divisor: Tensor | None) -> Tensor:
+        return values if divisor is None else values / divisor
+
+    def variance(self, *, centred: bool = False) -> Tensor:
+        """Variance (..., n, C) of each logit."""
+        square = None if self.divisor is None else self.divisor.square()
+        return self._divided(self.curvature.variance(self.phi, self.precision, centred=centred), square)
+
+    def covariance(self, *, centred: bool = False) -> Tensor:
+        """Covariance (n, C, C) of the logits."""
+        square = None if self.divisor is None else self.divisor.square()[..., None]
+        return self._divided(self.curvature.covariance(self.phi, float(self.precision), centred=centred), square)
+
+    @property
+    def noise_size(self) -> int:
+        """Number of standard normals that one draw takes."""
+        return self.curvature.noise_size
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        """Deviations (n, S, C) of the logits up to a common shift."""
+        divisor = None if self.divisor is None else self.divisor[..., None]
+        return self._divided(self.curvature.perturb(self.phi, float(self.precision), noise), divisor)
+
+    def by_weights(self, count: int, generator: torch.Generator | None) -> Tensor:
+        """Deviations (n, count, C) of the logits from draws of the weights."""
+        weights = self.curvature.sample(float(self.precision), count, generator)
+        divisor = None if self.divisor is None else self.divisor[..., None]
+        return self._divided(torch.einsum("np,scp->nsc", self.phi, weights.to(self.phi)), divisor)
+
+    def divided(self, divisor: Tensor) -> LastLayerSpread:
+        """The spread of the logits divided by a positive number (..., n, 1) for each datum."""
+        return replace(self, divisor=divisor if self.divisor is None else divisor * self.divisor)
+
+    def __getitem__(self, rows: slice) -> LastLayerSpread:
+        return replace(self, phi=self.phi[rows], divisor=None if self.divisor is None else self.divisor[rows])
+
+
+# --- linear algebra ---------------------------------------------------------------------------------------------------
+
+
+def as_column(precision: Precision, like: Tensor, dims: int) -> Tensor:
+    """The prior precision as a tensor with `dims` trailing dimensions of size 1, to broadcast against tables."""
+    value = torch.as_tensor(precision, dtype=like.dtype, device=like.device)
+    return value.reshape(*value.shape, *[1] * dims)
+
+
+def hides_shift(sums: Sums) -> bool:
+    """Whether a shift common to all outputs changes nothing: no output has curvature of its own."""
+    return "separate" not in sums.tensors
+
+
+def contrasts(outputs: int) -> Tensor:
+    """Orthonormal basis (C, C - 1) of the vectors that sum to zero (Helmert's)."""
+    size = torch.arange(1, outputs, dtype=torch.float64)
+    upper = torch.triu(torch.ones(outputs, outputs - 1, dtype=torch.float64)) / (size * (size + 1)).sqrt()
+    upper[1:].diagonal().copy_(-(size / (size + 1)).sqrt())
+    return upper
+
+
+def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
+    """Orthonormal bases of the output directions that the likelihood sees (C, R), and does not see (C, C - R)."""
+    if not hidden:
+        return torch.eye(outputs, dtype=torch.float64), torch.zeros(outputs, 0, dtype=torch.float64)
+    return contrasts(outputs), torch.full((outputs, 1), outputs**-0.5, dtype=torch.float64)
+
+
+def laplacian(weights: Tensor) -> Tensor:
+    """Graph Laplacian `diag(W 1) - W` of symmetric weights (C, C). Self-loops cancel and are never read."""
+    off_diagonal = weights - torch.diag(weights.diagonal())
+    return torch.diag(off_diagonal.sum(1)) - off_diagonal
+
+
+def eigensystem(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, clamped at 0, and eigenvectors of a positive semi-definite matrix, on the CPU."""
+    values, vectors = torch.linalg.eigh(matrix.cpu())
+    return values.clamp_min(0), vectors
+
+
+def centred_variance(variance: Tensor) -> Tensor:
+    """Variances (..., C) of independent outputs less their mean: `v_c (1 - 2/C) + mean(v) / C`."""
+    outputs = variance.shape[-1]
+    return variance * (1 - 2 / outputs) + variance.mean(-1, keepdim=True) / outputs
+
+
+def centred_diagonal(variance: Tensor) -> Tensor:
+    """Covariance (..., C, C) of independent outputs less their mean, from their variances (..., C)."""
+    outputs, mean = variance.shape[-1], variance.mean(-1)[..., None, None]
+    return torch.diag_embed(variance) - (variance[..., :, None] + variance[..., None, :] - mean) / outputs
+
+
+def mahalanobis_weights(values: Tensor) -> Tensor:
+    """`1 / (b + ridge)` for eigenvalues b (P,) of the mean outer product of the features; 1 where all are 0."""
+    largest = values.max()
+    return 1 / torch.where(largest > 0, values + OUTLIER_RIDGE * largest, torch.ones_like(values))
+
+
+def standard_normals(shape: Sequence[int], generator: torch.Generator | None) -> Tensor:
+    """Draws on the CPU in float64, so that they are the same on every device."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -1,0 +1,115 @@
+r"""Diagonal curvature, :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`: all covariances between weights are dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from heart.laplace.base import (
+    Curvature,
+    Precision,
+    Structure,
+    as_column,
+    centred_diagonal,
+    centred_variance,
+    hides_shift,
+    mahalanobis_weights,
+    standard_normals,
+)
+from heart.laplace.sums import Sums
+from heart.likelihoods.base import OutputCurvature
+
+
+@dataclass(frozen=True)
+class Diag(Structure):
+    """The diagonal of the Hessian alone: the smallest structure, O(C P)."""
+
+    name = "diag"
+
+    def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
+        """The Hessian's diagonal (C, P), of coupled and of separate curvature, and the squared features (P,)."""
+        squares = phi.square()
+        sums = {"squares": squares.sum(0)}
+        if curvature.coupling is not None:
+            sums["coupled"] = curvature.coupled_diagonal().T @ squares
+        if curvature.separate is not None:
+            sums["separate"] = curvature.separate.T @ squares
+        return sums
+
+    def solve(self, sums: Sums, scale: Tensor | None = None) -> Curvature:
+        """A diagonal matrix is its own eigensystem."""
+        parts = []
+        if "coupled" in sums.tensors:
+            parts.append(sums.tensors["coupled"].cpu())
+        if "separate" in sums.tensors:
+            separate = sums.tensors["separate"].cpu()
+            parts.append(separate if scale is None else separate * scale[:, None])
+        diagonal = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        values = sums.tensors["squares"].cpu() / sums.count
+        return DiagCurvature(*diagonal.shape, diagonal, values, hidden=hides_shift(sums))
+
+    def bytes(self, features: int, outputs: int) -> int:
+        """Sums and one table of their size."""
+        return 8 * 3 * features * outputs
+
+
+@dataclass(frozen=True)
+class DiagCurvature(Curvature):
+    """The Hessian's diagonal (C, P)."""
+
+    diagonal: Tensor
+    feature_values: Tensor
+    """Mean squared features (P,)."""
+    hidden: bool
+    """Whether a shift common to all outputs changes nothing."""
+
+    def inverse(self, precision: Precision) -> Tensor:
+        """Posterior variances (..., C, P) of the weights."""
+        return 1 / (self.diagonal + as_column(precision, self.diagonal, 2))
+
+    def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
+        """`sum_p phi_p^2 / (H_cp + lambda)`."""
+        variance = phi.square() @ self.inverse(precision).mT
+        return centred_variance(variance) if centred and self.hidden else variance
+
+    def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
+        """`diag(v)`, centred from both sides where a shift is hidden."""
+        variance = self.variance(phi, precision)
+        return centred_diagonal(variance) if centred and self.hidden else torch.diag_embed(variance)
+
+    @property
+    def noise_size(self) -> int:
+        """One standard normal for each logit."""
+        return self.outputs
+
+    def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
+        """`sqrt(v) * noise`."""
+        return self.variance(phi, precision).sqrt()[:, None, :] * noise
+
+    def sample(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+        """Independent normals with the posterior variances."""
+        noise = standard_normals((count, self.outputs, self.features), generator).to(self.diagonal.device)
+        return noise * self.inverse(precision).sqrt()
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """`sum_cp log(H_cp + lambda)`."""
+        return (self.diagonal + precision).log().sum()
+
+    def mahalanobis(self, phi: Tensor) -> Tensor:
+        """`sqrt(sum_p phi_p^2 / B_pp)`: feature by feature, as the structure has no covariances."""
+        return (phi.square() @ mahalanobis_weights(self.feature_values)).sqrt()
+
+    def class_covariance(self, precision: float, output: int) -> Tensor:
+        """The output's own variances on a diagonal."""
+        return torch.diag(self.inverse(precision)[output])
+
+    def smallest_class_variance(self, precision: float) -> Tensor:
+        """`1 / (max_p H_cp + lambda)`."""
+        return self.inverse(precision).amin(1)
+
+    def divided(self, by: float) -> Self:
+        """The curvature divided by a number."""
+        return replace(self, diagonal=self.diagonal / by)

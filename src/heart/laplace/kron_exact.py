@@ -1,0 +1,100 @@
+r"""Kronecker factors with the prior added exactly, in their joint eigenbasis (laplace-torch's `kron`).
+
+The posterior precision has the eigenvalues :math:`N a_i b_j + \lambda`. It is not a Kronecker product any more: the covariance of the
+logits is diagonal in A's eigenbasis, with entries that depend on the datum,
+:math:`Q_A\, \mathrm{diag}_i\big(\sum_j (Q_B^\top \phi)_j^2 / (N a_i b_j + \lambda)\big)\, Q_A^\top`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from heart.laplace.base import Curvature, Precision, as_column, mahalanobis_weights, standard_normals
+from heart.laplace.kron import Kron, kron_eigensystem
+from heart.laplace.sums import Sums
+
+
+@dataclass(frozen=True)
+class KronExact(Kron):
+    """Kronecker factors with the prior added exactly in their joint eigenbasis."""
+
+    name = "kron-exact"
+
+    def solve(self, sums: Sums, scale: Tensor | None = None) -> Curvature:
+        """Eigendecompose both factors."""
+        return KronExactCurvature(**kron_eigensystem(sums, scale))
+
+
+@dataclass(frozen=True)
+class KronExactCurvature(Curvature):
+    """Precision eigenvalues `N a_i b_j + lambda`."""
+
+    count: int
+    feature_values: Tensor
+    feature_vectors: Tensor
+    class_values: Tensor
+    class_vectors: Tensor
+    visible: int
+
+    def inverse(self, precision: Precision) -> Tensor:
+        """Eigenvalues (..., C, P) of the posterior covariance."""
+        values = self.count * self.class_values[:, None] * self.feature_values
+        return 1 / (values + as_column(precision, values, 2))
+
+    def squares(self, phi: Tensor) -> Tensor:
+        """Squared coordinates (n, P) of the features in B's eigenbasis."""
+        return (phi @ self.feature_vectors).square()
+
+    def class_table(self, precision: Precision, *, centred: bool = False) -> Tensor:
+        """Weights (..., C, P) of the squared coordinates in each logit's variance."""
+        count = self.visible if centred else self.outputs
+        return self.class_vectors[:, :count].square() @ self.inverse(precision)[..., :count, :]
+
+    def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
+        """`sum_ij Q_A[c, i]^2 (Q_B' phi)_j^2 / (N a_i b_j + lambda)`."""
+        return self.squares(phi) @ self.class_table(precision, centred=centred).mT
+
+    def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
+        """`Q_A diag(s(phi)) Q_A'`."""
+        count = self.visible if centred else self.outputs
+        spread, vectors = self.squares(phi) @ self.inverse(precision)[:count].T, self.class_vectors[:, :count]
+        return (vectors * spread[:, None, :]) @ vectors.T
+
+    @property
+    def noise_size(self) -> int:
+        """One standard normal for each visible direction."""
+        return self.visible
+
+    def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
+        """`Q_A (sqrt(s(phi)) * noise)`."""
+        spread = (self.squares(phi) @ self.inverse(precision)[: self.visible].T).sqrt()
+        return (spread[:, None, :] * noise) @ self.class_vectors[:, : self.visible].T
+
+    def sample(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+        """Independent normals in the joint eigenbasis, rotated back."""
+        noise = standard_normals((count, self.outputs, self.features), generator).to(self.class_values.device)
+        return self.class_vectors @ (noise * self.inverse(precision).sqrt()) @ self.feature_vectors.T
+
+    def log_determinant(self, precision: Tensor) -> Tensor:
+        """`sum_ij log(N a_i b_j + lambda)`."""
+        return -self.inverse(precision).log().sum()
+
+    def mahalanobis(self, phi: Tensor) -> Tensor:
+        """`sqrt(phi' B^-1 phi)`."""
+        return (self.squares(phi) @ mahalanobis_weights(self.feature_values)).sqrt()
+
+    def class_covariance(self, precision: float, output: int) -> Tensor:
+        """`Q_B diag(table_c) Q_B'`."""
+        return (self.feature_vectors * self.class_table(precision)[output]) @ self.feature_vectors.T
+
+    def smallest_class_variance(self, precision: float) -> Tensor:
+        """The smallest entry of each output's table: its covariance is diagonal in B's eigenbasis."""
+        return self.class_table(precision).amin(1)
+
+    def divided(self, by: float) -> Self:
+        """The curvature divided by a number."""
+        return replace(self, class_values=self.class_values / by)

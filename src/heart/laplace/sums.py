@@ -1,0 +1,53 @@
+"""Sufficient statistics: named float64 tensors that add up over batches, processes and restarts.
+
+A fit makes one `Sums` per network. It is what a checkpoint holds, what processes add up and what `save` writes; the
+curvature, the distances and the noise of a regression are all solved from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over data. A tensor that is missing counts as zero, so `Sums()` is the neutral element of `+`."""
+
+    tensors: dict[str, Tensor]
+    count: int = 0
+    """Number of data N."""
+    log_likelihood: float | None = 0.0
+    """Log-likelihood of the labels, or None if there were none."""
+
+    def __add__(self, other: Sums) -> Sums:
+        merged = dict(self.tensors)
+        for name, tensor in other.tensors.items():
+            merged[name] = merged[name] + tensor if name in merged else tensor
+        return self._with(merged, other)
+
+    def __iadd__(self, other: Sums) -> Sums:  # noqa: PYI034
+        # In place: the fit owns its total, and a second C x C or P x P matrix per batch would be its largest cost.
+        for name, tensor in other.tensors.items():
+            if name in self.tensors:
+                self.tensors[name].add_(tensor)
+            else:
+                self.tensors[name] = tensor
+        return self._with(self.tensors, other)
+
+    def _with(self, tensors: dict[str, Tensor], other: Sums) -> Sums:
+        known = self.log_likelihood is not None and other.log_likelihood is not None
+        log_likelihood = (self.log_likelihood or 0.0) + (other.log_likelihood or 0.0) if known else None
+        return Sums(tensors, self.count + other.count, log_likelihood)
+
+    def scaled(self, share: float, count: int) -> Sums:
+        """The sums multiplied by `share`, as sums over `count` data."""
+        tensors = {name: share * tensor for name, tensor in self.tensors.items()}
+        return Sums(tensors, count, None if self.log_likelihood is None else share * self.log_likelihood)
+
+    def to(self, device: torch.device | str) -> Sums:
+        """The same sums on another device."""
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return Sums(tensors, self.count, self.log_likelihood)

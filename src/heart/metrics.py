@@ -1,0 +1,382 @@
+r"""Probabilities and labels in, numbers out. Pure functions over tensors; each is one definition.
+
+Scores of outliers are higher for what is more outlying, as everywhere in this package. Papers often write the same
+metrics for the confidence, in-distribution data being the positives; with score = -confidence the numbers are equal.
+Ties never depend on the order of the data.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from heart.errors import DataError, OptionError
+
+
+def accuracy(probs: Tensor, labels: Tensor) -> float:
+    """Share of data whose most probable class is the label."""
+    return float((probs.argmax(1) == labels).double().mean())
+
+
+def mean_confidence(probs: Tensor) -> float:
+    """Mean of the largest probability (MMC)."""
+    return float(probs.double().max(1).values.mean())
+
+
+def negative_log_likelihood(probs: Tensor, labels: Tensor) -> float:
+    """Mean of `-log p(label)`; a probability that underflowed to 0 counts as the smallest positive number."""
+    chosen = probs.gather(1, labels[:, None]).squeeze(1)
+    return float(-chosen.clamp_min(torch.finfo(probs.dtype).tiny).double().log().mean())
+
+
+def log_likelihood(probs: Tensor, labels: Tensor) -> float:
+    """Mean of `log p(label)`: the paper's LL, higher is better."""
+    return -negative_log_likelihood(probs, labels)
+
+
+def brier(probs: Tensor, labels: Tensor) -> float:
+    """Mean over data of `sum_c (p_c - 1[label = c])^2`, between 0 and 2."""
+    one_hot = torch.nn.functional.one_hot(labels, probs.shape[1])
+    return float((probs.double() - one_hot).square().sum(1).mean())
+
+
+def bin_confidences(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
+    """Sums over equal-width bins of the largest probability: (bins, 3) of count, confidence, and correct predictions.
+
+    Bins are closed on the right; every prediction is counted, those with confidence 1 in the last bin.
+    """
+    confidence, predicted = probs.double().max(1)
+    return bin_sums(confidence, predicted == labels, bins)
+
+
+def bin_index(confidence: Tensor, bins: int) -> Tensor:
+    """Which of the equal-width bins, closed on the right, each confidence lies in."""
+    return (torch.ceil(confidence * bins).long() - 1).clamp_(0, bins - 1)
+
+
+def bin_sums(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
+    """The same from confidences (..., n) in float64 and whether they were right: (..., bins, 3)."""
+    index = bin_index(confidence, bins)
+    sums = confidence.new_zeros(3, *confidence.shape[:-1], bins)
+    for total, values in zip(sums, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
+        total.scatter_add_(-1, index, values)
+    return sums.movedim(0, -1)
+
+
+def calibration_gap(binned: Tensor) -> float:
+    """Mean over predictions of |confidence - accuracy| within each bin, from `bin_confidences` sums."""
+    return float(calibration_gaps(binned))
+
+
+def calibration_gaps(binned: Tensor) -> Tensor:
+    """The same of several: (...) from sums (..., bins, 3)."""
+    return (binned[..., 1] - binned[..., 2]).abs().sum(-1) / binned[..., 0].sum(-1)
+
+
+def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """Expected calibration error of the largest probability (ECE), every prediction counted."""
+    return calibration_gap(bin_confidences(probs, labels, bins))
+
+
+def maximum_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """Largest |confidence - accuracy| of any bin (MCE); an empty bin counts as 0. Few predictions make it noisy."""
+    return largest_gap(bin_confidences(probs, labels, bins))
+
+
+def largest_gap(binned: Tensor) -> float:
+    """Largest |confidence - accuracy| of any bin, from `bin_confidences` sums; an empty bin counts as 0."""
+    return float(((binned[:, 1] - binned[:, 2]).abs() / binned[:, 0].clamp_min(1)).max())
+
+
+def bin_sums_legacy(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
+    """As `bin_sums` of confidences (n,), with bins closed on the left and without the last bin's predictions."""
+    # numpy's edges, not i / bins: they differ in the last bit, which decides for confidences on an edge.
+    edges = torch.from_numpy(np.linspace(0, 1, bins + 1)).to(confidence.device)
+    index = torch.bucketize(confidence, edges, right=True) - 1
+    values = torch.stack([torch.ones_like(confidence), confidence, correct.double()], dim=1)
+    kept = index < bins - 1
+    return values.new_zeros(bins, 3).index_add_(0, index[kept], values[kept])
+
+
+def _bin_legacy(probs: Tensor, labels: Tensor, bins: int) -> Tensor:
+    confidence, predicted = probs.double().max(1)
+    return bin_sums_legacy(confidence, predicted == labels, bins)
+
+
+def expected_calibration_error_legacy(probs: Tensor, labels: Tensor, bins: int = 100) -> float:
+    """ECE as the authors' scripts compute it, for comparison with published figures only; it is wrong.
+
+    Predictions in the last bin (confidence >= 0.99 with 100 bins) are left out, and the weights are those among the
+    rest: a network that is 99.5 % sure and always wrong there looks calibrated. Use `expected_calibration_error`.
+
+    Args:
+        probs: (n, C).
+        labels: (n,).
+        bins: equal-width bins, closed on the left.
+
+    Returns:
+        The error among predictions below the last bin; nan if there are none.
+    """
+    binned = _bin_legacy(probs, labels, bins)
+    return calibration_gap(binned) if binned[:, 0].sum() > 0 else float("nan")
+
+
+def maximum_calibration_error_legacy(probs: Tensor, labels: Tensor, bins: int = 100) -> float:
+    """MCE as the authors' scripts compute it: predictions with confidence >= 0.99 left out (see the legacy ECE)."""
+    binned = _bin_legacy(probs, labels, bins)
+    return largest_gap(binned) if binned[:, 0].sum() > 0 else float("nan")
+
+
+def adaptive_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """ECE over bins of equal counts (to within one) instead of equal widths: no bin is empty, none holds nearly all.
+
+    Predictions of equal confidence share their mean accuracy, so where a bin's edge falls among them does not matter.
+    """
+    confidence, predicted = probs.double().max(1)
+    confidence, correct = _tied(confidence, (predicted == labels).double())
+    gaps = [part.sum().abs() for part in torch.tensor_split(confidence - correct, bins)]
+    return float(torch.stack(gaps).sum() / len(confidence))
+
+
+def classwise_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """Mean over classes of the ECE of that class's probability, most probable or not (Kull et al., 2019)."""
+    exact = probs.double()
+    hits = torch.nn.functional.one_hot(labels, probs.shape[1])
+    index = (torch.ceil(exact * bins).long() - 1).clamp(0, bins - 1)
+    index = index + bins * torch.arange(probs.shape[1], device=probs.device)
+    gaps = exact.new_zeros(bins * probs.shape[1]).index_add_(0, index.flatten(), (exact - hits).flatten())
+    return float(gaps.abs().sum() / exact.numel())
+
+
+def _tied(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    # Both in ascending order of the keys, the values of equal keys replaced by their mean.
+    distinct, inverse, counts = torch.unique(keys, return_inverse=True, return_counts=True)
+    means = values.new_zeros(len(distinct)).index_add_(0, inverse, values) / counts
+    return distinct.repeat_interleave(counts), means.repeat_interleave(counts)
+
+
+def risk_coverage_curve(uncertainty: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    """What the error rate would be if only the least uncertain predictions were made.
+
+    Predictions of equal uncertainty are accepted in random order: the curve is the mean over these orders.
+
+    Args:
+        uncertainty: (n,), such as `1 - probs.amax(1)` or an outlier score; the highest are refused first.
+        correct: (n,), whether each prediction is right.
+
+    Returns:
+        Coverage (n,): 1/n, 2/n, ..., 1; and the error rate (n,) among that share of the predictions.
+    """
+    if uncertainty.shape != correct.shape or uncertainty.ndim != 1 or len(correct) == 0 or uncertainty.isnan().any():
+        raise DataError(
+            f"risk and coverage need one uncertainty per prediction, none of them nan; got {tuple(uncertainty.shape)} "
+            f"uncertainties ({int(uncertainty.isnan().sum())} nan) for {tuple(correct.shape)} predictions."
+        )
+    _, wrong = _tied(uncertainty.double(), 1 - correct.double())
+    accepted = torch.arange(1, len(wrong) + 1, device=wrong.device, dtype=torch.float64)
+    return accepted / len(wrong), wrong.cumsum(0) / accepted
+
+
+def selective_risk(uncertainty: Tensor, correct: Tensor, coverage: float = 0.8) -> float:
+    """Error rate among the least uncertain share of the predictions; see `risk_coverage_curve`.
+
+    Args:
+        uncertainty: (n,), higher is refused first.
+        correct: (n,), whether each prediction is right.
+        coverage: share of the predictions that must be made, above 0 and at most 1; rounded up to whole predictions.
+
+    Returns:
+        Between 0 and 1.
+    """
+    if not 0 < coverage <= 1:
+        raise OptionError(
+            f"coverage must be above 0 and at most 1 (the share of predictions to make), got {coverage!r}."
+        )
+    covered, risk = risk_coverage_curve(uncertainty, correct)
+    # The tolerance keeps 7 * 0.1, which is 0.7000000000000001, at 7 predictions of 10.
+    return float(risk[int((covered < coverage - 1e-12).sum())])
+
+
+def area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
+    """Mean of the risk-coverage curve (AURC; Geifman et al., 2019): 0 is best, random refusal gives the error rate."""
+    return float(risk_coverage_curve(uncertainty, correct)[1].mean())
+
+
+def excess_area_under_risk_coverage(uncertainty: Tensor, correct: Tensor) -> float:
+    """AURC less what it would be if all wrong predictions were refused first (E-AURC; Geifman et al., 2019).
+
+    The AURC of a better classifier is lower however it orders its predictions; what remains here is the order alone: 0 is best.
+    """
+    wrong = len(correct) - int((correct != 0).sum())
+    return area_under_risk_coverage(uncertainty, correct) - least_area_under_risk_coverage(len(correct), wrong)
+
+
+def least_area_under_risk_coverage(count: int, wrong: int) -> float:
+    """The lowest AURC that `count` predictions can have of which so many are wrong: these are refused first."""
+    accepted = torch.arange(count - wrong + 1, count + 1, dtype=torch.float64)
+    return float((1 - (count - wrong) / accepted).sum() / count)
+
+
+def check_scores(inlier_scores: Tensor, outlier_scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores in float64."""
+    for name, scores in (("inlier", inlier_scores), ("outlier", outlier_scores)):
+        if scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
+            raise DataError(
+                f"{name}_scores must hold one number per input, at least one and none nan; "
+                f"got shape {tuple(scores.shape)} with {int(scores.isnan().sum())} nan."
+            )
+    return inlier_scores.double(), outlier_scores.double()
+
+
+def auroc(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
+    """Probability that an outlier scores higher than an inlier, ties counting half. Higher score = more outlying."""
+    scores = torch.cat(check_scores(inlier_scores, outlier_scores))
+    _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    # Mean rank of tied values: those below, plus half of those tied.
+    ranks = (counts.cumsum(0) - counts).double() + (counts.double() + 1) / 2
+    inliers, outliers = len(inlier_scores), len(outlier_scores)
+    rank_sum = ranks[inverse][inliers:].sum()
+    return float((rank_sum - outliers * (outliers + 1) / 2) / (inliers * outliers))
+
+
+def _average_precision(positives: Tensor, negatives: Tensor) -> float:
+    # Sum over thresholds of the step in recall times the precision, positives scoring high; no interpolation.
+    scores = torch.cat([positives, negatives])
+    _, inverse = torch.unique(-scores, return_inverse=True)
+    true = torch.bincount(inverse[: len(positives)], minlength=int(inverse.max()) + 1).double()
+    all_counts = torch.bincount(inverse).double()
+    return float((true * true.cumsum(0) / all_counts.cumsum(0)).sum() / len(positives))
+
+
+def _by_label(probs: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    # For each label the probabilities of yes where it is wrong and where it is right; missing labels (NaN, -100) are
+    # left out.
+    if probs.ndim != 2 or labels.shape != probs.shape:
+        raise DataError(
+            f"labels that are yes or no need a probability (n, C) each; got {tuple(probs.shape)} and {tuple(labels.shape)}."
+        )
+    truth, exact = labels.double(), probs.double()
+    return [
+        (column[answer == 0], column[answer == 1])
+        for column, answer in zip(exact.unbind(1), truth.unbind(1), strict=True)
+    ]
+
+
+def auroc_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
+    """Area under the ROC curve of each label: how often yes is more probable where it is right than where it is not.
+
+    Args:
+        probs: (n, C), of yes.
+        labels: (n, C), 0 or 1; NaN or -100 where one is missing.
+
+    Returns:
+        (C,) in float64; nan for a label that is always yes or always no. The mean over labels is the macro average.
+    """
+    pairs = _by_label(probs, labels)
+    return torch.tensor(
+        [auroc(no, yes) if len(no) and len(yes) else math.nan for no, yes in pairs], dtype=torch.float64
+    )
+
+
+def average_precision_of_labels(probs: Tensor, labels: Tensor) -> Tensor:
+    """Average precision of each label: the mean of the precision over the steps of recall, without interpolation.
+
+    Args:
+        probs: (n, C), of yes.
+        labels: (n, C), 0 or 1; NaN or -100 where one is missing.
+
+    Returns:
+        (C,) in float64; nan for a label that is never yes. It depends on how rare yes is.
+    """
+    pairs = _by_label(probs, labels)
+    return torch.tensor(
+        [_average_precision(yes, no) if len(yes) else math.nan for no, yes in pairs], dtype=torch.float64
+    )
+
+
+def calibration_error_of_labels(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
+    """Calibration error of each label: mean |probability of yes - share of yes| over equal-width bins of that probability.
+
+    Args:
+        probs: (n, C), of yes.
+        labels: (n, C), 0 or 1; NaN or -100 where one is missing.
+        bins: equal-width, closed on the right.
+
+    Returns:
+        (C,) in float64; nan where every label is missing.
+    """
+    found = []
+    for no, yes in _by_label(probs, labels):
+        said, right = torch.cat([no, yes]), torch.cat([torch.zeros_like(no), torch.ones_like(yes)])
+        found.append(calibration_gap(bin_sums(said, right, bins)) if len(said) else math.nan)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def aupr_in(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
+    """Average precision of finding the inliers by low scores. It depends on the share of outliers, unlike AUROC."""
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
+    return _average_precision(-inliers, -outliers)
+
+
+def aupr_out(inlier_scores: Tensor, outlier_scores: Tensor) -> float:
+    """Average precision of finding the outliers by high scores. It depends on the share of outliers, unlike AUROC."""
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
+    return _average_precision(outliers, inliers)
+
+
+def fpr_at_tpr(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
+    """Share of outliers taken for inliers when `tpr` of the inliers pass (FPR95).
+
+    The positives are the inliers, as in the paper: an input passes if its score is at most the `tpr` quantile of the
+    inliers' scores (linear between two of them), which is the 5th percentile of their confidence. Some packages take
+    the outliers as positives instead: that is another number, `fpr_at_tpr_out`.
+
+    Args:
+        inlier_scores: (n,), higher = more outlying.
+        outlier_scores: (m,).
+        tpr: share of inliers that should pass.
+
+    Returns:
+        Between 0 and 1; 0 is best. `OptionError` if tpr is not between 0 and 1.
+    """
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
+    return float((outliers <= passing_threshold(inliers, tpr)).double().mean())
+
+
+def fpr_at_tpr_out(inlier_scores: Tensor, outlier_scores: Tensor, tpr: float = 0.95) -> float:
+    """Share of inliers taken for outliers when at least `tpr` of the outliers are found, the outliers being the positives.
+
+    OpenOOD's FPR@95: the threshold is the highest outlier's score at or above which that share of them lies, without
+    interpolation.
+
+    Args:
+        inlier_scores: (n,), higher = more outlying.
+        outlier_scores: (m,).
+        tpr: share of outliers that must be found, above 0 and at most 1.
+
+    Returns:
+        Between 0 and 1; 0 is best.
+    """
+    inliers, outliers = check_scores(inlier_scores, outlier_scores)
+    if not 0 < tpr <= 1:
+        raise OptionError(f"tpr must be above 0 and at most 1 (the share of outliers to find), got {tpr!r}.")
+    # The tolerance keeps 0.07 of 100, which is 7.000000000000001, at 7.
+    found = math.ceil(tpr * len(outliers) - 1e-12 * len(outliers))
+    threshold = outliers.sort(descending=True).values[max(found, 1) - 1]
+    return float((inliers >= threshold).double().mean())
+
+
+def passing_threshold(inliers: Tensor, tpr: float) -> Tensor:
+    """The score up to which inputs pass if `tpr` of the inliers should: a quantile of their scores (n,)."""
+    if not 0 <= tpr <= 1:
+        raise OptionError(f"tpr must be between 0 and 1 (the share of inliers that pass), got {tpr!r}.")
+    ordered, position = inliers.sort().values, tpr * (len(inliers) - 1)
+    if abs(position - round(position)) < 1e-12 * len(inliers):  # 0.57 of 100 is 57, not 56.99999999999999
+        position = round(position)
+    below, above = ordered[int(position)], ordered[min(int(position) + 1, len(ordered) - 1)]
+    share = position - int(position)
+    # Equal neighbours are not averaged: rounding must not move the threshold off a tie, nor infinities cancel.
+    return below if share == 0 or below == above else (1 - share) * below + share * above

@@ -1,0 +1,221 @@
+"""A mixture of predictors: anything that maps inputs to probabilities, averaged with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from heart.distributed import Team
+from heart.errors import DataError, OptionError
+from heart.likelihoods import CATEGORICAL, DiscreteLikelihood, Gaussian, Likelihood, as_likelihood
+from heart.likelihoods.base import mixed
+from heart.network import Inputs, as_batch, batch_count, evaluating, one_batch, peek
+from heart.numerics import seed_from
+from heart.options import one_of
+from heart.outliers import max_probability_score
+from heart.prediction import Prediction, RegressionPrediction
+from heart.uncertainty import mutual_information
+from heart.weights import check_weights, uniform_weights
+
+KEPT_BYTES = 2**28
+"""Memory that the unread fields of a prediction may hold. The fields of further batches are computed at once."""
+
+
+class Predictor(Protocol):
+    """Anything that maps a batch of inputs to probabilities (n, C)."""
+
+    def __call__(self, inputs: Any, /) -> Any:
+        """Probabilities (n, C)."""
+
+
+class Mixture(nn.Module):
+    """A weighted average of predictors: deep ensembles, MultiSWAG, or any mix, objects of other libraries included.
+
+    Args:
+        predictors: callables from inputs to probabilities (n, C); modules among them are registered.
+        weights: "uniform", or K non-negative numbers that sum to 1.
+        likelihood: what is predicted, by name or as an object; None takes the members' own, or "categorical".
+    """
+
+    def __init__(
+        self,
+        predictors: Sequence[Predictor],
+        weights: str | Sequence[float] | Tensor = "uniform",
+        *,
+        likelihood: str | Likelihood | None = None,
+    ) -> None:
+        super().__init__()
+        members = tuple(predictors) if isinstance(predictors, Iterable) else ()
+        if not members or not all(callable(member) for member in members):
+            raise OptionError("predictors: expected a list of at least one callable from inputs to probabilities.")
+        if isinstance(weights, str):
+            one_of(weights, ("uniform",), "weights", "numbers that sum to 1, one for each member")
+        self.predictors = members
+        for index, member in enumerate(members):
+            if isinstance(member, nn.Module):
+                self.add_module(f"predictor_{index}", member)
+        count = len(members)
+        self.weights = uniform_weights(count) if isinstance(weights, str) else check_weights(weights, count)
+        self._likelihood = _common_likelihood(members) if likelihood is None else as_likelihood(likelihood)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What is predicted."""
+        return self._likelihood
+
+    def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
+        """Probabilities (n, C), or means (n, D); the generator is for members that draw."""
+        return mixed(self.weights, self._member_outputs(one_batch(inputs), seed_from(generator)))
+
+    def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
+        def run(member: Predictor) -> Any:
+            if seed is None or not isinstance(member, Mixture):
+                return member(inputs)
+            return member(inputs, generator=torch.Generator("cpu").manual_seed(seed))
+
+        modules = [predictor for predictor in self.predictors if isinstance(predictor, nn.Module)]
+        with evaluating(*modules), torch.no_grad():
+            members = [
+                # Members of this library return probabilities; of others this is checked.
+                run(member) if isinstance(member, Mixture) else _checked(index, run(member), self.likelihood)
+                for index, member in enumerate(self.predictors)
+            ]
+        shapes = [tuple(probs.shape) for probs in members]
+        if any(shape != shapes[0] for shape in shapes):
+            raise DataError(f"expected outputs of the same shape from every predictor, got {shapes}.")
+        return members
+
+    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
+        if isinstance(self.likelihood, Gaussian):
+            return self._predict_regression(self.likelihood, inputs, seed, place)
+        assert isinstance(self.likelihood, DiscreteLikelihood)
+        members = torch.stack(self._member_outputs(inputs, seed))
+        probs = mixed(self.weights, list(members))
+        return Prediction(
+            {
+                "probs": probs,
+                "mutual_information": mutual_information(members, self.weights, self.likelihood),
+                "ood_score": max_probability_score(probs, self.likelihood),
+            },
+            likelihood=self.likelihood,
+        )
+
+    def _predict_regression(
+        self, likelihood: Gaussian, inputs: Inputs, seed: int | None, place: str
+    ) -> RegressionPrediction:
+        mixtures = [member for member in self.predictors if isinstance(member, Mixture)]
+        if mixtures and len(mixtures) < len(self.predictors):
+            raise OptionError(
+                "some predictors return means alone and others distributions, whose spread a mixture of means would drop. Wrap the "
+                "former: mola.ensemble(network, likelihood=mola.likelihoods.Gaussian(noise=...))."
+            )
+        if mixtures:
+            parts = [member._predict_batch(inputs, seed, place) for member in mixtures]
+            return RegressionPrediction.mixed(parts, self.weights)
+        return RegressionPrediction.of_means(torch.stack(self._member_outputs(inputs, seed)), self.weights, likelihood)
+
+    def predict_batches(
+        self, inputs: Any, *, generator: torch.Generator | None = None, progress: bool = False
+    ) -> Iterator[Any]:
+        """Predict batch by batch, in bounded memory; arguments as for `predict`."""
+        seed = seed_from(generator)
+        for place, batch in _batches(inputs, progress=progress):
+            yield self._predict_batch(batch, seed, place).cpu()
+
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+        team: Team | None = None,
+    ) -> Any:
+        """Probabilities and uncertainty of one batch, or of all batches of a loader.
+
+        Args:
+            inputs: one batch (a tensor, a tuple of positional or a mapping of keyword arguments of the networks), or an iterable of
+                batches, whose labels are ignored.
+            generator: source of randomness for links that draw; None uses the link's own seed.
+            progress: show a progress bar on stderr, if that is a terminal.
+            team: processes that predict together, each with its own shard; every process gets all predictions, in the order of the
+                ranks.
+
+        Returns:
+            A `Prediction`, or a `RegressionPrediction`, in main memory.
+        """
+        kind: Any = Prediction if self.likelihood.discrete else RegressionPrediction
+        if team is not None and team.size > 1:
+            seed = seed_from(generator)
+            parts = [
+                self._predict_batch(batch, seed, place).cpu().computed()
+                for place, batch in _batches(inputs, progress=progress, required=False)
+            ]
+            return kind.gather(parts, team)
+        parts, held = [], 0
+        for part in self.predict_batches(inputs, generator=generator, progress=progress):
+            held += part.held_bytes
+            parts.append(part if held <= KEPT_BYTES else part.computed())
+        return kind.concatenate(parts)
+
+    def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
+        """Probabilities (n, C) as a NumPy array, of a NumPy array or anything that `predict` takes."""
+        if not self.likelihood.discrete:
+            raise OptionError("a regression has no class probabilities: use predict(inputs), with mean, interval(0.9) and log_prob.")
+        if isinstance(inputs, np.ndarray):
+            # A copy in native byte order: arrays may be read-only or foreign, which torch does not accept.
+            native = np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C")
+            if native.dtype.kind not in "biufc":
+                raise DataError(f"expected a numeric array, got {native.dtype}. Convert it, as with array.astype(float).")
+            given, parameter = torch.from_numpy(native), next(self.parameters(), None)
+            inputs = given.to(parameter.dtype) if parameter is not None and given.is_floating_point() else given
+        return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()
+
+
+def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[tuple[str, Inputs]]:
+    # A tensor, tuple or mapping is one batch; anything else is an iterable of batches, whose labels are dropped.
+    if isinstance(inputs, (Tensor, tuple, dict)) or hasattr(inputs, "keys"):
+        yield "the inputs", one_batch(inputs)
+        return
+    if required:
+        _, inputs_again = peek(inputs, "prediction loader")
+    else:
+        inputs_again = iter(inputs)
+    bar = tqdm(inputs_again, desc="predict", total=batch_count(inputs), disable=None if progress else True, leave=False)
+    for index, raw in enumerate(bar):
+        place = f"batch {index} of the prediction loader"
+        yield place, as_batch(raw, place).inputs
+
+
+def _common_likelihood(members: Sequence[Any]) -> Likelihood:
+    known = [found for one in members if isinstance(found := getattr(one, "likelihood", None), Likelihood)]
+    if any(one.name != known[0].name for one in known):
+        names = ", ".join(dict.fromkeys(repr(one.name) for one in known))
+        raise OptionError(f"predictors: expected members of the same likelihood, got {names}.")
+    return known[0] if known else CATEGORICAL
+
+
+def _checked(index: int, output: Any, likelihood: Likelihood) -> Tensor:
+    place, remedy = f"predictors[{index}]", "Wrap networks that return logits in mola.ensemble or mola.fit."
+    try:
+        # A copy: NumPy arrays may be read-only or run backwards, which torch does not accept.
+        probs = output.detach() if isinstance(output, Tensor) else torch.tensor(np.array(output))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{place}: expected probabilities (n, C), got {type(output).__name__}.") from error
+    if probs.dim() != 2 or not probs.is_floating_point():
+        raise DataError(f"{place}: expected probabilities (n, C), got {probs.dtype} of shape {tuple(probs.shape)}.")
+    if not likelihood.discrete or not len(probs):
+        return probs
+    if bool(((probs < 0) | (probs > 1 + 1e-2)).any()):
+        raise DataError(
+            f"{place}: probabilities must lie between 0 and 1, got values from {float(probs.min()):.3g} to "
+            f"{float(probs.max()):.3g}. {remedy}"
+        )
+    gap = float((probs.sum(1) - 1).abs().max())
+    if isinstance(likelihood, DiscreteLikelihood) and likelihood.mutually_exclusive and not gap < 1e-2:
+        raise DataError(f"{place}: rows must sum to 1, got sums up to {gap:.3g} away from it. {remedy}")
+    return probs

@@ -1,0 +1,135 @@
+r"""Mixtures of normal distributions: density, distribution function, quantiles, and how far off a sample is (CRPS).
+
+.. math:: p(y) = \sum_k \pi_k\, \mathcal N(y; m_k, v_k), \qquad F(y) = \sum_k \pi_k\, \Phi\big((y - m_k) / \sqrt{v_k}\big).
+
+Means and variances are tensors (K, ...), with the components first; weights are (K,). All is computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from heart.numerics import to_float64
+
+HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
+
+STEPS = 200
+"""Of Newton's method or bisection, at most: bisection alone narrows an interval to rounding in fewer."""
+
+PRECISE = 4 * torch.finfo(torch.float64).eps
+"""Relative width of an interval in which float64 tells no more numbers apart."""
+
+
+def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # In float64, the weights as (K, 1, ..., 1), and deviations in place of variances.
+    means, deviations = to_float64(means), to_float64(variances).sqrt()
+    return to_float64(weights).to(means.device).view(-1, *[1] * (means.dim() - 1)), means, deviations
+
+
+def normal_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
+    """Logarithm of one normal distribution's density."""
+    return -0.5 * ((targets - mean).square() / variance + variance.log()) - HALF_LOG_TAU
+
+
+def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor, *, joint: bool = False) -> Tensor:
+    """Logarithm of the mixture's density.
+
+    Args:
+        weights: (K,).
+        means: (K, n, D).
+        variances: (K, n, D).
+        targets: (n, D).
+        joint: of all D outputs together, which are independent in each component; otherwise of each alone.
+
+    Returns:
+        (n, D), or (n,) with `joint`.
+    """
+    shares, means, deviations = _lifted(weights, means, variances)
+    each = normal_log_density(means, deviations.square(), to_float64(targets).to(means.device))
+    if joint:
+        each, shares = each.sum(-1), shares.squeeze(-1)
+    return torch.logsumexp(each + shares.log(), dim=0)
+
+
+def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Tensor:
+    """Probability that a draw is at most `values`.
+
+    Args:
+        weights: (K,).
+        means: (K, ...).
+        variances: (K, ...).
+        values: (...), or what broadcasts with it.
+
+    Returns:
+        (...)
+    """
+    shares, means, deviations = _lifted(weights, means, variances)
+    return (shares * torch.special.ndtr((to_float64(values).to(means.device) - means) / deviations)).sum(0)
+
+
+def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) -> Tensor:
+    """The value that a draw stays below with probability `level`: Newton's method, kept inside an interval that shrinks.
+
+    The quantile of a mixture lies between the smallest and the largest of its components' own. A step that leaves the interval is
+    replaced by its middle: in the gap between two far components the density is 0, and Newton's method is lost.
+
+    Args:
+        weights: (K,).
+        means: (K, ...).
+        variances: (K, ...).
+        level: between 0 and 1, both excluded.
+
+    Returns:
+        (...) in float64, to its rounding.
+    """
+    if level > 0.5:  # where F is near 1 it has no digits left; its mirror image has
+        return -quantile(weights, -means, variances, 1 - level)
+    shares, means, deviations = _lifted(weights, means, variances)
+    known = to_float64(weights).to(means.device) > 0
+    own = (means + deviations * torch.special.ndtri(means.new_tensor(level)))[known]
+    low, high = own.amin(0), own.amax(0)
+    shares, means, deviations = shares[known], means[known], deviations[known]
+    found = (low + high) / 2
+    size = torch.maximum(low.abs(), high.abs())
+    for count in range(STEPS):
+        scaled = (found - means) / deviations
+        gap = (shares * torch.special.ndtr(scaled)).sum(0) - level
+        density = (shares * torch.exp(-0.5 * scaled.square()) / deviations).sum(0) / math.sqrt(2 * math.pi)
+        low, high = torch.where(gap <= 0, found, low), torch.where(gap >= 0, found, high)
+        step = torch.where(density > 0, gap / density, math.inf)
+        if bool(((step.abs() <= PRECISE * size) | (high - low <= PRECISE * size)).all()):
+            break
+        moved, middle = found - step, (low + high) / 2
+        # Every third time the middle, whatever Newton's method says: where the density is flat it may creep.
+        newton = (moved >= low) & (moved <= high) & (count % 3 < 2)
+        found = torch.where(newton, moved, middle)
+    return found
+
+
+def crps(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor) -> Tensor:
+    r"""Continuous ranked probability score of targets, the integral of :math:`(F(t) - 1[t \ge y])^2`.
+
+    Args:
+        weights: (K,).
+        means: (K, n, D).
+        variances: (K, n, D).
+        targets: (n, D).
+
+    Returns:
+        (n, D), in the targets' units: lower is better, and of one point it is the absolute error.
+    """
+    shares, means, deviations = _lifted(weights, means, variances)
+    distance = (shares * _mean_distance(to_float64(targets).to(means.device) - means, deviations)).sum(0)
+    spread = torch.zeros_like(distance)
+    for share, mean, deviation in zip(shares, means, deviations, strict=True):
+        spread += share * (shares * _mean_distance(mean - means, torch.hypot(deviation, deviations))).sum(0)
+    return distance - spread / 2
+
+
+def _mean_distance(mean: Tensor, deviation: Tensor) -> Tensor:
+    scaled = mean / deviation
+    density = torch.exp(-0.5 * scaled.square()) / math.sqrt(2 * math.pi)
+    return deviation * (2 * density + scaled * (2 * torch.special.ndtr(scaled) - 1))

@@ -1,0 +1,70 @@
+"""Numerical conventions: the head computes in float64, and one seed per call drives whatever is drawn.
+
+Devices without float64 (mps) hand their rows to the CPU. A generator becomes one seed, so that every batch and every component draws
+the same numbers and a prediction does not depend on its batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heart.errors import OptionError
+
+SOBOL_DIMENSIONS = 4096
+"""Dimensions of a point that come from Sobol's sequence; in further ones the gain is lost and the table takes long to make."""
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Where float64 tensors that belong to a device are kept: on the CPU if the device has no float64."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """Move and convert to float64. In this order: a device without float64 cannot convert."""
+    return tensor.to(float64_device(tensor.device)).double()
+
+
+def sobol_normals(count: int, size: int, seed: int) -> Tensor:
+    """Standard normals (count, size) that fill space more evenly than random ones: a scrambled Sobol sequence.
+
+    A mean over them has the same expectation as over random ones, and a smaller error where few dimensions matter. `count` is a power
+    of two.
+    """
+    even = min(size, SOBOL_DIMENSIONS)
+    engine = torch.quasirandom.SobolEngine(even, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
+    smallest = torch.finfo(torch.float64).eps
+    points = engine.draw(count, dtype=torch.float64)
+    points[0] = points[0].float()  # torch draws the first point in its default type, which a user may have changed
+    normals = torch.special.ndtri(points.clamp(smallest, 1 - smallest))
+    if size == even:
+        return normals
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.cat([normals, torch.randn(count, size - even, generator=generator, dtype=torch.float64)], dim=1)
+
+
+def seed_from(generator: torch.Generator | None) -> int | None:
+    """Draw one seed from a generator on the CPU; None without a generator."""
+    if generator is None:
+        return None
+    check_generator(generator)
+    return int(torch.randint(2**62, (), generator=generator))
+
+
+def check_generator(generator: torch.Generator | None) -> None:
+    """Raise `OptionError` unless it is None or a generator on the CPU."""
+    if generator is not None and not isinstance(getattr(generator, "device", None), torch.device):
+        raise OptionError(
+            f"generator must be a torch.Generator or None, got {generator!r}. Make one with torch.Generator().manual_seed(0)."
+        )
+    if generator is not None and generator.device.type != "cpu":
+        raise OptionError(
+            f"generator must be on the CPU, so that draws are the same on every device; got {generator.device}."
+        )
+
+
+def check_seed(seed: int) -> int:
+    """Return the seed, or raise `OptionError` unless it is an integer from 0 to 2^63 - 1."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise OptionError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}.")
+    return seed

@@ -1,0 +1,90 @@
+"""Options as users give them. Names and numbers are read once, here, and everything after works with what they mean."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from numbers import Integral, Real
+from typing import TypeVar
+
+from heart.errors import OptionError
+
+__all__ = ["counted", "did_you_mean", "is_real", "one_of", "resolve", "whole_number"]
+
+Kind = TypeVar("Kind")
+
+
+def resolve(value: str | Kind, kind: type[Kind], known: Mapping[str, type[Kind]], argument: str) -> Kind:
+    """The object of that name with its default settings, or the object itself.
+
+    Args:
+        value: a name, or an object.
+        kind: what the object must be.
+        known: classes by name.
+        argument: what the option is called, for the message.
+
+    Returns:
+        An object of that kind; `OptionError` if this is neither, with the known names.
+    """
+    if isinstance(value, kind):
+        return value
+    return known[one_of(value, known, argument, f"a {kind.__name__} object")]()
+
+
+def one_of(name: object, known: Collection[str], argument: str, otherwise: str | None = None) -> str:
+    """The name itself, if it is known.
+
+    Args:
+        name: what was asked for.
+        known: what there is.
+        argument: what the option is called, for the message.
+        otherwise: what else than a name would do.
+
+    Returns:
+        The name.
+
+    Raises:
+        OptionError: listing the known names, with the nearest one.
+    """
+    if isinstance(name, str) and name in known:
+        return name
+    names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))
+    more = "" if otherwise is None else f", or {otherwise}"
+    message = f"{argument} must be {names}{more}; got {name!r}.{did_you_mean(name, known)}"
+    raise OptionError(message)
+
+
+def did_you_mean(name: object, known: Collection[str]) -> str:
+    """The known name that is spelt most alike, as a question after a message; nothing if none is."""
+    near = difflib.get_close_matches(name.lower(), known, 1) if isinstance(name, str) else []
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """A number with its noun, "1 network" or "3 networks"; `many` where it is not formed with an s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def is_real(value: object) -> bool:
+    """Whether it is a number, numpy's included, and no truth value."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def whole_number(value: object, argument: str, least: int = 1) -> int:
+    """A count.
+
+    Args:
+        value: what the user gave, also a number of numpy's.
+        argument: name of the argument, for the message.
+        least: smallest value allowed.
+
+    Returns:
+        The number.
+
+    Raises:
+        OptionError: if it is not a whole number, or is smaller.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        message = f"{argument} must be a whole number of at least {least}, got {value!r}."
+        raise OptionError(message)
+    return int(value)

@@ -1,0 +1,809 @@
+"""The mixture of Laplace approximations. MAP, deep ensembles, last-layer Laplace and MoLA are all one class.
+
+A `Component` is one network with the Laplace approximation of its last layer; without one it is a member of a plain ensemble. `MoLA` mixes
+K of them. Posteriors are values: `tune`, `reweight` and `with_*` return new ones that share the networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from heart import bounds
+from heart.distributed import Team
+from heart.errors import DataError, OptionError, located
+from heart.laplace import ClassDistance, Curvature, LastLayerSpread, Structure, Sums, check_precision
+from heart.likelihoods import DiscreteLikelihood, Gaussian, Likelihood, Predictive
+from heart.links import Link, as_link
+from heart.mixture import Mixture
+from heart.network import Captured, Head, Inputs, Layout, capture, check_finite, check_logits, evaluating, one_batch
+from heart.numerics import check_generator, seed_from, to_float64
+from heart.options import counted, whole_number
+from heart.outliers import (
+    COMBINED,
+    DISTANCE,
+    FAR_FIELD,
+    MAX_PROBABILITY,
+    NORM,
+    VARIANCE,
+    energies,
+    far_field_score,
+    max_probability_score,
+    outlier_score,
+)
+from heart.prediction import Prediction, RegressionPrediction, disagreement
+from heart.scaling import FeatureScale, LogitScaling, Reference
+from heart.tuning.held_out import HeldOut, read_held_out
+from heart.tuning.rules import Rule, Tuning, as_rule
+from heart.uncertainty import entropy, epistemic_share
+from heart.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
+
+ROW_NUMBERS = 2**21
+"""Numbers per component that one chunk of rows may hold: 16 MB in float64."""
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """What one pass over the training data leaves of a network's last layer."""
+
+    structure: Structure
+    sums: Sums
+    weights: Tensor
+    """Trained weights (C, P) in float64, the posterior's mean; the bias is the last column."""
+    curvature: Curvature
+    distance: ClassDistance | None
+    """Distances from the training classes; None if they were not summed."""
+
+    @staticmethod
+    def solve(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
+        """Solve the eigenproblems of the sums. `weights` (C, P) are those of all outputs."""
+        uncertain = likelihood.uncertain(weights)
+        curvature = structure.solve(sums, likelihood.output_scale(len(uncertain)))
+        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.solve(sums))
+
+    def to(self, device: torch.device) -> LastLayer:
+        """The same on another device."""
+        distance = None if self.distance is None else self.distance.to(device)
+        return replace(self, weights=self.weights.to(device), curvature=self.curvature.to(device), distance=distance)
+
+
+class Component(nn.Module):
+    """One network with a Laplace approximation of its last layer at one prior precision.
+
+    Args:
+        network: the trained network, shared and never changed.
+        head: its last linear layer; None in a plain ensemble.
+        layer: its Laplace approximation; None in a plain ensemble.
+        prior_precision: lambda.
+        likelihood: what the outputs mean.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        head: Head | None,
+        layer: LastLayer | None,
+        prior_precision: float,
+        likelihood: Likelihood,
+    ) -> None:
+        super().__init__()
+        self.network, self.head, self.layer, self.likelihood = network, head, layer, likelihood
+        self.prior_precision = check_precision(prior_precision)
+
+    def at(self, prior_precision: float) -> Component:
+        """The same network at another prior precision."""
+        return Component(self.network, self.head, self.layer, prior_precision, self.likelihood)
+
+    def noise_scaled(self, factor: float) -> Component:
+        """The same regression network with its noise multiplied by a factor."""
+        layer, likelihood = self.layer, self.likelihood
+        if layer is None or factor == 1:
+            return self
+        assert isinstance(likelihood, Gaussian)
+        scaled = replace(layer, curvature=layer.curvature.divided(factor**2))
+        likelihood = likelihood.noise_scaled(factor, len(layer.weights))
+        return Component(self.network, self.head, scaled, self.prior_precision, likelihood)
+
+    def with_likelihood(self, likelihood: Likelihood) -> Component:
+        """The same network and sums under a likelihood with other settings, such as another noise."""
+        layer = self.layer
+        if layer is not None:
+            curvature = layer.structure.solve(layer.sums, likelihood.output_scale(len(layer.weights)))
+            layer = replace(layer, curvature=curvature)
+        return Component(self.network, self.head, layer, self.prior_precision, likelihood)
+
+    def on(self, device: torch.device) -> LastLayer | None:
+        """The last layer on a device: the owner of the network may have moved it."""
+        if self.layer is not None and self.layer.weights.device != device:
+            self.layer = self.layer.to(device)
+        return self.layer
+
+    def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> LastLayerSpread | None:
+        """How the logits spread at features (n, P); None without a Laplace approximation."""
+        layer = self.on(phi.device)
+        if layer is None:
+            return None
+        return LastLayerSpread(layer.curvature, phi, self.prior_precision if precision is None else precision)
+
+    def require_layer(self, what: str) -> LastLayer:
+        """The Laplace approximation, or `OptionError` naming what it is needed for."""
+        if self.layer is None:
+            raise OptionError(
+                f"{what} needs a Laplace approximation, and a plain ensemble has none. Use mola.fit(networks, train_loader)."
+            )
+        return self.layer
+
+    def log_evidence(self, precision: Tensor) -> Tensor:
+        r"""Log marginal likelihood of the training labels at a prior precision; differentiable in it.
+
+        .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|\theta\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
+        """
+        layer = self.require_layer("the log evidence")
+        log_likelihood = self.likelihood.total_log_likelihood(layer.sums)
+        if log_likelihood is None:
+            raise OptionError("the log evidence needs training labels: fit with batches of (inputs, labels).")
+        precision = precision.to(layer.weights)
+        prior = layer.weights.numel() * precision.log() - precision * layer.weights.square().sum()
+        return log_likelihood + (prior - layer.curvature.log_determinant(precision)) / 2
+
+
+class WeightSamples(NamedTuple):
+    """Draws of last-layer weights from the mixture."""
+
+    weights: Tensor | list[Tensor]
+    """(S, C, P), the bias as last column; a list of (C, P) where the networks' widths differ."""
+    component: Tensor
+    """(S,): the component, and so the network's features, that each draw belongs to."""
+
+
+class MixtureRows(NamedTuple):
+    """Features phi (n, P) and outputs (n, C) of every network for n rows, in float64."""
+
+    phi: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+
+class MoLA(Mixture):
+    """A mixture of last-layer Laplace approximations. Made by `mola.fit`, `mola.ensemble` or `mola.load`.
+
+    Calling it returns probabilities (n, C), or means (n, D) of a regression; `predict` returns a `Prediction`.
+
+    Args:
+        components: networks with their Laplace approximations.
+        link: from logits to probabilities.
+        weights: "uniform", "evidence", or K numbers that sum to 1.
+        tuning: how the prior precision was chosen.
+        scaling: temperature, pooling and distance exponent.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[Component],
+        link: str | Link = "probit",
+        weights: str | Sequence[float] | Tensor = "uniform",
+        tuning: Tuning | None = None,
+        scaling: LogitScaling | None = None,
+    ) -> None:
+        weighting = check_weighting(weights, len(components))
+        by_evidence = isinstance(weighting, str) and weighting == "evidence"
+        super().__init__(components, "uniform" if by_evidence else weighting, likelihood=components[0].likelihood)
+        self.components = tuple(components)
+        self.link = as_link(link, self.likelihood)
+        self.weighting = weighting if isinstance(weighting, str) else "given"
+        self.tuning = tuning
+        self.scaling = LogitScaling() if scaling is None else scaling
+        if self.has_distances and self.scaling.reference is None:
+            self.scaling = replace(self.scaling, reference=self._training_reference())
+        if self.scaling.exponent > 0 and not self.has_distances:
+            raise OptionError(self._why_no_distances())
+        if by_evidence:
+            self.weights = evidence_weights(self.log_evidence())
+
+    # --- properties -------------------------------------------------------------------------------------------------
+
+    @property
+    def networks(self) -> tuple[nn.Module, ...]:
+        """The trained networks."""
+        return tuple(component.network for component in self.components)
+
+    @property
+    def prior_precision(self) -> tuple[float, ...]:
+        """Of each component."""
+        return tuple(component.prior_precision for component in self.components)
+
+    @property
+    def structure(self) -> str | None:
+        """Name of the curvature structure; None for a plain ensemble."""
+        layer = self.components[0].layer
+        return None if layer is None else layer.structure.name
+
+    @property
+    def temperature(self) -> float:
+        """T, which divides all logits: below 1 sharpens. Multiplies the standard deviations of a regression."""
+        return self.scaling.temperature
+
+    @property
+    def pooling(self) -> float:
+        """c, which contracts the networks' logits towards their mean: 1 mixes probabilities, 0 averages logits."""
+        return self.scaling.pooling
+
+    @property
+    def distance_exponent(self) -> float:
+        """gamma: how strongly logits shrink with the distance from the training classes; 0 is not at all."""
+        return self.scaling.exponent
+
+    @property
+    def has_distances(self) -> bool:
+        """Whether distances from the training classes are known."""
+        return all(one.layer is not None and one.layer.distance is not None for one in self.components)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the networks have dense outputs: one for each pixel or token."""
+        head = self.components[0].head
+        return head is not None and head.dense_axes > 0
+
+    @property
+    def noise(self) -> Tensor:
+        """Standard deviation (K, D) of a regression's noise in the targets' units; a factor for heteroscedastic networks."""
+        rows = []
+        for component in self.components:
+            likelihood = component.likelihood
+            if not isinstance(likelihood, Gaussian):
+                raise OptionError(f"likelihood {likelihood.name!r} has no noise.")
+            given: Any = likelihood.deviation(1).tolist() if likelihood.noise is None else likelihood.noise
+            width = len(given) if component.layer is None else len(component.layer.weights)
+            rows.append(torch.tensor(given, dtype=torch.float64).expand(width).clone())
+        return torch.stack(rows)
+
+    def _why_no_distances(self) -> str:
+        if self.components[0].layer is None:
+            return "a plain ensemble has no distances from the training data. Use mola.fit(networks, train_loader)."
+        return "this posterior was fitted with distances=False. Fit again with distances=True to use the distance."
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in self.networks))
+        networks = f"{counted(len(self.networks), 'network')} ({kinds})"
+        weights = self.weighting
+        if weights != "uniform":
+            weights = f"{', '.join(f'{weight:.4g}' for weight in self.weights.tolist())} ({weights})"
+        layer, scaling = self.components[0].layer, self.scaling
+        if layer is None:
+            return f"MoLA(a plain ensemble of {networks}, without covariance, weights: {weights})"
+        lines = [f"MoLA({networks}, fitted on {layer.sums.count:,} training data"]
+        if self.tuning is not None:
+            lines.append(f"  {self.tuning.summary}")
+        lines.append(f"  structure: {self.structure}")
+        if self.likelihood.discrete:
+            lines.append(f"  link: {self.link.name}")
+        else:
+            lines.append(f"  noise: {'; '.join(dict.fromkeys(_listed(row.tolist()) for row in self.noise))}")
+        lines.append(f"  prior precision: {_listed(self.prior_precision)}")
+        for name, value, neutral in (
+            ("temperature", scaling.temperature, 1),
+            ("pooling", scaling.pooling, 1),
+            ("distance exponent", scaling.exponent, 0),
+        ):
+            if value != neutral:
+                lines.append(f"  {name}: {value:.4g}")
+        return "\n".join([*lines, f"  weights: {weights}", ")"])
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of this module alone: the networks keep theirs, and every pass evaluates them."""
+        self.training = mode
+        return self
+
+    # --- predict ----------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
+        """Probabilities (n, C) of one batch, or means (n, D) of a regression.
+
+        Args:
+            inputs: a tensor, a tuple of positional or a mapping of keyword arguments of the networks.
+            generator: source of randomness for links that draw; None uses the link's own seed.
+
+        Returns:
+            In the networks' precision, at least float32; dense outputs keep the layout of the logits.
+        """
+        captured, seed = self._captured(one_batch(inputs)), seed_from(generator)
+        point = torch.cat([self.predictive(rows, seed).point() for rows in self._chunks(captured)])
+        return _returned(point, captured[0], captured[0].layout, "outputs")
+
+    def _captured(self, inputs: Inputs) -> list[Captured]:
+        with evaluating(*self.networks), torch.no_grad():
+            captured = []
+            for index, component in enumerate(self.components):
+                with located(f"models[{index}]"):
+                    captured.append(capture(component.network, component.head, inputs, self.likelihood))
+        shapes = [one.outputs.shape for one in captured]
+        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+            raise DataError(
+                f"expected networks with outputs of the same shape, got {[tuple(shape) for shape in shapes]}."
+            )
+        return captured
+
+    def _chunks(self, captured: Sequence[Captured]) -> Iterator[MixtureRows]:
+        widths = [one.features.shape[-1] + self.link.row_size(one.outputs.shape[-1]) for one in captured]
+        size = max(1, ROW_NUMBERS // max(widths))
+        for parts in zip(*(one.chunks(size) for one in captured), strict=True):
+            yield MixtureRows([phi for _, phi, _ in parts], [outputs for _, _, outputs in parts])
+
+    def _spreads(self, rows: MixtureRows) -> list[LastLayerSpread | None]:
+        return [component.spread(phi) for component, phi in zip(self.components, rows.phi, strict=True)]
+
+    def log_distances(self, rows: MixtureRows) -> tuple[Tensor, Tensor]:
+        """Logarithms of distance (K, n) and norm (K, n) of each network's features."""
+        pairs = []
+        for component, phi in zip(self.components, rows.phi, strict=True):
+            layer = component.on(phi.device)
+            if layer is None or layer.distance is None:
+                raise OptionError(self._why_no_distances())
+            pairs.append(layer.distance.logs(phi))
+        return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
+
+    def _scale(self, rows: MixtureRows) -> Tensor | None:
+        if self.scaling.temperature == 1 and self.scaling.exponent == 0:
+            return None
+        logs = self.log_distances(rows) if self.scaling.exponent > 0 else (None, None)
+        return self.scaling.factors(*logs, self.weights.to(rows.outputs[0]), norms=self.likelihood.discrete)
+
+    def noise_variances(self, rows: MixtureRows) -> list[Tensor]:
+        """Noise variance (n, D) of each component of a regression, in the network's units."""
+        pairs = zip(self.components, rows.outputs, strict=True)
+        return [one.likelihood.noise_variance(outputs) for one, outputs in pairs]  # type: ignore[attr-defined]
+
+    def predictive(self, rows: MixtureRows, seed: int | None = None) -> Predictive:
+        """The predictive distribution of rows that the networks have computed already."""
+        options: dict[str, Any] = {} if self.likelihood.discrete else {"noises": self.noise_variances(rows)}
+        scale, pooling = self._scale(rows), self.scaling.pooling
+        return self.likelihood.predictive(
+            rows.outputs, self._spreads(rows), self.weights, self.link, scale=scale, pooling=pooling, seed=seed, **options
+        )
+
+    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
+        with located(place):
+            captured = self._captured(inputs)
+            for index, (component, one) in enumerate(zip(self.components, captured, strict=True)):
+                with located(f"models[{index}]"):
+                    check_finite(one.features.flatten(0, -2), one.outputs.flatten(0, -2))
+                    if component.head is None and one.layout is None:
+                        check_logits(component.network, inputs, one.outputs, self.likelihood)
+        # Copies: a network may reuse its memory for the next batch.
+        kept = [replace(one, features=one.features.clone(), outputs=one.outputs.clone()) for one in captured]
+        size = sum(one.features.nbytes + one.outputs.nbytes for one in kept)
+        return self._make_prediction(lambda: self._chunks(kept), kept[0], kept[0].layout, seed, size)
+
+    def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
+        """What `predict` returns for inputs that the networks have processed already.
+
+        Args:
+            features: (n, P) of each network: the input of its last layer, with the constant 1 if that has a bias.
+            outputs: (n, C) of each network.
+        """
+        pairs = zip(features, outputs, strict=True)
+        kept = [Captured(to_float64(one), to_float64(two), None, None) for one, two in pairs]
+        with torch.no_grad():
+            return self._make_prediction(lambda: self._chunks(kept), Captured(features[0], outputs[0], None, None), None)
+
+    def _make_prediction(
+        self,
+        chunks: Callable[[], Iterator[MixtureRows]],
+        like: Captured,
+        layout: Layout | None,
+        seed: int | None = None,
+        held_bytes: int = 0,
+    ) -> Any:
+        def field(compute: Callable[[MixtureRows], Tensor], kind: str) -> Callable[[], Tensor]:
+            return lambda: _returned(
+                torch.cat([compute(rows) for rows in chunks()], dim=int(kind == "members")), like, layout, kind
+            )
+
+        shared: dict[str, Any] = {
+            "likelihood": self.likelihood,
+            "axis": -1 if layout is None else layout.axis,
+            "held_bytes": held_bytes,
+            "ood_score_name": self.ood_score_name,
+        }
+        distance = field(self._distance, "rows") if self.has_distances else None
+        if not self.likelihood.discrete:
+            means = field(lambda rows: self.predictive(rows).means, "members")  # type: ignore[attr-defined]
+            regression: dict[str, Any] = {
+                "component_mean": means(),
+                "component_variance": field(lambda rows: self.predictive(rows).variances, "members"),  # type: ignore[attr-defined]
+                "component_noise": field(self._noise_in_units, "members"),
+                "ood_score": field(self._regression_score, "rows"),
+                "distance": distance,
+            }
+            return RegressionPrediction(regression, weights=self.weights, **shared)
+        far_field = self.ood_score_name != MAX_PROBABILITY
+        kind = "rows" if self.likelihood.mutually_exclusive else "outputs"  # type: ignore[attr-defined]
+        discrete: dict[str, Any] = {
+            "probs": field(lambda rows: self.predictive(rows, seed).point(), "outputs")(),
+            "mutual_information": field(lambda rows: self._mutual_information(rows, seed), kind),
+            "ood_score": field(self._ood_score, "rows"),
+            "logit_mean": field(lambda rows: torch.stack(list(rows.outputs)), "members"),
+            "logit_variance": field(self._logit_variance, "members"),
+            "distance": distance,
+            "far_field": field(self._far_field, "rows") if far_field else None,
+        }
+        return Prediction(discrete, **shared)
+
+    def _logit_variance(self, rows: MixtureRows) -> Tensor:
+        pairs = zip(self._spreads(rows), rows.outputs, strict=True)
+        return torch.stack([torch.zeros_like(two) if one is None else one.variance() for one, two in pairs])
+
+    def _mutual_information(self, rows: MixtureRows, seed: int | None) -> Tensor:
+        likelihood = self.likelihood
+        assert isinstance(likelihood, DiscreteLikelihood)
+        probs, scale = self.predictive(rows, seed).point(), self._scale(rows)
+        means, spreads = likelihood.scaled(
+            rows.outputs, self._spreads(rows), self.weights, scale, self.scaling.pooling  # type: ignore[arg-type]
+        )
+        return entropy(likelihood.choices(probs)) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
+
+    # --- outlier scores ---------------------------------------------------------------------------------------------
+
+    @property
+    def ood_score_name(self) -> str:
+        """Name of the outlier score: the best one that is known."""
+        if self.components[0].layer is None:
+            return MAX_PROBABILITY if self.likelihood.discrete else VARIANCE
+        if not self.likelihood.discrete:
+            return DISTANCE if self.has_distances else NORM
+        reference = self.scaling.reference
+        return FAR_FIELD if reference is None or reference.score is None else COMBINED
+
+    def _norms(self, rows: MixtureRows) -> Tensor:
+        layers = [component.on(phi.device) for component, phi in zip(self.components, rows.phi, strict=True)]
+        return torch.stack([one.curvature.mahalanobis(phi) for one, phi in zip(layers, rows.phi, strict=True) if one])
+
+    def _distance(self, rows: MixtureRows) -> Tensor:
+        return self.scaling.log_distance(self.log_distances(rows)[0], self.weights).exp()
+
+    def _far_field(self, rows: MixtureRows) -> Tensor:
+        means = torch.stack(list(rows.outputs))
+        return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
+
+    def _outlier_terms(self, rows: MixtureRows) -> tuple[Tensor, Tensor]:
+        # Far field, mean energy and log distance (3, n), and the energy of each network (K, n).
+        means, weights = torch.stack(list(rows.outputs)), self.weights.to(rows.outputs[0])
+        log_distance, log_norm = self.log_distances(rows)
+        own = energies(means, self.scaling.log_excess(log_norm), self.likelihood)  # type: ignore[arg-type]
+        distance = self.scaling.log_distance(log_distance, weights)
+        return torch.stack([self._far_field(rows), weights @ own, distance]), own
+
+    def _ood_score(self, rows: MixtureRows) -> Tensor:
+        name = self.ood_score_name
+        if name == MAX_PROBABILITY:
+            return max_probability_score(self.predictive(rows).point(), self.likelihood)  # type: ignore[arg-type]
+        if name == FAR_FIELD:
+            return self._far_field(rows)
+        assert self.scaling.reference is not None
+        reference = self.scaling.reference.score_at(self.weights)
+        assert reference is not None
+        return outlier_score(list(self._outlier_terms(rows)[0]), reference)
+
+    def _noise_in_units(self, rows: MixtureRows) -> Tensor:
+        assert isinstance(self.likelihood, Gaussian)
+        noise = torch.stack(self.noise_variances(rows)) * self.temperature**2
+        return self.likelihood.variance_in_units(noise)
+
+    def _regression_score(self, rows: MixtureRows) -> Tensor:
+        if self.ood_score_name == VARIANCE:
+            means = self.predictive(rows).means  # type: ignore[attr-defined]
+            return disagreement(self.weights, means, self._noise_in_units(rows))
+        weights = self.weights.to(rows.outputs[0])
+        if self.ood_score_name == NORM:
+            return weights @ self._norms(rows).log()
+        log_distance, log_norm = self.log_distances(rows)
+        return self.scaling.log_distance(log_distance, weights) + weights @ self.scaling.log_excess(log_norm)
+
+    def _training_reference(self) -> Reference:
+        distances = [one.layer.distance for one in self.components if one.layer is not None]
+        known = [one for one in distances if one is not None]
+        return Reference(tuple(FeatureScale(one.training_distance, one.training_norm) for one in known))
+
+    # --- new posteriors from this one -------------------------------------------------------------------------------
+
+    def _with(self, **changes: Any) -> Self:
+        parts: dict[str, Any] = {
+            "components": self.components,
+            "link": self.link,
+            "weights": self.weighting if self.weighting != "given" else self.weights,
+            "tuning": self.tuning,
+            "scaling": self.scaling,
+        }
+        return type(self)(**(parts | changes))
+
+    def with_prior_precision(self, prior_precision: float | Sequence[float]) -> Self:
+        """The same mixture at another prior precision: one number, or one for each component."""
+        for component in self.components:
+            component.require_layer("a prior precision")
+        values = per_component(prior_precision, len(self.components), "prior_precision")
+        moved = [component.at(value) for component, value in zip(self.components, values, strict=True)]
+        return self._with(components=moved, tuning=None)
+
+    def with_temperature(self, temperature: float) -> Self:
+        """The same mixture with another temperature, which divides all logits: below 1 sharpens."""
+        return self._with(scaling=replace(self.scaling, temperature=temperature), tuning=None)
+
+    def with_pooling(self, pooling: float) -> Self:
+        """The same mixture with another pooling: 1 mixes the networks' probabilities, 0 averages their logits."""
+        return self._with(scaling=replace(self.scaling, pooling=pooling), tuning=None)
+
+    def with_distance_exponent(self, exponent: float, *, onset: float | None = None) -> Self:
+        """The same mixture with another distance exponent: 0 is no distance. `onset` is the distance from which it counts."""
+        onset = self.scaling.onset if onset is None else onset
+        return self._with(scaling=replace(self.scaling, exponent=exponent, onset=onset), tuning=None)
+
+    def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
+        """The same mixture with other weights: "uniform", "evidence", or K numbers that sum to 1."""
+        return self._with(weights=weights)
+
+    def with_link(self, link: str | Link) -> Self:
+        """The same mixture with another link."""
+        return self._with(link=link)
+
+    def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
+        """The same regression with another noise, which rules then leave as it is.
+
+        Args:
+            noise: standard deviation in the targets' units: one number, one for each output, or (K, D), one for each component, too. A
+                factor for heteroscedastic networks.
+        """
+        if not isinstance(self.likelihood, Gaussian):
+            raise OptionError(f"likelihood {self.likelihood.name!r} has no noise.")
+        given: Any = noise.tolist() if hasattr(noise, "tolist") else noise
+        if given is None:
+            raise OptionError("noise: expected one number, or one for each output; got None. posterior.tune(val_loader) chooses it.")
+        table = isinstance(given, (list, tuple)) and any(hasattr(row, "__len__") for row in given)
+        rows = per_component(given, len(self.components), "noise") if table else [given] * len(self.components)
+        moved = []
+        for component, row in zip(self.components, rows, strict=True):
+            likelihood = replace(component.likelihood, noise=row, estimated=False)  # type: ignore[type-var]
+            if component.layer is not None:
+                likelihood.deviation(len(component.layer.weights))  # type: ignore[attr-defined]
+            moved.append(component.with_likelihood(likelihood))
+        return self._with(components=moved, tuning=None)
+
+    # --- tune -------------------------------------------------------------------------------------------------------
+
+    def read(
+        self, loader: Iterable[Any] | HeldOut, where: str, *, labelled: bool, progress: bool = False, team: Team | None = None
+    ) -> HeldOut:
+        """Run the networks once over a loader and keep what tuning needs; what was read before is returned as it is."""
+        if isinstance(loader, HeldOut):
+            if labelled and loader.labels is None:
+                raise DataError(f"the {where} was read without labels. Read batches of (inputs, labels).")
+            return loader
+        team = Team.single() if team is None else team
+        heads = [component.head for component in self.components]
+        return read_held_out(
+            self.networks, heads, loader, self.likelihood, where=where, labelled=labelled, progress=progress, team=team
+        )
+
+    def tune(
+        self,
+        val_loader: Iterable[Any] | HeldOut | None = None,
+        *,
+        rule: Rule | str | None = None,
+        progress: bool = True,
+        team: Team | None = None,
+    ) -> Self:
+        """Choose the prior precision, and with some rules temperature, pooling and distance exponent; others reset these.
+
+        Args:
+            val_loader: validation data, read once; not for `mola.rules.Evidence`.
+            rule: a name, or an object of `mola.rules`; None is the likelihood's default.
+            progress: show a progress bar on stderr, if that is a terminal.
+            team: processes that tune together, each with its own shard.
+
+        Returns:
+            A new posterior, whose `tuning` describes the choice.
+        """
+        for component in self.components:
+            component.require_layer("tuning")
+        chosen = as_rule(rule, self.likelihood, val_loader)
+        start = self._with(scaling=LogitScaling(reference=self.scaling.reference), tuning=None)
+        data = None
+        with torch.inference_mode(False), torch.no_grad():
+            if val_loader is not None:
+                needs_labels = getattr(chosen, "needs_labels", True)
+                data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
+                data.check_labels()
+                if self.has_distances:
+                    start = start._with(scaling=replace(start.scaling, reference=start.reference_on(data)))
+            tuning = chosen(start, data)
+            if team is not None:
+                tuning = team.share(tuning)
+        return start.tuned(tuning)
+
+    def tuned(self, tuning: Tuning) -> Self:
+        """The same mixture with what a rule chose."""
+        moved = self.with_prior_precision(tuning.prior_precision)
+        components = moved.components
+        if tuning.noise_factors:
+            pairs = zip(components, tuning.noise_factors, strict=True)
+            components = tuple(component.noise_scaled(factor) for component, factor in pairs)
+        scaling = replace(
+            self.scaling,
+            temperature=tuning.temperature,
+            pooling=tuning.pooling,
+            exponent=tuning.distance_exponent,
+            onset=tuning.onset,
+        )
+        return moved._with(components=components, scaling=scaling, tuning=tuning)
+
+    def reference_on(self, data: HeldOut) -> Reference:
+        """Distances, norms and outlier scores that are usual on validation data."""
+        reference = data.feature_scales([one.layer.distance for one in self.components if one.layer is not None])
+        if not self.likelihood.discrete:
+            return reference
+        posterior = self._with(scaling=replace(self.scaling, reference=reference))
+        parts = []
+        for rows, _ in data.chunks(ROW_NUMBERS // max(phi.shape[1] for phi in data.phi)):
+            terms, own = posterior._outlier_terms(MixtureRows(*rows))
+            parts.append(torch.cat([terms, own]).T)
+        return data.with_scores(reference, torch.cat(parts) if parts else None)
+
+    def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
+        """Stacking: weights that maximise the mixture's log-likelihood on validation data.
+
+        With pooling or a distance exponent the components' predictions depend on the weights. The log-likelihood is then not concave in
+        them: predictions and weights are updated in turn, from these weights and from uniform ones, and the result is no worse than
+        either start.
+
+        Args:
+            val_loader: validation data with labels, read once.
+            progress: show a progress bar on stderr, if that is a terminal.
+            team: processes that do it together, each with its own shard.
+        """
+        with torch.no_grad():
+            data = self.read(val_loader, "validation loader", labelled=True, progress=progress, team=team)
+            data.check_labels()
+
+            def evaluate(weights: Tensor) -> tuple[Tensor, float]:
+                posterior = self.with_weights(weights)
+                logs = data.gather(torch.cat([posterior._member_log_likelihoods(*part) for part in _labelled(data)]))
+                best = logs.amax(1, keepdim=True)
+                relative = (logs - best).exp()
+                mixture = (relative @ weights.to(relative)).clamp_min(torch.finfo(torch.float64).tiny).log()
+                return relative, float((mixture + best.squeeze(1)).mean())
+
+            if self.scaling.exponent == 0 and self.scaling.pooling == 1:
+                weights = stacking_weights(evaluate(self.weights)[0])
+            else:
+                weights = stacking_in_turn(evaluate, [self.weights.cpu(), uniform_weights(len(self.components))])
+        shared = weights.tolist() if team is None else team.share(weights.tolist())
+        return self.with_weights(shared)
+
+    def _member_log_likelihoods(self, rows: MixtureRows, labels: Tensor) -> Tensor:
+        # Log-likelihood (m, K) of each datum, or of each known question, under each component.
+        one = torch.ones(1, dtype=torch.float64)
+        found = []
+        for index, component in enumerate(self.components):
+            # Each component by itself, with the scale and the pooled mean of the whole mixture.
+            predictive = self._member_predictive(rows, index, component, one)
+            found.append(-predictive.scores(labels)["nll"])
+        return torch.stack(found, dim=-1)
+
+    def _member_predictive(self, rows: MixtureRows, index: int, component: Component, one: Tensor) -> Predictive:
+        likelihood, scale, spreads = component.likelihood, self._scale(rows), self._spreads(rows)
+        if isinstance(likelihood, DiscreteLikelihood):
+            means, scaled = likelihood.scaled(rows.outputs, spreads, self.weights, scale, self.scaling.pooling)  # type: ignore[arg-type]
+            return likelihood.predictive([means[index]], [scaled[index]], one, self.link)
+        own = None if scale is None else [scale[index]]
+        return likelihood.predictive([rows.outputs[index]], [spreads[index]], one, self.link, scale=own)
+
+    def log_evidence(self) -> Tensor:
+        """Log marginal likelihoods (K,) of the training labels, one for each component."""
+        with torch.no_grad():
+            values = [one.log_evidence(torch.tensor(one.prior_precision).double()) for one in self.components]
+        return torch.stack(values).cpu()
+
+    # --- samples and bounds -----------------------------------------------------------------------------------------
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> WeightSamples:
+        """Draw last-layer weights from the mixture: a component by its weight, then weights from its posterior.
+
+        Args:
+            n: number of draws.
+            generator: source of randomness, on the CPU; None uses torch's default.
+        """
+        count = whole_number(n, "n")
+        check_generator(generator)
+        layers = [component.require_layer("sampling weights") for component in self.components]
+        choice = torch.multinomial(self.weights, count, replacement=True, generator=generator)
+        drawn: list[Tensor] = [torch.empty(0)] * count
+        for index, (component, layer) in enumerate(zip(self.components, layers, strict=True)):
+            places = (choice == index).nonzero().flatten().tolist()
+            if places:
+                deviations = layer.curvature.sample(component.prior_precision, len(places), generator)
+                for place, deviation in zip(places, deviations, strict=True):
+                    drawn[place] = layer.weights + deviation
+        alike = len({one.shape for one in drawn}) == 1
+        return WeightSamples(torch.stack(drawn) if alike else drawn, choice)
+
+    def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> Tensor:
+        """Upper bound on the confidence in the predicted class of each input: the paper's Theorem.
+
+        Args:
+            inputs: one batch.
+            lemma: return the bound of each component (the paper's Lemma) instead of the mixture's.
+
+        Returns:
+            (n,), or (K, n) with `lemma`; (n, C) and (K, n, C) for labels. `BoundError` for a link other than the probit.
+        """
+        bounds.require_probit(self.link)
+        captured = self._captured(one_batch(inputs))
+        found = torch.cat([bounds.mixture_bound(self, rows, lemma=lemma) for rows in self._chunks(captured)], dim=int(lemma))
+        exclusive = self.likelihood.mutually_exclusive  # type: ignore[attr-defined]
+        if lemma:
+            parts = [_returned(one, captured[0], captured[0].layout, "rows" if exclusive else "outputs") for one in found]
+            return torch.stack(parts)
+        return _returned(found, captured[0], captured[0].layout, "rows" if exclusive else "outputs")
+
+    def far_field_limit(self, inputs: Tensor) -> Tensor:
+        """Probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
+
+        Exact for bias-free ReLU networks, whose features scale with the input; this is checked. With a distance exponent it is 1/C,
+        except for a network whose features are all 0 at an input, and so at any multiple of it.
+        """
+        bounds.require_probit(self.link)
+        once, far = self._captured(inputs), self._captured(bounds.SCALE * inputs)
+        limit = bounds.far_field_limit(self, once, far)
+        return _returned(limit, once[0], None, "outputs")
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | Path) -> Path:
+        """Save all but the networks: sums, prior precisions, weights, link, scaling, and a checksum of each network.
+
+        Args:
+            directory: folder to write to; what it held before stays readable until everything is written.
+
+        Returns:
+            The folder, for `mola.load(directory, networks)`.
+        """
+        from heart.saving.posterior import save_posterior
+
+        return save_posterior(self, directory)
+
+
+def _labelled(data: HeldOut) -> Iterator[tuple[MixtureRows, Tensor]]:
+    for rows, labels in data.chunks(ROW_NUMBERS // max(phi.shape[1] + 1 for phi in data.phi)):
+        assert labels is not None
+        yield MixtureRows(*rows), labels
+
+
+def _returned(values: Tensor, like: Captured, layout: Layout | None, kind: str) -> Tensor:
+    # To the network's device and precision, at least float32, and from rows to the layout of dense outputs.
+    values = values.to(torch.promote_types(like.outputs.dtype, torch.float32)).to(like.outputs.device)
+    if layout is None:
+        return values
+    if kind == "rows":
+        return layout.map(values)
+    if kind == "outputs":
+        return layout.outputs(values)
+    return torch.stack([layout.outputs(member) for member in values])
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(dict.fromkeys(f"{value:.4g}" for value in values))
+
+
+def per_component(value: Any, count: int, name: str) -> list[Any]:
+    """One value for each of `count` components, from one for all or one for each."""
+    single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
+    try:
+        values = [value] * count if single else list(value)
+    except TypeError:
+        values = []
+    if len(values) != count:
+        raise OptionError(f"{name}: expected one value, or {count} (one for each component); got {value!r}.")
+    return values

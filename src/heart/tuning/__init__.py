@@ -1,0 +1,1 @@
+"""Choose the prior precision and the scaling of logits on held-out data."""
