@@ -1,132 +1,149 @@
 r"""The paper's confidence bounds, and the exact far-field limit.
 
-Under the probit link a cooled logit is bounded by what the weights allow, whatever the input:
+Under the probit link a scaled logit is bounded by what the weights allow, whatever the input:
 
 .. math:: |z_i| = \frac{|\mu_i^\top \phi|}{\sqrt{1 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}} \le b_i :=
    \frac{\|\mu_i\|}{\sqrt{\frac\pi8 \lambda_{\min}(\Sigma_{(i)})}}.
 
-The Lemma: a component's probability of class c is at most :math:`1 / (1 + \sum_{i \ne c} e^{-(b_i + b_c)})`. The Theorem:
-the mixture's is at most the weighted sum of these. The paper states them for bias-free ReLU networks far away; the
-inequality above shows that they hold for every input and, with the bias as one more weight, for every head.
+The Lemma: a component's probability of class c is at most :math:`1 / (1 + \sum_{i \ne c} e^{-(b_i + b_c)})`. The Theorem: the mixture's is at
+most the weighted sum of these. The paper states them for bias-free ReLU networks far away; the inequality shows that they hold for every
+input and, with the bias as one more weight, for every head.
 
-For a bias-free ReLU network the features scale with the input, and the limit itself is known:
-:math:`z_i \to \mu_i^\top \phi / \sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`.
-
-Logits that are divided by s (`cooling.py`) have
-:math:`z_i = \mu_i^\top \phi / \sqrt{s^2 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. The inequality holds as it is, whatever s,
-and where s is known so does a sharper one:
+Logits that are divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}`, and
 
 .. math:: |z_i| \le \frac{\|\mu_i\| \|\phi\|}{\sqrt{s^2 + \frac\pi8 \lambda_{\min}(\Sigma_{(i)}) \|\phi\|^2}}.
 
-A label that is yes or no by one logit has the probability :math:`\sigma(|z_i|)` of its answer, at most :math:`\sigma(b_i)`, and the
-mixture's is at most the weighted sum: the Lemma for two classes, one of which has all weights at 0 and no variance.
+Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, each divided by its own s first, so the bound of
+a pooled logit is that of the contracted weights over the same denominator. A yes/no logit has the probability :math:`\sigma(|z_i|)` of
+its answer: the Lemma for two classes, one of which has all weights at 0 and no variance.
 
-With cooling by distance s grows at least like the square of the length of the features, so far away the bound and the limit are both
-1/C: a constant temperature alone leaves the limit where it is.
+For a bias-free ReLU network the features scale with the input, and the limit itself is known:
+:math:`z_i \to \mu_i^\top \phi / \sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent s grows at least like the square of the
+features, so far away bound and limit are both 1/C; a temperature alone leaves the limit where it is.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mola.component import Component
-from mola.errors import BoundError
-from mola.laplace import FeatureSpread, LogitMoments, in_range
-from mola.links import Link
-from mola.numerics import exact
+from mola.errors import BoundError, OptionError
+from mola.likelihoods.base import mixed, pooled
+from mola.links import Link, Probit
+from mola.network import Captured
+
+if TYPE_CHECKING:
+    from mola.posterior import MixtureRows, MoLA
 
 SCALE = 2.0**20
-"""By which inputs are scaled to see whether features scale with them: a power of two, so that nothing is rounded."""
-
-
-def largest_logits(weights: Tensor, smallest_variance: Tensor) -> Tensor:
-    """Largest magnitude b (C,) that each cooled logit can reach.
-
-    Args:
-        weights: trained weights (C, P).
-        smallest_variance: smallest eigenvalue (C,) of each class's marginal covariance.
-
-    Returns:
-        (C,)
-    """
-    return weights.norm(dim=1) / (math.pi / 8 * smallest_variance).sqrt()
+"""Factor by which inputs are scaled to test whether features scale with them: a power of two, so that nothing is rounded."""
 
 
 def class_bounds(largest: Tensor) -> Tensor:
-    """Upper bound (..., C) on the probability of each class, from the largest cooled logits (..., C)."""
+    """Upper bound (..., C) on the probability of each class, from the largest scaled logits (..., C)."""
     # exp(-b) is at most 1, so nothing overflows, and what rounding takes from a sum of others is nothing beside the 1.
     least = torch.exp(-largest)
     return 1 / (1 + least * (least.sum(-1, keepdim=True) - least))
 
 
-def divided_bounds(component: Component, lengths: Tensor, divisors: Tensor) -> Tensor:
-    """The Lemma for logits that are divided: upper bound (n, C) on each class's probability, at inputs of which more is known.
+def component_bounds(posterior: MoLA, rows: MixtureRows) -> Tensor:
+    """The Lemma: upper bound (K, n, C) on each class's probability under each component; 1 without covariance."""
+    scale, weights = posterior._scale(rows), posterior.weights
+    sizes, denominators = [], []
+    for index, (component, phi) in enumerate(zip(posterior.components, rows.phi, strict=True)):
+        layer = component.on(phi.device)
+        if layer is None:
+            return torch.ones(len(posterior.components), *rows.outputs[0].shape, dtype=torch.float64)
+        divisor = phi.new_ones(()) if scale is None else scale[index]
+        smallest = layer.curvature.smallest_class_variance(component.prior_precision)
+        norms = torch.linalg.vector_norm(phi, dim=1, keepdim=True)
+        # |mu| |phi| / s, and the square root over it; without any scaling, the bound for every input.
+        free = scale is None and posterior.scaling.pooling == 1
+        sizes.append(layer.weights.norm(dim=1) * (torch.ones_like(norms) if free else norms / divisor))
+        spread = math.pi / 8 * smallest * (1 if free else (norms / divisor).square())
+        denominators.append((spread if free else 1 + spread).sqrt())
+    means = pooled(sizes, weights, posterior.scaling.pooling)
+    largest = torch.stack([one / two for one, two in zip(means, denominators, strict=True)])
+    exclusive = posterior.likelihood.mutually_exclusive  # type: ignore[attr-defined]
+    return class_bounds(largest) if exclusive else torch.sigmoid(largest)
+
+
+def mixture_bound(posterior: MoLA, rows: MixtureRows, *, lemma: bool) -> Tensor:
+    """The Theorem: upper bound (n,) on the confidence in the predicted class, or (K, n) of each component; (..., C) for labels."""
+    likelihood: Any = posterior.likelihood
+    found = component_bounds(posterior, rows)
+    scale, spreads = posterior._scale(rows), posterior._spreads(rows)
+    members = likelihood.members(
+        rows.outputs, spreads, posterior.weights, posterior.link, scale=scale, pooling=posterior.scaling.pooling
+    )
+    total = mixed(posterior.weights, list(found))
+    if not likelihood.mutually_exclusive:
+        return found if lemma else total
+    if lemma:
+        pairs = zip(found, members, strict=True)
+        return torch.stack([bound.gather(1, probs.argmax(1)[:, None]).squeeze(1) for bound, probs in pairs])
+    return total.gather(1, mixed(posterior.weights, members).argmax(1)[:, None]).squeeze(1)
+
+
+def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Captured]) -> Tensor:
+    """Probabilities (n, C) infinitely far away in the direction of each input.
 
     Args:
-        component: with curvature.
-        lengths: of the features, the constant 1 included (n,).
-        divisors: (n,).
-
-    Returns:
-        (n, C) in float64.
+        posterior: whose networks' features scale with their inputs.
+        once: captured at the inputs.
+        far: captured at `SCALE` times the inputs, to test that the features scale.
     """
-    _, curvature = component.require_curvature("the bound")
-    smallest = curvature.spectrum.smallest_class_variance(component.precision)
-    # Divided by the length: whose square may not be in range.
-    relative = (divisors / lengths)[:, None].square()
-    return _bounds(component, curvature.weights.norm(dim=1) / (relative + math.pi / 8 * smallest).sqrt())
-
-
-def component_bounds(component: Component, classes: int) -> Tensor:
-    """The Lemma: upper bound (C,) on each class's probability under one component; 1 without covariance."""
-    if component.head is None or component.curvature is None:
-        return torch.ones(classes, dtype=torch.float64)
-    smallest = component.curvature.spectrum.smallest_class_variance(component.precision)
-    return _bounds(component, largest_logits(component.curvature.weights, smallest))
-
-
-def _bounds(component: Component, largest: Tensor) -> Tensor:
-    # Upper bound (..., C) on the probability of each class, or of the answer to each label.
-    return class_bounds(largest) if component.likelihood.competing else torch.sigmoid(largest)
-
-
-def far_field_logits(component: Component, once: LogitMoments, scaled: LogitMoments) -> Tensor:
-    """Cooled logits (n, C) of one component infinitely far away in the direction of each input.
-
-    Args:
-        component: a network whose features scale with its input.
-        once: moments at the inputs.
-        scaled: moments at `SCALE` times the inputs, to see that the features scale.
-
-    Returns:
-        (n, C)
-    """
-    head, curvature = component.require_curvature("the far-field limit")
-    width, spread = head.inputs, once.spread
-    assert isinstance(spread, FeatureSpread)  # where there is curvature
-    assert isinstance(scaled.spread, FeatureSpread)
-    near, far = (exact(one.features[:, :width]) for one in (spread, scaled.spread))
-    far = far / SCALE
-    if not torch.allclose(far, near, rtol=1e-4, atol=1e-5 * float(near.abs().max())):
+    if once[0].layout is not None:
         raise BoundError(
-            "the features do not scale with the input, so there is no closed-form limit. "
-            "It is known for ReLU networks without biases and without normalisation layers."
+            "the far-field limit is not defined for dense outputs. posterior.confidence_bound(inputs) holds everywhere."
         )
-    direction = spread.features.clone()
-    direction[:, width:] = 0  # the constant 1 is nothing beside features that grow
-    slope = direction @ curvature.weights.T.to(direction)
-    (limit,) = in_range([LogitMoments(slope, spread.posterior.at(direction), once.given, once.likelihood)])
-    # Features of 0 stay 0 however far one goes: nothing is known there, and nothing is said.
-    cooled = limit.mean / (math.pi / 8 * limit.variance).sqrt()
-    return limit.returned(torch.where(limit.variance > 0, cooled, torch.zeros_like(cooled)))
+    likelihood: Any = posterior.likelihood
+    everything, means, spreads, grows = slice(None), [], [], []
+    for component, near, away in zip(posterior.components, once, far, strict=True):
+        if component.head is None or component.layer is None:
+            raise OptionError("the far-field limit needs a Laplace approximation, and a plain ensemble has none. Use mola.fit.")
+        width, phi = component.head.inputs, near.rows(everything)[0]
+        features, scaled = phi[:, :width], away.rows(everything)[0][:, :width] / SCALE
+        if not torch.allclose(scaled, features, rtol=1e-4, atol=1e-5 * float(features.abs().max())):
+            raise BoundError(
+                "the features do not scale with the input, so there is no closed-form limit. It is known for ReLU networks without "
+                "biases and normalisation layers."
+            )
+        # The constant 1 is nothing beside features that grow.
+        direction = torch.cat([features, torch.zeros_like(phi[:, width:])], 1)
+        layer = component.on(phi.device)
+        assert layer is not None
+        means.append(direction @ layer.weights.T)
+        spreads.append(component.spread(direction))
+        grows.append(features.any(1, keepdim=True))
+    if posterior.scaling.exponent > 0:
+        # 1/C where features grow, and the prediction at the input where they are all 0.
+        here = posterior._with(scaling=replace(posterior.scaling, pooling=1.0))
+        rows = next(here._chunks(once))
+        plain = likelihood.members(
+            rows.outputs, here._spreads(rows), here.weights, here.link, scale=here._scale(rows), pooling=1.0
+        )
+        even = 1 / likelihood.num_choices(means[0].shape[1])
+        return mixed(posterior.weights, [torch.where(grow, even, one) for grow, one in zip(grows, plain, strict=True)])
+    pooled_means = pooled(means, posterior.weights, posterior.scaling.pooling)
+    members = []
+    for mean, spread in zip(pooled_means, spreads, strict=True):
+        assert spread is not None
+        variance = spread.variance()
+        # Features of 0 stay 0 however far one goes: nothing is known there.
+        logits = torch.where(variance > 0, mean / (math.pi / 8 * variance).sqrt(), 0.0)
+        members.append(likelihood.probabilities(logits))
+    return mixed(posterior.weights, members)
 
 
 def require_probit(link: Link) -> None:
-    """Refuse any other link."""
-    if link.cooled_by != "variance":  # a subclass of the probit may have a rule of its own
+    """Raise `BoundError` for any other link: bounds and limit are proven for the probit."""
+    if type(link) is not Probit:
         raise BoundError(
-            f"bounds and limit are proven for link 'probit', this posterior has {link.name!r}: use with_link('probit')."
+            f"bounds and limit are proven for link 'probit', and this posterior has {link.name!r}: use with_link('probit')."
         )

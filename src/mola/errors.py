@@ -11,6 +11,22 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+__all__ = [
+    "BoundError",
+    "DataError",
+    "DistributedError",
+    "ExportError",
+    "HeadError",
+    "MissingExtraError",
+    "MolaError",
+    "MolaWarning",
+    "OptionError",
+    "StorageError",
+    "StructureTooLargeError",
+    "located",
+    "warn",
+]
+
 
 class MolaError(Exception):
     """Base of every error this library raises on purpose."""
@@ -52,6 +68,7 @@ class MissingExtraError(MolaError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
+        """Name the `feature` that needs `package`, and the `extra` that installs it."""
         super().__init__(
             f"{feature} needs {package}, which is not installed. Install it with: pip install 'mola-torch[{extra}]' "
             f"(in a clone of the repository: pip install '.[{extra}]')"
@@ -73,9 +90,8 @@ def located(place: str) -> Iterator[None]:
     try:
         yield
     except (DataError, HeadError) as error:
-        raise type(error)(
-            f"{place}, {error}" if str(error).startswith("models[") else f"{place}: {error}"
-        ) from error.__cause__
+        message = f"{place}, {error}" if str(error).startswith("models[") else f"{place}: {error}"
+        raise type(error)(message) from error.__cause__
 
 
 def warn(message: str) -> None:

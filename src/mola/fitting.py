@@ -2,231 +2,340 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mola.component import Component, Curvature, per_component
 from mola.distributed import Team, check_sampler
-from mola.errors import OptionError
-from mola.laplace import Structure, as_structure, check_precision
-from mola.likelihood import Gaussian, Likelihood, as_likelihood
+from mola.errors import DataError, OptionError, warn
+from mola.laplace import Structure, Sums, as_structure, check_precision, check_size, distance_sums
+from mola.likelihoods import Likelihood, as_likelihood
 from mola.links import Link, as_link
-from mola.mixture import check_weighting
-from mola.network import IGNORED, check_loader, check_positions, undisturbed
-from mola.network.fingerprint import Watch
-from mola.posterior import MoLA
-from mola.regression import RegressionMoLA
-from mola.saving import archive, storage
-from mola.sums import SumsCheckpoint, sum_up
-from mola.tuning.choosing import check_rule
-from mola.tuning.data_checks import Remembering, shared_rows
-from mola.tuning.rules import Rule
+from mola.network import (
+    IGNORE_INDEX,
+    Head,
+    Positions,
+    as_batch,
+    batch_count,
+    check_loader,
+    check_network,
+    check_positions,
+    evaluating,
+    find_heads,
+    head_by_name,
+    peek,
+    state_checksum,
+    stream,
+    unwrapped,
+)
+from mola.posterior import Component, LastLayer, MoLA, per_component
+from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum, skip
+from mola.tuning.rules import Rule, as_rule
+from mola.weights import check_weighting
 
 
-def _as_networks(models: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
-        return [models]  # a Sequential can be iterated, but is one network
-    alone = isinstance(models, (str, Mapping)) or not isinstance(models, Iterable)
-    networks: list[Any] = [models] if alone else list(models)
-    named = next((one for one in networks if isinstance(one, (str, Path))), None)
-    if named is not None:
-        raise OptionError(
-            f"models: expected one nn.Module or a list of them, got the name of a file, {str(named)!r}. Build the network and load "
-            f"its weights first: network.load_state_dict(torch.load({str(named)!r}, weights_only=True)). The command `mola fit` takes "
-            f"files."
-        )
-    if any(isinstance(one, Mapping) for one in networks):
-        raise OptionError(
-            "models: expected one nn.Module or a list of them, got a state dict: weights without a network. Build the network, call "
-            "network.load_state_dict(state_dict), and pass the network."
-        )
-    if not networks or not all(isinstance(network, nn.Module) for network in networks):
-        kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in networks)) or "an empty list"
-        raise OptionError(f"models: expected one nn.Module or a non-empty list of them, got {kinds}.")
-    return networks
+def as_networks(networks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """One network or several as a list, without the wrapper of torch.compile; `OptionError` for anything else."""
+    if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):
+        given: list[Any] = [networks]  # a Sequential can be iterated, but is one network
+    else:
+        alone = isinstance(networks, (str, Path, Mapping)) or not isinstance(networks, Iterable)
+        given = [networks] if alone else list(networks)
+    for one in given:
+        if isinstance(one, (str, Path)):
+            raise OptionError(
+                f"networks: expected one nn.Module or a list of them, got a file name, {str(one)!r}. Build the network and load its "
+                f"weights first: network.load_state_dict(torch.load({str(one)!r}, weights_only=True)). The command `mola fit` takes files."
+            )
+        if isinstance(one, Mapping):
+            raise OptionError(
+                "networks: expected one nn.Module or a list of them, got a state dict. Build the network, call "
+                "network.load_state_dict(state_dict), and pass the network."
+            )
+    if not given or not all(isinstance(one, nn.Module) for one in given):
+        kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in given)) or "an empty list"
+        raise OptionError(f"networks: expected one nn.Module or a non-empty list of them, got {kinds}.")
+    for one in given:
+        check_network(one)
+    return [unwrapped(one) for one in given]
 
 
 def fit(
-    models: nn.Module | Sequence[nn.Module],
+    networks: nn.Module | Sequence[nn.Module],
     train_loader: Iterable[Any],
     val_loader: Iterable[Any] | None = None,
-    structure: str | Structure = "kron",
-    prior_precision: float | Sequence[float] = 1.0,
-    weights: str | Sequence[float] | Tensor = "uniform",
-    link: str | Link = "probit",
-    head: str | Sequence[str] | None = None,
-    progress: bool = True,
     *,
     rule: Rule | str | None = None,
+    structure: str | Structure = "kron",
+    link: str | Link = "probit",
     likelihood: str | Likelihood = "categorical",
+    prior_precision: float | Sequence[float] = 1.0,
+    weights: str | Sequence[float] | Tensor = "uniform",
+    head: str | Sequence[str] | None = None,
+    distances: bool = True,
+    positions: Positions = "all",
+    ignore_index: int = IGNORE_INDEX,
     team: Team | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
-    distances: bool = True,
-    positions: str | int = "all",
-    ignore_index: int = IGNORED,
+    progress: bool = True,
 ) -> MoLA:
     """Put a Laplace approximation on the last layer of each trained network: one pass over the training data.
 
-    Data are read once, and every network sees each batch in turn. The networks are not modified.
+    The data are read once, and every network sees each batch in turn. The networks are not modified.
 
     Args:
-        models: one trained classifier, or K of them; architectures may differ, the number of classes may not.
-        train_loader: any iterable of batches: `(x, y)`, `[x, y]`, `x` alone, or a mapping with the labels under "labels".
-        val_loader: if given, the prior precision is tuned on it at once, by `rule`.
-        structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or a `Structure`.
+        networks: one trained network, or K of them; architectures may differ, the number of outputs may not.
+        train_loader: any iterable of batches: `(x, y)`, `x` alone, or a mapping with the labels under "labels".
+        val_loader: validation data; if given, the posterior is tuned on them.
+        rule: how to tune: a name, or an object of `mola.rules`; None is the likelihood's default. Without validation data, None keeps
+            `prior_precision`.
+        structure: "kron" (Algorithm 1), "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
+        link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
+        likelihood: "categorical" (one of C classes), "bernoulli" (binary or multi-label), "gaussian" (regression), or an object of
+            `mola.likelihoods`.
         prior_precision: lambda, one number or K.
         weights: "uniform", "evidence", or K numbers that sum to 1.
-        link: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `Link`.
-        head: None finds each network's last linear layer; or its dotted name, one for all or one for each.
-        progress: whether to show a progress bar on stderr, if that is a terminal.
-        rule: how the prior precision is chosen, as for `tune`: "threshold" (the paper's; None, where there are validation data),
-            "nll", "brier", "ece", "distance" (logits are cooled by the distance from the training classes, too), "evidence" (which
-            takes no validation data), or an object such as `mola.Distance(price=0.02)`. Without validation data, None keeps
-            `prior_precision`.
-        likelihood: what the networks' outputs mean: "categorical" (one of C classes, by a softmax), "bernoulli" (yes or no, by one
-            logit, or for each of C labels by one logit each), "gaussian" (numbers), or a `Likelihood` such as
-            `mola.Gaussian(location=20.0, scale=5.0)`.
-        team: the processes to fit with, from `mola.join()`: each passes the same networks and options and a shard of its own, of
-            both loaders, and gets the same posterior, that of all the data. None fits alone.
-        checkpoint: folder for the sums so far. A fit that was interrupted goes on from there when it is called again with the same
-            networks, options and data in the same order. It is removed when the fit is done.
+        head: dotted name of the last linear layer, one for all networks or one for each; None finds it.
+        distances: whether to sum what the distance from the training classes needs: C x P and P x P numbers for each network.
+        positions: of dense outputs (n, C, H, W) or (n, T, C): "all" counts each position as a datum, "average" counts each input as one
+            datum, and a number draws that many positions of each input.
+        ignore_index: label of positions that are left out.
+        team: processes to fit with, from `mola.distributed.join()`, each with its own shard; all get the posterior of all data.
+        checkpoint: folder for the sums so far: an interrupted fit goes on from there when it is called again. Removed at the end.
         checkpoint_every: batches between two checkpoints.
-        distances: whether to sum what `rule="distance"` and `prediction.distance` need, too: C x P numbers for each network, and
-            P x P. False saves them where there are very many classes.
-        positions: for networks with outputs at many positions, (n, C, H, W) of a 1x1 convolution or (n, T, C) of a linear layer:
-            "all" counts each position as a datum, as if they were independent; "average" counts each input as one datum, and its
-            positions as parts of it; a number counts so many positions of each input, drawn at random and the same for all networks.
-        ignore_index: positions with this label are left out.
-
-    Returns:
-        The posterior.
+        progress: show a progress bar on stderr, if that is a terminal.
 
     Raises:
-        OptionError: if an argument has a value that cannot be used; `HeadError` and `DataError` come from the networks
-            and the loader.
+        OptionError: if an argument cannot be used; `HeadError` and `DataError` come from the networks and the loaders.
     """
-    together = Team.alone() if team is None else team
-    checkpoints = SumsCheckpoint(checkpoint, checkpoint_every, together.rank, together.size)
-    with together.work("fit"):
-        if together.size > 1:
-            check_sampler(train_loader)
-        networks = _as_networks(models)
-        if not isinstance(distances, bool):
-            raise OptionError(f"distances must be True or False, got {distances!r}.")
-        if val_loader is not None:
-            check_loader(val_loader, "the validation loader")  # now, and not after the pass over the training data
-        chosen_likelihood = as_likelihood(likelihood)
-        check_rule(rule, val_loader, chosen_likelihood)
-        used = check_positions(positions)
-        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-            raise OptionError(f"ignore_index must be a whole number, a label that no class has; got {ignore_index!r}.")
-        count = len(networks)
-        chosen_structure, chosen_link = as_structure(structure), as_link(link, chosen_likelihood)
-        weighting = check_weighting(weights, count)
-        precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
-        single = head is None or isinstance(head, str) or not isinstance(head, Iterable)
-        names: list[Any] = [head] * count if single else list(head or ())
-        if len(names) != count or not all(isinstance(name, str | None) for name in names):
-            raise OptionError(
-                f"head: expected one name, or {count} of them (one for each model); got {len(names)}: {head!r}."
-            )
-        options = {
-            "prior_precision": precisions,
-            "weights": weighting if isinstance(weighting, str) else weighting.tolist(),
-            "link": {"name": chosen_link.name, **chosen_link.settings()},
-            "validation data": val_loader is not None,
-            "rule": None if rule is None else rule if isinstance(rule, str) else type(rule).__name__,
-            "checkpoint": checkpoints.active,
-            "distances": distances,
-            "positions": used,
-            "ignore_index": ignore_index,
-        }
-        if val_loader is not None and together.size == 1:  # each process of a team sees its own shards alone
-            check_loader(train_loader, "the training loader")
-            train_loader, val_loader = Remembering(train_loader), Remembering(val_loader)
-        # Sums made in inference mode could not be differentiated by mola.Evidence later.
-        with torch.inference_mode(False), undisturbed(*networks):
-            heads, sums = sum_up(
-                networks,
-                names,
-                train_loader,
-                chosen_structure,
-                chosen_likelihood,
-                team=together,
-                checkpoints=checkpoints,
-                options=options,
-                progress=progress,
-                distances=distances,
-                positions=used,
-                ignore_index=ignore_index,
-            )
-            trained = [head.trained_weights() for head in heads]
-        # Not among the visited: some networks write into their buffers in every pass.
-        curvatures = [
-            Curvature(
-                chosen_structure,
-                factors,
-                weights[chosen_likelihood.rows(len(weights))],
-                Watch(network),
-                chosen_likelihood.settled(factors.label_sums, factors.count),
-                classes,
-            )
-            for network, weights, (factors, classes) in zip(networks, trained, sums, strict=True)
-        ]
-    components = [
-        Component(network, one, curvature, precision)
-        for network, one, curvature, precision in zip(networks, heads, curvatures, precisions, strict=True)
-    ]
-    posterior = _mixture(chosen_likelihood)(components, chosen_link, weighting)
+    team = Team.single() if team is None else team
+    models, meaning = as_networks(networks), as_likelihood(likelihood)
+    count = len(models)
+    chosen_structure, chosen_link = as_structure(structure), as_link(link, meaning)
+    weighting = check_weighting(weights, count)
+    precisions = [check_precision(value) for value in per_component(prior_precision, count, "prior_precision")]
+    names = per_component(head, count, "head")
+    positions = check_positions(positions)
+    if not isinstance(distances, bool):
+        raise OptionError(f"distances must be True or False, got {distances!r}.")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise OptionError(f"ignore_index must be an integer that is no class, got {ignore_index!r}.")
+    check_loader(train_loader, "training loader")
+    if val_loader is not None:
+        check_loader(val_loader, "validation loader")
+    if rule is not None or val_loader is not None:
+        as_rule(rule, meaning, val_loader)
+    if team.size > 1:
+        check_sampler(train_loader)
+        if not chosen_structure.additive:
+            raise OptionError("a running average depends on the order of the batches and cannot be shared by processes.")
+    if len({id(one) for one in models}) < count:
+        warn("the same network is given more than once: its copies agree with each other, and the mixture looks too confident.")
+    checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
+    # Sums made in inference mode could not be differentiated later.
+    with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
+        heads, sums = _sum_up(
+            models,
+            names,
+            train_loader,
+            chosen_structure,
+            meaning,
+            distances=distances,
+            positions=positions,
+            ignore_index=ignore_index,
+            team=team,
+            checkpoints=checkpoints,
+            progress=progress,
+        )
+        components = []
+        for network, one, total, precision in zip(models, heads, sums, precisions, strict=True):
+            fitted = meaning.fitted(total)
+            layer = LastLayer.solve(chosen_structure, total, one.weights(), fitted)
+            components.append(Component(network, one, layer, precision, fitted))
+    _warn_of_empty_classes(components[0])
+    posterior = MoLA(components, chosen_link, weighting)
     if val_loader is not None or rule is not None:
-        posterior = posterior.tune(val_loader, rule, progress=progress, team=team)
-        if isinstance(train_loader, Remembering) and isinstance(val_loader, Remembering):
-            posterior = posterior.with_doubt(shared_rows(train_loader, val_loader))
+        posterior = posterior.tune(val_loader, rule=rule, progress=progress, team=team)
     checkpoints.remove()
     return posterior
 
 
+def _sum_up(
+    networks: Sequence[nn.Module],
+    names: Sequence[str | None],
+    loader: Iterable[Any],
+    structure: Structure,
+    likelihood: Likelihood,
+    *,
+    distances: bool,
+    positions: Positions,
+    ignore_index: int,
+    team: Team,
+    checkpoints: FitCheckpoint,
+    progress: bool,
+) -> tuple[list[Head], list[Sums]]:
+    heads, batches = _heads(networks, names, loader, likelihood, team)
+    check_size(structure, [head.width for head in heads], heads[0].outputs)
+    identity = {
+        "networks": [state_checksum(network) for network in networks] if checkpoints.folder is not None else [],
+        "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in heads],
+        "structure": {"name": structure.name, **structure.settings()},
+        "likelihood": {"name": likelihood.name, **likelihood.settings()},
+        "options": [distances, positions, ignore_index],
+    }
+    team.agree(identity, "fit")
+    done = checkpoints.load(identity) or FitProgress([Sums({}) for _ in heads])
+    skip(batches, done)
+    totals, read, inputs, used = list(done.sums), done.batches, done.inputs, done.used_inputs
+    checksums = [done.checksum]
+    if checkpoints.folder is not None:
+        batches = _with_checksums(batches, checksums)
+    rows_of = stream(
+        networks,
+        heads,
+        batches,
+        where="training loader",
+        likelihood=likelihood,
+        progress=progress,
+        total=batch_count(loader),
+        positions=positions,
+        ignore_index=ignore_index,
+        first_batch=read,
+        first_input=inputs,
+    )
+    for rows in rows_of if team.size == 1 or batch_count(loader) != 0 else ():
+        if len(rows):
+            for index, (head, phi, outputs) in enumerate(zip(heads, rows.features, rows.outputs, strict=True)):
+                own = _row_sums(head, phi, outputs, rows.labels, structure, likelihood, distances=distances)
+                totals[index] = structure.accumulate(totals[index].to(phi.device), own)
+        if rows.last:
+            read, inputs, used = read + 1, inputs + rows.inputs_read, used + rows.inputs
+            if checkpoints.due(read):
+                cpu = [one.to("cpu") for one in totals]
+                checkpoints.save(identity, FitProgress(cpu, read, inputs, used, checksums[0]))
+    totals = [_over_processes(one.to("cpu"), team) for one in totals]
+    if totals[0].count == 0:
+        raise DataError("the training loader: no datum has a label.")
+    if positions == "average" and heads[0].dense_axes:
+        number = int(team.sum([torch.tensor(float(used), dtype=torch.float64)])[0])
+        totals = [one.scaled(number / one.count, number) for one in totals]
+    return heads, totals
+
+
+def _row_sums(
+    head: Head,
+    phi: Tensor,
+    outputs: Tensor,
+    labels: Tensor | None,
+    structure: Structure,
+    likelihood: Likelihood,
+    *,
+    distances: bool,
+) -> Sums:
+    tensors = structure.sums(phi, likelihood.curvature(outputs, labels))
+    log_likelihood = None
+    if labels is not None:
+        labels = labels.to(outputs.device)
+        tensors |= likelihood.label_sums(outputs, labels)
+        # A regression's noise is unknown yet: its log-likelihood follows from the label sums.
+        log_likelihood = float(likelihood.log_likelihood(outputs, labels).sum()) if likelihood.discrete else 0.0
+    if distances:
+        groups, number = likelihood.group(outputs, labels), likelihood.num_groups(outputs.shape[1])
+        tensors |= distance_sums(phi[:, : head.inputs], groups, number, predicted=labels is None)
+    return Sums(tensors, len(phi), log_likelihood)
+
+
+def _with_checksums(batches: Iterator[Any], checksums: list[str]) -> Iterator[Any]:
+    for batch in batches:
+        checksums[0] = batch_checksum(checksums[0], batch)
+        yield batch
+
+
+def _heads(
+    networks: Sequence[nn.Module],
+    names: Sequence[str | None],
+    loader: Iterable[Any],
+    likelihood: Likelihood,
+    team: Team,
+) -> tuple[list[Head], Iterator[Any]]:
+    # The heads, from one watched pass over the first batch. A rank without data learns them from the others.
+    found: list[Head] | None = None
+    batches: Iterator[Any] = iter(loader)
+    if team.size == 1 or batch_count(loader) != 0:
+        first, batches = peek(loader, "training loader")
+        inputs = as_batch(first, "batch 0 of the training loader").inputs
+        found = find_heads(networks, names, inputs, likelihood)
+    own = None if found is None else [(head.name, head.every_position, head.dense_axes) for head in found]
+    known = next((one for one in team.collect(own) if one is not None), None)
+    if known is None:
+        raise DataError("the training loader is empty on every rank.")
+    if found is None:
+        found = [
+            Head(name, head_by_name(network, name).layer, every_position, dense_axes)
+            for network, (name, every_position, dense_axes) in zip(networks, known, strict=True)
+        ]
+    return found, batches
+
+
+def _over_processes(own: Sums, team: Team) -> Sums:
+    if team.size == 1:
+        return own
+    # A rank without data has no sums: the others tell their shapes.
+    shapes: dict[str, list[int]] = {}
+    for known in team.collect({name: list(tensor.shape) for name, tensor in own.tensors.items()}):
+        shapes |= known
+    parts = [own.tensors.get(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()]
+    labelled = all(team.collect(own.log_likelihood is not None or own.count == 0))
+    scalars = torch.tensor([float(own.count), own.log_likelihood or 0.0], dtype=torch.float64)
+    scalars, *summed = team.sum([scalars, *parts])
+    tensors = dict(zip(shapes, summed, strict=True))
+    return Sums(tensors, int(scalars[0]), float(scalars[1]) if labelled else None)
+
+
+def _warn_of_empty_classes(component: Component) -> None:
+    layer = component.layer
+    assert layer is not None
+    counts = layer.sums.tensors.get("class_counts")
+    if counts is not None and component.likelihood.discrete and len(counts) > 1 and bool((counts == 0).any()):
+        empty = (counts == 0).nonzero().flatten().tolist()
+        listed = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
+        warn(
+            f"{len(empty)} of {len(counts)} classes have no training data (class {listed}): distances from them are unknown. Are these the "
+            f"data that the networks were trained on?"
+        )
+
+
 def ensemble(
-    models: nn.Module | Sequence[nn.Module],
+    networks: nn.Module | Sequence[nn.Module],
     weights: str | Sequence[float] | Tensor = "uniform",
     *,
     likelihood: str | Likelihood = "categorical",
 ) -> MoLA:
-    """The deep ensemble of trained networks, or of one network its plain (MAP) prediction: no data needed.
+    """The deep ensemble of trained networks, or the plain (MAP) prediction of one network: no data needed.
 
     Args:
-        models: one trained classifier, or K of them.
+        networks: one trained network, or K of them.
         weights: "uniform", or K numbers that sum to 1.
-        likelihood: what the networks' outputs mean, as for `fit`.
-
-    Returns:
-        A posterior without covariance.
+        likelihood: as for `fit`.
     """
     meaning = as_likelihood(likelihood)
-    components = [Component(network, None, None, 1.0, meaning) for network in _as_networks(models)]
-    return _mixture(meaning)(components, "probit", weights)
+    return MoLA([Component(network, None, None, 1.0, meaning) for network in as_networks(networks)], "probit", weights)
 
 
-def load(directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> MoLA:
+def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> MoLA:
     """Load a saved posterior onto the networks it was fitted on.
 
     Args:
         directory: folder that `posterior.save` wrote.
-        models: the networks, in the same order.
+        networks: the networks, in the same order.
 
     Returns:
-        The posterior; `StorageError` if the files are damaged or of another version, or a network is not the one that
-        was fitted.
+        The posterior; `StorageError` if the files are damaged or a network is not the one that was fitted.
     """
-    networks = _as_networks(models)
-    components, parts = archive.unpack(*storage.read(directory), networks)
-    return _mixture(components[0].likelihood)(components, *parts)
+    from mola.saving.posterior import load_posterior
 
-
-def _mixture(likelihood: Likelihood) -> type[MoLA]:
-    return RegressionMoLA if isinstance(likelihood, Gaussian) else MoLA
+    return load_posterior(directory, as_networks(networks))

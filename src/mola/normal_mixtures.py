@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from mola.numerics import exact
+from mola.numerics import to_float64
 
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
@@ -25,8 +25,8 @@ PRECISE = 4 * torch.finfo(torch.float64).eps
 
 def _lifted(weights: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # In float64, the weights as (K, 1, ..., 1), and deviations in place of variances.
-    means, deviations = exact(means), exact(variances).sqrt()
-    return exact(weights).to(means.device).view(-1, *[1] * (means.dim() - 1)), means, deviations
+    means, deviations = to_float64(means), to_float64(variances).sqrt()
+    return to_float64(weights).to(means.device).view(-1, *[1] * (means.dim() - 1)), means, deviations
 
 
 def normal_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def log_density(weights: Tensor, means: Tensor, variances: Tensor, targets: Tens
         (n, D), or (n,) with `joint`.
     """
     shares, means, deviations = _lifted(weights, means, variances)
-    each = normal_log_density(means, deviations.square(), exact(targets).to(means.device))
+    each = normal_log_density(means, deviations.square(), to_float64(targets).to(means.device))
     if joint:
         each, shares = each.sum(-1), shares.squeeze(-1)
     return torch.logsumexp(each + shares.log(), dim=0)
@@ -67,7 +67,7 @@ def cdf(weights: Tensor, means: Tensor, variances: Tensor, values: Tensor) -> Te
         (...)
     """
     shares, means, deviations = _lifted(weights, means, variances)
-    return (shares * torch.special.ndtr((exact(values).to(means.device) - means) / deviations)).sum(0)
+    return (shares * torch.special.ndtr((to_float64(values).to(means.device) - means) / deviations)).sum(0)
 
 
 def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) -> Tensor:
@@ -88,7 +88,7 @@ def quantile(weights: Tensor, means: Tensor, variances: Tensor, level: float) ->
     if level > 0.5:  # where F is near 1 it has no digits left; its mirror image has
         return -quantile(weights, -means, variances, 1 - level)
     shares, means, deviations = _lifted(weights, means, variances)
-    known = exact(weights).to(means.device) > 0
+    known = to_float64(weights).to(means.device) > 0
     own = (means + deviations * torch.special.ndtri(means.new_tensor(level)))[known]
     low, high = own.amin(0), own.amax(0)
     shares, means, deviations = shares[known], means[known], deviations[known]
@@ -122,7 +122,7 @@ def crps(weights: Tensor, means: Tensor, variances: Tensor, targets: Tensor) -> 
         (n, D), in the targets' units: lower is better, and of one point it is the absolute error.
     """
     shares, means, deviations = _lifted(weights, means, variances)
-    distance = (shares * _mean_distance(exact(targets).to(means.device) - means, deviations)).sum(0)
+    distance = (shares * _mean_distance(to_float64(targets).to(means.device) - means, deviations)).sum(0)
     spread = torch.zeros_like(distance)
     for share, mean, deviation in zip(shares, means, deviations, strict=True):
         spread += share * (shares * _mean_distance(mean - means, torch.hypot(deviation, deviations))).sum(0)

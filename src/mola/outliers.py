@@ -1,53 +1,97 @@
-"""Which outlier score a mixture of Laplace approximations gives, by what it knows, and its values."""
+"""Outlier scores (OOD detection): higher is more outlying, always."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mola.cooling import Cooling, Usual
-from mola.laplace import LogitMoments
-from mola.uncertainty import far_field_score, max_probability_score, outlier_score, outlier_terms
+from mola.errors import OptionError
+from mola.likelihoods.base import DiscreteLikelihood
+
+COMBINED, FAR_FIELD, MAX_PROBABILITY = "far-field + energy + distance", "far-field", "max-probability"
+"""Names of the scores of a classification, from the most information to the least."""
+
+DISTANCE, NORM, VARIANCE = "distance", "norm", "variance"
+"""Names of the scores of a regression."""
 
 
-class OutlierScore(NamedTuple):
-    """How outlying inputs are, by which score."""
-
-    values: Tensor
-    far_field: Tensor | None
-    """The far-field score alone, where every component knows how long features are."""
+def max_probability_score(probs: Tensor, likelihood: DiscreteLikelihood) -> Tensor:
+    """One minus the largest probability (n,); for labels, that of yes or no averaged over labels."""
+    score = 1 - likelihood.choices(probs).amax(-1)
+    return score if likelihood.mutually_exclusive else score.mean(-1)
 
 
-FAR_FIELD, COMBINED, LEAST_SURE = "far-field", "far-field + energy + distance", "max-probability"
-"""Names of outlier scores."""
+def max_logit_score(logits: Tensor) -> Tensor:
+    """Minus the largest logit (Hendrycks et al., 2022), over the last axis."""
+    return -logits.amax(-1)
 
 
-def score_name(moments: Sequence[LogitMoments], usual: Usual | None) -> str:
-    """The name of the score that the moments of a mixture and what is usual of it allow."""
-    spreads = [one.spread for one in moments]
-    if not all(one is not None and one.has_length for one in spreads):
-        return LEAST_SURE
-    known = usual is not None and usual.score is not None
-    return COMBINED if known and all(one is not None and one.has_distance for one in spreads) else FAR_FIELD
+def energy_score(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    r"""Free energy :math:`-T \log \sum_c \exp(f_c / T)` of the logits (Liu et al., 2020), over the last axis.
+
+    Unlike the probabilities it changes with a shift common to all logits, so members of an ensemble differ in its zero.
+    """
+    if not 0 < temperature < float("inf"):
+        raise OptionError(f"temperature must be positive and finite, got {temperature!r}.")
+    return -temperature * torch.logsumexp(logits / temperature, dim=-1)
 
 
-def ood_score(
-    moments: Sequence[LogitMoments], mean: Tensor, probs: Tensor, weights: Tensor, cooling: Cooling
-) -> OutlierScore:
-    """The best closed-form score of what is known: of features and validation data, of features, of probabilities alone."""
-    name = score_name(moments, cooling.usual)
-    if name == LEAST_SURE:
-        return OutlierScore(max_probability_score(probs, moments[0].likelihood), None)
-    lengths = torch.stack([one.spread.length() for one in moments if one.spread is not None])
-    if name == FAR_FIELD:
-        far_field = far_field_score(mean, lengths, weights, moments[0].likelihood)
-        return OutlierScore(far_field, far_field)
-    assert cooling.usual is not None
-    usual = cooling.usual.score_at(weights)
-    assert usual is not None  # by its name
-    distance, excess = cooling.log_distance(moments, weights), cooling.excess(moments)
-    terms = outlier_terms(mean, lengths, distance, excess, weights, moments[0].likelihood)
-    return OutlierScore(outlier_score(terms, usual), terms[0])
+def label_energy_score(logits: Tensor) -> Tensor:
+    r"""Free energy of multi-label logits, :math:`-\sum_c \log(1 + e^{f_c})` (Wang et al., 2021), over the last axis.
+
+    Where no label is found, an input is unlike the training data. For a single label a certain no is as good as a certain yes, so its
+    energy is that of two classes with the logits :math:`(-f/2, f/2)`.
+    """
+    energy = -torch.nn.functional.softplus(logits)
+    return (energy + logits / 2).squeeze(-1) if logits.shape[-1] == 1 else energy.sum(-1)
+
+
+def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: DiscreteLikelihood) -> Tensor:
+    r"""The mixture's confidence in the limit of a vanishing prior, read as a score.
+
+    .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
+
+    As the prior precision goes to 0, Algorithm 1's variance of every logit becomes one constant times :math:`\phi^\top B^{-1} \phi`, the
+    probit link becomes linear, and ranking inputs by the mixture's largest probability becomes ranking by this. It needs no prior
+    precision, and the norms of the feature vectors cancel. A yes/no logit is one of two classes, the other of which has the logit 0:
+    of these, the mean over labels.
+
+    Args:
+        means: logits (K, n, C).
+        norms: (K, n), each feature vector's length relative to the training features.
+        weights: (K,).
+        likelihood: of the mixture.
+    """
+    # A feature vector of norm 0 has all its logits at the bias: nothing is known there.
+    factors = torch.where(norms > 0, weights[:, None] / norms, 0)
+    if not likelihood.mutually_exclusive:
+        return -torch.einsum("kn,knc->nc", factors, means).abs().mean(-1) / 2
+    centred = means - means.mean(-1, keepdim=True)
+    return -torch.einsum("kn,knc->nc", factors, centred).amax(-1)
+
+
+def energies(means: Tensor, log_excess: Tensor, likelihood: DiscreteLikelihood) -> Tensor:
+    """Energy (K, n) of each network's logits (K, n, C), divided by the square of how much longer than usual features are."""
+    score = energy_score if likelihood.mutually_exclusive else label_energy_score
+    return score(means * (-2 * log_excess).exp()[..., None])
+
+
+def outlier_score(terms: Sequence[Tensor], reference: Sequence[tuple[float, float]]) -> Tensor:
+    r"""The far-field score, the energy and the log distance in one: each in units of its spread on validation data.
+
+    .. math:: z_\text{far field} + z_\text{energy} + \max(0, z_\text{distance} - 1)
+
+    Distance counts from one standard deviation above its mean, so that usual inputs are ranked by far field and energy alone. Among 16
+    such sums this one and the one with `max(0, z_distance)` led on the networks that were to choose and on those that were to confirm
+    (docs/outliers.md).
+
+    Args:
+        terms: the three terms (n,).
+        reference: mean and standard deviation of each on validation data.
+    """
+    far_field, energy, distance = (
+        (term - mean) / deviation for term, (mean, deviation) in zip(terms, reference, strict=True)
+    )
+    return far_field + energy + (distance - 1).clamp_min(0)

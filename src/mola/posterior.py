@@ -1,149 +1,210 @@
-"""Mixtures of Laplace approximations: `LaplaceMixture`, what all kinds share, and `MoLA`, over last layers.
+"""The mixture of Laplace approximations. MAP, deep ensembles, last-layer Laplace and MoLA are all one class.
 
-MAP, deep ensemble, last-layer Laplace and MoLA are one class, `MoLA`: one component or several, with or without curvature.
-A posterior is a value: `tune`, `reweight` and `with_*` return new ones that share the networks.
+A `Component` is one network with the Laplace approximation of its last layer; without one it is a member of a plain ensemble. `MoLA` mixes
+K of them. Posteriors are values: `tune`, `reweight` and `with_*` return new ones that share the networks.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from mola.bounds import SCALE, component_bounds, divided_bounds, far_field_logits, require_probit
-from mola.component import Component, LaplaceComponent, WeightSamples, draw_weights, per_component
-from mola.cooling import Cooling, Usual
+from mola import bounds
 from mola.distributed import Team
-from mola.errors import BoundError, DataError, OptionError, located, warn
-from mola.laplace import ClassGeometry, FeatureSpread, LogitMoments, in_range
-from mola.likelihood import Likelihood
-from mola.links import Link, as_link, divided_and_cooled
-from mola.mixture import (
-    Mixture,
-    check_weighting,
-    describe_networks,
-    describe_numbers,
-    describe_weights,
-    evidence_weights,
-    stacked_in_turn,
-    stacking_weights,
-    uniform_weights,
+from mola.errors import DataError, OptionError, located
+from mola.laplace import ClassDistance, Curvature, LastLayerSpread, Structure, Sums, check_precision
+from mola.likelihoods import DiscreteLikelihood, Gaussian, Likelihood, Predictive
+from mola.links import Link, as_link
+from mola.mixture import Mixture
+from mola.network import Captured, Head, Inputs, Layout, capture, check_finite, check_logits, evaluating, one_batch
+from mola.numerics import check_generator, seed_from, to_float64
+from mola.options import counted, whole_number
+from mola.outliers import (
+    COMBINED,
+    DISTANCE,
+    FAR_FIELD,
+    MAX_PROBABILITY,
+    NORM,
+    VARIANCE,
+    energies,
+    far_field_score,
+    max_probability_score,
+    outlier_score,
 )
-from mola.network import DenseFeatures, Inputs, check_finite, one_batch, undisturbed, without_autocast
-from mola.numerics import exact, seed_from
-from mola.outliers import LEAST_SURE, OutlierScore, ood_score, score_name
-from mola.positions import DenseBatch
-from mola.prediction import Prediction, later
-from mola.saving import archive, storage
-from mola.tuning.candidates import NOT_HELD_OUT, HeldOut, LastLayerProblem, Problem, Tuning, read_held_out
-from mola.tuning.choosing import choose_together
-from mola.tuning.rules import Rule
-from mola.uncertainty import energies, entropy, epistemic_share, outlier_terms
+from mola.prediction import Prediction, RegressionPrediction, disagreement
+from mola.scaling import FeatureScale, LogitScaling, Reference
+from mola.tuning.held_out import HeldOut, read_held_out
+from mola.tuning.rules import Rule, Tuning, as_rule
+from mola.uncertainty import entropy, epistemic_share
+from mola.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
 
-Kind = TypeVar("Kind", bound=LaplaceComponent)
-
-NO_SPREAD = 1e-6
-"""Relative spread of scores that are all alike."""
-
-ROWS_AT_ONCE = 4096
-"""Validation data whose outlier scores are made together."""
+ROW_NUMBERS = 2**21
+"""Numbers per component that one chunk of rows may hold: 16 MB in float64."""
 
 
-class LaplaceMixture(Mixture, ABC, Generic[Kind]):
-    """A mixture of Laplace approximations, over whichever weights of its networks.
+@dataclass(frozen=True)
+class LastLayer:
+    """What one pass over the training data leaves of a network's last layer."""
 
-    Calling it gives probabilities (n, C); `predict` gives a `Prediction`.
+    structure: Structure
+    sums: Sums
+    weights: Tensor
+    """Trained weights (C, P) in float64, the posterior's mean; the bias is the last column."""
+    curvature: Curvature
+    distance: ClassDistance | None
+    """Distances from the training classes; None if they were not summed."""
+
+    @staticmethod
+    def solve(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
+        """Solve the eigenproblems of the sums. `weights` (C, P) are those of all outputs."""
+        uncertain = likelihood.uncertain(weights)
+        curvature = structure.solve(sums, likelihood.output_scale(len(uncertain)))
+        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.solve(sums))
+
+    def to(self, device: torch.device) -> LastLayer:
+        """The same on another device."""
+        distance = None if self.distance is None else self.distance.to(device)
+        return replace(self, weights=self.weights.to(device), curvature=self.curvature.to(device), distance=distance)
+
+
+class Component(nn.Module):
+    """One network with a Laplace approximation of its last layer at one prior precision.
 
     Args:
-        components: the networks with their curvature.
-        link: from logits to probabilities.
-        weights: "uniform", "evidence", or K numbers that sum to 1.
-        tuning: how the prior precision was chosen, if it was.
-        cooling: what logits are divided by before they become probabilities.
+        network: the trained network, shared and never changed.
+        head: its last linear layer; None in a plain ensemble.
+        layer: its Laplace approximation; None in a plain ensemble.
+        prior_precision: lambda.
+        likelihood: what the outputs mean.
     """
-
-    components: tuple[Kind, ...]
-    link: Any
-    _cooling: Cooling
 
     def __init__(
         self,
-        components: Sequence[Kind],
-        link: Any = "probit",
+        network: nn.Module,
+        head: Head | None,
+        layer: LastLayer | None,
+        prior_precision: float,
+        likelihood: Likelihood,
+    ) -> None:
+        super().__init__()
+        self.network, self.head, self.layer, self.likelihood = network, head, layer, likelihood
+        self.prior_precision = check_precision(prior_precision)
+
+    def at(self, prior_precision: float) -> Component:
+        """The same network at another prior precision."""
+        return Component(self.network, self.head, self.layer, prior_precision, self.likelihood)
+
+    def noise_scaled(self, factor: float) -> Component:
+        """The same regression network with its noise multiplied by a factor."""
+        layer, likelihood = self.layer, self.likelihood
+        if layer is None or factor == 1:
+            return self
+        assert isinstance(likelihood, Gaussian)
+        scaled = replace(layer, curvature=layer.curvature.divided(factor**2))
+        likelihood = likelihood.noise_scaled(factor, len(layer.weights))
+        return Component(self.network, self.head, scaled, self.prior_precision, likelihood)
+
+    def with_likelihood(self, likelihood: Likelihood) -> Component:
+        """The same network and sums under a likelihood with other settings, such as another noise."""
+        layer = self.layer
+        if layer is not None:
+            curvature = layer.structure.solve(layer.sums, likelihood.output_scale(len(layer.weights)))
+            layer = replace(layer, curvature=curvature)
+        return Component(self.network, self.head, layer, self.prior_precision, likelihood)
+
+    def on(self, device: torch.device) -> LastLayer | None:
+        """The last layer on a device: the owner of the network may have moved it."""
+        if self.layer is not None and self.layer.weights.device != device:
+            self.layer = self.layer.to(device)
+        return self.layer
+
+    def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> LastLayerSpread | None:
+        """How the logits spread at features (n, P); None without a Laplace approximation."""
+        layer = self.on(phi.device)
+        if layer is None:
+            return None
+        return LastLayerSpread(layer.curvature, phi, self.prior_precision if precision is None else precision)
+
+    def require_layer(self, what: str) -> LastLayer:
+        """The Laplace approximation, or `OptionError` naming what it is needed for."""
+        if self.layer is None:
+            raise OptionError(
+                f"{what} needs a Laplace approximation, and a plain ensemble has none. Use mola.fit(networks, train_loader)."
+            )
+        return self.layer
+
+    def log_evidence(self, precision: Tensor) -> Tensor:
+        r"""Log marginal likelihood of the training labels at a prior precision; differentiable in it.
+
+        .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|\theta\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
+        """
+        layer = self.require_layer("the log evidence")
+        log_likelihood = self.likelihood.total_log_likelihood(layer.sums)
+        if log_likelihood is None:
+            raise OptionError("the log evidence needs training labels: fit with batches of (inputs, labels).")
+        precision = precision.to(layer.weights)
+        prior = layer.weights.numel() * precision.log() - precision * layer.weights.square().sum()
+        return log_likelihood + (prior - layer.curvature.log_determinant(precision)) / 2
+
+
+class WeightSamples(NamedTuple):
+    """Draws of last-layer weights from the mixture."""
+
+    weights: Tensor | list[Tensor]
+    """(S, C, P), the bias as last column; a list of (C, P) where the networks' widths differ."""
+    component: Tensor
+    """(S,): the component, and so the network's features, that each draw belongs to."""
+
+
+class MixtureRows(NamedTuple):
+    """Features phi (n, P) and outputs (n, C) of every network for n rows, in float64."""
+
+    phi: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+
+class MoLA(Mixture):
+    """A mixture of last-layer Laplace approximations. Made by `mola.fit`, `mola.ensemble` or `mola.load`.
+
+    Calling it returns probabilities (n, C), or means (n, D) of a regression; `predict` returns a `Prediction`.
+
+    Args:
+        components: networks with their Laplace approximations.
+        link: from logits to probabilities.
+        weights: "uniform", "evidence", or K numbers that sum to 1.
+        tuning: how the prior precision was chosen.
+        scaling: temperature, pooling and distance exponent.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[Component],
+        link: str | Link = "probit",
         weights: str | Sequence[float] | Tensor = "uniform",
         tuning: Tuning | None = None,
-        cooling: Cooling | None = None,
+        scaling: LogitScaling | None = None,
     ) -> None:
         weighting = check_weighting(weights, len(components))
         by_evidence = isinstance(weighting, str) and weighting == "evidence"
-        super().__init__(components, "uniform" if by_evidence else weighting)
+        super().__init__(components, "uniform" if by_evidence else weighting, likelihood=components[0].likelihood)
         self.components = tuple(components)
-        self.link = self._as_link(link)
+        self.link = as_link(link, self.likelihood)
         self.weighting = weighting if isinstance(weighting, str) else "given"
         self.tuning = tuning
-        self._cooling = Cooling() if cooling is None else cooling
-        self._check_cooling()
+        self.scaling = LogitScaling() if scaling is None else scaling
+        if self.has_distances and self.scaling.reference is None:
+            self.scaling = replace(self.scaling, reference=self._training_reference())
+        if self.scaling.exponent > 0 and not self.has_distances:
+            raise OptionError(self._why_no_distances())
         if by_evidence:
             self.weights = evidence_weights(self.log_evidence())
 
-    # --- what each kind says for itself -----------------------------------------------------------------------------
-
-    @abstractmethod
-    def _as_link(self, link: Any) -> Any:
-        # The link of that name, or the link itself; `OptionError` if it is unknown.
-        ...
-
-    @abstractmethod
-    def _held_out(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
-        # Run every network once over a loader, and keep what tuning needs. Called inside `undisturbed(*networks)`.
-        ...
-
-    @abstractmethod
-    def _problem(self, **shared: Any) -> Problem: ...
-
-    @abstractmethod
-    def _members_on(self, data: HeldOut) -> Iterable[Tensor]:
-        # Probabilities (n, C) of each component on held-out data, in float64 on the CPU.
-        ...
-
-    @abstractmethod
-    def _described(self) -> str: ...
-
-    @property
-    def has_distances(self) -> bool:
-        """Whether distances from the training classes are known."""
-        return False
-
-    def _usual_in_training(self) -> Usual:
-        # What is usual of the features, as the training data show it.
-        raise OptionError(self._why_no_distances())
-
-    def _usual_on(self, data: HeldOut) -> Usual:
-        raise OptionError(self._why_no_distances())
-
-    def _why_no_distances(self) -> str:
-        return "there are no distances from the training data here: only posteriors of mola.fit have them, over last layers."
-
-    def _check_cooling(self) -> None:
-        if self._cooling.exponent > 0 and not self.has_distances:
-            raise OptionError(self._why_no_distances())
-
-    # --- what it is -------------------------------------------------------------------------------------------------
-
-    @property
-    def prior_precision(self) -> tuple[float, ...]:
-        """One for each component."""
-        return tuple(component.precision for component in self.components)
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """What the networks' outputs mean."""
-        return self.components[0].likelihood
+    # --- properties -------------------------------------------------------------------------------------------------
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
@@ -151,194 +212,334 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         return tuple(component.network for component in self.components)
 
     @property
-    def cooling(self) -> Cooling:
-        """What logits are divided by before they become probabilities."""
-        if self._cooling.usual is None and self.has_distances:
-            # Not before it is asked for: it solves for the covariance within classes.
-            self._cooling = replace(self._cooling, usual=self._usual_in_training())
-        return self._cooling
+    def prior_precision(self) -> tuple[float, ...]:
+        """Of each component."""
+        return tuple(component.prior_precision for component in self.components)
+
+    @property
+    def structure(self) -> str | None:
+        """Name of the curvature structure; None for a plain ensemble."""
+        layer = self.components[0].layer
+        return None if layer is None else layer.structure.name
 
     @property
     def temperature(self) -> float:
-        """What all logits are divided by; below 1 sharpens."""
-        return self._cooling.temperature
+        """T, which divides all logits: below 1 sharpens. Multiplies the standard deviations of a regression."""
+        return self.scaling.temperature
+
+    @property
+    def pooling(self) -> float:
+        """c, which contracts the networks' logits towards their mean: 1 mixes probabilities, 0 averages logits."""
+        return self.scaling.pooling
 
     @property
     def distance_exponent(self) -> float:
-        """How strongly logits are cooled by the distance from the training classes; 0 is not at all."""
-        return self._cooling.exponent
+        """gamma: how strongly logits shrink with the distance from the training classes; 0 is not at all."""
+        return self.scaling.exponent
+
+    @property
+    def has_distances(self) -> bool:
+        """Whether distances from the training classes are known."""
+        return all(one.layer is not None and one.layer.distance is not None for one in self.components)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the networks have dense outputs: one for each pixel or token."""
+        head = self.components[0].head
+        return head is not None and head.dense_axes > 0
+
+    @property
+    def noise(self) -> Tensor:
+        """Standard deviation (K, D) of a regression's noise in the targets' units; a factor for heteroscedastic networks."""
+        rows = []
+        for component in self.components:
+            likelihood = component.likelihood
+            if not isinstance(likelihood, Gaussian):
+                raise OptionError(f"likelihood {likelihood.name!r} has no noise.")
+            given: Any = likelihood.deviation(1).tolist() if likelihood.noise is None else likelihood.noise
+            width = len(given) if component.layer is None else len(component.layer.weights)
+            rows.append(torch.tensor(given, dtype=torch.float64).expand(width).clone())
+        return torch.stack(rows)
+
+    def _why_no_distances(self) -> str:
+        if self.components[0].layer is None:
+            return "a plain ensemble has no distances from the training data. Use mola.fit(networks, train_loader)."
+        return "this posterior was fitted with distances=False. Fit again with distances=True to use the distance."
 
     def __repr__(self) -> str:
-        # What it is made of and how it was tuned, in a few lines; the networks are in `.networks`.
-        name, networks = type(self).__name__, describe_networks(self.networks)
-        weights = describe_weights(self.weights, self.weighting)
-        curvature = self.components[0].curvature
-        if curvature is None:
-            return f"{name}(a plain ensemble of {networks}, without covariance, weights: {weights})"
-        tuned = "as given" if self.tuning is None else f"by {self.tuning.rule}"
-        return (
-            f"{name}({networks}, fitted on {curvature.count:,} training data\n"
-            f"  structure: {self._described()}\n"
-            f"{self._described_link()}"
-            f"  prior precision: {describe_numbers(self.prior_precision)}, {tuned}\n"
-            f"{self._described_cooling()}"
-            f"  weights: {weights}\n)"
-        )
-
-    def _described_link(self) -> str:
-        return f"  link: {self.link.name}\n"
-
-    def _described_cooling(self) -> str:
-        parts = [f"temperature {self.temperature:.4g}"] if self.temperature != 1 else []
-        if self.distance_exponent > 0:
-            parts.append(f"by distance, with exponent {self.distance_exponent:.4g}")
-        return f"  logits cooled: {' and '.join(parts)}\n" if parts else ""
+        kinds = ", ".join(dict.fromkeys(type(network).__name__ for network in self.networks))
+        networks = f"{counted(len(self.networks), 'network')} ({kinds})"
+        weights = self.weighting
+        if weights != "uniform":
+            weights = f"{', '.join(f'{weight:.4g}' for weight in self.weights.tolist())} ({weights})"
+        layer, scaling = self.components[0].layer, self.scaling
+        if layer is None:
+            return f"MoLA(a plain ensemble of {networks}, without covariance, weights: {weights})"
+        lines = [f"MoLA({networks}, fitted on {layer.sums.count:,} training data"]
+        if self.tuning is not None:
+            lines.append(f"  {self.tuning.summary}")
+        lines.append(f"  structure: {self.structure}")
+        if self.likelihood.discrete:
+            lines.append(f"  link: {self.link.name}")
+        else:
+            lines.append(f"  noise: {'; '.join(dict.fromkeys(_listed(row.tolist()) for row in self.noise))}")
+        lines.append(f"  prior precision: {_listed(self.prior_precision)}")
+        for name, value, neutral in (
+            ("temperature", scaling.temperature, 1),
+            ("pooling", scaling.pooling, 1),
+            ("distance exponent", scaling.exponent, 0),
+        ):
+            if value != neutral:
+                lines.append(f"  {name}: {value:.4g}")
+        return "\n".join([*lines, f"  weights: {weights}", ")"])
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module alone, and get ready to predict.
-
-        The networks keep their own mode: every pass evaluates them, whatever it is.
-        """
+        """Set the mode of this module alone: the networks keep theirs, and every pass evaluates them."""
         self.training = mode
-        for component in self.components:
-            component.prepare()
         return self
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
-        """Probabilities (n, C).
+        """Probabilities (n, C) of one batch, or means (n, D) of a regression.
 
         Args:
             inputs: a tensor, a tuple of positional or a mapping of keyword arguments of the networks.
             generator: source of randomness for links that draw; None uses the link's own seed.
 
         Returns:
-            Probabilities, in float64 for networks in float64, else in float32.
+            In the networks' precision, at least float32; dense outputs keep the layout of the logits.
         """
-        seed = seed_from(generator)
-        self._look()
-        with undisturbed(*self.networks, passes_only=True):
-            moments = self._moments(one_batch(inputs))
-        if isinstance(moments, DenseBatch):
-            return moments.gather(lambda some: [self._returned_probabilities(some, seed)])[0]
-        return self._returned_probabilities(moments, seed)
+        captured, seed = self._captured(one_batch(inputs)), seed_from(generator)
+        point = torch.cat([self.predictive(rows, seed).point() for rows in self._chunks(captured)])
+        return _returned(point, captured[0], captured[0].layout, "outputs")
 
-    def _returned_probabilities(self, moments: Sequence[LogitMoments], seed: int | None) -> Tensor:
-        with without_autocast(moments[0].mean.device):
-            return moments[0].returned(self._probabilities(moments, seed))
+    def _captured(self, inputs: Inputs) -> list[Captured]:
+        with evaluating(*self.networks), torch.no_grad():
+            captured = []
+            for index, component in enumerate(self.components):
+                with located(f"models[{index}]"):
+                    captured.append(capture(component.network, component.head, inputs, self.likelihood))
+        shapes = [one.outputs.shape for one in captured]
+        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+            raise DataError(
+                f"expected networks with outputs of the same shape, got {[tuple(shape) for shape in shapes]}."
+            )
+        return captured
 
-    def _probabilities(self, moments: Sequence[LogitMoments], seed: int | None) -> Tensor:
-        # Probabilities (n, C) of the mixture, from its logits.
-        return self._mix(self._members(moments, seed))
+    def _chunks(self, captured: Sequence[Captured]) -> Iterator[MixtureRows]:
+        widths = [one.features.shape[-1] + self.link.row_size(one.outputs.shape[-1]) for one in captured]
+        size = max(1, ROW_NUMBERS // max(widths))
+        for parts in zip(*(one.chunks(size) for one in captured), strict=True):
+            yield MixtureRows([phi for _, phi, _ in parts], [outputs for _, _, outputs in parts])
 
-    def _members(self, moments: Sequence[LogitMoments], seed: int | None) -> list[Tensor]:
-        # Probabilities (n, C) of each component.
-        return [self.link(one, seed) for one in self._cooled(moments)]
+    def _spreads(self, rows: MixtureRows) -> list[LastLayerSpread | None]:
+        return [component.spread(phi) for component, phi in zip(self.components, rows.phi, strict=True)]
 
-    def _cooled(self, moments: Sequence[LogitMoments]) -> list[LogitMoments]:
-        return list(moments) if self._cooling.changes_nothing else self.cooling(moments, self.weights)
+    def log_distances(self, rows: MixtureRows) -> tuple[Tensor, Tensor]:
+        """Logarithms of distance (K, n) and norm (K, n) of each network's features."""
+        pairs = []
+        for component, phi in zip(self.components, rows.phi, strict=True):
+            layer = component.on(phi.device)
+            if layer is None or layer.distance is None:
+                raise OptionError(self._why_no_distances())
+            pairs.append(layer.distance.logs(phi))
+        return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
-    def _moments(self, inputs: Inputs) -> list[LogitMoments] | DenseBatch:
-        # Moments of each network's logits; of outputs at many positions, what gives them in portions.
-        moments: list[LogitMoments] = []
-        dense: list[tuple[Any, DenseFeatures]] = []
-        for index, component in enumerate(self.components):
-            with located(f"models[{index}]"):
-                found = component.observed(inputs)
-                if isinstance(found, DenseFeatures):
-                    dense.append((component, found))
-                    continue
-                moments.append(found)
-                check_finite(moments[-1].mean)
-        if dense:
-            return DenseBatch.of(dense, others=len(moments))
-        classes = [one.mean.shape[1] for one in moments]
-        if len(set(classes)) > 1:
-            raise DataError(f"expected networks with the same number of classes, got {classes}.")
-        return in_range(moments)
+    def _scale(self, rows: MixtureRows) -> Tensor | None:
+        if self.scaling.temperature == 1 and self.scaling.exponent == 0:
+            return None
+        logs = self.log_distances(rows) if self.scaling.exponent > 0 else (None, None)
+        return self.scaling.factors(*logs, self.weights.to(rows.outputs[0]), norms=self.likelihood.discrete)
 
-    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
-        self._look()
-        with located(place), undisturbed(*self.networks, passes_only=True):
-            moments = self._moments(inputs)
-        if isinstance(moments, DenseBatch):
-            return moments.prediction(lambda some: self._said_of(some, seed))
-        return self._said_of(moments, seed)
+    def noise_variances(self, rows: MixtureRows) -> list[Tensor]:
+        """Noise variance (n, D) of each component of a regression, in the network's units."""
+        pairs = zip(self.components, rows.outputs, strict=True)
+        return [one.likelihood.noise_variance(outputs) for one, outputs in pairs]  # type: ignore[attr-defined]
 
-    def _said_of(self, moments: Sequence[LogitMoments], seed: int | None) -> Prediction:
-        with without_autocast(moments[0].mean.device):
-            probs, weights = self._probabilities(moments, seed), self.weights
-            mean = torch.stack([one.mean for one in moments])
-        kept = [one.kept(values) for one, values in zip(moments, mean, strict=True)]
-        back = moments[0].returned
-
-        def share() -> Tensor:
-            return epistemic_share(self._cooled(kept), weights.tolist(), seed or 0)
-
-        likelihood = self.likelihood
-        name = score_name(kept, self._cooling.usual)
-
-        def score() -> OutlierScore:
-            return ood_score(kept, mean, probs, weights.to(mean), self._cooling)
-
-        def far_field() -> Tensor:
-            found = score().far_field
-            assert found is not None  # by its name
-            return back(found)
-
-        return Prediction(
-            back(probs),
-            later(lambda: back(entropy(likelihood.answer_probabilities(probs)) * share()), mean.device),
-            later(lambda: back(score().values), mean.device),
-            name,
-            back(mean),
-            later(lambda: back(torch.stack([one.variance for one in kept])), mean.device),
-            later(lambda: back(self.cooling.log_distance(kept, weights).exp()), mean.device)
-            if self.has_distances
-            else None,
-            None if name == LEAST_SURE else later(far_field, mean.device),
-            held=probs.nbytes + sum(one.nbytes for one in kept),
-            likelihood=likelihood,
+    def predictive(self, rows: MixtureRows, seed: int | None = None) -> Predictive:
+        """The predictive distribution of rows that the networks have computed already."""
+        options: dict[str, Any] = {} if self.likelihood.discrete else {"noises": self.noise_variances(rows)}
+        scale, pooling = self._scale(rows), self.scaling.pooling
+        return self.likelihood.predictive(
+            rows.outputs, self._spreads(rows), self.weights, self.link, scale=scale, pooling=pooling, seed=seed, **options
         )
 
-    # --- new values from this one -----------------------------------------------------------------------------------
+    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
+        with located(place):
+            captured = self._captured(inputs)
+            for index, (component, one) in enumerate(zip(self.components, captured, strict=True)):
+                with located(f"models[{index}]"):
+                    check_finite(one.features.flatten(0, -2), one.outputs.flatten(0, -2))
+                    if component.head is None and one.layout is None:
+                        check_logits(component.network, inputs, one.outputs, self.likelihood)
+        # Copies: a network may reuse its memory for the next batch.
+        kept = [replace(one, features=one.features.clone(), outputs=one.outputs.clone()) for one in captured]
+        size = sum(one.features.nbytes + one.outputs.nbytes for one in kept)
+        return self._make_prediction(lambda: self._chunks(kept), kept[0], kept[0].layout, seed, size)
 
-    def _parts(self) -> dict[str, Any]:
-        weights = self.weighting if self.weighting != "given" else self.weights
-        return {
-            "components": self.components,
-            "link": self.link,
-            "weights": weights,
-            "tuning": self.tuning,
-            "cooling": self._cooling,
+    def predict_from_features(self, features: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
+        """What `predict` returns for inputs that the networks have processed already.
+
+        Args:
+            features: (n, P) of each network: the input of its last layer, with the constant 1 if that has a bias.
+            outputs: (n, C) of each network.
+        """
+        pairs = zip(features, outputs, strict=True)
+        kept = [Captured(to_float64(one), to_float64(two), None, None) for one, two in pairs]
+        with torch.no_grad():
+            return self._make_prediction(lambda: self._chunks(kept), Captured(features[0], outputs[0], None, None), None)
+
+    def _make_prediction(
+        self,
+        chunks: Callable[[], Iterator[MixtureRows]],
+        like: Captured,
+        layout: Layout | None,
+        seed: int | None = None,
+        held_bytes: int = 0,
+    ) -> Any:
+        def field(compute: Callable[[MixtureRows], Tensor], kind: str) -> Callable[[], Tensor]:
+            return lambda: _returned(
+                torch.cat([compute(rows) for rows in chunks()], dim=int(kind == "members")), like, layout, kind
+            )
+
+        shared: dict[str, Any] = {
+            "likelihood": self.likelihood,
+            "axis": -1 if layout is None else layout.axis,
+            "held_bytes": held_bytes,
+            "ood_score_name": self.ood_score_name,
         }
+        distance = field(self._distance, "rows") if self.has_distances else None
+        if not self.likelihood.discrete:
+            means = field(lambda rows: self.predictive(rows).means, "members")  # type: ignore[attr-defined]
+            regression: dict[str, Any] = {
+                "component_mean": means(),
+                "component_variance": field(lambda rows: self.predictive(rows).variances, "members"),  # type: ignore[attr-defined]
+                "component_noise": field(self._noise_in_units, "members"),
+                "ood_score": field(self._regression_score, "rows"),
+                "distance": distance,
+            }
+            return RegressionPrediction(regression, weights=self.weights, **shared)
+        far_field = self.ood_score_name != MAX_PROBABILITY
+        kind = "rows" if self.likelihood.mutually_exclusive else "outputs"  # type: ignore[attr-defined]
+        discrete: dict[str, Any] = {
+            "probs": field(lambda rows: self.predictive(rows, seed).point(), "outputs")(),
+            "mutual_information": field(lambda rows: self._mutual_information(rows, seed), kind),
+            "ood_score": field(self._ood_score, "rows"),
+            "logit_mean": field(lambda rows: torch.stack(list(rows.outputs)), "members"),
+            "logit_variance": field(self._logit_variance, "members"),
+            "distance": distance,
+            "far_field": field(self._far_field, "rows") if far_field else None,
+        }
+        return Prediction(discrete, **shared)
+
+    def _logit_variance(self, rows: MixtureRows) -> Tensor:
+        pairs = zip(self._spreads(rows), rows.outputs, strict=True)
+        return torch.stack([torch.zeros_like(two) if one is None else one.variance() for one, two in pairs])
+
+    def _mutual_information(self, rows: MixtureRows, seed: int | None) -> Tensor:
+        likelihood = self.likelihood
+        assert isinstance(likelihood, DiscreteLikelihood)
+        probs, scale = self.predictive(rows, seed).point(), self._scale(rows)
+        means, spreads = likelihood.scaled(
+            rows.outputs, self._spreads(rows), self.weights, scale, self.scaling.pooling  # type: ignore[arg-type]
+        )
+        return entropy(likelihood.choices(probs)) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
+
+    # --- outlier scores ---------------------------------------------------------------------------------------------
+
+    @property
+    def ood_score_name(self) -> str:
+        """Name of the outlier score: the best one that is known."""
+        if self.components[0].layer is None:
+            return MAX_PROBABILITY if self.likelihood.discrete else VARIANCE
+        if not self.likelihood.discrete:
+            return DISTANCE if self.has_distances else NORM
+        reference = self.scaling.reference
+        return FAR_FIELD if reference is None or reference.score is None else COMBINED
+
+    def _norms(self, rows: MixtureRows) -> Tensor:
+        layers = [component.on(phi.device) for component, phi in zip(self.components, rows.phi, strict=True)]
+        return torch.stack([one.curvature.mahalanobis(phi) for one, phi in zip(layers, rows.phi, strict=True) if one])
+
+    def _distance(self, rows: MixtureRows) -> Tensor:
+        return self.scaling.log_distance(self.log_distances(rows)[0], self.weights).exp()
+
+    def _far_field(self, rows: MixtureRows) -> Tensor:
+        means = torch.stack(list(rows.outputs))
+        return far_field_score(means, self._norms(rows), self.weights.to(means), self.likelihood)  # type: ignore[arg-type]
+
+    def _outlier_terms(self, rows: MixtureRows) -> tuple[Tensor, Tensor]:
+        # Far field, mean energy and log distance (3, n), and the energy of each network (K, n).
+        means, weights = torch.stack(list(rows.outputs)), self.weights.to(rows.outputs[0])
+        log_distance, log_norm = self.log_distances(rows)
+        own = energies(means, self.scaling.log_excess(log_norm), self.likelihood)  # type: ignore[arg-type]
+        distance = self.scaling.log_distance(log_distance, weights)
+        return torch.stack([self._far_field(rows), weights @ own, distance]), own
+
+    def _ood_score(self, rows: MixtureRows) -> Tensor:
+        name = self.ood_score_name
+        if name == MAX_PROBABILITY:
+            return max_probability_score(self.predictive(rows).point(), self.likelihood)  # type: ignore[arg-type]
+        if name == FAR_FIELD:
+            return self._far_field(rows)
+        assert self.scaling.reference is not None
+        reference = self.scaling.reference.score_at(self.weights)
+        assert reference is not None
+        return outlier_score(list(self._outlier_terms(rows)[0]), reference)
+
+    def _noise_in_units(self, rows: MixtureRows) -> Tensor:
+        assert isinstance(self.likelihood, Gaussian)
+        noise = torch.stack(self.noise_variances(rows)) * self.temperature**2
+        return self.likelihood.variance_in_units(noise)
+
+    def _regression_score(self, rows: MixtureRows) -> Tensor:
+        if self.ood_score_name == VARIANCE:
+            means = self.predictive(rows).means  # type: ignore[attr-defined]
+            return disagreement(self.weights, means, self._noise_in_units(rows))
+        weights = self.weights.to(rows.outputs[0])
+        if self.ood_score_name == NORM:
+            return weights @ self._norms(rows).log()
+        log_distance, log_norm = self.log_distances(rows)
+        return self.scaling.log_distance(log_distance, weights) + weights @ self.scaling.log_excess(log_norm)
+
+    def _training_reference(self) -> Reference:
+        distances = [one.layer.distance for one in self.components if one.layer is not None]
+        known = [one for one in distances if one is not None]
+        return Reference(tuple(FeatureScale(one.training_distance, one.training_norm) for one in known))
+
+    # --- new posteriors from this one -------------------------------------------------------------------------------
 
     def _with(self, **changes: Any) -> Self:
-        return type(self)(**(self._parts() | changes))
+        parts: dict[str, Any] = {
+            "components": self.components,
+            "link": self.link,
+            "weights": self.weighting if self.weighting != "given" else self.weights,
+            "tuning": self.tuning,
+            "scaling": self.scaling,
+        }
+        return type(self)(**(parts | changes))
 
     def with_prior_precision(self, prior_precision: float | Sequence[float]) -> Self:
         """The same mixture at another prior precision: one number, or one for each component."""
         for component in self.components:
-            component.require_fitted("a prior precision")
+            component.require_layer("a prior precision")
         values = per_component(prior_precision, len(self.components), "prior_precision")
         moved = [component.at(value) for component, value in zip(self.components, values, strict=True)]
         return self._with(components=moved, tuning=None)
 
     def with_temperature(self, temperature: float) -> Self:
-        """The same mixture with all logits divided by a temperature: above 1 is more careful, below 1 sharpens."""
-        return self._with(cooling=replace(self._cooling, temperature=temperature), tuning=None)
+        """The same mixture with another temperature, which divides all logits: below 1 sharpens."""
+        return self._with(scaling=replace(self.scaling, temperature=temperature), tuning=None)
 
-    def with_distance_exponent(self, exponent: float) -> Self:
-        """The same mixture with another exponent of the distance by which logits are cooled: 0 is not at all.
+    def with_pooling(self, pooling: float) -> Self:
+        """The same mixture with another pooling: 1 mixes the networks' probabilities, 0 averages their logits."""
+        return self._with(scaling=replace(self.scaling, pooling=pooling), tuning=None)
 
-        Args:
-            exponent: gamma; `mola.Distance` chooses it on validation data, mostly between 0.5 and 4.
-
-        Returns:
-            A new posterior; `OptionError` if nothing is known of distances.
-        """
-        return self._with(cooling=replace(self._cooling, exponent=exponent), tuning=None)
+    def with_distance_exponent(self, exponent: float, *, onset: float | None = None) -> Self:
+        """The same mixture with another distance exponent: 0 is no distance. `onset` is the distance from which it counts."""
+        onset = self.scaling.onset if onset is None else onset
+        return self._with(scaling=replace(self.scaling, exponent=exponent, onset=onset), tuning=None)
 
     def with_weights(self, weights: str | Sequence[float] | Tensor) -> Self:
         """The same mixture with other weights: "uniform", "evidence", or K numbers that sum to 1."""
@@ -348,434 +549,261 @@ class LaplaceMixture(Mixture, ABC, Generic[Kind]):
         """The same mixture with another link."""
         return self._with(link=link)
 
+    def with_noise(self, noise: float | Sequence[float] | Tensor) -> Self:
+        """The same regression with another noise, which rules then leave as it is.
+
+        Args:
+            noise: standard deviation in the targets' units: one number, one for each output, or (K, D), one for each component, too. A
+                factor for heteroscedastic networks.
+        """
+        if not isinstance(self.likelihood, Gaussian):
+            raise OptionError(f"likelihood {self.likelihood.name!r} has no noise.")
+        given: Any = noise.tolist() if hasattr(noise, "tolist") else noise
+        if given is None:
+            raise OptionError("noise: expected one number, or one for each output; got None. posterior.tune(val_loader) chooses it.")
+        table = isinstance(given, (list, tuple)) and any(hasattr(row, "__len__") for row in given)
+        rows = per_component(given, len(self.components), "noise") if table else [given] * len(self.components)
+        moved = []
+        for component, row in zip(self.components, rows, strict=True):
+            likelihood = replace(component.likelihood, noise=row, estimated=False)  # type: ignore[type-var]
+            if component.layer is not None:
+                likelihood.deviation(len(component.layer.weights))  # type: ignore[attr-defined]
+            moved.append(component.with_likelihood(likelihood))
+        return self._with(components=moved, tuning=None)
+
+    # --- tune -------------------------------------------------------------------------------------------------------
+
+    def read(
+        self, loader: Iterable[Any] | HeldOut, where: str, *, labelled: bool, progress: bool = False, team: Team | None = None
+    ) -> HeldOut:
+        """Run the networks once over a loader and keep what tuning needs; what was read before is returned as it is."""
+        if isinstance(loader, HeldOut):
+            if labelled and loader.labels is None:
+                raise DataError(f"the {where} was read without labels. Read batches of (inputs, labels).")
+            return loader
+        team = Team.single() if team is None else team
+        heads = [component.head for component in self.components]
+        return read_held_out(
+            self.networks, heads, loader, self.likelihood, where=where, labelled=labelled, progress=progress, team=team
+        )
+
     def tune(
         self,
         val_loader: Iterable[Any] | HeldOut | None = None,
-        rule: Rule | str | None = None,
         *,
+        rule: Rule | str | None = None,
         progress: bool = True,
         team: Team | None = None,
     ) -> Self:
-        """Choose the prior precision, and with some rules a temperature or an exponent of the distance; others set these to 1 and 0.
+        """Choose the prior precision, and with some rules temperature, pooling and distance exponent; others reset these.
 
         Args:
-            val_loader: validation data, read once, or what was read of them; not for `mola.Evidence`.
-            rule: "threshold" (the paper's, as None), "nll", "brier", "ece", "distance" or "evidence", or an object such as
-                `mola.Distance(price=0.02)`. All but `mola.Evidence(shared=False)` choose one prior precision for all components.
-            progress: whether to show a progress bar on stderr, if that is a terminal.
-            team: the processes that tune together, each with its own shard; None tunes alone.
+            val_loader: validation data, read once; not for `mola.rules.Evidence`.
+            rule: a name, or an object of `mola.rules`; None is the likelihood's default.
+            progress: show a progress bar on stderr, if that is a terminal.
+            team: processes that tune together, each with its own shard.
 
         Returns:
-            A new posterior; `.tuning` says how it was chosen. `OptionError` if the rule is none, or there is no curvature.
+            A new posterior, whose `tuning` describes the choice.
         """
-        together = Team.alone() if team is None else team
         for component in self.components:
-            component.require_fitted("tuning the prior precision")
-
-        def weights_at(precision: float | Sequence[float]) -> Tensor:
-            if self.weighting != "evidence":
-                return self.weights
-            each = per_component(precision, len(self.components), "prior_precision")
-            at = torch.tensor(each, dtype=torch.float64, device="cpu")
-            pairs = zip(self.components, at, strict=True)
-            return evidence_weights(torch.stack([component.log_evidence(one) for component, one in pairs]))
-
-        doubts: list[str] = []
-        usual: list[Usual] = []
-        seen: set[int] = set()
-
-        def read(loader: Any, where: str, labelled: bool) -> HeldOut:
-            data = self._read(loader, where, labelled=labelled, progress=progress, team=together)
-            if labelled and id(data) not in seen:  # a rule may ask another, which reads the same data
-                seen.add(id(data))
-                doubts.extend(self._doubts(data))
-            if self.has_distances and not usual:  # the validation data are read first
-                usual.append(self._usual_on(data))
-            return data
-
-        problem = self._problem(
-            weights_at=weights_at,
-            read=read,
-            log_evidence=lambda index, precision: self.components[index].log_evidence(precision),
-            progress=progress,
-            usual=usual,
-            lacks_distances=None if self.has_distances else self._why_no_distances(),
-        )
+            component.require_layer("tuning")
+        chosen = as_rule(rule, self.likelihood, val_loader)
+        start = self._with(scaling=LogitScaling(reference=self.scaling.reference), tuning=None)
+        data = None
         with torch.inference_mode(False), torch.no_grad():
-            tuning = choose_together(rule, problem, val_loader, together, check=self.check_networks)
-        tuning = replace(tuning, notes=(*doubts, *tuning.notes))
-        cooling = Cooling(tuning.temperature, tuning.distance_exponent, usual[0] if usual else self._cooling.usual)
-        return self._at(tuning)._with(tuning=tuning, cooling=cooling)
+            if val_loader is not None:
+                needs_labels = getattr(chosen, "needs_labels", True)
+                data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
+                data.check_labels()
+                if self.has_distances:
+                    start = start._with(scaling=replace(start.scaling, reference=start.reference_on(data)))
+            tuning = chosen(start, data)
+            if team is not None:
+                tuning = team.share(tuning)
+        return start.tuned(tuning)
 
-    def _at(self, tuning: Tuning) -> Self:
-        return self.with_prior_precision(tuning.prior_precision)
+    def tuned(self, tuning: Tuning) -> Self:
+        """The same mixture with what a rule chose."""
+        moved = self.with_prior_precision(tuning.prior_precision)
+        components = moved.components
+        if tuning.noise_factors:
+            pairs = zip(components, tuning.noise_factors, strict=True)
+            components = tuple(component.noise_scaled(factor) for component, factor in pairs)
+        scaling = replace(
+            self.scaling,
+            temperature=tuning.temperature,
+            pooling=tuning.pooling,
+            exponent=tuning.distance_exponent,
+            onset=tuning.onset,
+        )
+        return moved._with(components=components, scaling=scaling, tuning=tuning)
+
+    def reference_on(self, data: HeldOut) -> Reference:
+        """Distances, norms and outlier scores that are usual on validation data."""
+        reference = data.feature_scales([one.layer.distance for one in self.components if one.layer is not None])
+        if not self.likelihood.discrete:
+            return reference
+        posterior = self._with(scaling=replace(self.scaling, reference=reference))
+        parts = []
+        for rows, _ in data.chunks(ROW_NUMBERS // max(phi.shape[1] for phi in data.phi)):
+            terms, own = posterior._outlier_terms(MixtureRows(*rows))
+            parts.append(torch.cat([terms, own]).T)
+        return data.with_scores(reference, torch.cat(parts) if parts else None)
 
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
-        """Stacking: the weights that maximise the mixture's log-likelihood on validation data.
+        """Stacking: weights that maximise the mixture's log-likelihood on validation data.
 
-        Cooling by distance depends on the weights, through the mixture's distance. The log-likelihood is then not concave in them:
-        distances and weights are found in turn, from these weights and from uniform ones, while the log-likelihood of the mixture as
-        it predicts rises. The result is no worse than either start, though perhaps not the best there is; doing it again changes
-        nothing.
+        With pooling or a distance exponent the components' predictions depend on the weights. The log-likelihood is then not concave in
+        them: predictions and weights are updated in turn, from these weights and from uniform ones, and the result is no worse than
+        either start.
 
         Args:
-            val_loader: validation data with labels, read once, or what was read of them.
-            progress: whether to show a progress bar on stderr, if that is a terminal.
-            team: the processes that do it together, each with its own shard; None is this one alone.
-
-        Returns:
-            A new posterior.
+            val_loader: validation data with labels, read once.
+            progress: show a progress bar on stderr, if that is a terminal.
+            team: processes that do it together, each with its own shard.
         """
-        together = Team.alone() if team is None else team
-        with together.work("reweight"), torch.no_grad():
-            data = self._read(val_loader, "validation loader", labelled=True, progress=progress, team=together)
-            self._doubts(data)
-            asked = self.likelihood.asked(data.labels)  # type: ignore[arg-type]
-            known = (asked >= 0).nonzero().flatten()
+        with torch.no_grad():
+            data = self.read(val_loader, "validation loader", labelled=True, progress=progress, team=team)
+            data.check_labels()
 
-            def likelihoods(posterior: Self) -> Tensor:
-                tables = (self.likelihood.table(probs.T[None])[0] for probs in posterior._members_on(data))
-                return together.rows(torch.stack([table[asked[known], known] for table in tables], dim=1))
+            def evaluate(weights: Tensor) -> tuple[Tensor, float]:
+                posterior = self.with_weights(weights)
+                logs = data.gather(torch.cat([posterior._member_log_likelihoods(*part) for part in _labelled(data)]))
+                best = logs.amax(1, keepdim=True)
+                relative = (logs - best).exp()
+                mixture = (relative @ weights.to(relative)).clamp_min(torch.finfo(torch.float64).tiny).log()
+                return relative, float((mixture + best.squeeze(1)).mean())
 
-            def judged(weights: Tensor) -> tuple[Tensor, float]:
-                # One process speaks for all, of the score too: they take the same number of turns.
-                at = self.with_weights(together.share(weights.tolist()))
-                found = likelihoods(at)
-                mixed = (found.double() @ at.weights.cpu()).clamp_min(torch.finfo(torch.float64).tiny)
-                return found, together.share(float(mixed.log().mean()))
-
-            if self.distance_exponent == 0:
-                weights = stacking_weights(likelihoods(self))
+            if self.scaling.exponent == 0 and self.scaling.pooling == 1:
+                weights = stacking_weights(evaluate(self.weights)[0])
             else:
-                weights = stacked_in_turn(judged, [self.weights.cpu(), uniform_weights(len(self.components))])
-            return self.with_weights(together.share(weights.tolist()))
+                weights = stacking_in_turn(evaluate, [self.weights.cpu(), uniform_weights(len(self.components))])
+        shared = weights.tolist() if team is None else team.share(weights.tolist())
+        return self.with_weights(shared)
 
-    def _read(
-        self, loader: Iterable[Any] | HeldOut, where: str, *, labelled: bool, progress: bool, team: Team
-    ) -> HeldOut:
-        if isinstance(loader, HeldOut):
-            if labelled and loader.labels is None:
-                raise DataError(f"the {where}: what was read of it has no labels. Read (inputs, labels).")
-            return loader
-        self.check_networks()
-        with undisturbed(*self.networks):
-            data = self._held_out(loader, where, labelled=labelled, progress=progress, team=team)
-        if labelled:
-            data.check_labels(where)
-        return data
-
-    def with_doubt(self, words: str | None) -> Self:
-        """The same, with one more note on how it was tuned, which is warned of; what makes one doubt is said once.
-
-        Args:
-            words: for the user; None if there is nothing to say.
-
-        Returns:
-            A new posterior, or this one.
-        """
-        if words is None or self.tuning is None or any(NOT_HELD_OUT in note for note in self.tuning.notes):
-            return self
-        warn(words)
-        return self._with(tuning=replace(self.tuning, notes=(words, *self.tuning.notes)))
-
-    def _doubts(self, data: HeldOut) -> tuple[str, ...]:
-        curvatures = [component.curvature for component in self.components if component.curvature is not None]
-        if len(curvatures) < len(self.components):
-            return ()
-        words = data.unlike_held_out([(one.count, one.log_likelihood) for one in curvatures])
-        if words is None:
-            return ()
-        warn(words)
-        return (words,)
-
-    def check_networks(self) -> None:
-        """Compare every number of the networks with what was fitted; an error if one has changed.
-
-        `save`, `tune`, `reweight` and exports do so. A prediction looks at where each tensor lies, how often PyTorch has counted a
-        change of it, and a few of its numbers: it does not notice a few numbers that were changed through `.data`.
-        """
-        self._look(thorough=True)
-
-    def _look(self, *, thorough: bool = False) -> None:
+    def _member_log_likelihoods(self, rows: MixtureRows, labels: Tensor) -> Tensor:
+        # Log-likelihood (m, K) of each datum, or of each known question, under each component.
+        one = torch.ones(1, dtype=torch.float64)
+        found = []
         for index, component in enumerate(self.components):
-            with located(f"models[{index}]"):
-                component.check_network(thorough=thorough)
+            # Each component by itself, with the scale and the pooled mean of the whole mixture.
+            predictive = self._member_predictive(rows, index, component, one)
+            found.append(-predictive.scores(labels)["nll"])
+        return torch.stack(found, dim=-1)
+
+    def _member_predictive(self, rows: MixtureRows, index: int, component: Component, one: Tensor) -> Predictive:
+        likelihood, scale, spreads = component.likelihood, self._scale(rows), self._spreads(rows)
+        if isinstance(likelihood, DiscreteLikelihood):
+            means, scaled = likelihood.scaled(rows.outputs, spreads, self.weights, scale, self.scaling.pooling)  # type: ignore[arg-type]
+            return likelihood.predictive([means[index]], [scaled[index]], one, self.link)
+        own = None if scale is None else [scale[index]]
+        return likelihood.predictive([rows.outputs[index]], [spreads[index]], one, self.link, scale=own)
 
     def log_evidence(self) -> Tensor:
         """Log marginal likelihoods (K,) of the training labels, one for each component."""
         with torch.no_grad():
-            values = [
-                component.log_evidence(torch.tensor(component.precision, dtype=torch.float64, device="cpu"))
-                for component in self.components
-            ]
-        return torch.stack(values)
+            values = [one.log_evidence(torch.tensor(one.prior_precision).double()) for one in self.components]
+        return torch.stack(values).cpu()
 
-
-class MoLA(LaplaceMixture[Component]):
-    """A mixture of last-layer Laplace approximations. Made by `mola.fit`, `mola.ensemble` or `mola.load`.
-
-    Calling it gives probabilities (n, C); `predict` gives a `Prediction`.
-
-    Args:
-        components: the networks with their curvature.
-        link: from logits to probabilities.
-        weights: "uniform", "evidence", or K numbers that sum to 1.
-        tuning: how the prior precision was chosen, if it was.
-    """
-
-    link: Link
-
-    def _as_link(self, link: str | Link) -> Link:
-        return as_link(link, self.likelihood)
-
-    def _members(self, moments: Sequence[LogitMoments], seed: int | None) -> list[Tensor]:
-        if self.distance_exponent == 0 or self.link.cooled_by is None:  # without distances as ever, to the last bit
-            return super()._members(moments, seed)
-        pairs = zip(moments, self.cooling.divisors(moments, self.weights), strict=True)
-        return [divided_and_cooled(self.link, one, divisor) for one, divisor in pairs]
-
-    @property
-    def structure(self) -> str | None:
-        """Name of the curvature structure; None for a plain ensemble."""
-        curvature = self.components[0].curvature
-        return None if curvature is None else curvature.structure.name
-
-    def _described(self) -> str:
-        return str(self.structure)
-
-    def _held_out(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldOut:
-        heads = [component.head for component in self.components]
-        return read_held_out(
-            self.networks,
-            heads,
-            loader,
-            where=where,
-            labelled=labelled,
-            progress=progress,
-            team=team,
-            likelihood=self.likelihood,
-        )
-
-    def _problem(self, **shared: Any) -> LastLayerProblem:
-        curvatures = [component.curvature for component in self.components if component.curvature is not None]
-        return LastLayerProblem(
-            spectra=[one.spectrum for one in curvatures],
-            link=self.link,
-            likelihood=self.likelihood,
-            geometries=self._geometries(),
-            **shared,
-        )
-
-    def _geometries(self) -> list[ClassGeometry] | None:
-        found = [None if one.curvature is None else one.curvature.geometry for one in self.components]
-        return None if any(one is None for one in found) else [one for one in found if one is not None]
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether the networks have outputs at many positions of each input, as pixels or tokens."""
-        head = self.components[0].head
-        return head is not None and head.positions is not None
-
-    @property
-    def has_distances(self) -> bool:
-        """Whether distances from the training classes are known."""
-        return self._geometries() is not None
-
-    def _usual_in_training(self) -> Usual:
-        return Usual(tuple(one.training_scale for one in self._geometries() or ()))
-
-    def _usual_on(self, data: HeldOut) -> Usual:
-        usual, parts = data.usual(self._geometries() or ()), []
-        cooling = Cooling(usual=usual)
-        # At any prior precision: neither lengths nor distances depend on it.
-        posteriors = [
-            curvature.spectrum.posterior(component.precision)
-            for component in self.components
-            if (curvature := component.curvature) is not None
-        ]
-        log_distances, log_lengths = data.measured(self._geometries() or ())
-        for part, features, logits in data.portions(ROWS_AT_ONCE):
-            pairs = zip(posteriors, features, strict=True)
-            lengths = torch.stack([posterior.mahalanobis(values) for posterior, values in pairs])
-            distance = cooling.mean_log(log_distances[:, part], self.weights)
-            excess, every = cooling.excess_of(log_lengths[:, part]), torch.stack(logits)
-            own = energies(every, excess, self.likelihood)
-            terms = outlier_terms(every, lengths, distance, excess, self.weights, self.likelihood, own)
-            parts.append(torch.cat([terms, own]).T)
-        rows = data.team.rows(torch.cat(parts) if parts else None)
-        # One datum has no spread, and equal scores have none but rounding: they are then taken as they are.
-        middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
-        spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
-        pairs_of = zip(middle.tolist(), spread.tolist(), strict=True)
-        score = data.team.share([list(pair) for pair in pairs_of])
-        pairs_known = tuple((mean, deviation) for mean, deviation in score)
-        return replace(usual, score=pairs_known[:3], energies=tuple(mean for mean, _ in pairs_known[3:]))
-
-    def _why_no_distances(self) -> str:
-        if self.components[0].curvature is None:
-            return "a plain ensemble has no distances from the training data. Make the posterior with mola.fit(models, train_loader)."
-        return (
-            "this posterior has no distances from the training classes: it was fitted with distances=False, or by an older version of "
-            "mola. Fit again: mola.fit(models, train_loader)."
-        )
-
-    def _members_on(self, data: HeldOut) -> Iterable[Tensor]:
-        moments = []
-        for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
-            curvature = component.curvature
-            spread = None
-            if curvature is not None:
-                posterior = curvature.spectrum.posterior(component.precision).measured_by(component.distance)
-                spread = posterior.at(features.double())
-            moments.append(LogitMoments(logits.double(), spread, None, self.likelihood))
-        return (self.link(one) for one in self._cooled(moments))
-
-    def of_held_out(self, data: HeldOut, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """What `predict` says of data that the networks have seen already, without running them again.
-
-        Args:
-            data: as read with these networks and heads.
-            part: which rows.
-
-        Returns:
-            Logits (K, n, C), probabilities (n, C) and outlier scores (n,), in main memory.
-        """
-        moments = []
-        for component, features, logits in zip(self.components, data.features, data.logits, strict=True):
-            posterior = component.prepare()
-            own = logits.device, torch.promote_types(logits.dtype, torch.float32)
-            device, dtype = own if posterior is None else (posterior.device, posterior.dtype)
-            spread = None if posterior is None else posterior.at(features[part].to(device, dtype))
-            moments.append(LogitMoments(logits[part].to(device, dtype), spread, None, self.likelihood))
-        moments = in_range(moments)
-        with torch.no_grad(), without_autocast(moments[0].mean.device):
-            mean = torch.stack([one.mean for one in moments])
-            probs = self._probabilities(moments, None)
-            score = ood_score(moments, mean, probs, self.weights.to(mean), self._cooling).values
-        mean, probs, score = (moments[0].returned(values).cpu() for values in (mean, probs, score))
-        return mean, probs, score
-
-    # --- what it knows ----------------------------------------------------------------------------------------------
+    # --- samples and bounds -----------------------------------------------------------------------------------------
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> WeightSamples:
-        """Draw last-layer weights from the mixture.
+        """Draw last-layer weights from the mixture: a component by its weight, then weights from its posterior.
 
         Args:
             n: number of draws.
-            generator: source of randomness, on the CPU; None draws from torch's own.
-
-        Returns:
-            Weights in float64, and the component of each.
+            generator: source of randomness, on the CPU; None uses torch's default.
         """
-        return draw_weights(self.components, self.weights, n, generator)
+        count = whole_number(n, "n")
+        check_generator(generator)
+        layers = [component.require_layer("sampling weights") for component in self.components]
+        choice = torch.multinomial(self.weights, count, replacement=True, generator=generator)
+        drawn: list[Tensor] = [torch.empty(0)] * count
+        for index, (component, layer) in enumerate(zip(self.components, layers, strict=True)):
+            places = (choice == index).nonzero().flatten().tolist()
+            if places:
+                deviations = layer.curvature.sample(component.prior_precision, len(places), generator)
+                for place, deviation in zip(places, deviations, strict=True):
+                    drawn[place] = layer.weights + deviation
+        alike = len({one.shape for one in drawn}) == 1
+        return WeightSamples(torch.stack(drawn) if alike else drawn, choice)
 
     def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> Tensor:
-        """Upper bound on the confidence of each input, for the class that is predicted there.
-
-        The bound of a class holds for every input. Far away another class may win: take the bound there. Where logits are cooled, by
-        a temperature or by distance, the bound is sharper: it is that of the input, and tends to 1/C as its features grow.
+        """Upper bound on the confidence in the predicted class of each input: the paper's Theorem.
 
         Args:
             inputs: one batch.
-            lemma: give the bound of each component (the paper's Lemma) instead of the mixture's (its Theorem).
+            lemma: return the bound of each component (the paper's Lemma) instead of the mixture's.
 
         Returns:
-            (n,), or (K, n) with `lemma`; for yes or no (n, C) and (K, n, C). `BoundError` for a link other than the probit.
+            (n,), or (K, n) with `lemma`; (n, C) and (K, n, C) for labels. `BoundError` for a link other than the probit.
         """
-        require_probit(self.link)
-        self._look()
-        with undisturbed(*self.networks, passes_only=True):
-            moments = self._moments(one_batch(inputs))
-        if isinstance(moments, DenseBatch):
-            if not (lemma and self.likelihood.competing):
-                return moments.gather(lambda some: [self._bound(some, lemma=lemma)])[0]
-            (found,) = moments.gather(lambda some: [self._bound(some, lemma=True)[:, :, None]])
-            return found.squeeze(2 if moments.layout.axis == 1 else -1)
-        return self._bound(moments, lemma=lemma)
-
-    def _bound(self, moments: Sequence[LogitMoments], *, lemma: bool) -> Tensor:
-        # Bounds (n,) of the mixture, or (K, n) of its components.
-        with without_autocast(moments[0].mean.device):
-            members = [one.returned(self.link(one)).cpu() for one in self._cooled(moments)]
-        if not self._cooling.changes_nothing and self.structure is not None:
-            return self._divided_bound(moments, members, lemma=lemma)
-        bounds = torch.stack([component_bounds(component, members[0].shape[1]) for component in self.components])
-        if not self.likelihood.competing:
-            return self._of_answers(bounds[:, None].expand(-1, len(members[0]), -1), members, lemma=lemma)
+        bounds.require_probit(self.link)
+        captured = self._captured(one_batch(inputs))
+        found = torch.cat([bounds.mixture_bound(self, rows, lemma=lemma) for rows in self._chunks(captured)], dim=int(lemma))
+        exclusive = self.likelihood.mutually_exclusive  # type: ignore[attr-defined]
         if lemma:
-            return torch.stack([bound[probs.argmax(1)] for bound, probs in zip(bounds, members, strict=True)])
-        return torch.einsum("k,kc->c", self.weights, bounds)[self._mix(members).argmax(1)]
-
-    def _divided_bound(self, moments: Sequence[LogitMoments], members: Sequence[Tensor], *, lemma: bool) -> Tensor:
-        bounds = []
-        for component, one, divisor in zip(
-            self.components, moments, self.cooling.divisors(moments, self.weights), strict=True
-        ):
-            assert isinstance(one.spread, FeatureSpread)  # where there is curvature
-            lengths = torch.linalg.vector_norm(exact(one.spread.features), dim=1).cpu()
-            bounds.append(divided_bounds(component, lengths, exact(divisor).cpu().expand_as(lengths)))
-        return self._of_answers(torch.stack(bounds), members, lemma=lemma)
-
-    def _of_answers(self, bounds: Tensor, members: Sequence[Tensor], *, lemma: bool) -> Tensor:
-        # Of bounds (K, n, C) those of what is answered: of the predicted class (n,), or of each label (n, C), be it yes
-        # or no.
-        mixed = torch.einsum("k,knc->nc", self.weights, bounds)
-        if not self.likelihood.competing:
-            return bounds if lemma else mixed
-        if lemma:
-            each = zip(bounds, members, strict=True)
-            return torch.stack([bound.gather(1, probs.argmax(1)[:, None]).squeeze(1) for bound, probs in each])
-        return mixed.gather(1, self._mix(list(members)).argmax(1)[:, None]).squeeze(1)
+            parts = [_returned(one, captured[0], captured[0].layout, "rows" if exclusive else "outputs") for one in found]
+            return torch.stack(parts)
+        return _returned(found, captured[0], captured[0].layout, "rows" if exclusive else "outputs")
 
     def far_field_limit(self, inputs: Tensor) -> Tensor:
         """Probabilities (n, C) that `posterior(delta * inputs)` approaches as delta grows without bound.
 
-        Exact for bias-free ReLU networks, whose features scale with the input; this is checked. With cooling by distance it is 1/C,
-        except for a network that has no features at all at an input, and so none at any multiple of it.
-
-        Args:
-            inputs: a batch, as one tensor.
-
-        Returns:
-            Probabilities (n, C).
+        Exact for bias-free ReLU networks, whose features scale with the input; this is checked. With a distance exponent it is 1/C,
+        except for a network whose features are all 0 at an input, and so at any multiple of it.
         """
-        require_probit(self.link)
-        self._look()
-        with undisturbed(*self.networks, passes_only=True):
-            moments, scaled_moments = self._moments(inputs), self._moments(SCALE * inputs)
-            if isinstance(moments, DenseBatch) or isinstance(scaled_moments, DenseBatch):
-                raise BoundError(
-                    "the far-field limit is not computed for outputs at many positions: pass a network that gives one row for each "
-                    "input. posterior.confidence_bound(inputs) holds everywhere."
-                )
-            pairs = zip(self.components, moments, scaled_moments, strict=True)
-            limits = [far_field_logits(component, once, scaled) for component, once, scaled in pairs]
-            if self.distance_exponent > 0:
-                members = zip(moments, self._cooled(moments), limits, strict=True)
-                return self._mix([self._cooled_limit(*one) for one in members])
-        return self._mix([self.likelihood.probabilities(logits) for logits in limits])
-
-    def _cooled_limit(self, moments: LogitMoments, cooled: LogitMoments, logits: Tensor) -> Tensor:
-        # 1/C where features grow, and what is said of the input where there are none.
-        assert isinstance(moments.spread, FeatureSpread)
-        width = moments.spread.posterior.distance.geometry.width  # type: ignore[union-attr]
-        grow = moments.spread.features[:, :width].any(1, keepdim=True).to(logits.device)
-        return torch.where(grow, 1 / self.likelihood.answers(logits.shape[1]), cooled.returned(self.link(cooled)))
+        bounds.require_probit(self.link)
+        once, far = self._captured(inputs), self._captured(bounds.SCALE * inputs)
+        limit = bounds.far_field_limit(self, once, far)
+        return _returned(limit, once[0], None, "outputs")
 
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> Path:
-        """Save all but the networks: factors, prior precisions, weights, link, and checksums of each network.
+        """Save all but the networks: sums, prior precisions, weights, link, scaling, and a checksum of each network.
 
         Args:
-            directory: folder to write to; what it held before stays readable until all is written.
+            directory: folder to write to; what it held before stays readable until everything is written.
 
         Returns:
-            The folder, for `mola.load(directory, models=...)`.
+            The folder, for `mola.load(directory, networks)`.
         """
-        return storage.write(directory, *self.packed())
+        from mola.saving.posterior import save_posterior
 
-    def packed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What `save` writes: a document and tensors."""
-        self.check_networks()
-        return archive.pack(self.components, self.link, self.weights, self.weighting, self.tuning, self._cooling)
+        return save_posterior(self, directory)
+
+
+def _labelled(data: HeldOut) -> Iterator[tuple[MixtureRows, Tensor]]:
+    for rows, labels in data.chunks(ROW_NUMBERS // max(phi.shape[1] + 1 for phi in data.phi)):
+        assert labels is not None
+        yield MixtureRows(*rows), labels
+
+
+def _returned(values: Tensor, like: Captured, layout: Layout | None, kind: str) -> Tensor:
+    # To the network's device and precision, at least float32, and from rows to the layout of dense outputs.
+    values = values.to(torch.promote_types(like.outputs.dtype, torch.float32)).to(like.outputs.device)
+    if layout is None:
+        return values
+    if kind == "rows":
+        return layout.map(values)
+    if kind == "outputs":
+        return layout.outputs(values)
+    return torch.stack([layout.outputs(member) for member in values])
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(dict.fromkeys(f"{value:.4g}" for value in values))
+
+
+def per_component(value: Any, count: int, name: str) -> list[Any]:
+    """One value for each of `count` components, from one for all or one for each."""
+    single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
+    try:
+        values = [value] * count if single else list(value)
+    except TypeError:
+        values = []
+    if len(values) != count:
+        raise OptionError(f"{name}: expected one value, or {count} (one for each component); got {value!r}.")
+    return values

@@ -1,360 +1,502 @@
-"""What a predictor says about each input, or about each position of it: probabilities, and how much to trust them."""
+"""What a predictor returns for each input, or for each position of dense outputs: probabilities, and how much to trust them.
+
+Costly fields are computed when they are first read, and then kept. Their values depend neither on when that is nor on what was read
+before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mola import normal_mixtures
 from mola.distributed import Team
-from mola.errors import DataError
-from mola.likelihood import CATEGORICAL, Likelihood
-from mola.network import without_autocast
-from mola.options import counted
+from mola.errors import DataError, MissingExtraError, OptionError
+from mola.likelihoods import CATEGORICAL, GAUSSIAN, DiscreteLikelihood, Gaussian, Likelihood
+from mola.numerics import to_float64
+from mola.options import counted, is_real
 from mola.uncertainty import entropy
 
-Later = Tensor | Callable[[], Tensor]
-"""A field, or what computes it when it is first read."""
+Field = Tensor | Callable[[], Tensor] | None
+"""A tensor, a function that computes it when it is first read, or None where it is unknown."""
 
 
-def later(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """What computes a field when it is first read, alike under any of torch's modes that are on then.
+class _Fields:
+    axes: ClassVar[dict[str, int]]
+    """Names of the fields, and the axis of the inputs in each."""
+    axis: int
+    """Axis of classes or outputs: the last, or 1 in (n, C, H, W)."""
+    likelihood: Any
+    ood_score_name: str
+    held_bytes: int
+    """Memory that unread fields hold."""
 
-    Args:
-        compute: gives the field.
-        device: where it computes.
-
-    Returns:
-        What gives the field.
-    """
-
-    def computed() -> Tensor:
-        with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
-            return compute()
-
-    return computed
-
-
-SIZES = "sizes"
-"""Under which the sizes of a prediction's positions are told to other processes."""
-
-
-class LazyFields:
-    """Values by name about n inputs, some of which are computed when they are first read: a value that cannot be changed."""
-
-    axes: ClassVar[dict[str, int | None]]
-    """The names, and which axis of each is that of the inputs; None for what is the same for all of them."""
-    likelihood: Likelihood
-    """What it is about: one of C classes, yes or no for each of C labels, or numbers."""
-    _values: dict[str, Any]
-    _held: int
-
-    def _keep(self, values: dict[str, Any], held: int, likelihood: Likelihood) -> None:
-        # Keep the fields, and what computes the others; bytes that these keep in memory until they are computed.
-        vars(self)["_values"] = values
-        vars(self)["_held"] = held
-        vars(self)["likelihood"] = likelihood
+    def __init__(self, fields: dict[str, Field], **shared: Any) -> None:
+        vars(self).update(shared, _fields={name: fields.get(name) for name in self.axes})
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Refuse: a prediction is a value.
         raise AttributeError(f"a {type(self).__name__} cannot be changed: {name}.")
 
-    __delattr__ = __setattr__  # type: ignore[assignment]
-
-    def has(self, name: str) -> bool:
-        """Whether there is such a field, computed or not."""
-        return self._values[name] is not None
-
-    def replaced(self, values: dict[str, Any], held: int) -> Self:
-        """The same with other fields, or what computes them."""
-        return self._of(self._values | values, held, self.likelihood)
-
-    @property
-    def axis(self) -> int:
-        """Where classes, or outputs, stand behind the inputs: the last axis, or 1 in (n, C, H, W)."""
-        found = self._values.get("axis")
-        return -1 if found is None else found
-
     def _read(self, name: str) -> Any:
-        # One dictionary entry is either of the two at any time: threads that read at once compute the same numbers.
-        value = self._values[name]
+        value = self._fields[name]
         if callable(value):
-            value = self._values[name] = value()
+            with torch.inference_mode(False), torch.no_grad():
+                value = self._fields[name] = value()
         return value
 
-    def __getstate__(self) -> dict[str, Any]:
-        # All fields, computed: a file holds numbers.
-        values = {name: self._read(name) for name in self.axes}
-        return {"_values": values, "_held": 0, "likelihood": self.likelihood}
+    _fields: dict[str, Field]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Take the fields; those that an older version did not have are None.
-        vars(self).update({"likelihood": CATEGORICAL, **state, "_values": dict.fromkeys(self.axes) | state["_values"]})
+    def _shared(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_fields"}
 
-    @classmethod
-    def _of(cls, values: dict[str, Any], held: int, likelihood: Likelihood) -> Self:
-        made = cls.__new__(cls)
-        made._keep(values, held, likelihood)
-        return made
+    def _map(self, change: Callable[[Tensor, int], Tensor]) -> Self:
+        def changed(name: str, axis: int) -> Field:
+            if self._fields[name] is None:
+                return None
+            if callable(self._fields[name]):
+                return lambda: change(self._read(name), axis)
+            return change(self._read(name), axis)
 
-    @property
-    def held(self) -> int:
-        """Bytes that fields which were not read yet keep in memory: the features of the inputs, and what was made of them."""
-        waiting = any(callable(value) for value in self._values.values())
-        return self._held if waiting else 0
+        return type(self)({name: changed(name, axis) for name, axis in self.axes.items()}, **self._shared())
 
     def computed(self) -> Self:
-        """The same prediction with every field computed now, and nothing kept for later."""
+        """The same prediction with every field computed now."""
         for name in self.axes:
             self._read(name)
         return self
 
     def cpu(self) -> Self:
-        """The same in main memory; what is not computed yet, once it is."""
+        """The same prediction in main memory."""
+        return self._map(lambda values, _: values.cpu())
 
-        def moved(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.cpu()
-            return (lambda: value().cpu()) if callable(value) else value
+    def __getstate__(self) -> dict[str, Any]:
+        self.computed()  # a file holds numbers, not functions
+        return dict(vars(self))
 
-        return self._of({name: moved(self._values[name]) for name in self.axes}, self._held, self.likelihood)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Predictions of several batches as one. What they have not computed yet is computed when it is first read.
-
-        Args:
-            parts: at least one.
-
-        Returns:
-            All of them, in their order; `DataError` if they are of inputs of different sizes.
-        """
+        """Join the predictions of several batches."""
         if len(parts) == 1:
             return parts[0]
-        _check_sizes([part._sizes() for part in parts])
+        first, axis = next(iter(cls.axes.items()))
+        shapes = {tuple(part._read(first).shape[axis + 1 :]) for part in parts}
+        if len(shapes) > 1:
+            raise DataError(
+                f"the inputs have outputs at different positions, {sorted(shapes)}, and cannot be joined: predict batch by batch, with "
+                f"predict_batches."
+            )
 
-        def joined(name: str, axis: int | None) -> Any:
-            values = [part._values[name] for part in parts]
-            if axis is None or values[0] is None:
-                return values[0]
-            if any(callable(value) for value in values):
-                # By part, so that a part is computed once, whoever asks. Of a part that has the field, nothing else is kept.
-                waiting = [
-                    partial(part._read, name) if callable(part._values[name]) else part._values[name] for part in parts
-                ]
-                return lambda: torch.cat([one() if callable(one) else one for one in waiting], dim=axis)
-            return torch.cat(values, dim=axis)
+        def joined(name: str, axis: int) -> Field:
+            if parts[0]._fields[name] is None:
+                return None
+            if any(callable(part._fields[name]) for part in parts):
+                return lambda: torch.cat([part._read(name) for part in parts], dim=axis)
+            return torch.cat([part._read(name) for part in parts], dim=axis)
 
-        values, held = {name: joined(name, axis) for name, axis in cls.axes.items()}, sum(one.held for one in parts)
-        return cls._of(values, held, parts[0].likelihood)
+        return cls({name: joined(name, axis) for name, axis in cls.axes.items()}, **parts[0]._shared())
 
     @classmethod
-    def gather(cls, parts: Sequence[Self], team: Team, likelihood: Likelihood = CATEGORICAL) -> Self:
-        """Predictions of all processes as one, in the order of the ranks, on every rank. Call it inside `team.work(...)`.
-
-        All fields are computed: processes meet now, and not when one of them reads.
-
-        Args:
-            parts: of this process; there may be none, if others have some.
-            team: the processes.
-            likelihood: what they are about.
-
-        Returns:
-            All predictions.
-        """
+    def gather(cls, parts: Sequence[Self], team: Team) -> Self:
+        """Join the predictions of all processes, in the order of their ranks, on every rank."""
         own = cls.concatenate(parts).computed() if parts else None
-        kinds = team.collect(None if own is None else own._kind())
-        kind = next((one for one in kinds or () if one is not None), None)
-        if team.first and kind is None:
-            raise DataError("the prediction loader is empty on every rank: it yielded no batch.")
-        if team.first:
-            _check_sizes([tuple(one[SIZES]) for one in kinds or () if one is not None])
-        kind, values = team.share(kind), {}
+        kinds = team.collect(
+            None if own is None else ({name: own._fields[name] is not None for name in cls.axes}, own._shared())
+        )
+        kind = next((one for one in kinds if one is not None), None)
+        if kind is None:
+            raise DataError("the prediction loader is empty on every rank.")
+        present, shared = kind
+        fields: dict[str, Field] = {}
         for name, axis in cls.axes.items():
-            if axis is None or not kind[name]:
-                values[name] = cls._common(name, kind[name])
+            if present[name]:
+                rows = None if own is None else own._read(name).transpose(0, axis).contiguous()
+                fields[name] = team.gather(rows).transpose(0, axis)
+        return cls(fields, **shared)
+
+    def __len__(self) -> int:
+        first, axis = next(iter(self.axes.items()))
+        return int(self._read(first).shape[axis])
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Self:
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"index {index} is out of range for a prediction of {len(self)} inputs.")
+            index = slice(index % len(self), index % len(self) + 1)
+        chosen = torch.arange(len(self))[index]
+        return self._map(lambda values, axis: values.index_select(axis, chosen.to(values.device)))
+
+    def __iter__(self) -> Iterator[Self]:
+        return (self[index] for index in range(len(self)))
+
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """All fields as NumPy arrays, by name."""
+        names = dict.fromkeys((*self.axes, *self._derived()))
+        values = {name: getattr(self, name) for name in names}
+        return {name: value.cpu().numpy() for name, value in values.items() if value is not None}
+
+    def _derived(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def _frame(self, columns: dict[str, Tensor | None]) -> Any:
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtraError("to_frame", "pandas", "bench") from error
+        table: dict[str, Any] = {}
+        for name, values in columns.items():
+            if values is None:
                 continue
-            rows = None if own is None else own._read(name).transpose(0, axis)
-            values[name] = team.rows(rows).transpose(0, axis)
-        return cls._of(values, 0, likelihood)
-
-    def _sizes(self) -> tuple[int, ...]:
-        name, axis = next(iter(self.axes.items()))
-        return tuple(self._values[name].shape[(axis or 0) + 1 :])
-
-    def _kind(self) -> dict[str, Any]:
-        # As JSON: whether each field of the inputs is there, and what is the same for all inputs.
-        found: dict[str, Any] = {SIZES: self._sizes()}
-        for name, axis in self.axes.items():
-            value = self._read(name)
-            same = value.tolist() if isinstance(value, Tensor) else value
-            found[name] = same if axis is None else value is not None
-        return found
-
-    @classmethod
-    def _common(cls, name: str, value: Any) -> Any:
-        return value if cls.axes[name] is None else None
+            if values.dim() > 2 or (values.dim() == 2 and self.axis == 1):
+                raise OptionError("to_frame has one row per input; dense predictions are maps: use numpy().")
+            if values.dim() == 1:
+                table[name] = values.cpu().numpy()
+            elif values.shape[1] == 1 and not name.startswith("prob"):
+                table[name] = values[:, 0].cpu().numpy()
+            else:
+                table |= {f"{name}_{column}": values[:, column].cpu().numpy() for column in range(values.shape[1])}
+        return pandas.DataFrame(table)
 
 
-class Prediction(LazyFields):
-    """Probabilities of n inputs over C classes, with their uncertainty taken apart.
+class Prediction(_Fields):
+    """Probabilities of n inputs over C classes, or of "yes" for C labels, with their uncertainty taken apart.
 
-    Of networks with outputs at many positions, everything is said of each: probabilities have the layout of the logits, (n, C, H, W)
-    or (n, T, C), and what is (n,) below is (n, H, W) or (n, T).
-
-    What is costly is computed when it is first read, and then kept: `mutual_information` (and `epistemic`, `aleatoric`),
-    `ood_score`, `logit_variance` and `distance`. The numbers do not depend on when that is, nor on what is read before.
-
-    Args:
-        probs: (n, C).
-        mutual_information: (n,), or what computes it.
-        ood_score: (n,), or what computes it.
-        ood_score_name: which score it is.
-        logit_mean: (K, n, C), where the members have logits.
-        logit_variance: (K, n, C), where they have, or what computes it.
-        distance: (n,), where it is known, or what computes it.
-        far_field: (n,), the far-field score, where it is known, or what computes it.
-        held: bytes that fields keep in memory until they are computed.
-        axis: of the classes in `probs`: the last, or 1.
-        likelihood: what the probabilities are of.
+    For dense outputs probabilities have the layout of the logits, (n, C, H, W) or (n, T, C), and what is (n,) below is (n, H, W) or
+    (n, T). `prediction[i]`, `prediction[a:b]`, `len`, iteration, `numpy()` and `to_frame()` work as expected.
     """
 
-    axes: ClassVar[dict[str, int | None]] = {
+    axes: ClassVar[dict[str, int]] = {
         "probs": 0,
         "mutual_information": 0,
         "ood_score": 0,
-        "ood_score_name": None,
         "logit_mean": 1,
         "logit_variance": 1,
         "distance": 0,
         "far_field": 0,
-        "axis": None,
     }
+    likelihood: DiscreteLikelihood
 
     def __init__(
         self,
-        probs: Tensor,
-        mutual_information: Later,
-        ood_score: Later,
-        ood_score_name: str,
-        logit_mean: Tensor | None = None,
-        logit_variance: Later | None = None,
-        distance: Later | None = None,
-        far_field: Later | None = None,
+        fields: dict[str, Field],
         *,
-        held: int = 0,
-        axis: int = -1,
+        ood_score_name: str = "max-probability",
         likelihood: Likelihood = CATEGORICAL,
+        axis: int = -1,
+        held_bytes: int = 0,
     ) -> None:
-        values = (probs, mutual_information, ood_score, ood_score_name, logit_mean, logit_variance, distance, far_field)
-        self._keep(dict(zip(self.axes, (*values, axis), strict=True)), held, likelihood)
+        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, "held_bytes": held_bytes}
+        super().__init__(fields, **shared)
 
     @property
     def probs(self) -> Tensor:
-        """(n, C)."""
+        """Probabilities (n, C)."""
         return self._read("probs")
 
     @property
     def mutual_information(self) -> Tensor:
-        """(n,): the epistemic part of the entropy, in nats."""
+        """Mutual information (n,) between label and weights, in nats: the epistemic part of the entropy."""
         return self._read("mutual_information")
 
     @property
-    def ood_score(self) -> Tensor:
-        """(n,): higher = more outlying."""
-        return self._read("ood_score")
-
-    @property
-    def ood_score_name(self) -> str:
-        """Which score it is: "far-field + energy + distance" for posteriors that were tuned on validation data.
-
-        Without these, or without distances, "far-field"; without curvature, "max-probability".
-        """
-        return self._read("ood_score_name")
-
-    @property
-    def logit_mean(self) -> Tensor | None:
-        """(K, n, C), where the members have logits."""
-        return self._read("logit_mean")
-
-    @property
-    def logit_variance(self) -> Tensor | None:
-        """(K, n, C), where the members have logits."""
-        return self._read("logit_variance")
-
-    @property
-    def distance(self) -> Tensor | None:
-        """How far (n,) the networks' features are from the training classes: 1 is the median of the validation data.
-
-        A geometric mean over networks; before anything was tuned on validation data, 1 is the training data's root mean square.
-        None where it is not known.
-        """
-        return self._read("distance")
-
-    @property
-    def far_field(self) -> Tensor | None:
-        """The far-field score alone (n,): higher = more outlying. None where features are not known."""
-        return self._read("far_field")
-
-    @property
-    def label(self) -> Tensor:
-        """Most probable class (n,); for yes or no (n, C), 1 where the probability of yes is above one half."""
-        return self._placed(self._answers.argmax(-1))
-
-    @property
-    def confidence(self) -> Tensor:
-        """Probability of `label`: the largest of a class (n,); the larger one of yes and no (n, C)."""
-        return self._placed(self._answers.amax(-1))
-
-    @property
-    def entropy(self) -> Tensor:
-        """Total uncertainty (n,) in nats: aleatoric and epistemic together; (n, C) for yes or no, as all of these."""
-        return self._placed(entropy(self._answers))
-
-    total = entropy
-
-    @property
-    def _answers(self) -> Tensor:
-        # Probabilities (..., A) of all answers to each question.
-        return self.likelihood.answer_probabilities(self.probs.movedim(self.axis, -1))
-
-    def _placed(self, values: Tensor) -> Tensor:
-        # What was made of the answers: where each label has its own, labels stand as in `probs`.
-        return values if self.likelihood.competing else values.movedim(-1, self.axis)
-
-    @property
     def epistemic(self) -> Tensor:
-        """What more data would remove (n,): the mutual information."""
+        """Uncertainty (n,) that more data would remove, in nats: the mutual information."""
         return self.mutual_information
 
     @property
     def aleatoric(self) -> Tensor:
-        """What no data would remove (n,)."""
+        """Uncertainty (n,) that no data would remove, in nats."""
         return self.entropy - self.mutual_information
 
-    def __len__(self) -> int:
-        return len(self.probs)
+    @property
+    def ood_score(self) -> Tensor:
+        """Outlier score (n,): higher is more outlying. `ood_score_name` tells which score it is."""
+        return self._read("ood_score")
+
+    @property
+    def far_field(self) -> Tensor | None:
+        """The far-field score alone (n,); None without features."""
+        return self._read("far_field")
+
+    @property
+    def distance(self) -> Tensor | None:
+        """Distance (n,) of the features from the training classes: 1 is the median of the validation data.
+
+        A geometric mean over networks. Before tuning, 1 is the training data's root mean square. None where it is unknown.
+        """
+        return self._read("distance")
+
+    @property
+    def logit_mean(self) -> Tensor | None:
+        """Logits (K, n, C) of each network, unscaled."""
+        return self._read("logit_mean")
+
+    @property
+    def logit_variance(self) -> Tensor | None:
+        """Variances (K, n, C) of the logits, unscaled."""
+        return self._read("logit_variance")
+
+    @property
+    def label(self) -> Tensor:
+        """Most probable class (n,); for labels (n, C), 1 where the probability of yes is above one half."""
+        return self._placed(self._choices.argmax(-1))
+
+    @property
+    def confidence(self) -> Tensor:
+        """Probability of `label`: (n,), or (n, C) for labels."""
+        return self._placed(self._choices.amax(-1))
+
+    @property
+    def entropy(self) -> Tensor:
+        """Total uncertainty in nats, aleatoric and epistemic: (n,), or (n, C) for labels."""
+        return self._placed(entropy(self._choices))
+
+    @property
+    def _choices(self) -> Tensor:
+        return self.likelihood.choices(self.probs.movedim(self.axis, -1))
+
+    def _placed(self, values: Tensor) -> Tensor:
+        return values if self.likelihood.mutually_exclusive else values.movedim(-1, self.axis)
+
+    def _derived(self) -> tuple[str, ...]:
+        return ("label", "confidence", "entropy", "aleatoric", "epistemic")
+
+    def to_frame(self) -> Any:
+        """A pandas data frame with one row per input."""
+        names = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
+        return self._frame({name: getattr(self, name) for name in names} | {"prob": self.probs})
 
     def __repr__(self) -> str:
-        count, outputs = len(self), self.probs.shape[self.axis]
-        sizes = self.probs.movedim(self.axis, -1).shape[1:-1]
+        outputs, sizes = self.probs.shape[self.axis], self.probs.movedim(self.axis, -1).shape[1:-1]
         at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
-        classes = f"{outputs} classes" if self.likelihood.competing else counted(outputs, "label")
+        kinds = f"{outputs} classes" if self.likelihood.mutually_exclusive else counted(outputs, "label")
         if not self.probs.numel():
-            return f"Prediction({count} inputs{at}, {classes})"
+            return f"Prediction({len(self)} inputs{at}, {kinds})"
         return (
-            f"Prediction({count} inputs{at}, {classes}, mean confidence {float(self.confidence.mean()):.3f}, "
-            f"mean entropy {float(self.entropy.mean()):.3f} of which epistemic {float(self.epistemic.mean()):.3f})"
+            f"Prediction({counted(len(self), 'input')}{at}, {kinds}, mean confidence {float(self.confidence.mean()):.3f}, mean entropy "
+            f"{float(self.entropy.mean()):.3f}, epistemic {float(self.epistemic.mean()):.3f})"
         )
 
 
-def _check_sizes(shapes: Sequence[tuple[int, ...]]) -> None:
-    other = next((shape for shape in shapes if shape != shapes[0]), None)
-    if other is not None:
-        raise DataError(
-            f"predictions of different sizes cannot be joined: those of one batch have the sizes {shapes[0]} after the batch axis, "
-            f"those of another {other}. Predict batch by batch with posterior.predict_batches(loader), or pad the inputs to one size."
+class RegressionPrediction(_Fields):
+    """A mixture of K normal distributions for each of n inputs and D outputs, in the targets' units."""
+
+    axes: ClassVar[dict[str, int]] = {
+        "component_mean": 1,
+        "component_variance": 1,
+        "component_noise": 1,
+        "ood_score": 0,
+        "distance": 0,
+    }
+    likelihood: Gaussian
+    weights: Tensor
+
+    def __init__(
+        self,
+        fields: dict[str, Field],
+        *,
+        weights: Tensor,
+        ood_score_name: str = "variance",
+        likelihood: Likelihood = GAUSSIAN,
+        axis: int = -1,
+        held_bytes: int = 0,
+    ) -> None:
+        shared = {"ood_score_name": ood_score_name, "likelihood": likelihood, "axis": axis, "held_bytes": held_bytes}
+        super().__init__(fields, weights=weights, **shared)
+
+    @classmethod
+    def of_means(cls, means: Tensor, weights: Tensor, likelihood: Gaussian) -> RegressionPrediction:
+        """The prediction of members that return means (K, n, D) alone, with the likelihood's noise."""
+        variance = likelihood.variance_in_units(likelihood.deviation(means.shape[2]).square()).to(means)
+        noise = variance.expand_as(means).contiguous()
+        fields: dict[str, Field] = {"component_mean": means, "component_variance": noise, "component_noise": noise}
+        fields["ood_score"] = disagreement(weights, means, noise)
+        return cls(fields, weights=weights, likelihood=likelihood)
+
+    @classmethod
+    def mixed(cls, parts: Sequence[RegressionPrediction], weights: Tensor) -> RegressionPrediction:
+        """The mixture of several predictions for the same inputs; outlier score and distance are averages."""
+
+        def averaged(name: str) -> Tensor:
+            values = torch.stack([part._read(name) for part in parts])
+            return torch.einsum("m,m...->...", weights.to(values), values)
+
+        names = ["component_mean", "component_variance", "component_noise"]
+        fields: dict[str, Field] = {name: torch.cat([part._read(name) for part in parts]) for name in names}
+        fields["ood_score"] = averaged("ood_score")
+        if all(part.distance is not None for part in parts):
+            fields["distance"] = averaged("distance")
+        return cls(
+            fields,
+            weights=torch.cat([weight * part.weights for weight, part in zip(weights, parts, strict=True)]),
+            ood_score_name=" + ".join(dict.fromkeys(part.ood_score_name for part in parts)),
+            likelihood=parts[0].likelihood,
+            axis=parts[0].axis,
         )
+
+    @property
+    def component_mean(self) -> Tensor:
+        """Mean (K, n, D) of each component."""
+        return self._read("component_mean")
+
+    @property
+    def component_variance(self) -> Tensor:
+        """Variance (K, n, D) of each component, noise included."""
+        return self._read("component_variance")
+
+    @property
+    def component_noise(self) -> Tensor:
+        """Variance (K, n, D) of each component's noise."""
+        return self._read("component_noise")
+
+    @property
+    def ood_score(self) -> Tensor:
+        """Outlier score (n,): higher is more outlying. `ood_score_name` tells which score it is."""
+        return self._read("ood_score")
+
+    @property
+    def distance(self) -> Tensor | None:
+        """Distance (n,) of the features from the training data: 1 is the median of the validation data. None where unknown."""
+        return self._read("distance")
+
+    # Moments. In float64: squares leave the range of float32 where their roots do not.
+
+    def _mixed(self, values: Tensor) -> Tensor:
+        return torch.einsum("k,k...->...", self.weights.to(values), values)
+
+    def _between(self) -> Tensor:
+        means = to_float64(self.component_mean)
+        return self._mixed((means - self._mixed(means)).square())
+
+    def _within(self) -> Tensor:
+        return self._mixed(to_float64(self.component_variance) - to_float64(self.component_noise))
+
+    def _returned(self, values: Tensor) -> Tensor:
+        return values.to(self.component_mean)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean (n, D)."""
+        return self._returned(self._mixed(to_float64(self.component_mean)))
+
+    @property
+    def between(self) -> Tensor:
+        """Variance (n, D) of the networks' means: how much they disagree."""
+        return self._returned(self._between())
+
+    @property
+    def within(self) -> Tensor:
+        """Variance (n, D) beside the noise: uncertainty about each network's weights, and distance."""
+        return self._returned(self._within())
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Variance (n, D) that more data would remove: `within` and `between`."""
+        return self._returned(self._within() + self._between())
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Variance (n, D) of the noise, which no data would remove."""
+        return self._returned(self._mixed(to_float64(self.component_noise)))
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance (n, D) of the prediction: `aleatoric` and `epistemic`."""
+        return self._returned(self._mixed(to_float64(self.component_variance)) + self._between())
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation (n, D) of the prediction."""
+        return self._returned((self._mixed(to_float64(self.component_variance)) + self._between()).sqrt())
+
+    # Its distribution.
+
+    def _targets(self, targets: Any, *, broadcast: bool = False) -> Tensor:
+        try:
+            read = torch.as_tensor(targets)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"expected targets as a tensor or array, got {type(targets).__name__}.") from error
+        if read.is_complex():
+            raise DataError(f"expected real targets, got {read.dtype}.")
+        given, shape = to_float64(read.to(self.component_mean.device)), self.component_mean.shape[1:]
+        if given.dim() == len(shape) - 1 and shape[self.axis] == 1:
+            given = given.unsqueeze(self.axis)
+        if broadcast and given.dim() == 0:
+            given = given.expand(shape)
+        if given.shape != shape:
+            raise DataError(
+                f"expected targets of shape {tuple(shape)}, one for each input and output; got {tuple(read.shape)}."
+            )
+        return given
+
+    def _of(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        return self._returned(function(self.weights, self.component_mean, self.component_variance, *arguments))
+
+    def log_prob(self, targets: Any) -> Tensor:
+        """Log density (n,) of each input's targets (n, D), all outputs together, in nats."""
+        given, axis = self._targets(targets), self.axis
+        place = axis if axis == -1 else axis + 1
+        means, variances = (values.movedim(place, -1) for values in (self.component_mean, self.component_variance))
+        density = partial(normal_mixtures.log_density, joint=True)
+        return self._returned(density(self.weights, means, variances, given.movedim(axis, -1)))
+
+    def cdf(self, values: Any) -> Tensor:
+        """Probability (n, D) that a target is at most `values`: one number, or (n, D)."""
+        return self._of(normal_mixtures.cdf, self._targets(values, broadcast=True))
+
+    def crps(self, targets: Any) -> Tensor:
+        """Continuous ranked probability score (n, D) of targets, in their units: lower is better."""
+        return self._of(normal_mixtures.crps, self._targets(targets))
+
+    def quantile(self, level: float) -> Tensor:
+        """Value (n, D) that targets stay below with probability `level`."""
+        if not (is_real(level) and 0 < level < 1):
+            raise OptionError(f"level must lie between 0 and 1, got {level!r}. The median is 0.5.")
+        return self._of(normal_mixtures.quantile, float(level))
+
+    def interval(self, probability: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Central interval: lower and upper ends (n, D) between which targets lie with that probability."""
+        if not (is_real(probability) and 0 < probability < 1):
+            raise OptionError(f"probability must lie between 0 and 1, got {probability!r}. 90 % is 0.9.")
+        return self.quantile((1 - probability) / 2), self.quantile((1 + probability) / 2)
+
+    def _derived(self) -> tuple[str, ...]:
+        return ("mean", "std", "variance", "aleatoric", "epistemic", "within", "between")
+
+    def to_frame(self) -> Any:
+        """A pandas data frame with one row per input."""
+        names = ("mean", "std", "aleatoric", "epistemic", "ood_score", "distance")
+        return self._frame({name: getattr(self, name) for name in names})
+
+    def __repr__(self) -> str:
+        count, *sizes, outputs = self.component_mean[0].movedim(self.axis, -1).shape
+        at = f" at {' x '.join(map(str, sizes))} positions" if sizes else ""
+        size = f"{counted(count, 'input')}{at}, {counted(outputs, 'output')}"
+        if not count:
+            return f"RegressionPrediction({size})"
+        share = float((self.epistemic / self.variance).mean())
+        return (
+            f"RegressionPrediction({size}, mean standard deviation {float(self.std.mean()):.4g}, epistemic {share:.0%} of the "
+            f"variance)"
+        )
+
+
+def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
+    """How much the members of a regression disagree (n,), relative to the noise: the outlier score without features.
+
+    Args:
+        weights: (K,).
+        means: (K, n, D).
+        noise: variance of the noise (K, n, D).
+    """
+    wide, shares = to_float64(means), to_float64(weights).to(means.device)
+    between = torch.einsum("k,knd->nd", shares, (wide - torch.einsum("k,knd->nd", shares, wide)).square())
+    typical = torch.einsum("k,knd->nd", shares, to_float64(noise))
+    return (between / typical).log1p().mean(1).to(means)

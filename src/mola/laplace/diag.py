@@ -1,178 +1,115 @@
-r"""Diagonal curvature: :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`, all covariances between weights dropped."""
+r"""Diagonal curvature, :math:`H_{cp} = \sum_n \Lambda_{n,cc}\, \phi_{np}^2`: all covariances between weights are dropped."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from mola.laplace.base import Factors, Posterior, Spectrum, Structure, beside_tables, mahalanobis_weights
-from mola.laplace.symmetric import centred_diagonal, centred_variance
-from mola.likelihood import CATEGORICAL, Likelihood, OutputCurvature
-
-SQUARED = 128
-"""Rows whose squares are held at once: few enough to stay in the processor's cache."""
-
-
-@dataclass(frozen=True)
-class DiagFactors(Factors):
-    """Sum of the Hessian's diagonal (C, P), and of the squared features (P,) for the outlier score."""
-
-    diagonal: Tensor
-    squares: Tensor
+from mola.laplace.base import (
+    Curvature,
+    Precision,
+    Structure,
+    as_column,
+    centred_diagonal,
+    centred_variance,
+    hides_shift,
+    mahalanobis_weights,
+    standard_normals,
+)
+from mola.laplace.sums import Sums
+from mola.likelihoods.base import OutputCurvature
 
 
 @dataclass(frozen=True)
 class Diag(Structure):
-    """The Hessian's diagonal alone: the smallest structure, O(C P)."""
+    """The diagonal of the Hessian alone: the smallest structure, O(C P)."""
 
     name = "diag"
 
-    def sums(self, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> DiagFactors:
-        """Factors of one batch."""
-        diagonal, width = curvature.diagonal(), features.shape[1]
-        sums = features.new_zeros(diagonal.shape[1], width), features.new_zeros(width)
-        _add(*sums, features, diagonal)
-        return DiagFactors(len(features), log_likelihood, *sums)
+    def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
+        """The Hessian's diagonal (C, P), of coupled and of separate curvature, and the squared features (P,)."""
+        squares = phi.square()
+        sums = {"squares": squares.sum(0)}
+        if curvature.coupling is not None:
+            sums["coupled"] = curvature.coupled_diagonal().T @ squares
+        if curvature.separate is not None:
+            sums["separate"] = curvature.separate.T @ squares
+        return sums
 
-    def absorb(self, total: Any, features: Tensor, curvature: OutputCurvature, log_likelihood: float | None) -> Any:
-        """Add the batch to the sums in place."""
-        if total is None:
-            return self.sums(features, curvature, log_likelihood)
-        _add(total.diagonal, total.squares, features, curvature.diagonal())
-        return total.grown(len(features), log_likelihood)
+    def solve(self, sums: Sums, scale: Tensor | None = None) -> Curvature:
+        """A diagonal matrix is its own eigensystem."""
+        parts = []
+        if "coupled" in sums.tensors:
+            parts.append(sums.tensors["coupled"].cpu())
+        if "separate" in sums.tensors:
+            separate = sums.tensors["separate"].cpu()
+            parts.append(separate if scale is None else separate * scale[:, None])
+        diagonal = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        values = sums.tensors["squares"].cpu() / sums.count
+        return DiagCurvature(*diagonal.shape, diagonal, values, hidden=hides_shift(sums))
 
-    def empty(self, features: int, outputs: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors' tensors."""
-        return {"diagonal": (outputs, features), "squares": (features,)}
-
-    def restore(self, count: int, log_likelihood: float | None, tensors: dict[str, Tensor]) -> DiagFactors:
-        """Factors from their saved parts."""
-        return DiagFactors(count, log_likelihood, **tensors)
-
-    def spectrum(self, factors: DiagFactors, likelihood: Likelihood = CATEGORICAL) -> Spectrum:
-        """A diagonal matrix is its own spectrum."""
-        return DiagSpectrum(factors, likelihood)
-
-
-def _add(weighted: Tensor, plain: Tensor, features: Tensor, weights: Tensor) -> None:
-    # Add the squares of `features` (n, P) to sums, in place: `weights` (n, C) times them (C, P), and as they are (P,).
-    parts = max(1, round(len(features) / SQUARED)) if features.device.type == "cpu" else 1
-    scratch = features.new_empty(-(-len(features) // parts), features.shape[1])
-    for some, own in zip(features.tensor_split(parts), weights.tensor_split(parts), strict=True):
-        squares = torch.mul(some, some, out=scratch[: len(some)])
-        weighted.addmm_(own.T, squares)
-        plain.add_(squares.sum(0))
+    def bytes(self, features: int, outputs: int) -> int:
+        """Sums and one table of their size."""
+        return 8 * 3 * features * outputs
 
 
-class DiagSpectrum(Spectrum):
-    """The Hessian's diagonal (C, P), and whether a shift common to all outputs is hidden."""
+@dataclass(frozen=True)
+class DiagCurvature(Curvature):
+    """The Hessian's diagonal (C, P)."""
 
-    def __init__(self, factors: DiagFactors, likelihood: Likelihood) -> None:
-        self.outputs, self.features = factors.diagonal.shape
-        self.diagonal = factors.diagonal
-        self.feature_values = factors.squares / factors.count
-        self.hidden = likelihood.hides_shift
+    diagonal: Tensor
+    feature_values: Tensor
+    """Mean squared features (P,)."""
+    hidden: bool
+    """Whether a shift common to all outputs changes nothing."""
 
-    def project(self, features: Tensor) -> Tensor:
-        """Squared features (n, P)."""
-        return features.square()
+    def inverse(self, precision: Precision) -> Tensor:
+        """Posterior variances (..., C, P) of the weights."""
+        return 1 / (self.diagonal + as_column(precision, self.diagonal, 2))
 
-    def variance(self, projected: Tensor, precision: float, *, contrast: bool = False) -> Tensor:
+    def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
         """`sum_p phi_p^2 / (H_cp + lambda)`."""
-        variance = projected @ (1 / (self.diagonal + precision)).T
-        return centred_variance(variance) if contrast and self.hidden else variance
+        variance = phi.square() @ self.inverse(precision).mT
+        return centred_variance(variance) if centred and self.hidden else variance
 
-    def variances(self, projected: Tensor, precisions: Sequence[float], *, contrast: bool = False) -> Tensor:
-        """The same at several precisions, with one product."""
-        tables = 1 / (self.diagonal + beside_tables(precisions))
-        variance = (tables.flatten(0, 1) @ projected.T).view(*tables.shape[:2], -1)
-        if not (contrast and self.hidden):
-            return variance
-        return centred_variance(variance.movedim(1, -1)).movedim(-1, 1)
+    def covariance(self, phi: Tensor, precision: float, *, centred: bool = False) -> Tensor:
+        """`diag(v)`, centred from both sides where a shift is hidden."""
+        variance = self.variance(phi, precision)
+        return centred_diagonal(variance) if centred and self.hidden else torch.diag_embed(variance)
+
+    @property
+    def noise_size(self) -> int:
+        """One standard normal for each logit."""
+        return self.outputs
+
+    def perturb(self, phi: Tensor, precision: float, noise: Tensor) -> Tensor:
+        """`sqrt(v) * noise`."""
+        return self.variance(phi, precision).sqrt()[:, None, :] * noise
+
+    def sample(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+        """Independent normals with the posterior variances."""
+        noise = standard_normals((count, self.outputs, self.features), generator).to(self.diagonal.device)
+        return noise * self.inverse(precision).sqrt()
 
     def log_determinant(self, precision: Tensor) -> Tensor:
         """`sum_cp log(H_cp + lambda)`."""
         return (self.diagonal + precision).log().sum()
 
-    def deviations(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
-        """Independent normals of the right width."""
-        noise = torch.randn(count, self.outputs, self.features, generator=generator, dtype=torch.float64, device="cpu")
-        return noise * (self.diagonal + precision).rsqrt()
+    def mahalanobis(self, phi: Tensor) -> Tensor:
+        """`sqrt(sum_p phi_p^2 / B_pp)`: feature by feature, as the structure has no covariances."""
+        return (phi.square() @ mahalanobis_weights(self.feature_values)).sqrt()
 
     def class_covariance(self, precision: float, output: int) -> Tensor:
-        """The class's own variances on a diagonal."""
-        return torch.diag(1 / (self.diagonal[output] + precision))
+        """The output's own variances on a diagonal."""
+        return torch.diag(self.inverse(precision)[output])
 
     def smallest_class_variance(self, precision: float) -> Tensor:
         """`1 / (max_p H_cp + lambda)`."""
-        return 1 / (self.diagonal.max(dim=1).values + precision)
-
-    def variance_range(self, precision: float) -> tuple[float, float]:
-        """The smallest variance of a weight, and the prior's."""
-        return float(1 / (self.diagonal.max() + precision)), 1 / precision
+        return self.inverse(precision).amin(1)
 
     def divided(self, by: float) -> Self:
-        """The spectrum of the curvature divided by a number."""
-        twin = copy.copy(self)
-        twin.diagonal = self.diagonal / by
-        return twin
-
-    def posterior(self, precision: float) -> Posterior:
-        """The posterior at one prior precision."""
-        return DiagPosterior(self, precision)
-
-
-class DiagPosterior(Posterior):
-    """Logit covariance `diag(v(phi))`."""
-
-    spectrum: DiagSpectrum
-    inverse: Tensor
-    outlier_weights: Tensor
-
-    @property
-    def noise_size(self) -> int:  # type: ignore[override]
-        """One normal for each logit."""
-        return self.spectrum.outputs
-
-    def constants(self) -> dict[str, Tensor]:
-        """Posterior variances (C, P), and the weights of the outlier score."""
-        spectrum = self.spectrum
-        return {
-            "inverse": 1 / (spectrum.diagonal + self.precision),
-            "outlier_weights": mahalanobis_weights(spectrum.feature_values),
-        }
-
-    def variance(self, features: Tensor) -> Tensor:
-        """`sum_p phi_p^2 / (H_cp + lambda)`."""
-        return features.square() @ self.inverse.T
-
-    def contrast_variance(self, features: Tensor) -> Tensor:
-        """Diagonal of the projected covariance."""
-        variance = self.variance(features)
-        return centred_variance(variance) if self.spectrum.hidden else variance
-
-    def covariance(self, features: Tensor) -> Tensor:
-        """`diag(v)`."""
-        return torch.diag_embed(self.variance(features))
-
-    def contrast_covariance(self, features: Tensor) -> Tensor:
-        """`diag(v)`, centred from both sides."""
-        return centred_diagonal(self.variance(features)) if self.spectrum.hidden else self.covariance(features)
-
-    def difference_variances(self, features: Tensor) -> Callable[[slice, slice, slice], Tensor]:
-        """Variances of the differences of logits, which are independent, by data, first and second logits."""
-        variance = self.variance(features)
-        return lambda rows, first, second: variance[rows, first, None] + variance[rows, None, second]
-
-    def perturb(self, features: Tensor, noise: Tensor) -> Tensor:
-        """`sqrt(v) * noise`."""
-        return self.variance(features).sqrt()[:, None, :] * noise
-
-    def mahalanobis(self, features: Tensor) -> Tensor:
-        """`sqrt(sum_p phi_p^2 / B_pp)`: feature by feature, as the structure has no covariances."""
-        return (features.square() @ self.outlier_weights).sqrt()
+        """The curvature divided by a number."""
+        return replace(self, diagonal=self.diagonal / by)

@@ -1,9 +1,4 @@
-"""Networks that take images of different sizes, in one mixture: each brings the images it is given to its own size.
-
-All networks of a mixture see the same batch. Where one was trained on 224 pixels and another on 260, each is wrapped: the batch
-holds the images once, and what differs is part of the network, on every path that a network takes (fitting, prediction, saving,
-export, processes).
-"""
+"""Networks trained on images of different sizes in one mixture: each resizes the shared batch to its own size."""
 
 from __future__ import annotations
 
@@ -16,25 +11,19 @@ from torch.nn import functional
 from mola.errors import DataError, OptionError
 from mola.options import one_of
 
-INTERPOLATIONS = ("bilinear", "bicubic")
-
 
 class Resized(nn.Module):
-    """A network that takes square images of any size, and brings them to its own.
+    """A network that accepts square images of any size: crop the centre, resize, then (x - mean) / std by channel.
 
-    The middle of the image is cut out, brought to the network's size (over all the pixels that shrink into one, as Pillow does; a
-    bicubic enlargement is PyTorch's own) and normalised: (x - mean) / std by channel.
+    Shrinking averages over all pixels that fall into one, as Pillow does; bicubic enlargement is PyTorch's own.
 
     Args:
         network: takes images (n, channels, size, size).
-        size: pixels of its images' side.
-        crop: share of the side that is kept, such as 0.875 where the network was evaluated on the middle 224 of 256 pixels.
-        mean: by channel, or one number for all; in the units of the images that come in.
+        size: side of the network's images in pixels.
+        crop: fraction of the side that is kept, such as 0.875 for a network evaluated on the central 224 of 256 pixels.
+        mean: by channel, or one for all, in the units of the incoming images.
         std: likewise.
         interpolation: "bilinear" or "bicubic".
-
-    Raises:
-        OptionError: if a number or a name cannot be used.
     """
 
     mean: Tensor
@@ -52,44 +41,37 @@ class Resized(nn.Module):
     ) -> None:
         super().__init__()
         if size < 1 or not 0 < crop <= 1:
-            message = f"size must be at least 1 and crop a share above 0 and at most 1, got {size} and {crop}."
-            raise OptionError(message)
-        one_of(interpolation, INTERPOLATIONS, "interpolation")
+            raise OptionError(f"size must be at least 1 and crop above 0 and at most 1, got {size} and {crop}.")
+        one_of(interpolation, ("bilinear", "bicubic"), "interpolation")
         means, stds = (torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
         if not bool((stds > 0).all()):
-            message = f"every std must be above 0, got {std}."
-            raise OptionError(message)
+            raise OptionError(f"every std must be above 0, got {std}.")
         self.network, self.size, self.crop, self.interpolation = network, size, crop, interpolation
-        # Options and no weights: the weights are those of the network alone.
+        # Not persistent: the state dict is that of the network alone.
         self.register_buffer("mean", means, persistent=False)
         self.register_buffer("std", stds, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """What the network makes of images (n, channels, side, side)."""
+        """Return the network's output for images (n, channels, side, side)."""
         logits: Tensor = self.network(self.inputs(images))
         return logits
 
     def inputs(self, images: Tensor) -> Tensor:
-        """What the network sees of images (n, channels, side, side).
-
-        Raises:
-            DataError: if they are no square images.
-        """
+        """Crop, resize and normalise images (n, channels, side, side) as the network expects them."""
         if images.dim() != 4 or images.shape[2] != images.shape[3]:
-            message = f"expected square images (n, channels, side, side), got shape {tuple(images.shape)}."
-            raise DataError(message)
+            raise DataError(f"expected square images (n, channels, side, side), got shape {tuple(images.shape)}.")
         side = images.shape[2]
         kept = max(1, round(side * self.crop))
         start = (side - kept) // 2
         images = images[:, :, start : start + kept, start : start + kept]
         if kept != self.size:
-            # Plain interpolation, where nothing shrinks, is known to every runtime that a network is exported to.
+            # Antialias only where it matters: every runtime that a network is exported to has plain interpolation.
             images = functional.interpolate(
                 images, (self.size, self.size), mode=self.interpolation, antialias=kept > self.size
             )
         return (images - self.mean.to(images.dtype)) / self.std.to(images.dtype)
 
     def extra_repr(self) -> str:
-        """The options: two networks that differ in them are different networks."""
+        """Show the options."""
         mean, std = (values.flatten().tolist() for values in (self.mean, self.std))
         return f"size={self.size}, crop={self.crop}, mean={mean}, std={std}, interpolation={self.interpolation!r}"

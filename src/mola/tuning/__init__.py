@@ -1,1 +1,1 @@
-"""Choose the prior precision and the mixture weights on held-out data, in one pass of the networks."""
+"""Choose the prior precision and the scaling of logits on held-out data."""

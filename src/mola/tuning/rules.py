@@ -1,9 +1,8 @@
-"""Rules that choose the prior precision lambda: by confidence, validation score, evidence or outliers.
+"""Rules that choose the prior precision, and some of them temperature, pooling and distance exponent, on validation data.
 
-Each rule reads its data once. Whatever the number of candidates, the networks are not run again. With a link that needs
-variances alone (the probit, plain or centred) a candidate costs one small product in the eigenbasis of the curvature;
-with the others, what predicting the held-out features costs. The search over one positive number comes first in this file: a grid that
-grows past an end that wins, or a smooth maximum to convergence.
+A rule is an object that is called with a posterior and held-out data and returns a `Tuning`. The networks have run once by then; a
+candidate costs what its predictive distribution costs. The search over the prior precision comes first in this file: every ninth value of
+the paper's grid, then finer steps around the best, and beyond an end of the grid if that wins.
 """
 
 from __future__ import annotations
@@ -11,270 +10,291 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from mola.errors import OptionError, warn
+from mola.likelihoods import Gaussian, Likelihood
 from mola.options import is_real, one_of
-from mola.tuning.candidates import HeldOut, LastLayerProblem, Problem, Tuning
-from mola.tuning.regression import RegressionProblem
+from mola.tuning.held_out import HeldOut
+from mola.tuning.scores import Candidates, averages, confidence_and_uniformity, paired, scores
 
-SMALLEST, LARGEST = 1e-24, 1e12
-"""How far a grid may grow. Below, the prior says nothing any more; above, no spread is left around the trained weights."""
+if TYPE_CHECKING:
+    from mola.posterior import MoLA
 
-STEPS = round(99 / 7)
-"""Candidates in a decade: the density of the paper's grid of 100 values from 1e-4 to 1e3."""
+Scored = dict[str, Tensor]
+Evaluate = Callable[[Sequence[float]], Scored]
+"""From prior precisions to the scores (L,) of each."""
 
+LOW, HIGH, STEPS = 0, 99, (9, 3, 1)
+"""Indices of the paper's grid, 100 values from 1e-4 to 1e3, and the steps of the search."""
 
-def log_grid(low: float, high: float, count: int) -> tuple[float, ...]:
-    """`count` values from `low` to `high`, evenly spaced in the logarithm."""
-    return tuple(torch.logspace(math.log10(low), math.log10(high), count, dtype=torch.float64, device="cpu").tolist())
-
-
-PAPER_GRID = log_grid(1e-4, 1e3, 100)
-
-TEMPERATURES = (*log_grid(0.1, 0.95, 32), 1.0)
-"""Tried where networks may be less sure than they are right; the best of them is refined."""
-
-STEP = 9.5 ** (1 / 31)
-"""From one of them to the next."""
-
-ROUNDS = 3
-"""Of temperature and prior precision in turn. Both make logits smaller: more rounds move along a valley in which one makes up for the
-other, for little gain in the score."""
-
-BEYOND_DOUBT = 2.0
-"""Standard errors by which networks must be less sure than they are right before they are made surer."""
-
-TURNS = 20
-"""Of prior precision and noise in turn, at most: neither moves any more after a few."""
-
-SETTLED = 1e-3
-"""Relative change of the noise that is none."""
-
-ALIKE = 1e-3
-"""Log loss for each output, in nats, up to which prior precisions score alike; of other scores, the same share."""
-
-STEEPEST = 100
-"""Steps of Newton's method, at most."""
-
-FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
-"""Of the noise, tried around the one there is; then those between two of them, twice."""
+LOWEST, HIGHEST = -279, 225
+"""Indices up to which the grid may grow: 2e-24 and 8e11. Below, the prior has no influence; above, no covariance is left."""
 
 SAME = 1e-9
-"""Relative difference of scores that are the same but for rounding."""
+"""Relative difference of scores that are equal but for rounding."""
 
-SMOOTH = ("nll", "brier")
-"""Scores that are smooth in the prior precision: the calibration error jumps where data change their bins."""
+SCORE_NAMES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error", "crps": "CRPS"}
 
-SCORES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error"}
-"""What scores are called in notes."""
+TEMPERATURES = tuple(0.1 * 9.5 ** (step / 31) for step in range(32)) + (1.0,)
+"""Tried where networks may be underconfident; the best is refined."""
+
+DOUBTLESS = 2.0
+"""Standard errors by which accuracy must exceed confidence before logits are sharpened."""
+
+ALIKE = 1e-3
+"""Log loss per output, in nats, up to which the prior precisions of a regression score alike; of other scores, the same share."""
+
+NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
+"""Of the noise of a regression, tried around the current one; then finer."""
+
+EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Distance exponents tried first; then finer between the last that meets the limits and the first that does not."""
+
+GROWTHS = tuple(step / 16 for step in range(17))
+"""Distance exponents of a regression: up to 1, where the standard deviation grows in proportion to the distance, as the uncertainty about a
+function with bounded slope does."""
+
+FINEST = 2.0**-11
+"""Distance exponents are multiples of this."""
+
+REGRESSION_PRICE = 0.01
+"""Log loss per output, in nats, that the distance may cost a regression by default."""
+
+FAR = 3.0
+"""How much farther than the training data the validation data may be before a note says so."""
 
 
-def check_grid(grid: Sequence[float]) -> tuple[float, ...]:
-    """The candidates in ascending order."""
-    try:
-        values = tuple(sorted(float(value) for value in grid))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise OptionError(f"grid must hold finite numbers above 0, got {grid!r}.") from error
-    if not values or not all(math.isfinite(value) and value > 0 for value in values):
-        raise OptionError(f"grid must hold finite numbers above 0, got {list(grid)!r}.")
-    return values
+@dataclass(frozen=True)
+class Tuning:
+    """How a posterior was tuned."""
 
+    rule: str
+    prior_precision: tuple[float, ...]
+    """Of each component."""
+    summary: str = ""
+    """What the tuning did, in one sentence."""
+    notes: tuple[str, ...] = ()
+    """What else the user should know."""
+    curve: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    """What each candidate scored on the validation data."""
+    temperature: float = 1.0
+    pooling: float = 1.0
+    distance_exponent: float = 0.0
+    onset: float = 1.0
+    noise_factors: tuple[float, ...] = ()
+    """Factor of each component's noise, where a rule chose the noise of a regression."""
 
-class Search:
-    """Candidates and their curve, growing by a decade past an end that wins."""
+    def __str__(self) -> str:
+        return "\n".join(line for line in (self.summary, *self.notes) if line)
 
-    def __init__(
-        self,
-        evaluate: Callable[[Sequence[float]], dict[str, Tensor]],
-        grid: Sequence[float] | None,
-        smooth: str | None = None,
-    ) -> None:
-        self.evaluate, self.smooth = evaluate, smooth
-        self.grid = list(PAPER_GRID if grid is None else check_grid(grid))
-        self.first_grid = (self.grid[0], self.grid[-1])
-        self.curve = self.evaluate(self.grid) if smooth is None else self._around_valleys(self.grid, smooth)
-
-    def _around_valleys(self, grid: Sequence[float], score: str, *also: int) -> dict[str, Tensor]:
-        # Every ninth candidate, both ends and some others first, then those around each valley that these show.
-        count, curve = len(grid), dict[str, Tensor]()
-        tried: set[int] = set()
-        for step in (9, 3, 1):
-            if not curve:
-                places = {*range(0, count, step), count - 1, *also}
-            else:
-                known = sorted(tried)
-                values = curve[score][known].tolist()
-                ends, sides = [math.inf, *values, math.inf], [-1, *known, count]
-                valleys = [k for k in range(len(known)) if values[k] <= min(ends[k], ends[k + 2])]
-                places = {
-                    place
-                    for k in valleys
-                    for place in (known[k] + away * step for away in (-2, -1, 1, 2))
-                    if sides[k] < place < sides[k + 2] and place not in tried
-                }
-            order = sorted(places)
-            for name, scores in (self.evaluate([grid[place] for place in order]) if order else {}).items():
-                curve.setdefault(name, torch.full((count,), math.inf, dtype=scores.dtype, device="cpu"))[order] = scores
-            tried |= places
-        return curve
-
-    def grow(self, *, down: bool) -> bool:
-        """Add a decade below or above; False where the grid may not grow further."""
-        end, factor = (self.grid[0], 0.1) if down else (self.grid[-1], 10.0)
-        if not SMALLEST < end < LARGEST:
-            return False
-        added = [end * factor ** (step / STEPS) for step in range(1, STEPS + 1)]
-        # The last but one tells whether a smooth score still falls at the end: then nothing else there need be tried.
-        smooth = self.smooth
-        scores = self.evaluate(added) if smooth is None else self._around_valleys(added, smooth, STEPS - 2)
-        if down:
-            self.grid = added[::-1] + self.grid
-            self.curve = {name: torch.cat([scores[name].flip(0), self.curve[name]]) for name in scores}
-        else:
-            self.grid += added
-            self.curve = {name: torch.cat([self.curve[name], scores[name]]) for name in scores}
-        return True
-
-    def flat(self, score: str, *, down: bool) -> bool:
-        """Whether the last candidates towards an end score alike: growing further would change nothing."""
-        values = self.curve[score][:STEPS] if down else self.curve[score][-STEPS:]
-        return len(values) > 1 and float(values.max() - values.min()) <= SAME * float(values.abs().max())
-
-    def notes(self, chosen: float, rule: str) -> tuple[str, ...]:
-        """Say whether the grid grew, what that means for the value that was chosen, and what can be done.
-
-        Args:
-            chosen: the value.
-            rule: or score by which it was chosen: no use to advise it.
-
-        Returns:
-            The notes, which were warned of.
-        """
-        if (self.grid[0], self.grid[-1]) == self.first_grid:
-            return ()
-        low, high = self.first_grid
-        note = (
-            f"the search for the prior precision reached the end of its grid [{low:.3g}, {high:.3g}] and went on to "
-            f"[{self.grid[0]:.3g}, {self.grid[-1]:.3g}]. Took {chosen:.3g}"
-        )
-        other = "'nll'" if rule != "nll" else "'threshold'"
-        if chosen < low:
-            note += (
-                f": the prior says next to nothing, and the training data alone set the covariance. If confidence outside the data "
-                f"is then too low, use another rule, such as {other}, or set the prior precision yourself."
-            )
-        elif chosen > high:
-            note += (
-                f": little covariance is left, and predictions are close to the plain ensemble's. For more caution, use another rule, "
-                f"such as {other}, or set the prior precision yourself."
-            )
-        else:
-            note += ", inside the first grid: nothing needs to be done."
-        warn(note)
-        return (note,)
-
-    def table(self) -> dict[str, tuple[float, ...]]:
-        """The curve as plain numbers."""
-        return {"prior_precision": tuple(self.grid)} | {
-            name: tuple(values.tolist()) for name, values in self.curve.items()
+    def as_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "rule": self.rule,
+            "prior_precision": list(self.prior_precision),
+            "summary": self.summary,
+            "notes": list(self.notes),
+            "curve": {name: list(values) for name, values in self.curve.items()},
+            "temperature": self.temperature,
+            "pooling": self.pooling,
+            "distance_exponent": self.distance_exponent,
+            "onset": self.onset,
+            "noise_factors": list(self.noise_factors),
         }
 
-
-def maximise(objective: Callable[[Tensor], Tensor], *, tell: bool = True) -> float:
-    """Where a smooth function of a positive number is largest: a wide grid, then bisection of the slope.
-
-    Args:
-        objective: of the logarithm's exponential; differentiable.
-        tell: whether to warn if there is no maximum inside.
-
-    Returns:
-        The number.
-    """
-
-    def slope(log_precision: float) -> float:
-        with torch.enable_grad():
-            position = torch.tensor(log_precision, dtype=torch.float64, device="cpu", requires_grad=True)
-            (gradient,) = torch.autograd.grad(objective(position.exp()), position)
-        return float(gradient)
-
-    positions = torch.linspace(math.log(1e-16), math.log(1e16), 257, dtype=torch.float64, device="cpu").tolist()
-    with torch.no_grad():
-        values = [
-            float(objective(torch.tensor(position, dtype=torch.float64, device="cpu").exp())) for position in positions
-        ]
-    peak = max(range(len(values)), key=values.__getitem__)
-    low, high = positions[max(peak - 1, 0)], positions[min(peak + 1, len(positions) - 1)]
-    if slope(low) <= 0 or slope(high) >= 0:
-        note = f"the log evidence has no interior maximum in the prior precision; took {math.exp(positions[peak]):.3g}."
-        if tell:
-            warn(note)
-        return math.exp(positions[peak])
-    while high - low > 1e-12 * max(1.0, abs(low)):
-        middle = (low + high) / 2
-        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
-        if middle in (low, high) and high - low < 1e-13:
-            break
-    return math.exp((low + high) / 2)
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Tuning:
+        """What `as_json` made."""
+        tuples = {name: tuple(entry[name]) for name in ("prior_precision", "notes", "noise_factors")}
+        curve = {name: tuple(values) for name, values in entry["curve"].items()}
+        return Tuning(**(entry | tuples | {"curve": curve}))
 
 
 class Rule(Protocol):
     """A way to choose the prior precision."""
 
-    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
-        """Read the data once, and choose."""
+    needs_data: bool
+    """Whether it uses validation data."""
+
+    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+        """Choose, from a posterior without scaling."""
 
 
-FEW_DATA = "few validation data"
-"""How a note begins that says that the target of the threshold rule is known no better than its margin."""
+def _noted(note: str) -> str:
+    warn(note)
+    return note
 
 
-def _points(share: float, digits: int = 4) -> str:
-    text = f"{100 * share:.{digits}g}"
-    return f"{text} point" if text == "1" else f"{text} points"
+# --- the search over the prior precision --------------------------------------------------------------------------------
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.4g} %"
+def grid_value(index: int) -> float:
+    """The prior precision at an index of the paper's grid, which may grow beyond its ends."""
+    return float(10 ** (-4 + 7 * index / HIGH))
 
 
-def require_data(val_loader: Iterable[Any] | None, rule: object) -> Iterable[Any]:
-    """The validation data."""
-    if val_loader is None:
+class PrecisionSearch:
+    """Prior precisions that were tried, by index of the grid, and their scores."""
+
+    def __init__(self, evaluate: Evaluate, grid: Sequence[float] | None = None) -> None:
+        self.evaluate, self.given = evaluate, None if grid is None else _check_grid(grid)
+        self.tried: dict[int, dict[str, float]] = {}
+        if self.given is not None:
+            self.try_at(range(len(self.given)))
+
+    def value(self, index: int) -> float:
+        """The prior precision at an index."""
+        return grid_value(index) if self.given is None else self.given[index]
+
+    def try_at(self, indices: Iterable[int]) -> None:
+        """Score the prior precisions at these indices that were not tried before."""
+        new = sorted(set(indices) - self.tried.keys())
+        if new:
+            found = self.evaluate([self.value(index) for index in new])
+            for place, index in enumerate(new):
+                self.tried[index] = {name: float(values[place]) for name, values in found.items()}
+
+    def minimise(self, score: str, *, smooth: bool = True) -> int:
+        """Index of the smallest score."""
+
+        def best() -> int:
+            return min(sorted(self.tried), key=lambda index: self.tried[index][score])
+
+        if self.given is not None:
+            return best()
+        self.try_at(range(LOW, HIGH + 1, STEPS[0] if smooth else 1))
+        while True:
+            index = best()
+            value, down = self.tried[index][score], index == min(self.tried)
+            if not (down or index == max(self.tried)) or not LOWEST < index < HIGHEST:
+                break
+            self.try_at([index + (-1 if down else 1) * STEPS[0] * step for step in (1, 2)])
+            if value - self.tried[best()][score] <= SAME * abs(value):
+                break
+        for step in STEPS[1:] if smooth else ():
+            centre = best()
+            self.try_at(centre + step * offset for offset in (-2, -1, 1, 2))
+        return best()
+
+    def smallest_meeting(self, meets: Callable[[dict[str, float]], bool], score: str) -> int | None:
+        """Index of the smallest prior precision that meets a condition, assuming that larger ones do, too; None if none does."""
+        if self.given is not None:
+            return next((index for index in sorted(self.tried) if meets(self.tried[index])), None)
+        self.try_at(range(LOW, HIGH + 1, STEPS[0]))
+        for down in (True, False):
+            while True:
+                end = min(self.tried) if down else max(self.tried)
+                met = meets(self.tried[end])
+                if met != down or not LOWEST < end < HIGHEST:
+                    break
+                before = self.tried[end][score]
+                self.try_at([end + (-1 if down else 1) * STEPS[0] * step for step in (1, 2)])
+                after = self.tried[min(self.tried) if down else max(self.tried)][score]
+                if abs(after - before) <= SAME * abs(before):
+                    break
+        for step in STEPS[1:]:
+            first = next((index for index in sorted(self.tried) if meets(self.tried[index])), None)
+            if first is None:
+                return None
+            below = max((index for index in self.tried if index < first), default=first)
+            self.try_at(range(below, first, step))
+        return next(index for index in sorted(self.tried) if meets(self.tried[index]))
+
+    def curve(self) -> dict[str, tuple[float, ...]]:
+        """All that was tried, by increasing prior precision."""
+        order = sorted(self.tried)
+        names = self.tried[order[0]]
+        table = {name: tuple(self.tried[index][name] for index in order) for name in names}
+        return {"prior_precision": tuple(self.value(index) for index in order)} | table
+
+    def note(self, index: int) -> tuple[str, ...]:
+        """A warning if the chosen value lies outside the paper's grid."""
+        if self.given is not None or LOW <= index <= HIGH:
+            return ()
+        meaning = (
+            "the prior has next to no influence, and the training data alone set the covariance. If confidence outside the data is "
+            "then too low, use another rule or set the prior precision"
+            if index < LOW
+            else "next to no covariance is left, and predictions are close to the plain ensemble's"
+        )
+        return (_noted(f"the prior precision {self.value(index):.3g} lies outside the grid from 1e-4 to 1e3: {meaning}."),)
+
+
+def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
+    try:
+        values = tuple(sorted(float(value) for value in grid))
+    except (TypeError, ValueError, OverflowError):
+        values = ()
+    if not values or not all(math.isfinite(value) and value > 0 for value in values):
+        raise OptionError(f"grid must hold finite numbers above 0, got {grid!r}.")
+    return values
+
+
+def maximise(objective: Callable[[float], float], low: float, high: float, *, coarse: int = 65) -> float:
+    """Where a function of one number is largest: a coarse grid, then golden sections around its best point."""
+    places = [low + (high - low) * step / (coarse - 1) for step in range(coarse)]
+    best = max(range(coarse), key=[objective(place) for place in places].__getitem__)
+    left, right = places[max(best - 1, 0)], places[min(best + 1, coarse - 1)]
+    ratio = (math.sqrt(5) - 1) / 2
+    one, two = right - ratio * (right - left), left + ratio * (right - left)
+    value_one, value_two = objective(one), objective(two)
+    while right - left > 1e-8 * max(1.0, abs(left)):
+        if value_one > value_two:
+            right, two, value_two = two, one, value_one
+            one = right - ratio * (right - left)
+            value_one = objective(one)
+        else:
+            left, one, value_one = one, two, value_two
+            two = left + ratio * (right - left)
+            value_two = objective(two)
+    return (left + right) / 2
+
+
+def _curve_of(posterior: MoLA, data: HeldOut, temperature: float = 1.0) -> Evaluate:
+    def evaluate(precisions: Sequence[float]) -> Scored:
+        return averages(scores(posterior, data, Candidates.of(posterior, precision=precisions, temperature=temperature)))
+
+    return evaluate
+
+
+def _require_data(data: HeldOut | None, rule: object) -> HeldOut:
+    if data is None:
         raise OptionError(f"{type(rule).__name__} needs validation data: posterior.tune(val_loader, rule=...).")
-    return val_loader
+    return data
 
 
-def refuse_numbers(problem: Problem, rule: str) -> None:
-    """Refuse a rule that is about classes."""
-    if problem.has_noise:
-        known = ", ".join(problem.likelihood.rules)
+def _require_classes(posterior: MoLA, rule: object) -> None:
+    if not posterior.likelihood.discrete:
         raise OptionError(
-            f"{rule} is about the confidence in classes, and means nothing for likelihood {problem.likelihood.name!r}: use one of "
-            f"{known}."
+            f"{type(rule).__name__} is about confidence in classes and does not apply to regression: use one of "
+            f"{', '.join(posterior.likelihood.rules)}."
         )
 
 
+# --- the paper's rule ----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class ConfidenceThreshold:
+class Threshold:
     """The paper's rule: the smallest prior precision whose mean confidence on validation data meets a threshold.
 
     Args:
-        confidence: threshold on the mean confidence; None sets it `margin` below the networks' own mean accuracy on the
-            validation data, as the paper does (0.98 for a network of 99.2 %, 0.94 for one of 94.8 %).
-        brier: threshold on the Brier score, to be met as well; None asks nothing.
+        confidence: threshold on the mean confidence; None sets it `margin` below the networks' own mean accuracy on the validation
+            data, as the paper does (0.98 for a network of 99.2 %, 0.94 for one of 94.8 %).
+        brier: threshold on the Brier score, to be met as well.
         margin: how far below the accuracy the default threshold lies.
-        grid: candidates, which grow past an end that wins; None is the paper's, 100 values from 1e-4 to 1e3.
+        grid: prior precisions to choose from; None is the paper's, 100 values from 1e-4 to 1e3, which grows past an end that wins.
     """
 
     confidence: float | None = None
     brier: float | None = None
     margin: float = 0.01
     grid: Sequence[float] | None = None
+    needs_data = True
 
     def __post_init__(self) -> None:
         if self.confidence is not None and not (is_real(self.confidence) and 0 < self.confidence <= 1):
@@ -284,455 +304,483 @@ class ConfidenceThreshold:
         if self.brier is not None and not (is_real(self.brier) and 0 <= self.brier <= 2):
             raise OptionError(f"brier must lie between 0 and 2, got {self.brier!r}.")
 
-    def words(self, accuracy: float | None = None, least: float = 0.0) -> str:
-        """The rule's name, its target, and where that comes from: the single networks' mean accuracy, or the user.
-
-        Args:
-            accuracy: of the single networks, on average; None if the user has given the target.
-            least: confidence that there can be, 1 / C.
-
-        Returns:
-            The words.
-        """
-        if accuracy is None:
-            target = f"{_percent(float(self.confidence or 0))}, as given"
-        else:
-            points = _points(self.margin)
-            lowered = accuracy - self.margin
-            target = f"{_percent(max(lowered, least))}, "
-            target += (
-                f"the single networks' mean accuracy {_percent(accuracy)} less {points}"
-                if lowered > least
-                else f"the lowest there is: the single networks' mean accuracy {_percent(accuracy)} is no better than guessing"
-            )
-        also = "" if self.brier is None else f"; Brier score at most {self.brier:.4g}"
-        return f"ConfidenceThreshold: target confidence {target}{also}"
+    @property
+    def needs_labels(self) -> bool:
+        """Whether labels are needed: not for a given confidence."""
+        return self.confidence is None or self.brier is not None
 
     def target(self, data: HeldOut) -> tuple[float, str, tuple[str, ...]]:
-        """The mean confidence to meet on these data, the rule in words, and notes for the user."""
+        """The mean confidence to meet, where it comes from, and notes."""
         if self.confidence is not None:
-            return self.confidence, self.words(), ()
-        accuracy, error = data.mean_accuracy()
-        # No confidence is below 1 / C: a lower target would be met by every candidate, and say nothing.
-        least = 1 / data.likelihood.answers(data.logits[0].shape[1])
+            return self.confidence, f"{self.confidence:.2%} as given", ()
+        accuracy, error = data.accuracy()
+        least = 1 / data.likelihood.num_choices(data.outputs[0].shape[1])  # type: ignore[attr-defined]
+        target = max(accuracy - self.margin, least)
         notes: tuple[str, ...] = ()
         if error > self.margin:
             notes = (
-                f"{FEW_DATA}: the mean accuracy {_percent(accuracy)} is known to {_points(error, 2)} (its "
-                f"standard error), and the target confidence no better. More data make it surer, or pass your own.",
+                f"few validation data: the networks' mean accuracy of {accuracy:.1%} has a standard error of {100 * error:.2g} points, "
+                f"and so has the target confidence.",
             )
-        return max(accuracy - self.margin, least), self.words(accuracy, least), notes
+        return target, f"{target:.2%}, the networks' mean accuracy {accuracy:.2%} less {100 * self.margin:g} points", notes
 
-    def search(self, problem: Problem, data: HeldOut, threshold: float, *, meant: bool) -> tuple[Search, Tensor]:
-        """Candidates around the smallest one that meets the threshold, and which of them do.
+    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+        """Choose the prior precision."""
+        _require_classes(posterior, self)
+        data = _require_data(data, self)
+        target, origin, notes = self.target(data)
+        search = PrecisionSearch(_curve_of(posterior, _with_labels(data)), self.grid)
 
-        Args:
-            problem: the mixture.
-            data: validation data.
-            threshold: on the mean confidence.
-            meant: False for labels that fit no better than guesses: they give no reason to look below the grid.
+        def meets(row: dict[str, float]) -> bool:
+            return row["confidence"] >= target and (self.brier is None or row["brier"] <= self.brier)
 
-        Returns:
-            The search, and a truth value for each candidate.
-        """
-
-        def passing(curve: dict[str, Tensor]) -> Tensor:
-            meets = curve["confidence"] >= threshold
-            return meets if self.brier is None else meets & (curve["brier"] <= self.brier)
-
-        search = Search(lambda grid: problem.curve(data, grid), self.grid)
-        while (
-            meant
-            and bool(passing(search.curve)[0])
-            and not search.flat("confidence", down=True)
-            and search.grow(down=True)
-        ):
-            pass
-        while not bool(passing(search.curve).any()) and not search.flat("confidence", down=False):
-            if not search.grow(down=False):
-                break
-        return search, passing(search.curve)
-
-    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
-        """Read the validation data once, and choose."""
-        refuse_numbers(problem, "rule 'threshold'")
-        needs_labels = self.confidence is None or self.brier is not None
-        data = problem.read(require_data(val_loader, self), "validation loader", needs_labels)
-        threshold, words, notes = self.target(data)
-        accuracy, meant = 0.0, True
-        if self.confidence is None:
-            accuracy, meant = data.mean_accuracy()[0], not data.guessed()
-
-        search, meets = self.search(problem, data, threshold, meant=meant)
-        if bool(meets.any()):
-            chosen = search.grid[int(meets.nonzero()[0])]
-            notes = (*notes, *search.notes(chosen, "threshold"))
+        index = search.smallest_meeting(meets, "confidence")
+        rule = f"Threshold: target confidence {origin}"
+        if index is None:
+            index = max(search.tried)
+            summary = _noted(self._no_effect(posterior, data, search.tried[index]["confidence"], target, search.value(index)))
         else:
-            chosen = search.grid[-1]
-            aims = f"mean confidence of at least {threshold:.4f}" + (
-                "" if self.brier is None else f" and Brier score of at most {self.brier:.4f}"
+            notes = (*notes, *search.note(index))
+            summary = (
+                f"The mean confidence on the validation data is {search.tried[index]['confidence']:.2%} at prior precision "
+                f"{search.value(index):.3g} (target: {origin})."
             )
-            plain = float(search.curve["confidence"][-1])
-            why = (
-                f", below the mean accuracy of {accuracy:.4f}. These networks are less sure than they are right, as after label "
-                f"smoothing or mixup, and covariance only lowers confidence"
-                if self.confidence is None
-                else ". Covariance only lowers confidence"
-            )
-            note = (
-                f"no prior precision gives a {aims} on the validation data: with next to no covariance the mean confidence is "
-                f"{plain:.4f}{why}: took the largest prior precision tried, {chosen:.3g}, all but the plain ensemble. For networks as "
-                f"sure as they are right, use rule='nll' or rule='distance', which sharpen logits by a temperature below 1 where the "
-                f"validation data show that it is needed. `ood_score` does not depend on any of this."
-            )
-            warn(note)
-            notes = (*notes, note)
-        return Tuning(words, (chosen,) * len(problem.spectra), search.table(), notes)
+        return Tuning(rule, (search.value(index),) * len(posterior.components), summary, notes, search.curve())
 
-
-def _smallest(search: Search, score: str, *, meant: bool) -> int:
-    # Labels that are not `meant`, as they fit no better than guesses, give no reason to look below the grid.
-
-    def best() -> int:
-        return int(search.curve[score].argmin())
-
-    while True:
-        index, value = best(), float(search.curve[score].min())
-        at_end = index in (0, len(search.grid) - 1)
-        if not at_end or (index == 0 and not meant) or not search.grow(down=index == 0):
-            break
-        if value - float(search.curve[score].min()) <= SAME * abs(value):
-            break
-    return best()
-
-
-def _told(search: Search, index: int, score: str, rule: str) -> tuple[str, ...]:
-    # Notes on a smallest score: a grid that grew, an end that won.
-    notes = search.notes(search.grid[index], score)
-    if index in (0, len(search.grid) - 1):
-        what = "no prior at all" if index == 0 else "no covariance at all: the plain ensemble"
-        note = f"{rule}: no interior optimum; the best is {what} (prior precision {search.grid[index]:.3g})."
-        warn(note)
-        notes = (*notes, note)
-    return notes
-
-
-class Sharper(NamedTuple):
-    """A temperature below 1 that the validation data ask for, with the prior precisions that were tried at it."""
-
-    temperature: float
-    search: Search
-    best: int
-    """Which of the prior precisions is the best."""
-    notes: tuple[str, ...]
-
-
-def sharpened(problem: Problem, data: HeldOut, search: Search, index: int, score: str) -> Sharper | None:
-    """A temperature below 1, if validation data show beyond doubt that the networks are less sure than they are right.
-
-    Covariance only lowers confidence. Networks that were trained with label smoothing or mixup need the opposite. It is done only
-    where the mean confidence is below the accuracy by more than two standard errors of the difference.
-
-    Args:
-        problem: the mixture.
-        data: validation data, with labels.
-        search: prior precisions that were tried without a temperature.
-        index: the best of them.
-        score: to be as small as can be.
-
-    Returns:
-        None if logits should stay as they are.
-    """
-    if not isinstance(problem, LastLayerProblem):
-        return None  # every candidate would be another pass over whole networks
-    count, temperature, lowest = len(problem.spectra), 1.0, TEMPERATURES[0]
-    sure, right = problem.judged(data, (search.grid[index],) * count, (1.0, 0.0))
-    gap, error, (accuracy, confidence) = _paired(data, right, sure)
-    if gap <= BEYOND_DOUBT * error:
-        return None
-    before, (low, high) = float(search.curve[score][index]), search.first_grid
-    first = [one for one in search.grid if low <= one <= high]
-    for _ in range(ROUNDS):
-        tried = TEMPERATURES
-        if temperature != 1:
-            tried = log_grid(max(lowest, temperature / STEP), min(1.0, temperature * STEP), 17)
-        coolings = [(one, 0.0) for one in tried]
-        curve = problem.cooled_curve(data, (search.grid[index],) * count, coolings, only=score)[score]
-        if float(curve[-1] - curve.min()) <= SAME * abs(float(curve[-1])) and tried[-1] == 1:
-            return None  # also where a link does not depend on temperatures
-        temperature = tried[int(curve.argmin())]
-        tried_at = partial(problem.curve, data, temperature=temperature, only=search.smooth)
-        search = Search(tried_at, first, search.smooth)
-        index = _smallest(search, score, meant=True)
-    after = float(search.curve[score][index])
-    note = (
-        f"these networks are less sure than they are right, as after label smoothing or mixup: on the validation data the mean "
-        f"confidence is {_percent(confidence)} and the accuracy {_percent(accuracy)}, {gap / error:.1f} standard errors apart. "
-        f"Logits are sharpened by a temperature of {temperature:.3g}, which takes the {SCORES[score]} from "
-        f"{before:.4g} to {after:.4g}."
-    )
-    if temperature > lowest * (1 + SAME):
-        return Sharper(temperature, search, index, (note,))
-    end = (
-        f"{temperature:.3g} is the lowest temperature that is tried, and the best of them: a lower one may do better. Networks with "
-        f"logits this small were hardly trained, or scale their outputs. posterior.with_temperature sets a lower temperature."
-    )
-    warn(end)
-    return Sharper(temperature, search, index, (note, end))
-
-
-def _paired(data: HeldOut, first: Tensor, second: Tensor) -> tuple[float, float, tuple[float, float]]:
-    fall = first - second
-    size = fall.new_tensor(float(len(fall)))
-    sums = torch.stack([size, fall.sum(), fall.square().sum(), first.sum(), second.sum()])
-    count, total, squares, one, other = data.team.sum([sums])[0].tolist()
-    mean = total / count
-    # At least 1 / (count + 2), as for an accuracy: a few data are still a few where all are right.
-    error = max(math.sqrt(max(0.0, squares / count - mean**2) / count), 1 / (count + 2))
-    return mean, error, (one / count, other / count)
-
-
-def _with_noise(problem: RegressionProblem, data: HeldOut, score: str, grid: Sequence[float] | None) -> Tuning:
-    # The prior precision and, unless it was given, the noise that do best on validation data: one after the other, in
-    # turns. With many data the score hardly depends on the prior precision, and its smallest value is chance: it may be
-    # at no prior at all, or at no covariance at all, which both tell nonsense outside the data. Of those that score
-    # alike the one nearest to 1 is taken.
-    factor = problem.first_factor(data) if problem.noise_is_free else 1.0
-    alike = ALIKE * problem.spectra[0].outputs
-    for _ in range(TURNS):
-        search = Search(partial(problem.curve, data, factor=factor, only=score), grid)
-        index, before = _nearest(search, score, alike), factor
-        if not problem.noise_is_free:
-            break
-        factor = _best_factor(partial(problem.noise_curve, data, search.grid[index], score=score), factor)
-        if abs(math.log(factor / before)) < SETTLED:
-            break
-    name, count, chosen = f"ValidationScore({score!r})", len(problem.spectra), search.grid[index]
-    notes: tuple[str, ...] = ()
-    if not search.first_grid[0] <= chosen <= search.first_grid[1]:
-        what = "next to no prior: the training data alone set the covariance" if chosen < 1 else "next to no covariance"
-        notes = (
-            f"{name}: the prior precision that does best, {chosen:.3g}, lies outside the grid from {search.first_grid[0]:.3g} to "
-            f"{search.first_grid[1]:.3g}, and means {what}. If that says nonsense outside the data, use rule 'evidence'.",
+    def _no_effect(self, posterior: MoLA, data: HeldOut, confidence: float, target: float, precision: float) -> str:
+        start = (
+            f"The threshold rule has no effect here: without any covariance the mean confidence is {confidence:.2%}, already below the "
+            f"target of {target:.2%}, and covariance only lowers it. "
         )
-        warn(notes[0])
-    factors = (factor,) * count if problem.noise_is_free else ()
-    return Tuning(name, (chosen,) * count, search.table(), notes, noise_factors=factors)
+        end = f" Took prior precision {precision:.3g}, all but the plain ensemble. Use rule='nll', which also sharpens logits."
+        if data.labels is None:
+            return start.rstrip() + end
+        single = float(
+            torch.stack([posterior.likelihood.choices(posterior.likelihood.probabilities(one)).amax(-1).mean() for one in data.outputs]).mean()  # type: ignore[attr-defined]
+        )
+        if single >= target:
+            why = (
+                f"The single networks are confident enough ({single:.2%}), but they disagree, and their average is less confident than "
+                f"each of them."
+            )
+        else:
+            why = f"The networks are underconfident: their own mean confidence is {single:.2%}, as after label smoothing or mixup."
+        return start + why + end
 
 
-def _nearest(search: Search, score: str, alike: float) -> int:
-    # Which candidate is nearest to 1 of those whose score is the smallest, give or take `alike`; the grid grows where
-    # an end wins.
-    while True:
-        values = search.curve[score]
-        index, value = int(values.argmin()), float(values.min())
-        room = alike if score == "nll" else alike * abs(value)
-        at_end = index in (0, len(search.grid) - 1)
-        if not at_end or not search.grow(down=index == 0) or value - float(search.curve[score].min()) <= room:
-            break
-    values = search.curve[score]
-    close = (values <= values.min() + room).nonzero().flatten().tolist()
-    return min(close, key=lambda place: abs(math.log(search.grid[place])))
+def _with_labels(data: HeldOut) -> HeldOut:
+    # Confidence alone needs no labels; scores are computed for class 0 then.
+    if data.labels is not None:
+        return data
+    outputs = data.outputs[0]
+    exclusive = data.likelihood.mutually_exclusive
+    labels = torch.zeros(len(outputs), dtype=torch.int64) if exclusive else torch.zeros_like(outputs)
+    return replace(data, labels=labels)
 
 
-def _best_factor(scored: Callable[[Sequence[float]], Tensor], around: float) -> float:
-    tried = [around * one for one in FACTORS]
-    for step in (2, 16, 128):
-        place = int(scored(tried).argmin())
-        around = tried[place]
-        if step < 128:
-            tried = [around * one ** (1 / step / 4) for one in FACTORS]
-    return around
+# --- scores --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ValidationScore:
-    """The prior precision that does best on validation data.
+class Score:
+    """The prior precision with the best score on validation data.
 
-    Where the data show beyond doubt that the networks are less sure than they are right, logits are sharpened by a temperature, too.
-    Where outputs are numbers, their noise is chosen with it, unless it was given.
+    Where the data show beyond doubt that the networks are underconfident, logits are sharpened by a temperature below 1, too. For a
+    regression the noise is chosen with it, unless it was given.
 
     Args:
-        score: "nll", "brier" or "ece"; for numbers "nll" or "crps".
-        grid: candidates, which grow past an end that wins; None is the paper's, 100 values from 1e-4 to 1e3.
+        score: "nll", "brier" or "ece"; for regression "nll" or "crps".
+        grid: prior precisions to choose from; None is the paper's, which grows past an end that wins.
     """
 
     score: Literal["nll", "brier", "ece", "crps"] = "nll"
     grid: Sequence[float] | None = None
+    needs_data = True
 
     def __post_init__(self) -> None:
-        one_of(self.score, ("nll", "brier", "ece", "crps"), "score")
+        one_of(self.score, tuple(SCORE_NAMES), "score")
 
-    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
-        """Read the validation data once, and choose.
-
-        Args:
-            problem: the mixture.
-            val_loader: the validation data, with labels.
-
-        Returns:
-            The choice.
-        """
-        given, rules = require_data(val_loader, self), problem.likelihood.rules
-        if self.score not in rules:
-            known = ", ".join(rules)
-            raise OptionError(
-                f"score {self.score!r} means nothing for likelihood {problem.likelihood.name!r}: use one of {known}."
-            )
-        data = problem.read(given, "validation loader", True)
-        if isinstance(problem, RegressionProblem):
-            return _with_noise(problem, data, self.score, self.grid)
-        return self._best(problem, data, None)
-
-    def best(self, problem: Problem, data: HeldOut) -> Tuning:
-        """The same choice without the whole curve, for rules that go on from there: most candidates need not be tried.
-
-        The log loss and the Brier score are smooth in the logarithm of the prior precision, over far more than a step of the grid.
-        """
-        return self._best(problem, data, self.score if self.score in SMOOTH else None)
-
-    def _best(self, problem: Problem, data: HeldOut, smooth: str | None) -> Tuning:
-        search = Search(partial(problem.curve, data, only=smooth), self.grid, smooth)
-        name, meant = f"ValidationScore({self.score!r})", not data.guessed()
-        index = _smallest(search, self.score, meant=meant)
-        sharper = sharpened(problem, data, search, index, self.score) if meant else None
-        temperature, also = 1.0, tuple[str, ...]()
+    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+        """Choose the prior precision."""
+        data, score, name = _require_data(data, self), self.score, f"Score({self.score!r})"
+        if score not in posterior.likelihood.rules:
+            known = ", ".join(posterior.likelihood.rules)
+            raise OptionError(f"score {score!r} does not apply to likelihood {posterior.likelihood.name!r}: use one of {known}.")
+        if not posterior.likelihood.discrete:
+            return _tune_regression(posterior, data, score, self.grid)
+        search = PrecisionSearch(_curve_of(posterior, data), self.grid)
+        index, temperature = search.minimise(score, smooth=score != "ece"), 1.0
+        notes: tuple[str, ...] = ()
+        sharper = self._sharpened(posterior, data, search, index)
         if sharper is not None:
-            temperature, search, index, also = sharper
-        notes = (*_told(search, index, self.score, name), *also)
-        return Tuning(name, (search.grid[index],) * len(problem.spectra), search.table(), notes, temperature)
+            temperature, search, index, notes = sharper
+        value = search.tried[index][score]
+        at = f" and temperature {temperature:.3g}" if temperature != 1 else ""
+        summary = (
+            f"The {SCORE_NAMES[score]} on the validation data is {value:.4g} at prior precision {search.value(index):.3g}{at}, the best "
+            f"of those tried."
+        )
+        chosen = (search.value(index),) * len(posterior.components)
+        return Tuning(name, chosen, summary, (*notes, *search.note(index)), search.curve(), temperature)
+
+    def _sharpened(
+        self, posterior: MoLA, data: HeldOut, search: PrecisionSearch, index: int
+    ) -> tuple[float, PrecisionSearch, int, tuple[str, ...]] | None:
+        # A temperature below 1, if accuracy exceeds confidence by more than two standard errors. Covariance only lowers confidence;
+        # networks trained with label smoothing or mixup need the opposite.
+        score = self.score
+        each = scores(posterior, data, Candidates.of(posterior, precision=[search.value(index)]))
+        gap, error = paired(each["correct"][0], each["confidence"][0], data.independent)
+        if gap <= DOUBTLESS * error:
+            return None
+        before, temperature, tried = search.tried[index][score], 1.0, TEMPERATURES
+        for _ in range(3):  # in turn: one makes up for the other along a valley, and further rounds gain little
+            candidates = Candidates.of(posterior, precision=[search.value(index)], temperature=tried)
+            values = averages(scores(posterior, data, candidates))[score]
+            if temperature == 1 and float(values[-1] - values.min()) <= SAME * abs(float(values[-1])):
+                return None  # also where a link does not depend on the temperature
+            temperature = tried[int(values.argmin())]
+            step = 9.5 ** (1 / 31)
+            low, high = max(TEMPERATURES[0], temperature / step), min(1.0, temperature * step)
+            tried = tuple(low * (high / low) ** (part / 16) for part in range(17))
+            search = PrecisionSearch(_curve_of(posterior, data, temperature), self.grid)
+            index = search.minimise(score, smooth=score != "ece")
+        note = (
+            f"the networks are underconfident, as after label smoothing or mixup: on the validation data the mean confidence is "
+            f"{float(each['confidence'].mean()):.2%} and the accuracy {float(each['correct'].mean()):.2%}, {gap / error:.1f} standard "
+            f"errors apart. A temperature of {temperature:.3g} takes the {SCORE_NAMES[score]} from {before:.4g} to "
+            f"{search.tried[index][score]:.4g}."
+        )
+        return temperature, search, index, (note,)
 
 
 @dataclass(frozen=True)
-class OutlierExposure:
-    """Validation log-loss plus a penalty for confidence on outliers: their cross-entropy to the uniform distribution.
+class Outliers:
+    """Validation log loss plus a penalty for confidence on outliers: their cross-entropy to the uniform distribution.
 
     Args:
         loader: batches of outliers; labels are not read.
         weight: of the penalty.
-        grid: candidates, which grow past an end that wins; None is the paper's, 100 values from 1e-4 to 1e3.
+        grid: prior precisions to choose from; None is the paper's, which grows past an end that wins.
     """
 
     loader: Iterable[Any] = field(repr=False)
     weight: float = 0.25
     grid: Sequence[float] | None = None
+    needs_data = True
 
     def __post_init__(self) -> None:
-        if not (is_real(self.weight) and 0 <= self.weight < float("inf")):
+        if not (is_real(self.weight) and 0 <= self.weight < math.inf):
             raise OptionError(f"weight must be a finite number of at least 0, got {self.weight!r}.")
 
-    def choose(self, problem: Problem, val_loader: Iterable[Any] | None) -> Tuning:
-        """Read both loaders once, and choose."""
-        refuse_numbers(problem, "OutlierExposure")
-        data = problem.read(require_data(val_loader, self), "validation loader", True)
-        outliers = problem.read(self.loader, "outlier loader", False)
-        unlabelled = replace(outliers, labels=None)
+    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+        """Choose the prior precision."""
+        _require_classes(posterior, self)
+        data = _require_data(data, self)
+        outliers = posterior.read(self.loader, "outlier loader", labelled=False, team=data.team)
 
-        def evaluate(grid: Sequence[float]) -> dict[str, Tensor]:
-            curve, outside = problem.curve(data, grid), problem.curve(unlabelled, grid)
-            curve["outlier_confidence"] = outside["confidence"]
-            curve["objective"] = curve["nll"] + self.weight * outside["uniform"]
-            return curve
+        def evaluate(precisions: Sequence[float]) -> Scored:
+            found = _curve_of(posterior, data)(precisions)
+            candidates = Candidates.of(posterior, precision=precisions)
+            confidence, uniform = confidence_and_uniformity(posterior, outliers, candidates)
+            return found | {"outlier_confidence": confidence, "objective": found["nll"] + self.weight * uniform}
 
-        search, name = Search(evaluate, self.grid), f"OutlierExposure(weight={self.weight})"
-        index = _smallest(search, "objective", meant=not data.guessed())
-        notes = _told(search, index, "objective", name)
-        return Tuning(name, (search.grid[index],) * len(problem.spectra), search.table(), notes)
+        search = PrecisionSearch(evaluate, self.grid)
+        index = search.minimise("objective")
+        row = search.tried[index]
+        summary = (
+            f"At prior precision {search.value(index):.3g} the validation log loss is {row['nll']:.4g} and the mean confidence on outliers "
+            f"{row['outlier_confidence']:.1%}."
+        )
+        chosen = (search.value(index),) * len(posterior.components)
+        return Tuning(f"Outliers(weight={self.weight})", chosen, summary, search.note(index), search.curve())
+
+
+# --- evidence ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The prior precision that makes the training labels most probable: no validation data needed.
+    """The prior precision that maximises the log marginal likelihood of the training labels: no validation data needed.
 
     Args:
-        shared: one prior precision for all components, which maximises the sum of their log evidences; False gives
-            each component its own.
+        shared: one prior precision for all components, which maximises the sum of their log evidences; False gives each its own.
     """
 
     shared: bool = True
+    needs_data = False
 
-    def choose(self, problem: Problem, val_loader: Iterable[Any] | None = None) -> Tuning:
-        """Maximise the log evidence to convergence.
-
-        Args:
-            problem: the mixture.
-            val_loader: must be None: nothing but the training data is used.
-
-        Returns:
-            The choice.
-        """
-        if val_loader is not None:
-            raise OptionError(
-                "Evidence uses the training data alone: call posterior.tune(rule=mola.Evidence()) without a loader."
-            )
-        components = range(len(problem.spectra))
-        if isinstance(problem, RegressionProblem) and problem.noise_is_free:
-            return self._with_noise(problem)
-        if self.shared:
-            best = maximise(
-                lambda precision: sum(
-                    (problem.log_evidence(k, precision) for k in components), torch.zeros((), device="cpu")
-                )
-            )
-            return Tuning("Evidence(shared=True)", (best,) * len(problem.spectra))
-        chosen = tuple(maximise(lambda precision, k=k: problem.log_evidence(k, precision)) for k in components)  # type: ignore[misc]
-        return Tuning("Evidence(shared=False)", chosen)
-
-    def _with_noise(self, problem: RegressionProblem) -> Tuning:
-        count = len(problem.spectra)
+    def __call__(self, posterior: MoLA, data: HeldOut | None = None) -> Tuning:
+        """Choose the prior precision, and for a regression the noise unless it was given."""
+        if data is not None:
+            raise OptionError("Evidence uses the training data alone: call posterior.tune(rule='evidence') without a loader.")
+        count = len(posterior.components)
+        free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
         precisions, factors = [1.0] * count, [1.0] * count
         for group in [range(count)] if self.shared else [range(index, index + 1) for index in range(count)]:
 
-            def total(precision: Tensor, factor: float = 1.0, group: range = group) -> Tensor:
-                each = problem.evidence_at(factor)
-                return sum((each[index](precision) for index in group), torch.zeros((), device="cpu"))
+            def best(log_factor: float, group: range = group) -> tuple[float, float]:
+                parts = [posterior.components[index].noise_scaled(math.exp(log_factor)) for index in group]
 
-            start = maximise(total, tell=False)
-            precision, factor = _climb(total, start)
+                def evidence(log_precision: float) -> float:
+                    precision = torch.tensor(math.exp(log_precision), dtype=torch.float64)
+                    return float(sum(one.log_evidence(precision) for one in parts))
+
+                found = maximise(evidence, math.log(1e-16), math.log(1e16))
+                return found, evidence(found)
+
+            log_factor = maximise(lambda value: best(value)[1], -7.0, 7.0, coarse=29) if free else 0.0
             for index in group:
-                precisions[index], factors[index] = precision, factor
-        return Tuning(f"Evidence(shared={self.shared})", tuple(precisions), noise_factors=tuple(factors))
+                precisions[index], factors[index] = math.exp(best(log_factor)[0]), math.exp(log_factor)
+        listed = ", ".join(dict.fromkeys(f"{one:.3g}" for one in precisions))
+        summary = f"The log evidence of the training labels is largest at prior precision {listed}."
+        return Tuning(
+            f"Evidence(shared={self.shared})",
+            tuple(precisions),
+            summary,
+            noise_factors=tuple(factors) if free else (),
+        )
 
 
-def _climb(objective: Callable[[Tensor, float], Tensor], precision: float) -> tuple[float, float]:
-    # Where a function of the prior precision and of a factor of the noise is largest, from a good prior precision and a
-    # factor of 1. Newton's method over both logarithms, with differences in place of derivatives; a step that leads
-    # down is halved.
-    place, step = torch.tensor([math.log(precision), 0.0], dtype=torch.float64, device="cpu"), 1e-3
-    moves = step * torch.eye(2, dtype=torch.float64, device="cpu")
+# --- regression ----------------------------------------------------------------------------------------------------------
 
-    def at(where: Tensor) -> float:
-        with torch.no_grad():
-            return float(objective(where[0].exp(), math.exp(float(where[1]))))
 
-    for _ in range(STEEPEST):
-        here = at(place)
-        ahead, behind = [at(place + move) for move in moves], [at(place - move) for move in moves]
-        both = at(place + moves.sum(0)) + at(place - moves.sum(0))
-        # Differences over one step and over two: their errors, of the second order in the step, cancel.
-        near = [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
-        far = [(at(place + 2 * move) - at(place - 2 * move)) / (4 * step) for move in moves]
-        slope = torch.tensor([(4 * a - b) / 3 for a, b in zip(near, far, strict=True)], dtype=torch.float64)
-        own = [(a + b - 2 * here) / step**2 for a, b in zip(ahead, behind, strict=True)]
-        mixed = ((both - 2 * here) / step**2 - own[0] - own[1]) / 2
-        values, vectors = torch.linalg.eigh(torch.tensor([[own[0], mixed], [mixed, own[1]]], dtype=torch.float64))
-        # Against the curvature's size, whatever its sign: the step leads up where the function is not concave, too.
-        direction = vectors @ ((vectors.T @ slope) / values.abs().clamp_min(1e-3))
-        direction *= min(1.0, 2.0 / float(direction.abs().max().clamp_min(1e-300)))
-        while float(direction.abs().max()) > SETTLED**2 and not at(place + direction) > here:
-            direction = direction / 2
-        if float(direction.abs().max()) <= SETTLED**2:
+def _tune_regression(posterior: MoLA, data: HeldOut, score: str, grid: Sequence[float] | None) -> Tuning:
+    # Prior precision and, unless it was given, noise, in turn. With many data the score hardly depends on the prior precision and its
+    # smallest value is chance: of those that score alike, the one nearest to 1 is taken.
+    count, factor = len(posterior.components), 1.0
+    free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
+
+    def at(noise: float) -> MoLA:
+        return posterior._with(components=[one.noise_scaled(noise) for one in posterior.components])
+
+    for _ in range(20):
+        search = PrecisionSearch(_curve_of(at(factor), data), grid)
+        smallest = search.tried[search.minimise(score)][score]
+        room = ALIKE * data.outputs[0].shape[1] if score == "nll" else ALIKE * abs(smallest)
+        close = [index for index, row in search.tried.items() if row[score] <= smallest + room]
+        index, before = min(close, key=lambda one: abs(math.log(search.value(one)))), factor
+        if not free:
             break
-        place = place + direction
-    return math.exp(float(place[0])), math.exp(float(place[1]))
+        for power in (1.0, 0.125, 1 / 64):
+            tried = [factor * one**power for one in NOISE_FACTORS]
+            values = [_curve_of(at(one), data)([search.value(index)])[score] for one in tried]
+            factor = tried[int(torch.cat(values).argmin())]
+        if abs(math.log(factor / before)) < 1e-3:
+            break
+    value = search.tried[index][score]
+    at_noise = f" with the noise multiplied by {factor:.3g}" if free else ""
+    summary = (
+        f"The {SCORE_NAMES[score]} on the validation data is {value:.4g} at prior precision {search.value(index):.3g}{at_noise}."
+    )
+    factors = (factor,) * count if free else ()
+    chosen = (search.value(index),) * count
+    return Tuning(f"Score({score!r})", chosen, summary, search.note(index), search.curve(), noise_factors=factors)
 
 
-PLAIN_RULES: dict[str, Rule] = {
-    "threshold": ConfidenceThreshold(),
-    "nll": ValidationScore("nll"),
-    "brier": ValidationScore("brier"),
-    "ece": ValidationScore("ece"),
-    "crps": ValidationScore("crps"),
+# --- distance ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Divide logits by the distance from the training classes, at a price on validation data.
+
+    The paper's rule lowers confidence everywhere until its mean on validation data meets a threshold. This rule takes the prior precision
+    with the best log loss, and then the distance exponent at which the mean confidence meets the same threshold: the same price inside
+    the data, spent on inputs that are farther away than usual.
+
+    Args:
+        price: what the distance may cost on validation data. None is the paper's price: the mean confidence falls to its threshold.
+            "loss" stops before that where the log loss reaches that of the paper's rule. 0.02 lets the log loss rise by at most 2 %.
+            For regression, in nats of log loss per output; None is 0.01.
+        rule: chooses prior precision and temperature first: a name, or an object.
+    """
+
+    price: float | Literal["loss"] | None = None
+    rule: Rule | str = "nll"
+    needs_data = True
+
+    def __post_init__(self) -> None:
+        named = self.price is None or self.price == "loss"
+        if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
+            raise OptionError(
+                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. At most 2 % more validation log loss is 0.02."
+            )
+        if isinstance(self.rule, str):
+            one_of(self.rule, [name for name in RULES if name != "distance"], "rule")
+        elif not callable(self.rule) or isinstance(self.rule, (type, Distance)):
+            raise OptionError(f"rule must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.")
+
+    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+        """Choose prior precision, temperature and distance exponent."""
+        data = _require_data(data, self)
+        if not posterior.has_distances:
+            raise OptionError(f"rule 'distance': {posterior._why_no_distances()}")
+        first = RULES[self.rule] if isinstance(self.rule, str) else self.rule
+        base = first(posterior, data if getattr(first, "needs_data", True) else None)
+        if not posterior.likelihood.discrete:
+            return self._regression(posterior.tuned(base), data, base)
+        plain = self._scored(posterior, data, base, [0.0])
+        limits, origin = self._limits(posterior, data, {name: float(values[0]) for name, values in plain.items()})
+        chosen, tried = _largest_exponent(lambda some: self._scored(posterior, data, base, some), limits)
+        notes = (*base.notes, *_distance_notes(posterior))
+        summary = _distance_summary(tried, chosen, origin)
+        if chosen == 0:
+            warn(summary)
+        curve = {"distance_exponent": tuple(sorted(tried))}
+        curve |= {name: tuple(tried[one][name] for one in sorted(tried)) for name in tried[0.0]}
+        return Tuning(
+            f"Distance: {origin}, after {base.rule}",
+            base.prior_precision,
+            summary,
+            notes,
+            curve,
+            base.temperature,
+            distance_exponent=chosen,
+        )
+
+    def _scored(self, posterior: MoLA, data: HeldOut, base: Tuning, exponents: Sequence[float]) -> Scored:
+        candidates = Candidates.of(
+            posterior, precision=[base.prior_precision], temperature=base.temperature, exponent=exponents
+        )
+        return averages(scores(posterior, data, candidates))
+
+    def _limits(self, posterior: MoLA, data: HeldOut, plain: dict[str, float]) -> tuple[Callable[[dict[str, float]], bool], str]:
+        if is_real(self.price):
+            most = plain["nll"] * (1 + float(self.price or 0))  # type: ignore[arg-type]
+            return lambda row: row["nll"] <= most, f"at most {100 * float(self.price or 0):.4g} % more log loss"  # type: ignore[arg-type]
+        target = Threshold().target(data)[0]
+        if self.price is None:
+            return lambda row: row["confidence"] >= target, f"mean confidence at the paper's threshold, {target:.2%}"
+        paper = Threshold()(posterior, data)
+        loss = float(_curve_of(posterior, data)(paper.prior_precision[:1])["nll"][0])
+        return (
+            lambda row: row["confidence"] >= target and row["nll"] <= loss,
+            f"no more log loss than the paper's rule, and mean confidence at least {target:.2%}",
+        )
+
+    def _regression(self, posterior: MoLA, data: HeldOut, base: Tuning) -> Tuning:
+        if isinstance(self.price, str):
+            raise OptionError(f"price {self.price!r} is a price in confidence. For regression it is in nats per output, such as 0.01.")
+        price = REGRESSION_PRICE if self.price is None else float(self.price)
+        outputs = len(posterior.components[0].require_layer("distance").weights)
+
+        def evaluate(exponents: Sequence[float]) -> Scored:
+            return averages(scores(posterior, data, Candidates.of(posterior, exponent=exponents)))
+
+        most = float(evaluate([0.0])["nll"][0]) + price * outputs
+        chosen, tried = _largest_exponent(evaluate, lambda row: row["nll"] <= most, GROWTHS, 1 / 256)
+        summary = (
+            f"The distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation data. For it, the standard "
+            f"deviations of inputs twice as far from the training data as usual are multiplied by {2**chosen:.3g}."
+            if chosen
+            else "The distance has no effect: the smallest exponent costs more than the price. Raise it: mola.rules.Distance(price=0.05)."
+        )
+        curve = {"distance_exponent": tuple(sorted(tried)), "nll": tuple(tried[one]["nll"] for one in sorted(tried))}
+        return replace(
+            base,
+            rule=f"Distance: at most {price:.4g} nats more log loss per output, after {base.rule}",
+            summary=summary,
+            notes=(*base.notes, *_distance_notes(posterior)),
+            curve=curve,
+            distance_exponent=chosen,
+        )
+
+
+def _largest_exponent(
+    evaluate: Callable[[Sequence[float]], Scored],
+    meets: Callable[[dict[str, float]], bool],
+    first: Sequence[float] = EXPONENTS,
+    finest: float = FINEST,
+) -> tuple[float, dict[float, dict[str, float]]]:
+    """The largest exponent up to which all that were tried meet the limits (0 if none does), and all that were tried."""
+    tried: dict[float, dict[str, float]] = {}
+    new = list(first)
+    while True:
+        found = evaluate(new)
+        for place, one in enumerate(new):
+            tried[one] = {name: float(values[place]) for name, values in found.items()}
+        order = sorted(tried)
+        last = 0.0
+        for one in order:
+            if not meets(tried[one]):
+                break
+            last = one
+        above = [one for one in order if one > last]
+        if not above or above[0] - last <= finest or not meets(tried[0.0]):
+            return last, tried
+        step = max(finest, (above[0] - last) / 8)
+        new = [last + step * part for part in range(1, round((above[0] - last) / step))]
+
+
+def _distance_summary(tried: dict[float, dict[str, float]], chosen: float, origin: str) -> str:
+    plain, now = tried[0.0], tried[chosen]
+    if chosen == 0:
+        return (
+            f"The distance has no effect: nothing is left to spend ({origin}). Without it the mean confidence on the validation data is "
+            f"{plain['confidence']:.2%} and the log loss {plain['nll']:.4g}. Set a price, such as mola.rules.Distance(price=0.02)."
+        )
+    change = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
+    return (
+        f"The distance takes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} ({100 * change:+.1f} %) and the "
+        f"mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. For it, the logits of inputs twice as far from the "
+        f"training classes as usual are divided by {2**chosen:.3g}, four times as far by {4**chosen:.3g}."
+    )
+
+
+def _distance_notes(posterior: MoLA) -> tuple[str, ...]:
+    reference = posterior.scaling.reference
+    assert reference is not None
+    distances = [one.layer.distance for one in posterior.components if one.layer is not None and one.layer.distance is not None]
+    notes = []
+    if any(not one.known for one in distances):
+        notes.append(_noted("all training features of a network are alike, so its distances carry no information and count as 1."))
+    else:
+        pairs = zip(reference.scales, distances, strict=True)
+        logs = [math.log(max(scale.distance, 1e-300) / max(one.training_distance, 1e-300)) for scale, one in pairs]
+        ratio = math.exp(sum(logs) / len(logs))
+        if ratio > FAR:
+            notes.append(
+                _noted(
+                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data: few training data "
+                    f"for that many features, or data unlike those that the networks were trained on."
+                )
+            )
+    if any(one.num_predicted for one in distances):
+        notes.append("the training data had no labels: distances are from the classes that the networks predict for them.")
+    return tuple(notes)
+
+
+RULES: dict[str, Rule] = {
+    "threshold": Threshold(),
+    "nll": Score("nll"),
+    "brier": Score("brier"),
+    "ece": Score("ece"),
+    "crps": Score("crps"),
     "evidence": Evidence(),
 }
-"""Rules for the prior precision that have a name."""
+RULES["distance"] = Distance()
+"""Rules by name."""
+
+
+def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None) -> Rule:
+    """The rule of that name, or the rule itself; None is the likelihood's default. Checks that it has the data that it needs."""
+    name = likelihood.rules[0] if rule is None else rule
+    if isinstance(name, str):
+        one_of(name, RULES, "rule", "an object such as mola.rules.Evidence()")
+        if name not in likelihood.rules:
+            raise OptionError(
+                f"rule {name!r} does not apply to likelihood {likelihood.name!r}: use one of {', '.join(likelihood.rules)}."
+            )
+        chosen = RULES[name]
+    elif callable(name) and not isinstance(name, type):
+        chosen = name
+    else:
+        raise OptionError(f"rule must be one of {', '.join(RULES)}, or an object such as mola.rules.Evidence(); got {rule!r}.")
+    needs_data = getattr(chosen, "needs_data", True)
+    label = repr(name) if isinstance(name, str) else type(chosen).__name__
+    if needs_data and data is None:
+        raise OptionError(f"rule {label} needs validation data: pass val_loader, or use 'evidence', which needs none.")
+    if not needs_data and data is not None:
+        raise OptionError(f"rule {label} uses the training data alone: leave val_loader out, or choose another rule.")
+    return chosen

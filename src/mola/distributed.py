@@ -1,0 +1,225 @@
+"""Several processes fit, tune and predict together: each reads its own shard, and sums are added up over all of them.
+
+Every process calls the same functions in the same order. A process that fails ends by its own exception, and torchrun then
+ends the others; a fit with a checkpoint goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler, Subset
+
+from mola.errors import OptionError, warn
+
+
+class Team:
+    """The processes of a torch.distributed group, as seen from one of them.
+
+    Args:
+        group: None is the default group, which `join` or torch.distributed.init_process_group has set up.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise OptionError(
+                "no process group: start the script with torchrun and use `with mola.distributed.join() as team:`, or call "
+                "torch.distributed.init_process_group first."
+            )
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise OptionError("this process is not in the process group: make the team only in processes of the group.")
+        self._group = group
+        if self.size > 1 and "gloo" not in dist.get_backend_config(group):
+            # Objects and sums travel through main memory, which NCCL cannot read.
+            partial = self.size < dist.get_world_size()
+            ranks = dist.get_process_group_ranks(group)
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=partial)
+            dist.barrier(
+                self._group
+            )  # a process that left now would close its connection while others are still connecting
+
+    @classmethod
+    def single(cls) -> Team:
+        """A team of this process alone, without a process group."""
+        team = cls.__new__(cls)
+        team.rank, team.size, team._group = 0, 1, None
+        return team
+
+    def __repr__(self) -> str:
+        return f"Team(rank {self.rank} of {self.size})"
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which prints and writes files."""
+        return self.rank == 0
+
+    def shard(self, data: Any) -> Any:
+        """This process's shard of a dataset, list or sequential DataLoader; see `mola.distributed.shard`."""
+        return shard(data, self.rank, self.size)
+
+    def collect(self, document: Any) -> list[Any]:
+        """The documents of all ranks in rank order, on every rank."""
+        if self.size == 1:
+            return [document]
+        documents: list[Any] = [None] * self.size
+        dist.all_gather_object(documents, document, group=self._group)
+        return documents
+
+    def share(self, document: Any) -> Any:
+        """Rank 0's document, on every rank."""
+        return self.collect(document if self.first else None)[0]
+
+    def agree(self, document: Mapping[str, Any], what: str) -> None:
+        """Raise `OptionError` on every rank unless all ranks pass the same document.
+
+        Args:
+            document: options by name.
+            what: the work they belong to, for the message.
+        """
+        documents = self.collect(dict(document))
+        expected = documents[0]
+        for rank, got in enumerate(documents):
+            for name in {**expected, **got}:
+                if got.get(name) != expected.get(name):
+                    raise OptionError(
+                        f"{what}: rank {rank} differs from rank 0 in {name}: expected {expected.get(name)!r}, got "
+                        f"{got.get(name)!r}. Call the same functions with the same options in every process; only the data differ."
+                    )
+
+    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sums over all ranks, added in float64: equal bits on every rank, in the precision and on the device of each tensor.
+
+        Args:
+            tensors: of the same shapes on every rank.
+        """
+        if self.size == 1:
+            return list(tensors)
+        totals = [tensor.detach().to("cpu", torch.float64, copy=True).contiguous() for tensor in tensors]
+        for total in totals:
+            dist.all_reduce(total, group=self._group)
+        return [total.to(tensor.dtype).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
+
+    def gather(self, rows: Tensor | None) -> Tensor:
+        """The rows of all ranks in rank order, on every rank, in main memory.
+
+        Args:
+            rows: (n, ...), where only n differs between ranks; None on a rank without rows.
+        """
+        own = None if rows is None else rows.detach().cpu().contiguous()
+        forms = self.collect(None if own is None else (own.dtype, tuple(own.shape)))
+        kinds = {(form[0], form[1][1:]) for form in forms if form is not None}
+        if len(kinds) != 1:
+            found = "none on any" if not kinds else " and ".join(f"{dtype} of (n, *{shape})" for dtype, shape in kinds)
+            raise OptionError(f"expected rows of one precision and shape on some rank, got {found}.")
+        parts = []
+        for rank, form in enumerate(forms):
+            if form is None:
+                continue
+            part = own if rank == self.rank and own is not None else torch.empty(form[1], dtype=form[0], device="cpu")
+            if self.size > 1 and part.numel():  # as bytes: gloo does not support every dtype
+                dist.broadcast(part.view(-1).view(torch.uint8), group=self._group, group_src=rank)
+            parts.append(part)
+        return torch.cat(parts)
+
+
+@contextmanager
+def join(*, backend: str | None = None) -> Iterator[Team]:
+    """Set up the process group that torchrun asks for, and yield its team; without torchrun, a team of one.
+
+    Args:
+        backend: of torch.distributed; None is gloo, and NCCL beside it where there are GPUs, with the process's own GPU as
+            current device.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_available() and dist.is_initialized():
+        yield Team()
+        return
+    if size == "1":
+        yield Team.single()
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise OptionError(
+            f"WORLD_SIZE is {size}, but the environment lacks {' and '.join(missing)}. Start the script with torchrun."
+        )
+    if torch.cuda.is_available() and backend != "gloo":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
+    # Not in a finally: after an exception, taking down the group could wait for ranks that wait for this one.
+    yield Team()
+    dist.destroy_process_group()
+
+
+def shard(data: Any, rank: int, size: int) -> Any:
+    """The part of the data that one of `size` processes reads: each datum in exactly one part.
+
+    Parts are consecutive, in rank order, and their sizes differ by at most one. None is padded by repeated data, which would
+    be counted twice. A part may be empty.
+
+    Args:
+        data: a dataset with `len` and indices, a list (of data or of batches), a tensor or array, or a DataLoader that reads
+            such a dataset from start to end.
+        rank: of this process, from 0.
+        size: number of processes.
+
+    Returns:
+        A slice of a list, tensor or array; a `Subset` of a dataset; a DataLoader for a DataLoader.
+    """
+    if not (isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size):
+        raise OptionError(f"expected a rank from 0 to size - 1, got rank {rank!r} of size {size!r}.")
+    if isinstance(data, DataLoader):
+        return _shard_loader(data, rank, size)
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        raise OptionError(
+            "expected a dataset, got a pair of tensors: shard torch.utils.data.TensorDataset(inputs, labels)."
+        )
+    if isinstance(data, (Mapping, str)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise OptionError(
+            f"expected a dataset with len() and indices, a list or a DataLoader, got {type(data).__name__}. Divide a stream at "
+            f"its source, or by itertools.islice(stream, rank, None, size) if every rank reads it in the same order."
+        )
+    part = range(len(data) * rank // size, len(data) * (rank + 1) // size)
+    if isinstance(data, (list, tuple, range, Tensor, np.ndarray)):
+        return data[part.start : part.stop]
+    return Subset(data, part)
+
+
+def _shard_loader(loader: DataLoader[Any], rank: int, size: int) -> DataLoader[Any]:
+    problem = None
+    if isinstance(loader.dataset, IterableDataset):
+        problem = "it reads a stream"
+    elif type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) is not SequentialSampler:
+        problem = f"it samples by {type(loader.sampler).__name__}, and each process would draw its own order"
+    elif loader.drop_last:
+        problem = "drop_last would drop data on every rank"
+    if problem is not None:
+        raise OptionError(
+            f"this DataLoader cannot be divided: {problem}. Divide its dataset: DataLoader(mola.distributed.shard(dataset, rank, "
+            f"size), batch_size=...); fitting needs no shuffling."
+        )
+    kept = ["batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
+    kept += ["multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"]
+    return DataLoader(shard(loader.dataset, rank, size), **{name: getattr(loader, name) for name in kept})
+
+
+def check_sampler(loader: Any) -> None:
+    """Warn if the loader's DistributedSampler gives some data to two processes, or to none."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return
+    count, size = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]
+    uneven = count % size
+    if uneven:
+        effect = f"drops {uneven}" if sampler.drop_last else f"repeats {size - uneven}"
+        warn(
+            f"the loader's DistributedSampler {effect} of {count} data to make {size} equal parts. mola needs no equal parts: use "
+            f"mola.distributed.shard(dataset, rank, size), which gives each datum to exactly one process."
+        )

@@ -1,0 +1,32 @@
+"""What the outputs of a network mean: one file for each likelihood."""
+
+from mola.likelihoods.base import DiscreteLikelihood, Likelihood, OutputCurvature, Predictive
+from mola.likelihoods.bernoulli import BERNOULLI, Bernoulli, BernoulliPredictive
+from mola.likelihoods.categorical import CATEGORICAL, Categorical, CategoricalPredictive
+from mola.likelihoods.gaussian import GAUSSIAN, Gaussian, NormalMixture
+from mola.options import resolve
+
+__all__ = [
+    "BERNOULLI",
+    "CATEGORICAL",
+    "GAUSSIAN",
+    "LIKELIHOODS",
+    "Bernoulli",
+    "BernoulliPredictive",
+    "Categorical",
+    "CategoricalPredictive",
+    "DiscreteLikelihood",
+    "Gaussian",
+    "Likelihood",
+    "NormalMixture",
+    "OutputCurvature",
+    "Predictive",
+    "as_likelihood",
+]
+
+LIKELIHOODS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Bernoulli, Gaussian)}
+
+
+def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """The likelihood of that name with its defaults, or the likelihood itself."""
+    return resolve(likelihood, Likelihood, LIKELIHOODS, "likelihood")  # type: ignore[type-abstract]

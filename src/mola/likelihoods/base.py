@@ -1,0 +1,259 @@
+r"""What a likelihood provides: how outputs are checked, scored, curve the loss, and become a predictive distribution.
+
+For one datum the curvature of the negative log-likelihood with respect to the outputs f is always of the form
+
+.. math:: \Lambda = \mathrm{diag}(d) + L(u u^\top), \qquad L(W) = \mathrm{diag}(W 1) - W,
+
+a part that acts on each output alone and a part that couples every pair of outputs, written as the Laplacian of the graph with edge
+weights :math:`u_i u_j`. For a softmax, :math:`\mathrm{diag}(p) - p p^\top = L(p p^\top)`: there is no separate part, and
+
+* :math:`\Lambda 1 = 0` holds by construction, in any precision: the softmax ignores a shift common to all outputs;
+* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms. Summed over data first, nothing cancels when a
+  network is almost certain.
+
+Independent outputs (Bernoulli, Gaussian) have only the separate part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from mola.errors import HeadError
+
+if TYPE_CHECKING:
+    from mola.laplace.base import Spread
+    from mola.laplace.sums import Sums
+
+Ran = Sequence[tuple[str, torch.Size]]
+"""Names and output shapes of the linear layers that ran in a watched pass."""
+
+
+@dataclass(frozen=True)
+class OutputCurvature:
+    """Curvature of n data with respect to their C outputs: `diag(separate) + L(coupling coupling')` for each."""
+
+    separate: Tensor | None = None
+    """(n, C), or None where outputs have no curvature of their own."""
+    coupling: Tensor | None = None
+    """(n, C), or None where outputs do not interact."""
+
+    def coupled_diagonal(self) -> Tensor:
+        """Diagonal (n, C) of each datum's coupled part."""
+        assert self.coupling is not None
+        return self.coupling * (self.coupling.sum(1, keepdim=True) - self.coupling)
+
+
+class Predictive(Protocol):
+    """The predictive distribution of n data. Leading dimensions may be candidates of a search."""
+
+    def point(self) -> Tensor:
+        """What calling a posterior returns: probabilities (..., n, C), or means (..., n, D)."""
+
+    def scores(self, labels: Tensor) -> dict[str, Tensor]:
+        """Scores (..., m) of each datum, or of each known yes/no question of multi-label data."""
+
+
+class LinkFunction(Protocol):
+    """From Gaussian logits to probabilities (`mola.links`)."""
+
+    def __call__(
+        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+    ) -> Tensor:
+        """Probabilities (..., n, C)."""
+
+
+class Likelihood(ABC):
+    """What the outputs of a network mean."""
+
+    name: str
+    mutually_exclusive: bool = False
+    """Whether outputs compete: one of C classes, and not C yes/no questions."""
+    discrete: bool = True
+    """Whether labels are choices, and not real numbers."""
+    links: tuple[str, ...] = ()
+    """Names of the links that apply."""
+    rules: tuple[str, ...] = ()
+    """Names of the tuning rules that apply; the first is the default."""
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments that rebuild the likelihood, as JSON."""
+        return {}
+
+    @abstractmethod
+    def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
+        """Outputs of a network as rows (n, C), or `HeadError` where they do not fit.
+
+        Args:
+            outputs: as the network returned them.
+            ran: linear layers that ran in a watched pass, to name the last in messages. Where they are given, outputs are not tested
+                for being probabilities: the watched pass finds what follows the last layer.
+        """
+
+    @abstractmethod
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Labels in canonical form on the device of the outputs (n, C); `DataError` naming `where` otherwise."""
+
+    def known(self, labels: Tensor) -> Tensor | None:
+        """Mask (n,) of the data with at least one label, for checked labels; None where all must have one."""
+        return None
+
+    @abstractmethod
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Log-likelihood (n,) of each datum's labels."""
+
+    @abstractmethod
+    def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
+        """Second derivative of the negative log-likelihood at outputs (n, C); labels tell which outputs have one."""
+
+    @abstractmethod
+    def predictive(
+        self,
+        outputs: Sequence[Tensor],
+        spreads: Sequence[Spread | None],
+        weights: Tensor,
+        link: LinkFunction,
+        *,
+        scale: Sequence[Tensor] | None = None,
+        pooling: float | Tensor = 1.0,
+        seed: int | None = None,
+    ) -> Predictive:
+        """The mixture's predictive distribution.
+
+        Args:
+            outputs: (..., n, C) of each component.
+            spreads: of each component; None without covariance.
+            weights: (K,) of the mixture.
+            link: from logits to probabilities.
+            scale: (..., n, 1) for each component: divides logits, multiplies the standard deviations of a regression.
+            pooling: c in `z_k <- z + c (z_k - z)`, which contracts the components towards their mean z.
+            seed: of links that draw.
+        """
+
+    # Groups of training data, from whose centres distances are measured.
+
+    @abstractmethod
+    def num_groups(self, outputs: int) -> int:
+        """Number of groups."""
+
+    @abstractmethod
+    def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
+        """Group (n,) of each datum in int64: by its label, or by the outputs (n, C) where there is none."""
+
+    # Regression: the noise is chosen after the sums, so these differ there.
+
+    def num_uncertain(self, outputs: int) -> int:
+        """How many of a network's outputs are uncertain."""
+        return outputs
+
+    def uncertain(self, weights: Tensor) -> Tensor:
+        """The rows of a head's weights (C, P) whose outputs are uncertain."""
+        return weights
+
+    def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        """Further sums over labels, by name."""
+        return {}
+
+    def fitted(self, sums: Sums) -> Self:
+        """The likelihood once the sums of all training data are known."""
+        return self
+
+    def output_scale(self, outputs: int) -> Tensor | None:
+        """Factor (C,) of each output's summed curvature; None for 1."""
+        return None
+
+    def total_log_likelihood(self, sums: Sums) -> float | None:
+        """Log-likelihood of all training labels."""
+        return sums.log_likelihood
+
+
+class DiscreteLikelihood(Likelihood):
+    """Labels are choices: one of C classes, or yes or no for each of C labels."""
+
+    def scaled(
+        self,
+        outputs: Sequence[Tensor],
+        spreads: Sequence[Spread | None],
+        weights: Tensor,
+        scale: Sequence[Tensor] | None,
+        pooling: float | Tensor,
+    ) -> tuple[Sequence[Tensor], Sequence[Spread | None]]:
+        """Means and spreads of the logits after division and pooling: `z_k = f_k / s_k`, then `z + c (z_k - z)`."""
+        if scale is not None:
+            outputs = [one / divisor for one, divisor in zip(outputs, scale, strict=True)]
+            pairs = zip(spreads, scale, strict=True)
+            spreads = [None if spread is None else spread.divided(divisor) for spread, divisor in pairs]
+        return pooled(outputs, weights, pooling), spreads
+
+    def members(
+        self,
+        outputs: Sequence[Tensor],
+        spreads: Sequence[Spread | None],
+        weights: Tensor,
+        link: LinkFunction,
+        *,
+        scale: Sequence[Tensor] | None = None,
+        pooling: float | Tensor = 1.0,
+        seed: int | None = None,
+    ) -> list[Tensor]:
+        """Probabilities (..., n, C) of each component; arguments as for `predictive`."""
+        means, spreads = self.scaled(outputs, spreads, weights, scale, pooling)
+        return [link(mean, spread, self, seed) for mean, spread in zip(means, spreads, strict=True)]
+
+    @abstractmethod
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Probabilities (..., C) of logits (..., C)."""
+
+    @abstractmethod
+    def num_choices(self, outputs: int) -> int:
+        """Number of choices of each question: C for one of C classes, 2 for yes or no."""
+
+    @abstractmethod
+    def choices(self, probs: Tensor) -> Tensor:
+        """Probabilities of all choices: (..., C) of classes, (..., C, 2) of no and yes."""
+
+    @abstractmethod
+    def targets(self, labels: Tensor) -> Tensor:
+        """The right choices in int64, (n,) or (n, C); -1 where unknown."""
+
+    @abstractmethod
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """The most probable choices, (n,) or (n, C), of outputs (n, C)."""
+
+
+def mixed(weights: Tensor, members: Sequence[Tensor]) -> Tensor:
+    """`sum_k w_k x_k`; a single member is returned as it is."""
+    if len(members) == 1:
+        return members[0]
+    total = weights[0].to(members[0]) * members[0]
+    for weight, member in zip(weights[1:], members[1:], strict=True):
+        total = total + weight.to(member) * member
+    return total
+
+
+def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) -> Sequence[Tensor]:
+    """Contract members (..., n, C) towards their weighted mean: `z + c (z_k - z)`. At c = 1 they are returned as they are."""
+    if isinstance(pooling, float | int) and pooling == 1:
+        return members
+    mean = mixed(weights, members)
+    return [mean + pooling * (member - mean) for member in members]
+
+
+def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:
+    """Return outputs that are a matrix, or raise `HeadError`."""
+    if outputs.dim() == 1 and not ran:
+        raise HeadError(
+            f"expected {expected}, got shape {tuple(outputs.shape)}. A single input needs a batch dimension: inputs[None]."
+        )
+    if outputs.dim() != 2:
+        last = f" Its last linear layer, {ran[-1][0]!r}, returns shape {tuple(ran[-1][1])}." if ran else ""
+        raise HeadError(
+            f"expected {expected}, got shape {tuple(outputs.shape)}.{last} Pass a network that returns the output of its last "
+            f"linear layer without reshaping it."
+        )
+    return outputs

@@ -1,0 +1,176 @@
+r"""Yes or no for each of C labels (binary and multi-label classification), by one logit each: :math:`p(\text{yes}) = \sigma(f)`.
+
+Labels are independent given the logits, so the curvature has the separate part alone, :math:`p_c (1 - p_c)`, and no direction of
+output space is hidden. A missing label contributes neither log-likelihood nor curvature.
+
+One logit z is the two-class softmax of the logits (0, z), whose first row of weights is fixed at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mola.errors import DataError, HeadError
+from mola.likelihoods.base import DiscreteLikelihood, LinkFunction, OutputCurvature, Ran, matrix_of, mixed
+
+if TYPE_CHECKING:
+    from mola.laplace.base import Spread
+
+MISSING = -100
+"""The value of a missing label, beside NaN: the one that PyTorch's losses ignore by default."""
+
+ENOUGH_OUTPUTS = 64
+"""Outputs between 0 and 1 needed to tell probabilities from logits: a few logits may all lie there by chance."""
+
+TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class BernoulliPredictive:
+    """Probabilities (..., n, C) of "yes"."""
+
+    probs: Tensor
+
+    def point(self) -> Tensor:
+        """The probabilities of "yes"."""
+        return self.probs
+
+    def scores(self, labels: Tensor) -> dict[str, Tensor]:
+        """Log loss, Brier score, confidence and correctness (..., m) of each known yes/no question."""
+        known = ~labels.isnan()
+        yes, truth = self.probs[..., known], labels[known]
+        right = torch.where(truth > 0.5, yes, 1 - yes)
+        return {
+            "nll": -right.clamp_min(TINY).log(),
+            "brier": 2 * (1 - right).square(),
+            "confidence": torch.maximum(yes, 1 - yes),
+            "correct": ((yes > 0.5) == (truth > 0.5)).to(yes),
+        }
+
+
+@dataclass(frozen=True)
+class Bernoulli(DiscreteLikelihood):
+    """Yes or no for each of C labels, by a sigmoid of one logit each."""
+
+    name = "bernoulli"
+    links = ("probit", "mean-field", "mc")
+    rules = ("threshold", "nll", "brier", "ece", "evidence", "distance")
+
+    def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
+        """Logits (n, C), from (n,), (n, 1) or (n, C)."""
+        if outputs.dim() == 1:
+            outputs = outputs[:, None]
+        matrix_of(outputs, ran, "logits of shape (batch,) or (batch, labels)")
+        if not ran and _are_probabilities(outputs):
+            raise HeadError(
+                "the network seems to return probabilities: all outputs lie between 0 and 1. Pass a network that returns logits, "
+                "without a final sigmoid."
+            )
+        return outputs
+
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Labels (n, C) as 0 and 1 in float64, NaN where missing; (n,) is accepted for one logit."""
+        count, width = outputs.shape
+        if labels.dim() == 1 and width == 1:
+            labels = labels[:, None]
+        if labels.shape != (count, width):
+            remedy = ""
+            if labels.dim() == 1 and len(labels) == count:
+                remedy = " For class indices use likelihood='categorical'; for multi-label data pass a 0 or 1 for each label."
+            raise DataError(
+                f"{where}: expected labels of shape ({count}, {width}), 0 or 1 for each output, got shape "
+                f"{tuple(labels.shape)}.{remedy}"
+            )
+        if labels.is_complex():
+            raise DataError(f"{where}: expected labels 0 or 1, got {labels.dtype}.")
+        read = labels.to(outputs.device).to(outputs.dtype if outputs.dtype == torch.float64 else torch.float64)
+        missing = read.isnan() | (read == MISSING)
+        invalid = ~(missing | (read == 0) | (read == 1))
+        if bool(invalid.any()):
+            found = read[invalid]
+            remedy = (
+                "For class indices use likelihood='categorical'; here each label is 0 or 1, and -100 or NaN where it is missing."
+                if bool((found == found.round()).all())
+                else "Soft labels are not supported: pass 0 or 1, and -100 or NaN where a label is missing."
+            )
+            raise DataError(
+                f"{where}: labels must be 0 or 1, got {int(invalid.sum())} others, such as {float(found[0]):.4g}. {remedy}"
+            )
+        return torch.where(missing, torch.nan, read)
+
+    def known(self, labels: Tensor) -> Tensor | None:
+        """Data with at least one known label; None if all have one."""
+        some = ~labels.isnan().all(1)
+        return None if bool(some.all()) else some
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Of "yes": a sigmoid of each logit."""
+        return torch.sigmoid(logits)
+
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Sum (n,) over the known labels."""
+        signed = torch.where(labels > 0.5, outputs, -outputs)
+        return torch.where(labels.isnan(), 0.0, functional.logsigmoid(signed)).sum(1)
+
+    def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
+        """`p (1 - p)` for each output; 0 where its label is missing."""
+        # The product of both sigmoids keeps its digits where the network is almost certain; p (1 - p) does not.
+        own = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
+        return OutputCurvature(separate=own if labels is None else torch.where(labels.isnan(), 0.0, own))
+
+    def predictive(
+        self,
+        outputs: Sequence[Tensor],
+        spreads: Sequence[Spread | None],
+        weights: Tensor,
+        link: LinkFunction,
+        *,
+        scale: Sequence[Tensor] | None = None,
+        pooling: float | Tensor = 1.0,
+        seed: int | None = None,
+    ) -> BernoulliPredictive:
+        """`sum_k w_k link(m_k, S_k)`, for each label."""
+        members = self.members(outputs, spreads, weights, link, scale=scale, pooling=pooling, seed=seed)
+        return BernoulliPredictive(mixed(weights, members))
+
+    def num_groups(self, outputs: int) -> int:
+        """Yes and no for one logit; all data form one group for several labels."""
+        return 2 if outputs == 1 else 1
+
+    def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
+        """Yes or no, given or, where missing, predicted; 0 for several labels."""
+        if outputs.shape[1] > 1:
+            return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
+        yes = outputs[:, 0] > 0
+        if labels is not None:
+            yes = torch.where(labels[:, 0].isnan(), yes, labels[:, 0] > 0.5)
+        return yes.long()
+
+    def num_choices(self, outputs: int) -> int:
+        """Yes and no."""
+        return 2
+
+    def choices(self, probs: Tensor) -> Tensor:
+        """Of no and yes (..., C, 2)."""
+        return torch.stack([1 - probs, probs], dim=-1)
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """0, 1, or -1 where missing (n, C)."""
+        return torch.where(labels.isnan(), -1, labels.nan_to_num()).long()
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """Yes where a logit is above 0."""
+        return (outputs > 0).long()
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    return outputs.numel() >= ENOUGH_OUTPUTS and bool(((outputs >= 0) & (outputs <= 1)).all())
+
+
+BERNOULLI = Bernoulli()

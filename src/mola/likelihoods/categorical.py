@@ -1,0 +1,159 @@
+"""One of C classes, by a softmax over C logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mola.errors import DataError, HeadError
+from mola.likelihoods.base import DiscreteLikelihood, LinkFunction, OutputCurvature, Ran, matrix_of, mixed
+
+if TYPE_CHECKING:
+    from mola.laplace.base import Spread
+
+ENOUGH_ROWS = 4
+"""Rows needed to tell probabilities from logits: the logits of a few rows may sum to 1 by chance."""
+
+TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class CategoricalPredictive:
+    """Probabilities (..., n, C) of the classes."""
+
+    probs: Tensor
+
+    def point(self) -> Tensor:
+        """The probabilities."""
+        return self.probs
+
+    def scores(self, labels: Tensor) -> dict[str, Tensor]:
+        """Log loss, Brier score, confidence and correctness (..., n) of each datum."""
+        index = labels.expand(self.probs.shape[:-1])[..., None]
+        right = self.probs.gather(-1, index).squeeze(-1)
+        confidence, predicted = self.probs.max(-1)
+        return {
+            "nll": -right.clamp_min(TINY).log(),
+            "brier": self.probs.square().sum(-1) - 2 * right + 1,
+            "confidence": confidence,
+            "correct": (predicted == labels).to(self.probs),
+        }
+
+
+@dataclass(frozen=True)
+class Categorical(DiscreteLikelihood):
+    """One of C mutually exclusive classes, by a softmax over C logits."""
+
+    name = "categorical"
+    mutually_exclusive = True
+    links = ("probit", "probit-centred", "mean-field", "bridge", "mc")
+    rules = ("threshold", "nll", "brier", "ece", "evidence", "distance")
+
+    def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
+        """Logits (n, C), or `HeadError`."""
+        matrix_of(outputs, ran, "logits of shape (batch, classes)")
+        if outputs.shape[1] < 2:
+            raise HeadError(
+                f"expected at least 2 classes, got a network with {outputs.shape[1]} output. Use likelihood='bernoulli' for a "
+                f"binary classifier with one logit, likelihood='gaussian' for regression."
+            )
+        if not ran and _are_probabilities(outputs):
+            raise HeadError("the network returns probabilities: its outputs sum to 1. Pass a network that returns logits.")
+        return outputs
+
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Class indices (n,) in int64, or `DataError`."""
+        count, classes = outputs.shape
+        if labels.shape != (count,):
+            remedy = ""
+            if labels.dim() > 1:
+                remedy = " Pass class indices, not one-hot or soft labels."
+                if labels.shape == (count, 1):
+                    remedy = " Remove the axis of size 1: labels.squeeze(1)."
+                if labels.shape == outputs.shape:
+                    remedy += " For multi-label data use likelihood='bernoulli'."
+            raise DataError(
+                f"{where}: expected {count} class indices of shape ({count},), got shape {tuple(labels.shape)}.{remedy}"
+            )
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            remedy = "Convert with labels.long()."
+            if labels.is_floating_point() and bool((labels != labels.floor()).any()):
+                remedy = (
+                    f"They contain {float(labels[labels != labels.floor()][0]):g}, which is no class index: use "
+                    f"likelihood='gaussian' for regression."
+                )
+            raise DataError(f"{where}: expected class indices of an integer type, got {labels.dtype}. {remedy}")
+        labels = labels.to(outputs.device, torch.int64)
+        low, high = (int(end) for end in torch.aminmax(labels))
+        if low < 0 or high >= classes:
+            raise DataError(
+                f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to "
+                f"{high}. Remove padding, or remap the classes; for dense outputs, pass the label of ignored positions: "
+                f"ignore_index={high if high >= classes else low}."
+            )
+        return labels
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Softmax over the last axis."""
+        return torch.softmax(logits, dim=-1)
+
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Log-probability (n,) of each label."""
+        return torch.log_softmax(outputs, dim=-1).gather(-1, labels[:, None]).squeeze(-1)
+
+    def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
+        """`diag(p) - p p'`, as the Laplacian of `p p'`."""
+        return OutputCurvature(coupling=torch.softmax(outputs, dim=-1))
+
+    def predictive(
+        self,
+        outputs: Sequence[Tensor],
+        spreads: Sequence[Spread | None],
+        weights: Tensor,
+        link: LinkFunction,
+        *,
+        scale: Sequence[Tensor] | None = None,
+        pooling: float | Tensor = 1.0,
+        seed: int | None = None,
+    ) -> CategoricalPredictive:
+        """`sum_k w_k link(m_k, S_k)`."""
+        members = self.members(outputs, spreads, weights, link, scale=scale, pooling=pooling, seed=seed)
+        return CategoricalPredictive(mixed(weights, members))
+
+    def num_groups(self, outputs: int) -> int:
+        """The classes."""
+        return outputs
+
+    def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
+        """The class, given or predicted."""
+        return outputs.argmax(1) if labels is None else labels
+
+    def num_choices(self, outputs: int) -> int:
+        """One question with C choices."""
+        return outputs
+
+    def choices(self, probs: Tensor) -> Tensor:
+        """The probabilities of the classes."""
+        return probs
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """The labels."""
+        return labels
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """The class with the largest logit."""
+        return outputs.argmax(1)
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    if len(outputs) < ENOUGH_ROWS or not bool((outputs >= 0).all()):
+        return False
+    rounding = 4 * torch.finfo(outputs.dtype).eps * outputs.shape[1] ** 0.5
+    return bool((outputs.float().sum(1) - 1).abs().max() < max(1e-5, rounding))
+
+
+CATEGORICAL = Categorical()

@@ -1,0 +1,362 @@
+r"""Regression: D outputs are the means of independent normal distributions, whose noise is a parameter of its own.
+
+.. math:: y_d \sim \mathcal N(\ell_d + s_d f_d,\; \sigma_d^2), \qquad \Lambda = \mathrm{diag}(s_d^2 / \sigma_d^2).
+
+The curvature does not depend on the outputs: the Laplace approximation of the last layer is its exact posterior. Sums over data are
+made at unit noise, so the noise can be chosen after the pass. The curvature of output d is then divided by its variance, and the
+log-likelihood follows from a few sums over the targets.
+
+A heteroscedastic network has two outputs for each target, a mean and a value that determines the variance :math:`v_d(x)`; the noise
+:math:`\sigma_d` is then a factor of its root, 1 as trained. Only the means are uncertain.
+
+Targets may have been standardised in training. With `location` and `scale` all inputs and results are in the user's units; sums,
+weights and curvature are in the network's.
+
+The mixture predicts :math:`\sum_k \pi_k \mathcal N(y; m_k, s^2 (v_k + \sigma_k^2))` exactly, without a link: the last layer's posterior
+is normal, and so is the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mola import normal_mixtures
+from mola.errors import DataError, HeadError, OptionError
+from mola.likelihoods.base import Likelihood, LinkFunction, OutputCurvature, Ran, matrix_of, mixed, pooled
+from mola.numerics import to_float64
+from mola.options import counted, is_real, one_of
+
+if TYPE_CHECKING:
+    from mola.laplace.base import Spread
+    from mola.laplace.sums import Sums
+
+VARIANCE_FLOOR = 1e-6
+"""Smallest variance that a network may predict, as in `torch.nn.GaussianNLLLoss`."""
+
+CONSTANT = 1e-12
+"""Variance of targets, relative to their mean square, that is rounding alone."""
+
+SMALLEST, LARGEST = 1e-12, 1e12
+"""Noise that can be used, in units of the network's outputs."""
+
+HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class NormalMixture:
+    """Mixture of K normal distributions of each of D outputs, in the targets' units."""
+
+    weights: Tensor
+    """(K,)"""
+    means: Tensor
+    """(K, ..., n, D)"""
+    variances: Tensor
+    """(K, ..., n, D), noise included."""
+
+    def point(self) -> Tensor:
+        """The mixture's mean (..., n, D)."""
+        return torch.einsum("k,k...->...", self.weights.to(self.means), self.means)
+
+    def scores(self, labels: Tensor) -> dict[str, Tensor]:
+        """Log loss (..., n) of each datum, all outputs together, and CRPS (..., n) averaged over outputs."""
+        log_density = normal_mixtures.log_density(self.weights, self.means, self.variances, labels, joint=True)
+        crps = normal_mixtures.crps(self.weights, self.means, self.variances, labels)
+        return {"nll": -log_density, "crps": crps.mean(-1)}
+
+
+@dataclass(frozen=True)
+class Gaussian(Likelihood):
+    """Regression with normal noise, one standard deviation for each output.
+
+    Args:
+        noise: standard deviation of the targets around the mean, in the targets' units: one number, or one for each output. None
+            estimates it from the residuals of the training data, and tuning may change it. For heteroscedastic networks it is a
+            factor of their predicted standard deviation, and None is 1.
+        shared: whether all outputs share one estimated noise.
+        location: mean that was subtracted from the targets in training, one number or D.
+        scale: standard deviation by which they were divided, one number or D.
+        heteroscedastic: whether the network also predicts a variance for each target: 2 D outputs.
+        order: "stacked", all means before all variances, or "interleaved", mean and variance of one target after the other.
+        variance: what the second output of a target is: "log-variance", "log-deviation", or "softplus", whose softplus is the variance.
+        estimated: whether the noise was estimated, so that rules may change it; set by the fit.
+    """
+
+    noise: float | Sequence[float] | None = None
+    shared: bool = False
+    location: float | Sequence[float] | None = None
+    scale: float | Sequence[float] | None = None
+    heteroscedastic: bool = False
+    order: str = "stacked"
+    variance: str = "log-variance"
+    estimated: bool = False
+    name = "gaussian"
+    discrete = False
+    rules = ("nll", "crps", "evidence", "distance")
+
+    def __post_init__(self) -> None:
+        location = 0.0 if self.location is None else self.location
+        scale = 1.0 if self.scale is None else self.scale
+        noise = None if self.noise is None else _numbers(self.noise, "noise", positive=True)
+        object.__setattr__(self, "noise", noise)
+        object.__setattr__(self, "location", _numbers(location, "location", positive=False))
+        object.__setattr__(self, "scale", _numbers(scale, "scale", positive=True))
+        one_of(self.order, ("stacked", "interleaved"), "order")
+        one_of(self.variance, ("log-variance", "log-deviation", "softplus"), "variance")
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments that differ from their defaults, as JSON."""
+        plain = Gaussian()
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        changed = {name: value for name, value in given.items() if value != getattr(plain, name)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+
+    # Outputs.
+
+    def num_uncertain(self, outputs: int) -> int:
+        """Number of means, D."""
+        return outputs // 2 if self.heteroscedastic else outputs
+
+    def _means(self, outputs: int) -> slice:
+        if not self.heteroscedastic:
+            return slice(outputs)
+        return slice(outputs // 2) if self.order == "stacked" else slice(0, outputs, 2)
+
+    def uncertain(self, weights: Tensor) -> Tensor:
+        """The rows of a head's weights (C, P) that give means."""
+        return weights[self._means(len(weights))]
+
+    def means(self, outputs: Tensor) -> Tensor:
+        """Means (..., D) among the outputs (..., C), in the network's units."""
+        return outputs[..., self._means(outputs.shape[-1])]
+
+    def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
+        """Outputs (n, D) or (n, 2 D); (n,) is read as (n, 1)."""
+        expected = "outputs of shape (batch, outputs)"
+        matrix = outputs[:, None] if outputs.dim() == 1 else matrix_of(outputs, ran, expected)
+        width = matrix.shape[1]
+        if self.heteroscedastic and width % 2:
+            raise HeadError(
+                f"expected two outputs for each target, a mean and a variance, because of heteroscedastic=True; got {width}."
+            )
+        for name in ("noise", "location", "scale"):
+            given: Any = getattr(self, name)
+            if given is None or len(given) in (1, self.num_uncertain(width)):
+                continue
+            targets = counted(self.num_uncertain(width), "target")
+            have = f"{counted(width, 'output')}, means and variances of {targets}" if self.heteroscedastic else targets
+            hint = ""
+            if self.heteroscedastic and len(given) == width:
+                hint = " If every output is a mean, leave heteroscedastic out."
+            elif not self.heteroscedastic and 2 * len(given) == width:
+                hint = " If half of the outputs are variances, pass heteroscedastic=True."
+            raise HeadError(
+                f"{name} has {len(given)} values, but the networks have {have}. Pass one value, or one for each target.{hint}"
+            )
+        return matrix
+
+    def predicted_variance(self, outputs: Tensor) -> Tensor | None:
+        """Variance (..., D) that a heteroscedastic network predicts at unit noise, in its own units; None for others."""
+        if not self.heteroscedastic:
+            return None
+        given = outputs[..., outputs.shape[-1] // 2 :] if self.order == "stacked" else outputs[..., 1::2]
+        if self.variance == "softplus":
+            return functional.softplus(given).clamp_min(VARIANCE_FLOOR)
+        return (given if self.variance == "log-variance" else 2 * given).exp().clamp_min(VARIANCE_FLOOR)
+
+    def noise_variance(self, outputs: Tensor) -> Tensor:
+        """Variance (..., D) of the noise at outputs (..., C), in the network's units."""
+        means, predicted = self.means(outputs), self.predicted_variance(outputs)
+        variance = self.deviation(means.shape[-1]).to(means).square()
+        return variance.expand_as(means) if predicted is None else predicted * variance
+
+    def deviation(self, width: int) -> Tensor:
+        """Noise (D,) in the network's units; a factor for heteroscedastic networks."""
+        if self.noise is None:
+            if self.heteroscedastic:
+                return torch.ones(width, dtype=torch.float64)
+            raise OptionError(
+                "the noise is unknown: pass mola.likelihoods.Gaussian(noise=...), or fit with batches of (inputs, targets), from "
+                "whose residuals it is estimated. For an ensemble use mola.baselines.scale_noise(ensemble, val_loader)."
+            )
+        noise = _expanded(self.noise, width, "noise")
+        return noise if self.heteroscedastic else noise / self.units(width)[1]
+
+    def units(self, width: int) -> tuple[Tensor, Tensor]:
+        """Location (D,) and scale (D,) of the targets, in float64."""
+        return _expanded(self.location, width, "location"), _expanded(self.scale, width, "scale")
+
+    def in_units(self, means: Tensor) -> Tensor:
+        """Means (..., D) of the network in the targets' units."""
+        location, scale = (one.to(means) for one in self.units(means.shape[-1]))
+        return location + scale * means
+
+    def variance_in_units(self, variance: Tensor) -> Tensor:
+        """Variances (..., D) of the network in the targets' units."""
+        return variance * self.units(variance.shape[-1])[1].square().to(variance)
+
+    # Labels, log-likelihood and curvature.
+
+    def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:
+        """Targets (n, D) in float64, in the units of the user; (n,) is accepted for D = 1."""
+        count, width = len(outputs), self.num_uncertain(outputs.shape[1])
+        given = labels[:, None] if labels.dim() == 1 and width == 1 else labels
+        if given.shape != (count, width):
+            remedy = ""
+            if labels.shape == (count,):
+                remedy = f" The networks have {width} outputs: pass a target for each. For class indices use likelihood='categorical'."
+            elif labels.shape == (count, width // 2) and width % 2 == 0 and not self.heteroscedastic:
+                remedy = " If half of the outputs are variances, use mola.likelihoods.Gaussian(heteroscedastic=True)."
+            expected = f"({count}, {width})" + (f" or ({count},)" if width == 1 else "")
+            raise DataError(f"{where}: expected targets of shape {expected}, got {tuple(labels.shape)}.{remedy}")
+        if given.is_complex():
+            raise DataError(f"{where}: expected real targets, got {labels.dtype}.")
+        targets = to_float64(given.to(outputs.device))
+        if not bool(torch.isfinite(targets).all()):
+            row = int((~torch.isfinite(targets)).any(1).nonzero()[0])
+            raise DataError(f"{where}: targets must be finite, got {targets[row].tolist()}. Remove rows without a target.")
+        return targets
+
+    def _standardised(self, labels: Tensor) -> Tensor:
+        location, scale = (one.to(labels) for one in self.units(labels.shape[1]))
+        return (labels - location) / scale
+
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Log density (n,) of each datum's targets, in their own units, summed over outputs."""
+        means, variance = to_float64(self.means(outputs)), to_float64(self.noise_variance(outputs))
+        targets = self._standardised(labels.to(means))
+        each = -0.5 * ((targets - means).square() / variance + variance.log()) - HALF_LOG_TAU
+        return (each - self.units(means.shape[1])[1].log().to(means)).sum(1)
+
+    def curvature(self, outputs: Tensor, labels: Tensor | None = None) -> OutputCurvature:
+        """1 for each output, or one over the predicted variance: at unit noise, so that the noise can be chosen later."""
+        predicted = self.predicted_variance(outputs)
+        means = self.means(outputs)
+        return OutputCurvature(separate=torch.ones_like(means) if predicted is None else 1 / predicted)
+
+    def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        """Sums (4, D) from which the noise and the log-likelihood at any noise follow.
+
+        Squared residuals at unit noise, logarithms of predicted variances, targets and their squares, in the network's units.
+        """
+        means, predicted = to_float64(self.means(outputs)), self.predicted_variance(outputs)
+        targets = self._standardised(labels.to(means.device))
+        squares = (targets - means).square()
+        logs = squares.new_zeros(squares.shape[1])
+        if predicted is not None:
+            predicted = to_float64(predicted)
+            squares, logs = squares / predicted, predicted.log().sum(0)
+        return {"targets": torch.stack([squares.sum(0), logs, targets.sum(0), targets.square().sum(0)])}
+
+    def fitted(self, sums: Sums) -> Gaussian:
+        """The likelihood with its noise known: as given, or estimated from the residuals of the training data."""
+        if self.noise is not None:
+            return self
+        if self.heteroscedastic:
+            return replace(self, noise=1.0, estimated=True)
+        if "targets" not in sums.tensors:
+            self.deviation(1)  # raises: without targets the noise is unknown
+        squares, _, total, power = sums.tensors["targets"].cpu()
+        count = sums.count
+        constant = (power / count - (total / count).square() <= CONSTANT * power / count).nonzero().flatten().tolist()
+        if constant:
+            which = "the target is" if len(total) == 1 else f"target {constant[0]} is"
+            value = float(self.in_units((total / count)[None])[0, constant[0]])
+            raise DataError(
+                f"{which} constant, {value:.6g}, in all {count:,} training data: the noise cannot be estimated. Check the targets, "
+                f"or pass mola.likelihoods.Gaussian(noise=...)."
+            )
+        variance = (squares.mean().expand_as(squares) if self.shared else squares) / count
+        if bool((variance.sqrt() <= SMALLEST).any()):
+            raise DataError(
+                "the network fits the training targets exactly, so the noise cannot be estimated from its residuals. Pass "
+                "mola.likelihoods.Gaussian(noise=...)."
+            )
+        return replace(self._with_deviation(variance.sqrt()), estimated=True)
+
+    def _with_deviation(self, deviation: Tensor) -> Gaussian:
+        noise = deviation if self.heteroscedastic else deviation * self.units(len(deviation))[1]
+        return replace(self, noise=tuple(noise.tolist()))
+
+    def noise_scaled(self, factor: float, width: int) -> Gaussian:
+        """The likelihood with its noise multiplied by a factor, clamped to the usable range."""
+        return self._with_deviation((factor * self.deviation(width)).clamp(SMALLEST, LARGEST))
+
+    def output_scale(self, outputs: int) -> Tensor:
+        """One over the noise variance (D,)."""
+        return 1 / self.deviation(outputs).square()
+
+    def total_log_likelihood(self, sums: Sums) -> float | None:
+        """Log-likelihood of all training targets at this noise."""
+        if "targets" not in sums.tensors:
+            return None
+        squares, logs, *_ = sums.tensors["targets"].cpu()
+        variance, count = self.deviation(len(squares)).square(), sums.count
+        each = -0.5 * (squares / variance + logs + count * variance.log()) - count * HALF_LOG_TAU
+        return float((each - count * self.units(len(squares))[1].log()).sum())
+
+    # Prediction.
+
+    def predictive(
+        self,
+        outputs: Sequence[Tensor],
+        spreads: Sequence[Spread | None],
+        weights: Tensor,
+        link: LinkFunction,
+        *,
+        scale: Sequence[Tensor] | None = None,
+        pooling: float | Tensor = 1.0,
+        seed: int | None = None,
+        noises: Sequence[Tensor] | None = None,
+    ) -> NormalMixture:
+        """`sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`; `noises` (n, D) of the components where they differ."""
+        means = pooled([self.means(one) for one in outputs], weights, pooling)
+        given = noises if noises is not None else [self.noise_variance(one) for one in outputs]
+        variances = []
+        for index, (noise, spread) in enumerate(zip(given, spreads, strict=True)):
+            variance = noise if spread is None else noise + spread.variance()
+            variances.append(variance if scale is None else variance * scale[index].square())
+        shape = torch.broadcast_shapes(*(one.shape for one in (*means, *variances)))
+        return NormalMixture(
+            weights,
+            self.in_units(torch.stack([one.expand(shape) for one in means])),
+            self.variance_in_units(torch.stack([one.expand(shape) for one in variances])),
+        )
+
+    def num_groups(self, outputs: int) -> int:
+        """One: targets have no classes."""
+        return 1
+
+    def group(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
+        """0 for every datum."""
+        return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
+
+
+def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
+    try:
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().tolist()
+        listed = [value] if is_real(value) else list(value.tolist() if hasattr(value, "tolist") else value)
+        numbers = tuple(math.nan if isinstance(one, (bool, str, bytes)) else float(one) for one in listed)
+    except (TypeError, ValueError, OverflowError):
+        numbers = (math.nan,)
+    low, high = (SMALLEST, LARGEST) if positive else (-math.inf, math.inf)
+    if not numbers or not all(math.isfinite(one) and low <= one <= high for one in numbers):
+        bounds = f" between {SMALLEST:g} and {LARGEST:g}" if positive else ""
+        raise OptionError(f"{argument} must be a finite number{bounds}, or one for each output; got {value!r}.")
+    return numbers
+
+
+def _expanded(values: Any, width: int, argument: str) -> Tensor:
+    if len(values) not in (1, width):
+        raise OptionError(f"{argument}: expected one number, or {width} (one for each output); got {len(values)}.")
+    return torch.tensor(values, dtype=torch.float64).expand(width)
+
+
+GAUSSIAN = Gaussian()

@@ -1,0 +1,119 @@
+"""Dense outputs, such as one per pixel of an image or token of a text, as rows and back.
+
+A 1x1 convolution is a linear layer on every pixel, and a linear layer on a sequence is one on every token. So each
+position is a datum, and outside this package there are only rows of features, outputs and labels:
+
+* channels first: outputs (n, C, H, W) of a convolution, with labels (n, H, W);
+* channels last: outputs (n, T, C) of a linear layer, with labels (n, T).
+
+Where each output has its own label, labels have the shape of the outputs. Rows are ordered by input, and within an
+input by position with the last axis fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mola.errors import DataError, OptionError
+from mola.options import is_real, whole_number
+
+IGNORE_INDEX = -100
+"""Label of positions that are left out: the default of PyTorch's losses."""
+
+Positions = str | int
+"""Positions of each input that a fit uses: "all", "average" (each input is one datum), or a number drawn at random."""
+
+
+def check_positions(positions: Positions) -> Positions:
+    """Return the option `positions`; refuse anything but "all", "average" or a number of at least 1."""
+    if positions in ("all", "average"):
+        return positions
+    if not is_real(positions):
+        raise OptionError(
+            f"positions must be 'all', 'average' or a number of positions to draw from each input, got {positions!r}."
+        )
+    return whole_number(positions, "positions")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The axes of dense outputs: `inputs` is n, `sizes` is (H, W) or (T,), `axis` is that of the classes, 1 or -1."""
+
+    inputs: int
+    sizes: tuple[int, ...]
+    axis: int
+
+    @staticmethod
+    def of(outputs: Tensor, axis: int) -> Layout:
+        """Read the layout off dense outputs whose class axis is 1 or -1."""
+        return Layout(outputs.shape[0], tuple(outputs.shape[2:] if axis == 1 else outputs.shape[1:-1]), axis)
+
+    @property
+    def count(self) -> int:
+        """Number of positions of one input."""
+        return math.prod(self.sizes)
+
+    def shape(self, width: int) -> tuple[int, ...]:
+        """Shape of outputs with `width` classes."""
+        return (self.inputs, width, *self.sizes) if self.axis == 1 else (self.inputs, *self.sizes, width)
+
+    def by_position(self, values: Tensor) -> Tensor:
+        """Reshape outputs or features to (n, positions, width): a view if their memory allows it."""
+        return values.movedim(self.axis, -1).flatten(1, -2)
+
+    def outputs(self, rows: Tensor) -> Tensor:
+        """Reshape rows (n * positions, width) to the layout of the outputs."""
+        values = rows.reshape(-1, *self.sizes, rows.shape[-1])
+        return values.movedim(-1, 1) if self.axis == 1 else values
+
+    def map(self, rows: Tensor) -> Tensor:
+        """Reshape one value per row (n * positions,) to (n, H, W) or (n, T)."""
+        return rows.reshape(-1, *self.sizes)
+
+    def labels(self, labels: Tensor, outputs: int, where: str) -> Tensor:
+        """Reshape labels to (n * positions,), or to (n * positions, width) where each output has its own label.
+
+        Args:
+            labels: as the loader yielded them.
+            outputs: number of outputs C at each position, for the error message.
+            where: the batch's place for error messages.
+        """
+        plain = (self.inputs, *self.sizes)
+        if labels.shape == plain:
+            return labels.flatten()
+        # The likelihood checks the width: a Gaussian with variances has fewer targets than outputs.
+        if labels.dim() == len(plain) + 1 and labels.shape == self.shape(labels.shape[self.axis]):
+            return self.by_position(labels).flatten(0, 1)
+        remedy = ""
+        if labels.shape[:1] == plain[:1] and labels.dim() == len(plain):
+            remedy = " Resize the labels to the size of the outputs first, by the nearest position."
+        raise DataError(
+            f"{where}: expected a label for each position, of shape {plain}, or one for each output there, of shape "
+            f"{self.shape(outputs)}; got labels of shape {tuple(labels.shape)}.{remedy}"
+        )
+
+    def check_same(self, other: Layout, what: str) -> None:
+        """Refuse outputs of another network, named `what`, at different positions."""
+        if (self.inputs, self.sizes) != (other.inputs, other.sizes):
+            raise DataError(
+                f"{what} has outputs at {other.inputs} x {other.sizes} positions, and the first network at "
+                f"{self.inputs} x {self.sizes}: a mixture needs the same positions from each."
+            )
+
+
+def drawn_positions(count: int, most: int, index: int) -> Tensor:
+    """Draw `most` of `count` positions without replacement, in ascending order; all of them if there are no more.
+
+    Args:
+        count: number of positions of the input.
+        most: number of positions to draw.
+        index: the input's index among all that are read. It is the seed, so the draw does not depend on batching.
+    """
+    if count <= most:
+        return torch.arange(count, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(index)
+    return torch.randperm(count, generator=generator, device="cpu")[:most].sort().values

@@ -1,0 +1,192 @@
+"""Folders of one JSON document and one safetensors file, written so that a reader sees the old state or the new, never a mix.
+
+The tensors are written first, to a file named by their checksum; then the document that names this file replaces the old
+document in one step; then the old tensors are removed. A crash at any moment leaves a folder that loads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from mola.errors import StorageError
+from mola.saving.schema import check, check_seal, parse, sealed
+
+FORMAT = "mola"
+VERSION = 1
+DOCUMENT = "posterior.json"
+ABANDONED = 24 * 3600  # seconds after which files without a document are taken for those of a writer that was killed
+
+LOADERS = {
+    "posterior": "mola.load",
+    "whole-posterior": "mola.whole.load",
+    "swag": "mola.baselines.Swag.load",
+    "multi-swag": "mola.baselines.MultiSwag.load",
+    "mimo": "mola.baselines.Mimo.load",
+    "mc-dropout": "mola.baselines.McDropout.load",
+    "temperature": "mola.baselines.TemperatureScaled.load",
+}
+
+
+@contextmanager
+def partial_file(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` to write to; afterwards the file replaces `path` in one step, or, on an error, is removed."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        yield partial
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file in one step: readers see the old content or the new, never a part."""
+    with partial_file(path) as partial:
+        partial.write_bytes(content)
+
+
+def write_folder(directory: str | Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Save a document and its tensors; what the folder held before stays readable until all is written.
+
+    Args:
+        directory: made if missing.
+        document: JSON with an entry "kind", such as "swag"; a folder of another kind is not overwritten.
+        tensors: by name.
+
+    Returns:
+        The folder.
+    """
+    folder, kind = _path(directory), document["kind"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise StorageError(f"{folder} is a file; expected a folder to save the {kind} in.") from None
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be made: {error.strerror}. Choose another folder.") from error
+    old = None
+    with suppress(StorageError):  # no document, or a damaged one, which may be replaced
+        old = read_document(folder)
+    if old is not None and old["kind"] != kind:
+        raise StorageError(
+            f"{folder} holds a saved {old['kind']}, which a {kind} does not replace: choose another folder, or remove this one."
+        )
+    content = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    checksum = hashlib.sha256(content).hexdigest()
+    name = f"tensors-{checksum[:16]}.safetensors"
+    entries = {"format": FORMAT, "version": VERSION, **document, "tensors": {"file": name, "sha256": checksum}}
+    try:
+        text = json.dumps(sealed(entries), indent=2, allow_nan=False)
+    except ValueError as error:
+        raise StorageError(f"{folder}: nothing was saved, since the document is not finite JSON ({error}).") from error
+    write_atomically(folder / name, content)
+    write_atomically(folder / DOCUMENT, text.encode())
+    _remove_stale(folder, name, None if old is None else old["tensors"]["file"])
+    return folder
+
+
+def _remove_stale(folder: Path, current: str, old: str | None) -> None:
+    # Younger files may belong to another writer at work, whose document will name them.
+    files = [*folder.glob(f"tensors-{'[0-9a-f]' * 16}.safetensors"), *folder.glob(".*.partial")]
+    for path in files:
+        with suppress(FileNotFoundError):  # another writer removed it
+            if path.name != current and (path.name == old or time.time() - path.stat().st_mtime > ABANDONED):
+                path.unlink()
+
+
+def read_folder(
+    directory: str | Path, kind: str, schema: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The document and the tensors of a folder; `StorageError` if they are missing, damaged, foreign or of another kind.
+
+    Args:
+        directory: that `write_folder` wrote.
+        kind: expected.
+        schema: of the document.
+    """
+    folder = _path(directory)
+    document = read_document(folder)
+    if document["kind"] != kind:
+        raise StorageError(
+            f"{folder} holds a saved {document['kind']}, expected a saved {kind}. Load it with "
+            f"{LOADERS.get(document['kind'], 'the function that belongs to what saved it')}."
+        )
+    check(document, dict(schema or {}), "")
+    try:
+        return document, _read_tensors(folder, document["tensors"])
+    except StorageError:
+        # Another process may have saved since the document was read; then the new state is intact.
+        if read_document(folder) == document:
+            raise
+    return read_folder(folder, kind, schema)
+
+
+def kind_of(directory: str | Path) -> str | None:
+    """The kind of what a folder holds, such as "posterior" or "swag"; None if there is no document."""
+    folder = _path(directory)
+    return str(read_document(folder)["kind"]) if (folder / DOCUMENT).exists() else None
+
+
+def read_document(directory: str | Path) -> dict[str, Any]:
+    """The document of a folder, without its tensors; `StorageError` if it is missing, damaged, foreign or newer."""
+    folder = _path(directory)
+    path = folder / DOCUMENT
+    if folder.is_file():
+        raise StorageError(f"{folder} is a file; pass the folder that holds it: {str(folder.parent)!r}.")
+    if not path.is_file():
+        raise StorageError(
+            f"{folder} holds no saved posterior: {DOCUMENT} is missing. Pass the folder given to posterior.save(...)."
+        )
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
+    document = parse(content, path)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise StorageError(f"{path} was not written by mola: expected an entry 'format' with the value {FORMAT!r}.")
+    if document.get("version") != VERSION:
+        raise StorageError(
+            f"{path} has version {document.get('version')!r}, and this mola reads version {VERSION}. Update mola, or save the "
+            f"posterior again with this one."
+        )
+    check_seal(document, path)
+    check(document, {"kind": str, "tensors": {"file": str, "sha256": str}}, "")
+    return document
+
+
+def _read_tensors(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
+    path = folder / Path(entry["file"].replace("\\", "/")).name  # inside the folder, whatever the document names
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} is missing: {DOCUMENT} points to it. Copy the whole folder.") from error
+    checksum = hashlib.sha256(content).hexdigest()
+    if checksum != entry["sha256"]:
+        raise StorageError(
+            f"{path} is truncated or corrupt: its checksum is {checksum[:16]}..., expected {entry['sha256'][:16]}... Copy the "
+            f"folder again, or save the posterior again."
+        )
+    try:
+        return load_tensors(content)
+    except (SafetensorError, ValueError) as error:
+        raise StorageError(f"{path} is not a safetensors file: {error}") from error
+
+
+def _path(directory: str | Path) -> Path:
+    try:
+        return Path(directory)
+    except TypeError as error:
+        raise StorageError(f"expected the path of a folder, got {directory!r}.") from error

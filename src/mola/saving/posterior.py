@@ -1,0 +1,236 @@
+"""A posterior as a JSON document and tensors, and back onto the networks it was fitted on, and onto no others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mola.errors import HeadError, OptionError, StorageError
+from mola.laplace import STRUCTURES, ClassDistance, Structure, Sums, distance_sums
+from mola.likelihoods import LIKELIHOODS, Likelihood
+from mola.links import LINKS, Link
+from mola.network import Head, evaluating, head_by_name, state_checksum
+from mola.options import counted
+from mola.posterior import Component, LastLayer, MoLA
+from mola.saving.files import read_folder, write_folder
+from mola.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
+from mola.saving.schema import Optional, check
+from mola.scaling import LogitScaling, Reference
+from mola.tuning.rules import Tuning
+from mola.weights import check_weights
+
+KIND = "posterior"
+WEIGHTS = "weights"  # name of the tensor with a head's trained weights; all others are sums
+REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
+SCALING = {"temperature": float, "pooling": float, "exponent": float, "onset": float, "reference": Optional(REFERENCE)}
+HEAD = {"name": str, "every_position": bool, "dense_axes": int, "outputs": int, "width": int}
+MIXTURE = {
+    "link": {"name": str},
+    "weighting": str,
+    "weights": [float],
+    "scaling": SCALING,
+    "tuning": Optional({"rule": str, "curve": {str: [float]}, "notes": [str]}),
+}
+SCHEMA = {
+    "structure": {"name": str},
+    **MIXTURE,
+    "components": [{"network": str, "head": HEAD, "prior_precision": float, "likelihood": {"name": str}, **SUMS[0]}],
+}
+
+
+class Parts(NamedTuple):
+    """The arguments of `MoLA`."""
+
+    components: list[Component]
+    link: Link
+    weights: str | Tensor
+    tuning: Tuning | None
+    scaling: LogitScaling
+
+
+def save_posterior(posterior: MoLA, directory: str | Path) -> Path:
+    """Write a posterior without its networks to a folder, and return the folder."""
+    return write_folder(directory, *pack(posterior))
+
+
+def load_posterior(directory: str | Path, networks: Sequence[nn.Module]) -> MoLA:
+    """Read a posterior from a folder; `StorageError` unless `networks` are those it was fitted on, in the same order."""
+    return MoLA(*unpack(*read_folder(directory, KIND, SCHEMA), networks))
+
+
+def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The document and the tensors that `unpack` needs beside the networks."""
+    layers = [component.require_layer("saving a posterior") for component in posterior.components]
+    sums, tensors = pack_sums([layer.sums for layer in layers])
+    parts = []
+    with evaluating(*posterior.networks):
+        for index, (component, layer, entry) in enumerate(zip(posterior.components, layers, sums, strict=True)):
+            head = component.head
+            assert head is not None  # as there is a last layer
+            tensors[f"{index}.{WEIGHTS}"] = layer.weights
+            described = {name: getattr(head, name) for name in HEAD}
+            likelihood = _described(component.likelihood, LIKELIHOODS, "likelihood")
+            own = {"network": state_checksum(component.network), "head": described, "likelihood": likelihood}
+            parts.append({**own, "prior_precision": component.prior_precision, **entry})
+    scaling = posterior.scaling
+    reference = None if scaling.reference is None else scaling.reference.as_json()
+    document = {
+        "kind": KIND,
+        "structure": _described(layers[0].structure, STRUCTURES, "structure"),
+        "link": _described(posterior.link, LINKS, "link"),
+        "weighting": posterior.weighting,
+        "weights": posterior.weights.tolist(),
+        "scaling": {**{name: getattr(scaling, name) for name in SCALING}, "reference": reference},
+        "tuning": None if posterior.tuning is None else asdict(posterior.tuning),
+        "components": parts,
+    }
+    return document, tensors
+
+
+def _described(thing: Structure | Likelihood | Link, known: Mapping[str, type], what: str) -> dict[str, Any]:
+    if known.get(thing.name) is not type(thing):
+        raise StorageError(
+            f"cannot save a {what} of your own ({type(thing).__name__}): mola.load could not rebuild it."
+        )
+    return {"name": thing.name, **thing.settings()}
+
+
+def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Sequence[nn.Module]) -> Parts:
+    """Put a saved posterior on its networks; `StorageError` if it is damaged, or a network is not the one that was fitted."""
+    parts = document["components"]
+    if len(parts) != len(networks):
+        raise StorageError(
+            f"the saved posterior has {counted(len(parts), 'component')}, got {counted(len(networks), 'network')}: pass the "
+            f"{counted(len(parts), 'network')} that it was fitted on, in the same order."
+        )
+    try:
+        structure = _rebuilt(document["structure"], STRUCTURES, "structure")
+        likelihoods = [_rebuilt(part["likelihood"], LIKELIHOODS, "likelihood") for part in parts]
+        heads = _check_networks(networks, parts)
+        sums = unpack_sums(parts, tensors)
+        components = [
+            _component(index, networks[index], heads[index], parts[index], structure, likelihoods[index], sums[index])
+            for index in range(len(parts))
+        ]
+        weights = check_weights(document["weights"], len(parts))
+        return Parts(
+            components,
+            _rebuilt(document["link"], LINKS, "link"),
+            weights if document["weighting"] == "given" else document["weighting"],
+            _tuning(document["tuning"]),
+            _scaling(document["scaling"], len(parts)),
+        )
+    except (OptionError, TypeError, ValueError) as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"the saved posterior has a value that cannot be used: {error}") from error
+
+
+def _rebuilt(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> Any:
+    settings = {name: value for name, value in entry.items() if name != "name"}
+    if entry["name"] not in known:
+        raise StorageError(f"unknown {what} {entry['name']!r}; this mola supports {', '.join(known)}.")
+    kind = known[entry["name"]]
+    # A value of another type than the default's would pass through the constructor and fail much later.
+    types = {field.name: type(field.default) for field in fields(kind) if field.default is not None}
+    check(settings, {name: types[name] for name in settings if name in types}, what)
+    return kind(**settings)
+
+
+def _scaling(entry: Mapping[str, Any], count: int) -> LogitScaling:
+    reference = entry["reference"]
+    if reference is not None:
+        scales, score, energies = (reference[name] for name in REFERENCE)
+        pairs = [*scales, *(score or ())]
+        lengths = len(scales), count if energies is None else len(energies), 3 if score is None else len(score)
+        if lengths != (count, count, 3) or any(len(pair) != 2 for pair in pairs):
+            raise StorageError(f"the saved reference distances do not belong to {counted(count, 'component')}.")
+    return LogitScaling(**{**entry, "reference": None if reference is None else Reference.from_json(reference)})
+
+
+def _tuning(entry: Mapping[str, Any] | None) -> Tuning | None:
+    if entry is None:
+        return None
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+    curve = {name: tuple(column) for name, column in entry["curve"].items()}
+    return Tuning(**{**values, "curve": curve})
+
+
+def _component(
+    index: int,
+    network: nn.Module,
+    head: Head,
+    part: Mapping[str, Any],
+    structure: Structure,
+    likelihood: Likelihood,
+    saved: Sums,
+) -> Component:
+    if part["count"] < 1:
+        raise StorageError(f"component {index}: expected a count of at least 1 training datum, got {part['count']}.")
+    shapes = _shapes(structure, likelihood, head, saved.tensors.keys())
+    if shapes.keys() != saved.tensors.keys():
+        raise StorageError(
+            f"component {index}: expected the tensors {sorted(shapes)}, got {sorted(saved.tensors)}. Save the posterior again."
+        )
+    for name, tensor in saved.tensors.items():
+        if tuple(tensor.shape) != shapes[name] or tensor.dtype != torch.float64 or not tensor.isfinite().all():
+            raise StorageError(
+                f"tensor {index}.{name}: expected finite values of shape {shapes[name]} in float64, got shape "
+                f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}. Save the posterior again."
+            )
+    sums = replace(saved, tensors={name: value for name, value in saved.tensors.items() if name != WEIGHTS})
+    weights = saved.tensors[WEIGHTS]
+    curvature = structure.solve(sums, likelihood.output_scale(len(weights)))
+    layer = LastLayer(structure, sums, weights, curvature, ClassDistance.solve(sums))
+    return Component(network, head, layer, part["prior_precision"], likelihood)
+
+
+def _shapes(
+    structure: Structure, likelihood: Likelihood, head: Head, saved: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    # From the sums of one datum; on the meta device these take no memory.
+    outputs = torch.zeros(1, head.outputs, dtype=torch.float64, device="meta")
+    phi = torch.zeros(1, head.width, dtype=torch.float64, device="meta")
+    weights = phi.expand(likelihood.num_uncertain(head.outputs), -1)
+    expected = {WEIGHTS: weights, **structure.sums(phi, likelihood.curvature(outputs))}
+    groups, features = torch.zeros(1, dtype=torch.int64), torch.zeros(1, head.inputs, dtype=torch.float64)
+    labelled = likelihood.label_sums(outputs, outputs[:, : len(weights)])
+    distances = distance_sums(features, groups, likelihood.num_groups(head.outputs), predicted=False)
+    for optional in (labelled, distances):  # all of a group, or none
+        expected |= optional if any(name in saved for name in optional) else {}
+    return {name: tuple(tensor.shape) for name, tensor in expected.items()}
+
+
+def _check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, Any]]) -> list[Head]:
+    heads, checksums = [], [state_checksum(network) for network in networks]
+    for index, (network, part, checksum) in enumerate(zip(networks, parts, checksums, strict=True)):
+        described, problem = part["head"], None
+        try:
+            head = head_by_name(network, described["name"])
+        except HeadError as error:
+            problem = f"this is not the network that was fitted: {error}"
+        else:
+            if (head.outputs, head.width) != (described["outputs"], described["width"]):
+                problem = (
+                    f"head {head.name!r} has {head.outputs} outputs and {head.width} features with the bias, and the saved posterior "
+                    f"{described['outputs']} and {described['width']}."
+                )
+            elif checksum != part["network"]:
+                problem = "its weights differ from those that the posterior was fitted on."
+        if problem is not None:
+            hint = (
+                f" They are those of models[{checksums.index(part['network'])}]."
+                if part["network"] in checksums
+                else ""
+            )
+            raise StorageError(
+                f"models[{index}]: {problem}{hint} Pass the same {counted(len(networks), 'network')}, in the order and precision in "
+                f"which they were fitted."
+            )
+        heads.append(replace(head, every_position=described["every_position"], dense_axes=described["dense_axes"]))
+    return heads

@@ -1,0 +1,125 @@
+"""JSON documents: parsed within limits, sealed with a checksum of their content, and compared with a schema.
+
+A schema is an example of types: `str`, `bool`, `int` (from 0 to 2**63 - 1) and `float` (any finite number), `[kind]` for a
+list, `{"key": kind}` for an object with at least these keys, `{str: kind}` for an object with any keys, `Optional(kind)` for
+null or that kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mola.errors import StorageError
+
+SEAL = "sha256"  # name of the entry with the checksum of all others
+MAX_DEPTH = 50  # of nested lists and objects; Python's own limit is a crash somewhere later
+MAX_BYTES = 2**26  # of one document: the largest ones, with tuning curves, have some 100 kB
+
+
+@dataclass(frozen=True)
+class Optional:
+    """Null, or a kind."""
+
+    kind: Any
+
+
+def parse(content: bytes | str, name: object) -> Any:
+    """The values in a JSON text; `StorageError` names the file if it is not JSON, too large or nested too deeply."""
+    try:
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"it has {len(content):,} bytes, expected at most {MAX_BYTES:,}")
+        value = json.loads(content)
+        check_depth(value)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise StorageError(
+            f"{name} is not readable JSON ({reason}): the file is truncated or was not written by mola."
+        ) from error
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise `ValueError` if lists and objects are nested more than `MAX_DEPTH` levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in document.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with a checksum of its content, which does not depend on the layout of the file."""
+    plain = json.loads(json.dumps(document))  # as it will be read: tuples as lists, keys as strings
+    return {**plain, SEAL: _checksum(plain)}
+
+
+def check_seal(document: Mapping[str, Any], name: object) -> None:
+    """Raise `StorageError` unless the content of a document still has the checksum it was written with."""
+    if document.get(SEAL) != _checksum(document):
+        raise StorageError(
+            f"{name} was changed after it was written: its content does not match its checksum. Copy the file again, or save it "
+            f"again; change settings in Python or by `mola fit --config`."
+        )
+
+
+def check(value: Any, schema: Any, path: str) -> None:
+    """Compare a value with its schema; `StorageError` names the place, what was expected and what was found.
+
+    Args:
+        value: from JSON.
+        schema: expected types.
+        path: of the value within the document, for the message; "" is the document itself.
+    """
+    if isinstance(schema, Optional):
+        if value is not None:
+            check(value, schema.kind, path)
+    elif isinstance(schema, list):
+        _require(isinstance(value, list), path, "a list", value)
+        for index, inner in enumerate(value):
+            check(inner, schema[0], f"{path}[{index}]")
+    elif isinstance(schema, dict):
+        _require(isinstance(value, dict), path, "an object", value)
+        for key, kind in schema.items():
+            _require(key is str or key in value, path, f"an entry {key!r}", value)
+            for name in value if key is str else (key,):
+                check(value[name], kind, f"{path}.{name}" if path else name)
+    else:
+        name, valid = KINDS[schema]
+        _require(valid(value), path, name, value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+KINDS: dict[type, tuple[str, Any]] = {
+    str: ("text", lambda value: isinstance(value, str)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a whole number from 0 to 2**63 - 1", lambda value: _is_int(value) and 0 <= value < 2**63),
+    float: (
+        "a finite number",
+        lambda value: (abs(value) < 2**1023) if _is_int(value) else isinstance(value, float) and math.isfinite(value),
+    ),
+}
+
+
+def _require(valid: bool, path: str, expected: str, value: Any) -> None:
+    if not valid:
+        shown = text if len(text := repr(value)) < 60 else type(value).__name__
+        raise StorageError(f"the document is damaged at {path or 'its top level'!r}: expected {expected}, got {shown}.")

@@ -1,0 +1,220 @@
+"""Weights of networks in files: written as safetensors, read from safetensors or PyTorch files without running code.
+
+Training scripts keep weights in a dictionary beside optimisers and epochs, and wrappers (`DataParallel`, `torch.compile`, a
+Lightning module) put a prefix before each name. Both are undone here.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mola.errors import OptionError, StorageError
+from mola.saving.files import write_atomically
+
+ENTRIES = ("state_dict", "model_state_dict", "model", "net", "network", "weights")  # where scripts keep the weights
+WRAPPERS = frozenset({"module", "_orig_mod"})  # inserted by DataParallel and torch.compile, at any level
+PREFIXES = ("model", "net", "network")  # attributes under which Lightning modules and others hold the network
+MAX_COMPRESSION = 20  # torch.save does not compress, TorchScript does a little
+SHOWN = 3  # names listed for each kind of mismatch
+
+
+def save_weights(network: nn.Module, path: str | Path, metadata: Mapping[str, str] | None = None) -> Path:
+    """Write a network's parameters and buffers as safetensors, in one step; its folder is made if missing.
+
+    Args:
+        network: anything with a `state_dict` of tensors.
+        path: of the file.
+        metadata: short texts to keep with the weights, such as the network's name.
+    """
+    texts = dict(metadata or {})
+    if any(not isinstance(text, str) for pair in texts.items() for text in pair):
+        raise OptionError(f"metadata must map str to str, got {texts!r}. Use str() or json.dumps() on the values.")
+    state = network.state_dict()
+    foreign = [name for name, value in state.items() if not isinstance(value, Tensor) or is_lazy(value)]
+    if foreign:
+        raise OptionError(f"cannot save {_some(foreign)} of the network as weights: expected tensors with a shape.")
+    # Cloned, because safetensors refuses tensors that share memory, as tied weights do.
+    values = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, save_tensors(values, {"format": "pt", **texts}))
+    return target
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """The texts kept with the weights in a safetensors file."""
+    if not _is_safetensors(Path(path)):
+        raise StorageError(f"{path} is not a safetensors file; no other file holds metadata.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, ValueError) as error:
+        raise StorageError(_unreadable(path, error)) from error
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """The content of a weights file on the CPU: tensors by name, or a training script's dictionary around them.
+
+    Args:
+        path: safetensors, or a file of `torch.save`, distinguished by their content.
+    """
+    source = Path(path)
+    try:
+        if _is_safetensors(source):
+            return dict(load_file(source))
+        _refuse_bomb(source)
+        content = torch.load(source, map_location="cpu", weights_only=True)  # weights only: runs no code of the file
+    except StorageError:
+        raise
+    except Exception as error:  # both readers raise a dozen kinds of errors on damaged files
+        raise StorageError(_unreadable(path, error)) from error
+    if not isinstance(content, Mapping):
+        raise StorageError(
+            f"{path} holds a {type(content).__name__}; expected weights by name. Save the network's state_dict(), not the network "
+            f"or a tensor."
+        )
+    return dict(content)
+
+
+def load_weights(network: nn.Module, path: str | Path, *, entry: str | None = None) -> None:
+    """Load the weights of a file into a network: all of them or, on any error, none.
+
+    Names must match exactly, or without the prefixes of wrappers (`module.`, `_orig_mod.`, a leading `model.`) on either side.
+    Values are converted to the network's precision and device. BatchNorm's count of batches may be missing.
+
+    Args:
+        network: of the architecture that the weights belong to; changed in place.
+        path: safetensors, or a file of `torch.save`, read without running code.
+        entry: name under which the file holds the weights; None tries the usual names.
+    """
+    content = read_state(path)
+    full = network.state_dict()
+    own = {name: value for name, value in full.items() if isinstance(value, Tensor)}
+    lazy = [name for name, value in own.items() if is_lazy(value)]
+    if lazy:
+        raise StorageError(f"{_some(lazy)} of the network have no shape yet. Call it on one batch, then load {path}.")
+    if entry is not None and not isinstance(content.get(entry), Mapping):
+        raise StorageError(f"{path} has no weights under {entry!r}; it holds {_some(list(map(str, content)))}.")
+    states = dict(_states(content if entry is None else content[entry], entry or ""))
+    if not states:
+        raise StorageError(
+            f"{path} holds no weights: {_some(list(map(str, content)))}. Expected them at the top level or under "
+            f"{', '.join(ENTRIES)}; pass entry= if they have another name."
+        )
+    matches = {place: _match(state, own) for place, state in states.items()}
+    fitting = {place: values for place, (values, problems) in matches.items() if not problems}
+    if len(fitting) > 1:
+        raise StorageError(f"{path} holds several sets of weights that fit: {', '.join(fitting)}. Choose with entry=.")
+    if not fitting:
+        _, problems = min(matches.values(), key=lambda match: len(match[1]))
+        raise StorageError(_mismatch(path, problems, sum(map(_needed, own))))
+    (values,) = fitting.values()
+    network.load_state_dict({**full, **values})
+
+
+def _is_safetensors(path: Path) -> bool:
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise StorageError(f"{path} {problem}; expected a file with weights (safetensors, or made by torch.save).")
+    with open(path, "rb") as file:
+        start = file.read(9)
+    if len(start) < 9:
+        raise StorageError(f"{path} is truncated: it has only {len(start)} bytes. Copy or download it again.")
+    if start[8:9] == b"{":  # eight bytes of length, then JSON
+        return True
+    if not start.startswith((b"PK", b"\x80")):  # a zip archive; before PyTorch 1.6, bare pickle records
+        raise StorageError(f"{path} is neither safetensors nor made by torch.save: it starts with {start!r}.")
+    return False
+
+
+def _refuse_bomb(path: Path) -> None:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            unpacked, size = sum(part.file_size for part in archive.infolist()), path.stat().st_size
+        if unpacked > MAX_COMPRESSION * size:
+            raise StorageError(
+                f"{path} has {size:,} bytes and claims to hold {unpacked:,}: weights do not compress so well, so it is damaged."
+            )
+
+
+def _unreadable(path: str | Path, error: Exception) -> str:
+    text = str(error)
+    refused = next((line.strip() for line in text.splitlines() if "GLOBAL" in line or "Unsupported class" in line), "")
+    if refused or "TorchScript" in text:
+        return (
+            f"{path} holds objects that could run code when read: {refused[:200] or 'TorchScript'} If you trust the file, load it "
+            f"yourself and save only the state_dict() as safetensors."
+        )
+    reason = text.splitlines()[0][:200] if text else "no reason given"
+    return f"{path} is truncated or corrupt ({type(error).__name__}: {reason}). Copy or download it again."
+
+
+def _states(content: Mapping[Any, Any], place: str) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    if content and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
+        yield place or "the top level", content
+        return
+    for name in ENTRIES:
+        if isinstance(inner := content.get(name), Mapping):
+            yield from _states(inner, f"{place}.{name}" if place else name)
+
+
+def _plain_names(names: list[str]) -> dict[str, str]:
+    # Names without the prefixes of wrappers, each with the full name; nothing if two names would become equal.
+    plain = {".".join(part for part in name.split(".") if part not in WRAPPERS): name for name in names}
+    for prefix in PREFIXES:
+        if plain and all(name.startswith(f"{prefix}.") for name in plain):
+            plain = {name.removeprefix(f"{prefix}."): full for name, full in plain.items()}
+    return plain if len(plain) == len(names) else {}
+
+
+def _needed(name: str) -> bool:
+    return not name.endswith("num_batches_tracked")
+
+
+def _match(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
+    # torch.optim.swa_utils.AveragedModel keeps the number of averaged models beside the weights.
+    state = {name: value for name, value in state.items() if name in own or name != "n_averaged"}
+    theirs, ours = {name: name for name in state}, {name: name for name in own}
+    if state.keys() != own.keys():
+        theirs, ours = _plain_names(list(state)) or theirs, _plain_names(list(own)) or ours
+    problems = [("unexpected", theirs[name]) for name in theirs.keys() - ours.keys()]
+    values = {}
+    for name, full in ours.items():
+        if name in theirs:
+            value, wanted = state[theirs[name]], own[full]
+            if value.shape != wanted.shape or value.is_floating_point() != wanted.is_floating_point():
+                kinds = f"{tuple(value.shape)} of {value.dtype}, expected {tuple(wanted.shape)} of {wanted.dtype}"
+                problems.append(("of another shape", f"{full} is {kinds}"))
+            values[full] = value
+        elif _needed(name):
+            problems.append(("missing", full))
+    return values, sorted(problems)
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest if names else "nothing"
+
+
+def _mismatch(path: str | Path, problems: list[tuple[str, str]], total: int) -> str:
+    kinds: dict[str, list[str]] = {"missing": [], "unexpected": [], "of another shape": []}
+    for kind, text in problems:
+        kinds[kind].append(text)
+    listed = "; ".join(f"{len(texts)} {kind}: {_some(texts)}" for kind, texts in kinds.items() if texts)
+    if len(kinds["missing"]) == total:
+        hint = "No name agrees: the weights belong to another architecture, or have an unknown prefix."
+    elif kinds["missing"] or kinds["unexpected"]:
+        hint = "Is it the same architecture, including its depth?"
+    else:
+        hint = "Is it the same width and number of classes?"
+    return f"{path} does not hold this network's weights. {listed}. {hint} The network is unchanged."

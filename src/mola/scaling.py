@@ -1,0 +1,166 @@
+r"""How logits are scaled before the link: a temperature, the distance from the training data, and pooling of the components.
+
+For network k let :math:`z_k(x) = m_k(x) / s_k(x)` be its logits divided by
+
+.. math:: s_k(x) = T\, \rho(x)^\gamma\, \nu_k(x)^2, \qquad
+   \rho(x) = \max\Big(1, \tfrac1o \prod_k (d_k(x) / r_k)^{\pi_k}\Big), \qquad \nu_k(x) = \max(1, |h_k(x)| / q_k),
+
+and contract them towards the mixture's mean :math:`z = \sum_k \pi_k z_k`:
+
+.. math:: z'_k = z + c\, (z_k - z), \qquad p(x) = \sum_k \pi_k\, \mathrm{link}(z'_k,\, S_k / s_k^2).
+
+T is the temperature, c the pooling and :math:`\gamma` the distance exponent; **T = 1, c = 1, gamma = 0 is the paper's MoLA, exactly**.
+:math:`d_k` is the distance of network k's features from the training classes (`laplace/distance.py`), :math:`r_k` its median on
+validation data, o the onset (relative to the median) from which distance counts, :math:`|h_k|` the norm of the features,
+:math:`q_k` their 99 % quantile on validation data, and :math:`\pi_k` the mixture's weights. At :math:`\gamma = 0` neither
+:math:`\rho` nor :math:`\nu` is there.
+
+Why :math:`\nu_k^2`: logits grow no faster than features, :math:`|m_k| \le a_k |h_k| + b_k`. So :math:`z_k` vanishes as features grow, with
+it the pooled logits, and the probabilities tend to 1/C. Directions alone, which is what distances see, would leave them where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mola.errors import OptionError
+from mola.options import is_real
+
+LOG_LARGEST_DISTANCE = 40.0
+"""Logarithm of the largest factor by distance: beyond it no logit is left."""
+
+LOG_LARGEST = 600.0
+"""Logarithm of the largest factor in all: its square stays within the range of float64 after division."""
+
+
+class FeatureScale(NamedTuple):
+    """The reference distance and norm of one network's features."""
+
+    distance: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Statistics of validation data: which distances, norms and outlier scores are usual."""
+
+    scales: tuple[FeatureScale, ...]
+    """Median distance and 99 % quantile of the norms, for each network."""
+    score: tuple[tuple[float, float], ...] | None = None
+    """Mean and standard deviation of each term of the outlier score; None without validation data."""
+    energies: tuple[float, ...] | None = None
+    """Mean energy of each network, from which the mean of the energy term follows for other weights."""
+
+    def score_at(self, weights: Tensor) -> tuple[tuple[float, float], ...] | None:
+        """Mean and standard deviation of each term of the outlier score for a mixture with these weights (K,)."""
+        if self.score is None or self.energies is None:
+            return self.score
+        far_field, (_, spread), distance = self.score
+        mean = sum(weight * energy for weight, energy in zip(weights.tolist(), self.energies, strict=True))
+        return far_field, (mean, spread), distance
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "scales": [list(scale) for scale in self.scales],
+            "score": None if self.score is None else [list(term) for term in self.score],
+            "energies": None if self.energies is None else list(self.energies),
+        }
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Reference:
+        """What `as_json` made."""
+        score, energies = entry["score"], entry["energies"]
+        return Reference(
+            tuple(FeatureScale(float(one), float(two)) for one, two in entry["scales"]),
+            None if score is None else tuple((float(mean), float(spread)) for mean, spread in score),
+            None if energies is None else tuple(float(one) for one in energies),
+        )
+
+
+def _check(value: float, name: str, low: float, high: float, meaning: str) -> float:
+    if not (is_real(value) and low <= value <= high):
+        raise OptionError(f"{name} must be a number between {low:g} and {high:g}, got {value!r}. {meaning}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class LogitScaling:
+    """Temperature, pooling and distance exponent of a mixture, and the reference that distances are relative to."""
+
+    temperature: float = 1.0
+    """T: below 1 sharpens."""
+    pooling: float = 1.0
+    """c: 1 mixes probabilities, 0 averages logits."""
+    exponent: float = 0.0
+    """gamma: how strongly logits shrink with distance."""
+    onset: float = 1.0
+    """o: the distance, relative to the median, from which it counts."""
+    reference: Reference | None = None
+
+    def __post_init__(self) -> None:
+        meaning = "1 leaves logits as they are, below 1 sharpens."
+        object.__setattr__(self, "temperature", _check(self.temperature, "temperature", 1e-3, 1e3, meaning))
+        meaning = "1 mixes the networks' probabilities, 0 averages their logits."
+        object.__setattr__(self, "pooling", _check(self.pooling, "pooling", 0, 1, meaning))
+        meaning = "At 0, distance changes nothing."
+        object.__setattr__(self, "exponent", _check(self.exponent, "distance_exponent", 0, 100, meaning))
+        meaning = "1 is the median of the validation data."
+        object.__setattr__(self, "onset", _check(self.onset, "onset", 1e-6, 1e6, meaning))
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether logits stay as they are."""
+        return self.temperature == 1 and self.exponent == 0 and self.pooling == 1
+
+    def log_distance(self, log_distance: Tensor, weights: Tensor) -> Tensor:
+        """Logarithm (n,) of the mixture's distance relative to the median, from those of the networks (K, n)."""
+        return weights.to(log_distance) @ (log_distance - self._logs(0, log_distance))
+
+    def log_excess(self, log_norm: Tensor) -> Tensor:
+        """`log nu` (K, n): how much longer than usual the features are; 0 where they are not."""
+        return (log_norm - self._logs(1, log_norm)).clamp_min(0)
+
+    def _logs(self, field: int, like: Tensor) -> Tensor:
+        assert self.reference is not None  # where distances are known
+        # A distance of 0, if all features are alike, counts as 1.
+        values = [math.log(scale[field]) if scale[field] > 0 else 0.0 for scale in self.reference.scales]
+        return like.new_tensor(values)[:, None]
+
+    def factors(self, log_distance: Tensor | None, log_norm: Tensor | None, weights: Tensor, *, norms: bool) -> Tensor:
+        """`s_k` (K, n, 1), or (K, 1, 1) without distance.
+
+        Args:
+            log_distance: (K, n), of each network's features.
+            log_norm: (K, n), likewise.
+            weights: (K,) of the mixture.
+            norms: whether long features count, as for logits; a regression's variance grows with them by itself.
+        """
+        if self.exponent == 0 or log_distance is None or log_norm is None:
+            return weights.new_full((len(weights), 1, 1), self.temperature)
+        return scale_factors(
+            self.log_distance(log_distance, weights) - math.log(self.onset),
+            self.log_excess(log_norm) if norms else torch.zeros_like(log_norm),
+            log_norm.new_tensor(self.temperature),
+            log_norm.new_tensor(self.exponent),
+        )
+
+
+def scale_factors(log_distance: Tensor, log_excess: Tensor, temperature: Tensor, exponent: Tensor) -> Tensor:
+    """`T rho^gamma nu_k^2` (..., K, n, 1) for temperatures and exponents (...); without distance where the exponent is 0.
+
+    Args:
+        log_distance: (n,), of the mixture, relative to the onset.
+        log_excess: (K, n), `log nu`.
+        temperature: T (...).
+        exponent: gamma (...).
+    """
+    gamma, log_temperature = exponent[..., None, None], temperature.log()[..., None, None]
+    by_distance = (gamma * log_distance.clamp_min(0)).clamp_max(LOG_LARGEST_DISTANCE) + 2 * log_excess
+    logs = log_temperature + torch.where(gamma > 0, by_distance, 0.0)
+    return logs.clamp_max(LOG_LARGEST).exp()[..., None]

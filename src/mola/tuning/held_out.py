@@ -1,0 +1,189 @@
+"""Held-out data as the networks see it: read once, checked, and scored for every candidate of a search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mola.distributed import Team
+from mola.errors import DataError, warn
+from mola.laplace import ClassDistance
+from mola.likelihoods import DiscreteLikelihood, Likelihood
+from mola.network import Head, batch_count, evaluating, stream
+from mola.scaling import FeatureScale, Reference
+from mola.tuning.class_order import check_class_order, check_label_order
+
+POSITIONS_KEPT = 256
+"""Positions of each input that are kept of dense outputs, drawn at random: neighbours are alike, and more would tell little."""
+
+LONG = 0.99
+"""Share of the validation data whose features are not long."""
+
+COPIES = 0.1
+"""Smallest median distance, relative to the training data's own. Below, most validation data are copies of training data, and the median
+is no unit for the others."""
+
+NO_SPREAD = 1e-6
+"""Relative spread of outlier scores that are all alike."""
+
+Features = tuple[list[Tensor], list[Tensor]]
+"""Features phi (n, P) and outputs (n, C) of every network."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Features, outputs and labels of held-out data, in float64 on the CPU."""
+
+    phi: Sequence[Tensor]
+    """(n, P) of each network, the constant 1 included."""
+    outputs: Sequence[Tensor]
+    """(n, C) of each network."""
+    labels: Tensor | None
+    likelihood: Likelihood
+    independent: float
+    """Share of the rows that counts in a standard error: the positions of one input are alike."""
+    where: str = "validation loader"
+    team: Team = Team.single()
+    """Processes that hold the shards; results are those of all of them."""
+
+    def __len__(self) -> int:
+        return len(self.outputs[0])
+
+    def chunks(self, size: int) -> Iterator[tuple[Features, Tensor | None]]:
+        """At most `size` rows at a time: features and outputs of every network, and labels."""
+        size = max(1, size)
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            labels = None if self.labels is None else self.labels[part]
+            yield ([one[part] for one in self.phi], [one[part] for one in self.outputs]), labels
+
+    def gather(self, rows: Tensor | None) -> Tensor:
+        """Rows of all processes, in the order of their ranks."""
+        return self.team.gather(rows)
+
+    def check_labels(self) -> None:
+        """Refuse labels in another class order than the outputs; warn of labels that fit no better than guesses."""
+        if self.labels is None or not isinstance(self.likelihood, DiscreteLikelihood):
+            return
+        targets = self.gather(self.likelihood.targets(self.labels))
+        predicted = [self.gather(self.likelihood.predicted(outputs)) for outputs in self.outputs]
+        if not bool((targets >= 0).any()):
+            raise DataError(f"the {self.where}: every label is missing. Yield some labels.")
+        if self.likelihood.mutually_exclusive:
+            check_class_order(targets, predicted, self.where)
+        else:
+            probs = torch.stack([self.likelihood.probabilities(outputs) for outputs in self.outputs]).mean(0)
+            check_label_order(self.gather(self.labels), self.gather(probs), self.where)
+        known = targets >= 0
+        accuracy = sum(float((one[known] == targets[known]).double().mean()) for one in predicted) / len(predicted)
+        chance = 1 / self.likelihood.num_choices(self.outputs[0].shape[1])
+        error = math.sqrt(chance * (1 - chance) / max(1.0, self.independent * int(known.sum())))
+        if accuracy < chance + 2 * error:
+            warn(
+                f"only {accuracy:.1%} of the labels of the {self.where} agree with the networks, hardly more than chance "
+                f"({chance:.1%}): are the labels those of these inputs, and are the inputs preprocessed as in training?"
+            )
+
+    def accuracy(self) -> tuple[float, float]:
+        """Mean accuracy of the single networks, and its standard error over the data, which the networks share."""
+        likelihood = self.likelihood
+        assert isinstance(likelihood, DiscreteLikelihood)
+        if self.labels is None:
+            raise DataError("this rule needs labels: yield (inputs, labels).")
+        targets = likelihood.targets(self.labels)
+        known = targets >= 0
+        right = torch.stack([(likelihood.predicted(one) == targets) & known for one in self.outputs]).double().mean(0)
+        right, counted = (self.gather(one.double().reshape(len(self), -1).sum(1)) for one in (right, known))
+        total = float(counted.sum())
+        accuracy = float(right.sum()) / total
+        # By datum: the labels of one input are not independent, and its errors come together.
+        spread = float((right - accuracy * counted).square().sum()) / self.independent
+        # At least 1 / (count + 2): where all are right the spread is 0, and a few data are still a few.
+        return accuracy, max(math.sqrt(spread) / total, 1 / (self.independent * total + 2))
+
+    def feature_scales(self, distances: Sequence[ClassDistance | None]) -> Reference:
+        """The median distance and the 99 % quantile of the norms of each network's features."""
+        scales = []
+        for distance, phi in zip(distances, self.phi, strict=True):
+            assert distance is not None
+            parts = [distance.logs(some) for some in torch.split(phi, 4096)]
+            rows = torch.stack([torch.cat([part[field] for part in parts]) for field in (0, 1)], 1) if parts else None
+            logs = self.gather(rows).numpy()
+            median = max(math.exp(np.quantile(logs[:, 0], 0.5)), COPIES * distance.training_distance)
+            scales.append(FeatureScale(median, math.exp(np.quantile(logs[:, 1], LONG))))
+        return Reference(tuple(scales))
+
+    def with_scores(self, reference: Reference, terms: Tensor | None) -> Reference:
+        """The reference with mean and spread of the terms of the outlier score, and the mean energies, from rows (n, 3 + K)."""
+        rows = self.gather(terms)
+        middle, spread = rows.mean(0), rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
+        spread = torch.where(spread > NO_SPREAD * (1 + middle.abs()), spread, 1)
+        pairs = list(zip(middle.tolist(), spread.tolist(), strict=True))
+        return replace(reference, score=tuple(pairs[:3]), energies=tuple(mean for mean, _ in pairs[3:]))
+
+
+def read_held_out(
+    networks: Sequence[nn.Module],
+    heads: Sequence[Head | None],
+    loader: Iterable[Any],
+    likelihood: Likelihood,
+    *,
+    where: str,
+    labelled: bool,
+    progress: bool = False,
+    team: Team | None = None,
+) -> HeldOut:
+    """Run every network once over a loader, and keep features, outputs and labels.
+
+    Args:
+        networks: the trained networks.
+        heads: their last layers; None where only outputs are needed.
+        loader: any iterable of batches.
+        likelihood: what the outputs mean.
+        where: name of the loader in messages.
+        labelled: whether every batch must have labels.
+        progress: show a progress bar.
+        team: processes whose shards make up the data.
+    """
+    team = Team.single() if team is None else team
+    phi: list[list[Tensor]] = [[] for _ in networks]
+    outputs: list[list[Tensor]] = [[] for _ in networks]
+    labels: list[Tensor] = []
+    inputs = 0
+    rows_of = stream(
+        networks,
+        heads,
+        loader,
+        where=where,
+        likelihood=likelihood,
+        labelled=True if labelled else None,
+        progress=progress,
+        total=batch_count(loader),
+        positions=POSITIONS_KEPT,
+    )
+    with evaluating(*networks):
+        for rows in rows_of:
+            inputs += rows.inputs
+            for index in range(len(networks)):
+                # Copies: a network may reuse its memory for the next batch.
+                phi[index].append(rows.features[index].cpu().clone())
+                outputs[index].append(rows.outputs[index].cpu().clone())
+            if rows.labels is not None:
+                labels.append(rows.labels.cpu())
+    joined = [torch.cat(parts) for parts in outputs]
+    counts = team.sum([torch.tensor([inputs, len(joined[0])], dtype=torch.float64)])[0]
+    return HeldOut(
+        [torch.cat(parts) for parts in phi],
+        joined,
+        torch.cat(labels) if labels else None,
+        likelihood,
+        float(counts[0] / counts[1]),
+        where,
+        team,
+    )

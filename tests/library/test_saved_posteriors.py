@@ -1,0 +1,311 @@
+"""A saved posterior comes back bit for bit, on the networks it was fitted on and on no others."""
+
+import copy
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import nn
+
+from mola.errors import OptionError, StorageError
+from mola.laplace import Diag, Full, Kron, KronDiag, KronExact, Sums, distance_sums
+from mola.likelihoods import Bernoulli, Categorical, Gaussian
+from mola.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
+from mola.network import head_by_name
+from mola.posterior import Component, LastLayer, MoLA
+from mola.saving.posterior import load_posterior, save_posterior
+from mola.saving.schema import sealed
+from mola.scaling import FeatureScale, LogitScaling, Reference
+from mola.tuning.rules import Tuning
+
+X = torch.randn(23, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.arange(23) % 3
+FAR = 4 * torch.randn(8, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def plain(seed=0, width=4, outputs=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, outputs, bias=seed != 1)).double()
+
+
+def component(network, structure, likelihood, precision, *, distances=True, labels=Y):
+    """One network fitted on all data at once."""
+    head = head_by_name(network, "2")
+    with torch.no_grad():
+        features, outputs = network[:2](X), network(X)
+    tensors = dict(structure.sums(head.lift(features), likelihood.curvature(outputs)))
+    if labels is not None:
+        tensors |= likelihood.label_sums(outputs, labels)
+    if distances:
+        groups = likelihood.group(outputs, labels)
+        tensors |= distance_sums(features, groups, likelihood.num_groups(outputs.shape[1]), predicted=labels is None)
+    likelihood = likelihood.fitted(Sums(tensors, len(X)))
+    log_likelihood = None if labels is None else float(likelihood.log_likelihood(outputs, labels).sum())
+    sums = Sums(tensors, len(X), log_likelihood)
+    layer = LastLayer.solve(structure, sums, head.weights(), likelihood)
+    return Component(network, head, layer, precision, likelihood)
+
+
+def posterior(networks, structure=None, likelihood=None, link="probit", weights="uniform", **options):
+    structure, likelihood = structure or Kron(), likelihood or Categorical()
+    scaling, tuning = options.pop("scaling", None), options.pop("tuning", None)
+    precisions = [0.1, 2 / 3, 1e-17]
+    pairs = zip(networks, precisions, strict=False)
+    components = [component(network, structure, likelihood, precision, **options) for network, precision in pairs]
+    return MoLA(components, link, weights, tuning, scaling)
+
+
+def three():
+    return [plain(0), plain(1, width=6), plain(2, width=3)]
+
+
+def assert_same(first, second):
+    with torch.no_grad():
+        assert torch.equal(first(FAR), second(FAR))
+    for name in ("prior_precision", "weighting", "link", "tuning", "scaling"):
+        assert getattr(first, name) == getattr(second, name), name
+    assert torch.equal(first.weights, second.weights)
+    for one, two in zip(first.components, second.components, strict=True):
+        assert (one.network, one.head, one.likelihood) == (two.network, two.head, two.likelihood)
+        assert one.layer.structure == two.layer.structure
+        left, right = one.layer.sums, two.layer.sums
+        assert (left.count, left.log_likelihood, [*sorted(left.tensors)]) == (
+            right.count,
+            right.log_likelihood,
+            [*sorted(right.tensors)],
+        )
+        assert all(torch.equal(tensor, right.tensors[name]) for name, tensor in left.tensors.items())
+        assert torch.equal(one.layer.weights, two.layer.weights)
+    seeds = [torch.Generator().manual_seed(3) for _ in range(2)]
+    drawn = [one.sample(5, generator=seed).weights for one, seed in zip((first, second), seeds, strict=True)]
+    assert all(torch.equal(left, right) for left, right in zip(*drawn, strict=True))
+
+
+STRUCTURES = [Kron(), KronExact(), KronDiag(), Diag(), Full(), Kron(running_average=0.9)]
+LINKS = [
+    Probit(),
+    CentredProbit(),
+    MeanField(),
+    Bridge(),
+    Bridge(normalised=True),
+    MonteCarlo(samples=7, over="weights", seed=5),
+]
+ROUND_TRIPS = [(structure, Probit(), "uniform") for structure in STRUCTURES]
+ROUND_TRIPS += [(Kron(), link, [0.1, 0.2, 0.7]) for link in LINKS] + [(Kron(), Probit(), "evidence")]
+
+
+@pytest.mark.parametrize(("structure", "link", "weights"), ROUND_TRIPS, ids=str)
+def test_a_posterior_comes_back_bit_for_bit(structure, link, weights, tmp_path):
+    networks = three()
+    saved = posterior(networks, structure, link=link, weights=weights)
+    folder = save_posterior(saved, tmp_path / "deep" / "folder")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    loaded = load_posterior(str(folder), networks)
+    assert_same(loaded, saved)
+    assert loaded.save(folder) == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".safetensors"]
+
+
+TARGETS = 3 + 2 * X[:, :2]
+LIKELIHOODS = {
+    "bernoulli": (Bernoulli(), 3, (X[:, :3] > 0).double()),
+    "regression": (Gaussian(location=[3.0, 3.0], scale=2.0), 2, TARGETS),
+    "given noise": (Gaussian(noise=[0.5, 0.25]), 2, TARGETS),
+    "heteroscedastic": (Gaussian(heteroscedastic=True, order="interleaved"), 4, TARGETS),
+}
+
+
+@pytest.mark.parametrize("structure", STRUCTURES[:5], ids=str)
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_every_likelihood_comes_back(name, structure, tmp_path):
+    likelihood, outputs, labels = LIKELIHOODS[name]
+    networks = [plain(seed, outputs=outputs) for seed in range(2)]
+    saved = posterior(networks, structure, likelihood, labels=labels)
+    assert_same(load_posterior(save_posterior(saved, tmp_path), networks), saved)
+
+
+def test_a_noise_that_was_scaled_comes_back(tmp_path):
+    networks = [plain(seed, outputs=2) for seed in range(2)]
+    fitted = posterior(networks, likelihood=Gaussian(), labels=TARGETS)
+    saved = MoLA([one.noise_scaled(factor) for one, factor in zip(fitted.components, (2.0, 0.5), strict=True)])
+    loaded = load_posterior(save_posterior(saved, tmp_path), networks)
+    assert torch.equal(loaded.noise, saved.noise)
+    torch.testing.assert_close(loaded.predict(FAR).variance, saved.predict(FAR).variance, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"labels": None}, {"distances": False}, {"labels": None, "distances": False}])
+def test_a_posterior_without_labels_or_distances_comes_back(options, tmp_path):
+    networks = three()
+    saved = posterior(networks, **options)
+    loaded = load_posterior(save_posterior(saved, tmp_path), networks)
+    assert_same(loaded, saved)
+    assert loaded.has_distances == options.get("distances", True)
+
+
+REFERENCE = Reference(
+    (FeatureScale(1.5, 2.5),) * 3, ((0.1, 1.0), (-2.0, 0.5), (0.3, 1 / 3)), energies=(-1.0, -2.0, -1 / 3)
+)
+
+
+def tuned():
+    tuning = Tuning(
+        rule="Calibrated()",
+        prior_precision=(0.1, 2 / 3, 1e-17),
+        curve={"prior_precision": (0.1, 0.2), "nll": (1 / 3, 0.5)},
+        notes=("a note",),
+        temperature=0.7,
+        pooling=0.25,
+        distance_exponent=2.0,
+    )
+    return {"tuning": tuning, "scaling": LogitScaling(0.7, 0.25, 2.0, 1.25, REFERENCE)}
+
+
+def test_tuning_and_scaling_come_back(tmp_path):
+    networks = three()
+    saved = posterior(networks, weights=[0.2, 0.3, 0.5], **tuned())
+    loaded = load_posterior(save_posterior(saved, tmp_path), networks)
+    assert_same(loaded, saved)
+    assert torch.equal(loaded.predict(FAR).ood_score, saved.predict(FAR).ood_score)
+    assert_same(loaded.with_prior_precision(3.0), saved.with_prior_precision(3.0))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES[:5], ids=str)
+def test_the_files_hold_no_training_data(structure, tmp_path):
+    network = plain()
+    folder = save_posterior(posterior([network], structure), tmp_path)
+    contents = [path.read_bytes() for path in folder.iterdir()]
+    with torch.no_grad():
+        hidden = [X, network[:2](X), network(X)]
+    for values in hidden:
+        for row in (*values.numpy(), *values.float().numpy()):
+            assert not any(row.tobytes() in content for content in contents)
+    for tensor in load(next(folder.glob("*.safetensors")).read_bytes()).values():
+        assert len(X) not in tensor.shape
+
+
+def test_what_cannot_be_saved_leaves_the_old_state(tmp_path):
+    class MyLink(Probit):
+        name = "mine"
+
+    class MyKron(Kron):
+        pass
+
+    networks = three()
+    saved = posterior(networks)
+    save_posterior(saved, tmp_path)
+    for other, words in (
+        (posterior(networks, link=MyLink()), r"link of your own \(MyLink\)"),
+        (posterior(networks, MyKron()), r"structure of your own \(MyKron\)"),
+    ):
+        with pytest.raises(StorageError, match=words):
+            other.save(tmp_path)
+    with pytest.raises(OptionError, match="plain ensemble"):
+        MoLA([Component(networks[0], None, None, 1.0, Categorical())]).save(tmp_path)
+    assert_same(load_posterior(tmp_path, networks), saved)
+
+
+# --- the wrong network --------------------------------------------------------------------------------------------------
+
+
+def test_networks_in_the_wrong_order_are_refused(tmp_path):
+    first, second, third = networks = [plain(seed) for seed in (0, 2, 3)]
+    posterior(networks).save(tmp_path)
+    for order, words in (
+        ([second, first, third], r"models\[0\].*weights differ.*those of models\[1\]\. Pass the same 3 networks"),
+        ([first, third, second], r"models\[1\].*those of models\[2\]"),
+        ([first, second, second], r"models\[2\]: its weights differ.* fitted on\. Pass"),
+        ([first, second], "3 components, got 2 networks"),
+    ):
+        with pytest.raises(StorageError, match=words):
+            load_posterior(tmp_path, order)
+
+
+def changed(place, by=1e-15):
+    def change(network):
+        network[place].weight.data[1, 2] += by
+        return network
+
+    return change
+
+
+OTHERS = {
+    "another seed": (lambda _: plain(9), "weights differ"),
+    "head, by one part in 1e15": (changed(2), "weights differ"),
+    "body": (changed(0, 1e-3), "weights differ"),
+    "another precision": (lambda network: network.float(), "weights differ.*precision"),
+    "another number of classes": (lambda _: plain(outputs=5), "5 outputs and 5 features.*3 and 5"),
+    "another width": (lambda _: plain(width=6), "3 outputs and 7 features.*3 and 5"),
+    "another name": (lambda network: nn.Sequential(network), "not the network that was fitted.*no module of that name"),
+    "not a linear layer": (lambda network: network.insert(2, nn.Tanh()), "not the network that was fitted.*Tanh"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_posterior_does_not_load_on_another_network(name, tmp_path):
+    change, words = OTHERS[name]
+    network = plain()
+    posterior([network]).save(tmp_path)
+    with pytest.raises(StorageError, match=rf"models\[0\].*{words}"):
+        load_posterior(tmp_path, [change(copy.deepcopy(network))])
+    load_posterior(tmp_path, [copy.deepcopy(network).train()])  # the same weights in another object
+
+
+# --- edited files -------------------------------------------------------------------------------------------------------
+
+
+def edit(folder, change):
+    """Change the document and give it a checksum that is right, so that its content is checked."""
+    path = folder / "posterior.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(sealed(document)))
+
+
+def replace_tensor(folder, name, value):
+    (path,) = folder.glob("*.safetensors")
+    tensors = load(path.read_bytes())
+    tensors[name] = value
+    content = save({key: one for key, one in tensors.items() if one is not None})
+    path.write_bytes(content)
+    edit(folder, lambda document: document["tensors"].update(sha256=hashlib.sha256(content).hexdigest()))
+
+
+EDITS = {
+    "unknown structure": (
+        lambda one: one["structure"].update(name="__import__"),
+        "unknown structure '__import__'.*kron",
+    ),
+    "unknown link": (lambda one: one["link"].update(name="sigmoid"), "unknown link 'sigmoid'.*probit"),
+    "unknown likelihood": (lambda one: one["components"][1]["likelihood"].update(name="poisson"), "unknown likelihood"),
+    "unknown setting": (lambda one: one["link"].update(colour=1), "colour"),
+    "weights": (lambda one: one.update(weights=[1, 1, 1]), "weights must sum to 1"),
+    "precision": (lambda one: one["components"][0].update(prior_precision=0), "prior_precision"),
+    "count": (lambda one: one["components"][0].update(count=0), "at least 1"),
+    "temperature": (lambda one: one["scaling"].update(temperature=-1), "temperature"),
+    "reference": (lambda one: one["scaling"]["reference"]["scales"].pop(), "reference"),
+    "dense axes": (lambda one: one["components"][0]["head"].update(dense_axes=-1), "dense_axes"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edited_documents_are_refused(name, tmp_path):
+    networks = three()
+    posterior(networks, **tuned()).save(tmp_path)
+    edit(tmp_path, EDITS[name][0])
+    with pytest.raises(StorageError, match=EDITS[name][1]):
+        load_posterior(tmp_path, networks)
+
+
+@pytest.mark.parametrize(
+    "value", [None, torch.eye(4), torch.eye(6).float(), torch.eye(6).long(), torch.full((6, 6), float("nan"))], ids=str
+)
+@pytest.mark.parametrize("name", ["1.gram", "1.weights", "1.class_counts"])
+def test_replaced_tensors_are_refused(name, value, tmp_path):
+    networks = three()
+    posterior(networks).save(tmp_path)
+    replace_tensor(tmp_path, name, value)
+    with pytest.raises(StorageError, match=r"1\.|component 1"):
+        load_posterior(tmp_path, networks)

@@ -1,0 +1,498 @@
+"""Files: what comes back is what went in, a crash loses nothing, and no code in a file runs."""
+
+import json
+import os
+import pickle
+import time
+import warnings
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from mola.errors import OptionError, StorageError
+from mola.laplace.sums import Sums
+from mola.saving import files
+from mola.saving.files import kind_of, partial_file, read_folder, write_atomically, write_folder
+from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum, skip
+from mola.saving.schema import Optional, check, parse
+from mola.saving.weights import load_weights, read_metadata, read_state, save_weights
+
+OLD = (
+    {"kind": "swag", "rank": 3, "name": "ü\ud800"},
+    {"a": torch.arange(6.0).reshape(2, 3).t(), "empty": torch.empty(0)},
+)
+NEW = ({"kind": "swag", "rank": 4}, {"a": torch.ones(2, 2, dtype=torch.float64), "b": torch.tensor([True])})
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def holds(folder, state):
+    document, tensors = read_folder(folder, "swag", {"rank": int})
+    same = tensors.keys() == state[1].keys() and all(torch.equal(one, state[1][name]) for name, one in tensors.items())
+    return same and {name: document[name] for name in state[0]} == state[0]
+
+
+# --- folders ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_comes_back_as_it_was(tmp_path):
+    folder = write_folder(str(tmp_path / "deep" / "folder"), *OLD)
+    assert holds(folder, OLD)
+    assert kind_of(folder) == "swag"
+    assert kind_of(tmp_path) is kind_of(tmp_path / "none") is None
+    before = contents(folder)
+    assert sorted(Path(name).suffix for name in before) == [".json", ".safetensors"]
+    write_folder(folder, *OLD)
+    assert contents(folder) == before
+    document = json.loads((folder / "posterior.json").read_text())
+    assert (document["format"], document["version"], document["kind"]) == ("mola", 1, "swag")
+
+
+def test_nothing_is_pickled(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("pickled")
+
+    for module, names in ((pickle, ("load", "loads", "dump", "dumps", "Unpickler")), (torch, ("load", "save"))):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    assert holds(write_folder(tmp_path, *OLD), OLD)
+
+
+def test_other_files_stay(tmp_path):
+    write_folder(tmp_path, *OLD)
+    for name in ("notes.txt", "weights.safetensors", "tensors-mine.safetensors"):
+        (tmp_path / name).write_text("mine")
+    write_folder(tmp_path, *NEW)
+    assert holds(tmp_path, NEW)
+    assert len(contents(tmp_path)) == 5
+
+
+def test_what_cannot_be_saved_leaves_the_old_state(tmp_path):
+    before = contents(write_folder(tmp_path / "f", *OLD))
+    with pytest.raises(StorageError, match="not finite"):
+        write_folder(tmp_path / "f", {"kind": "swag", "rank": float("nan")}, {})
+    with pytest.raises(StorageError, match="holds a saved swag, which a mimo does not replace"):
+        write_folder(tmp_path / "f", {"kind": "mimo"}, {})
+    with pytest.raises(StorageError, match="is a file"):
+        write_folder(tmp_path / "f" / "posterior.json", *NEW)
+    with pytest.raises(StorageError, match="cannot be made"):
+        write_folder(tmp_path / "f" / "posterior.json" / "inside", *NEW)
+    assert contents(tmp_path / "f") == before
+    for path in (None, 3):
+        with pytest.raises(StorageError, match="path of a folder"):
+            write_folder(path, *NEW)
+
+
+def test_another_kind_is_refused_with_its_loader(tmp_path):
+    write_folder(tmp_path, *OLD)
+    with pytest.raises(StorageError, match=r"saved swag, expected a saved posterior.*baselines\.Swag\.load"):
+        read_folder(tmp_path, "posterior")
+
+
+# --- crashes ------------------------------------------------------------------------------------------------------------
+
+STEPS = [(files, "save_tensors", 1), (json, "dumps", 1), (Path, "write_bytes", 1), (Path, "write_bytes", 2)]
+STEPS += [(os, "fsync", 1), (os, "fsync", 2), (Path, "replace", 1), (Path, "replace", 2)]
+STEPS += [(Path, "unlink", call) for call in (1, 2, 3)]
+
+
+def on_call(monkeypatch, owner, name, action):
+    """Let `action(n)` happen before the n-th call of a function."""
+    original, calls = getattr(owner, name), []
+
+    def changed(*args, **kwargs):
+        calls.append(name)
+        action(len(calls))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, changed)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize(("owner", "name", "call"), STEPS, ids=[f"{step[1]} {step[2]}" for step in STEPS])
+def test_a_crash_while_saving_leaves_the_old_state_or_the_new(owner, name, call, error, tmp_path, monkeypatch):
+    def crash(count):
+        if count == call:
+            raise error("disk full")
+
+    before = contents(write_folder(tmp_path, *OLD))
+    with monkeypatch.context() as patch:
+        on_call(patch, owner, name, crash)
+        with pytest.raises(error, match="disk full"):
+            write_folder(tmp_path, *NEW)
+    if name == "unlink":
+        assert holds(tmp_path, OLD) or holds(tmp_path, NEW)
+    else:
+        assert holds(tmp_path, OLD)
+        assert {key: value for key, value in contents(tmp_path).items() if key in before} == before
+        assert not list(tmp_path.glob(".*"))
+    write_folder(tmp_path, *NEW)
+    assert holds(tmp_path, NEW)
+
+
+def test_a_first_save_that_crashes_leaves_nothing_to_load(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_folder(tmp_path / "new", *OLD)
+    with pytest.raises(StorageError, match="holds no saved posterior"):
+        read_folder(tmp_path / "new", "swag")
+
+
+def test_a_reader_sees_the_old_state_or_the_new_at_every_step(tmp_path, monkeypatch):
+    write_folder(tmp_path, *OLD)
+    seen = []
+
+    def look(_):
+        assert holds(tmp_path, OLD) or holds(tmp_path, NEW)
+        seen.append("old" if holds(tmp_path, OLD) else "new")
+
+    for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
+        on_call(monkeypatch, owner, name, look)
+    write_folder(tmp_path, *NEW)
+    assert seen == ["old"] * seen.count("old") + ["new"] * seen.count("new")
+    assert {"old", "new"} == set(seen)
+
+
+def test_a_reader_overtaken_by_a_writer_gets_the_new_state(tmp_path, monkeypatch):
+    write_folder(tmp_path, *OLD)
+    on_call(monkeypatch, files, "_read_tensors", lambda count: write_folder(tmp_path, *NEW) if count == 1 else None)
+    assert holds(tmp_path, NEW)
+
+
+def test_two_writers_at_once_leave_a_folder_that_loads(tmp_path, monkeypatch):
+    third = ({"kind": "swag", "rank": 5}, {"c": torch.ones(3)})
+    write_folder(tmp_path, *third)
+    with monkeypatch.context() as patch:
+        # The first has written its tensors, but not its document.
+        on_call(patch, Path, "replace", lambda count: write_folder(tmp_path, *NEW) if count == 2 else None)
+        write_folder(tmp_path, *OLD)
+    assert holds(tmp_path, OLD)
+
+
+def test_files_of_killed_writers_are_removed_after_a_day(tmp_path):
+    write_folder(tmp_path, *OLD)
+    left = [tmp_path / ".posterior.json.0a1b.partial", tmp_path / f"tensors-{'0' * 16}.safetensors"]
+    for path in left:
+        path.write_bytes(b"half")
+    write_folder(tmp_path, *NEW)
+    assert all(path.exists() for path in left), "another writer may be at work"
+    for path in left:
+        os.utime(path, (time.time() - 1e5,) * 2)
+    write_folder(tmp_path, *OLD)
+    assert len(contents(tmp_path)) == 2
+
+
+def test_partial_files(tmp_path):
+    path = tmp_path / "file [1].json"
+    write_atomically(path, b"old")
+    with pytest.raises(ZeroDivisionError), partial_file(path) as partial:
+        partial.write_bytes(bytes(1 // 0))
+    assert contents(tmp_path) == {path.name: b"old"}
+    with partial_file(path) as partial:
+        partial.write_bytes(b"new")
+        assert path.read_bytes() == b"old"
+    assert contents(tmp_path) == {path.name: b"new"}
+
+
+# --- documents ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 60 + "]" * 60, b"[" * 10**5, b'{"a":' * 10**5, "9" * 5000, b"\xff\xfe", b"", "{"]
+)
+def test_unreadable_json_is_refused_in_words(content):
+    with pytest.raises(StorageError, match=r"a\.json is not readable JSON"):
+        parse(content, "a.json")
+
+
+def test_a_document_has_a_size_limit(monkeypatch):
+    monkeypatch.setattr("mola.saving.schema.MAX_BYTES", 10)
+    assert parse("[1, 2, 3]", "a.json") == [1, 2, 3]
+    with pytest.raises(StorageError, match="11 bytes"):
+        parse("[1, 2, 333]", "a.json")
+
+
+SCHEMA = {"name": str, "sizes": [int], "rate": Optional(float), "options": {str: bool}}
+VALID = {"name": "a", "sizes": [0, 2**63 - 1], "rate": 3, "options": {"x": True}, "more": None}
+INVALID = [
+    ({"name": 1}, "'name': expected text, got 1"),
+    ({"sizes": [1, -1]}, r"'sizes\[1\]': expected a whole number"),
+    ({"sizes": [2**63]}, "whole number"),
+    ({"sizes": [True]}, "whole number"),
+    ({"sizes": {}}, "a list"),
+    ({"rate": float("nan")}, "finite"),
+    ({"rate": 10**400}, "finite number, got int"),
+    ({"rate": True}, "finite"),
+    ({"options": {"x": 1}}, r"'options\.x': expected true or false"),
+    ({"options": []}, "an object"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), INVALID)
+def test_schemas(change, words):
+    for rate in (None, -2.5, 3):
+        check(VALID | {"rate": rate}, SCHEMA, "")
+    with pytest.raises(StorageError, match=words):
+        check(VALID | change, SCHEMA, "")
+    (name,) = change
+    with pytest.raises(StorageError, match=f"an entry '{name}'"):
+        check({key: value for key, value in VALID.items() if key != name}, SCHEMA, "")
+
+
+# --- weights ------------------------------------------------------------------------------------------------------------
+
+
+def small(seed=0, width=4, classes=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, classes)).double()
+
+
+def same(first, second):
+    pairs = zip(first.state_dict().items(), second.state_dict().items(), strict=True)
+    return all(one[0] == two[0] and torch.equal(one[1], two[1]) for one, two in pairs if "num_batches" not in one[0])
+
+
+def prefixed(prefix, state):
+    return {prefix + name: value for name, value in state.items()}
+
+
+FOREIGN = {
+    "bare": lambda state: state,
+    "script": lambda state: {"epoch": 3, "model_state_dict": state, "optimizer": {"lr": 0.1}},
+    "nested": lambda state: {"model": {"state_dict": state}},
+    "DataParallel": lambda state: prefixed("module.", state),
+    "compiled": lambda state: prefixed("_orig_mod.", state),
+    "lightning, compiled": lambda state: {"state_dict": prefixed("model._orig_mod.", state), "hyper_parameters": {}},
+    "AveragedModel": lambda state: {"n_averaged": torch.tensor(7), **prefixed("module.", state)},
+    "DataParallel further in": lambda state: {name.replace(".", ".module.", 1): value for name, value in state.items()},
+    "before BatchNorm counted": lambda state: {k: v for k, v in state.items() if "num_batches" not in k},
+}
+
+
+@pytest.mark.parametrize("modern", [True, False])
+@pytest.mark.parametrize("form", FOREIGN)
+def test_weights_of_others_load(form, modern, tmp_path):
+    source, target = small(1).half(), small(2).float()
+    source[1].running_mean.normal_()
+    torch.save(FOREIGN[form](source.state_dict()), tmp_path / "w.pth", _use_new_zipfile_serialization=modern)
+    load_weights(target, tmp_path / "w.pth")
+    assert same(source.float(), target)
+
+
+def test_weights_load_by_their_own_names_first(tmp_path):
+    source, target = small(1), small(2)
+    save_weights(source, tmp_path / "w.safetensors")
+    load_weights(nn.DataParallel(target), tmp_path / "w.safetensors")
+    assert same(source, target)
+
+    class Shell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.model = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    source, target = Shell(), Shell()
+    torch.save({"state_dict": source.state_dict()}, tmp_path / "w.pt")
+    load_weights(target, tmp_path / "w.pt")
+    assert same(source, target)
+
+
+def test_saved_weights_load_with_their_metadata(tmp_path):
+    source, target = small(1), small(2)
+    source[3].weight.data = torch.randn(4, 3, dtype=torch.float64).T
+    path = save_weights(source, tmp_path / "new" / "w.safetensors", {"network": "small"})
+    load_weights(target, path)
+    assert same(source, target)
+    assert read_metadata(path) == {"format": "pt", "network": "small"}
+    assert read_state(path).keys() == source.state_dict().keys()
+    with pytest.raises(OptionError, match="metadata"):
+        save_weights(source, path, {"accuracy": 0.9})
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    load_weights(tied, save_weights(tied, path))
+    assert len(contents(path.parent)) == 1
+
+
+def refused(network, path, words, **options):
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    with pytest.raises(StorageError, match=words):
+        load_weights(network, path, **options)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+def test_weights_that_do_not_match_are_named(tmp_path):
+    path, state = tmp_path / "w.safetensors", dict(small(1).state_dict())
+    save_file({name: value for name, value in state.items() if name != "3.bias"}, path)
+    refused(small(2), path, r"1 missing: 3\.bias\. Is it the same architecture")
+    save_file({**state, "4.weight": torch.ones(1), "fc.bias": torch.ones(1)}, path)
+    refused(small(2), path, r"2 unexpected: 4\.weight, fc\.bias")
+    save_weights(small(1, classes=5), path)
+    refused(small(2), path, r"2 of another shape: 3\.bias is \(5,\).*expected \(3,\).*number of classes\?.*unchanged")
+    save_weights(small(1, width=6), path)
+    refused(small(2), path, r"7 of another shape: 0\.bias .*and 4 more")
+    save_file({"conv.weight": torch.ones(1)}, path)
+    refused(small(2), path, "8 missing.*No name agrees")
+    save_file({**state, "0.weight": state["0.weight"].long()}, path)
+    refused(small(2), path, r"0\.weight is \(4, 5\) of torch\.int64")
+
+
+def test_several_sets_of_weights_need_a_choice(tmp_path):
+    path, first, second, target = tmp_path / "w.pt", small(1), small(2), small(3)
+    torch.save({"model": first.state_dict(), "net": second.state_dict(), "ema": second.state_dict()}, path)
+    refused(small(3), path, r"several.*model, net\. .*entry=")
+    load_weights(target, path, entry="ema")
+    assert same(second, target)
+    refused(small(3), path, "no weights under 'teacher'", entry="teacher")
+    torch.save({"model": first.state_dict(), "net": small(1, width=5).state_dict()}, path)
+    load_weights(target, path)
+    assert same(first, target)
+
+
+def test_files_without_weights(tmp_path):
+    path = tmp_path / "w.pt"
+    refused(small(), tmp_path / "none.pt", "does not exist")
+    refused(small(), tmp_path, "is a folder")
+    path.write_bytes(b"just some text")
+    refused(small(), path, "neither safetensors nor made by torch.save")
+    for content, words in (
+        (torch.ones(3), "holds a Tensor"),
+        ({"epoch": 3, "optimizer": {}}, "holds no weights: epoch, optimizer.*entry="),
+        ({}, "holds no weights: nothing"),
+        ({"state_dict": small().state_dict(), "args": Namespace(lr=0.1)}, r"could run code.*argparse\.Namespace"),
+    ):
+        torch.save(content, path)
+        refused(small(), path, words)
+    with pytest.raises(StorageError, match="metadata"):
+        read_metadata(path)
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    torch.save(nn.Sequential(nn.Linear(2, 3)).state_dict(), path)
+    with pytest.raises(StorageError, match="no shape yet"):
+        load_weights(lazy, path)
+    with pytest.raises(OptionError, match="expected tensors with a shape"):
+        save_weights(lazy, path)
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+        torch.jit.save(torch.jit.script(small()), path)
+        refused(small(), path, "TorchScript")
+
+
+# --- checkpoints of a fit -----------------------------------------------------------------------------------------------
+
+IDENTITY = {"networks": ["ab", "cd"], "heads": [{"name": "2"}, {"name": "fc"}], "structure": {"name": "kron"}}
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(5, 3, generator=generator), "labels": torch.arange(5) % 2}
+
+
+def one_batch(seed, labels=True):
+    x = batch(seed)["x"].double()
+    return [Sums({"gram": k * x.T @ x, "total": x.sum(0)}, 5, float(x.sum()) / 3 if labels else None) for k in (1, 2)]
+
+
+def fitted(seeds, checkpoint, fail_at=None):
+    """The loop of a fit."""
+    batches = iter([batch(seed) for seed in seeds])
+    progress = checkpoint.load(IDENTITY)
+    if progress is None:
+        progress = FitProgress([Sums({}), Sums({})])
+    else:
+        skip(batches, progress)
+    for index, raw in enumerate(batches, progress.batches):
+        if index == fail_at:
+            raise ZeroDivisionError
+        sums = [total + one for total, one in zip(progress.sums, one_batch(seeds[index]), strict=True)]
+        checksum = batch_checksum(progress.checksum, raw)
+        progress = FitProgress(sums, index + 1, progress.inputs + 5, progress.used_inputs + 4, checksum)
+        if checkpoint.due(progress.batches):
+            checkpoint.save(IDENTITY, progress)
+    checkpoint.remove()
+    return progress
+
+
+def equal_sums(first, second):
+    pairs = zip(first.sums, second.sums, strict=True)
+    same = all(torch.equal(one.tensors[name], two.tensors[name]) for one, two in pairs for name in ("gram", "total"))
+    rest = [[(one.count, one.log_likelihood) for one in progress.sums] for progress in (first, second)]
+    numbers = [(one.batches, one.inputs, one.used_inputs, one.checksum) for one in (first, second)]
+    return same and rest[0] == rest[1] and numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("fail_at", range(7))
+def test_an_interrupted_fit_goes_on_bit_for_bit(fail_at, tmp_path):
+    expected = fitted(range(7), FitCheckpoint(None))
+    with pytest.raises(ZeroDivisionError):
+        fitted(range(7), FitCheckpoint(tmp_path / "kept", 2), fail_at)
+    kept = FitCheckpoint(tmp_path / "kept", 2)
+    assert (kept.load(IDENTITY) is None) == (fail_at < 2)
+    assert equal_sums(fitted(range(7), kept), expected)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_each_process_keeps_its_own_sums(tmp_path):
+    for rank in range(2):
+        FitCheckpoint(tmp_path, 1, rank, 2).save(IDENTITY, FitProgress(one_batch(rank, labels=False), rank + 1))
+    for rank in range(2):
+        progress = FitCheckpoint(tmp_path, 1, rank, 2).load(IDENTITY)
+        assert equal_sums(progress, FitProgress(one_batch(rank, labels=False), rank + 1))
+    with pytest.raises(StorageError, match=r"by 2 processes, got 3.*Start 2"):
+        FitCheckpoint(tmp_path, 1, 0, 3).load(IDENTITY)
+    FitCheckpoint(tmp_path, 1, 0, 2).remove()
+    assert FitCheckpoint(tmp_path, 1, 0, 2).load(IDENTITY) is None
+    assert FitCheckpoint(tmp_path, 1, 1, 2).load(IDENTITY) is not None
+
+
+CHANGES = {
+    "networks": (["ab", "ef"], r"models\[1\] is another network"),
+    "heads": ([{"name": "2"}, {"name": "head"}], r"head of models\[1\].*'fc'.*'head'"),
+    "structure": ({"name": "diag"}, "structure: expected .*'kron'.*'diag'"),
+    "likelihood": ("bernoulli", "likelihood: expected None"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_checkpoint_of_another_fit_is_refused(name, tmp_path):
+    checkpoint = FitCheckpoint(tmp_path)
+    checkpoint.save(IDENTITY, FitProgress(one_batch(0)))
+    value, words = CHANGES[name]
+    with pytest.raises(StorageError, match=f"another fit: .*{words}.*delete"):
+        checkpoint.load({**IDENTITY, name: value})
+    with pytest.raises(StorageError, match="expected 2 networks, got 1"):
+        checkpoint.load({**IDENTITY, "networks": ["ab"]})
+    with pytest.raises(OptionError, match="checkpoint_every"):
+        FitCheckpoint(tmp_path, 0)
+
+
+def test_changed_data_is_recognised():
+    def progress_after(*batches):
+        checksum = ""
+        for one in batches:
+            checksum = batch_checksum(checksum, one)
+        return FitProgress([], len(batches), checksum=checksum)
+
+    image = torch.zeros(2, 1, 40, 40, dtype=torch.float32)
+    inner = image.clone()
+    inner[0, 0, 13, 13] = 1e-30
+    labels = torch.tensor([0, 1])
+    kept = progress_after((image, labels), batch(1))
+    skip(iter([(image.clone(), labels), batch(1)]), kept)
+    for others in (
+        [(inner, labels), batch(1)],
+        [(image, labels.flip(0)), batch(1)],
+        [batch(1), (image, labels)],
+        [(image.reshape(2, 1600), labels), batch(1)],
+        [(image.double(), labels), batch(1)],
+    ):
+        with pytest.raises(StorageError, match="differ from those in the checkpoint"):
+            skip(iter(others), kept)
+    with pytest.raises(StorageError, match="sums of 2 batches, but the training loader has only 1"):
+        skip(iter([(image, labels)]), kept)
+    kinds = [torch.bool, torch.uint8, torch.bfloat16, torch.int16, torch.complex64, torch.complex128]
+    assert len({batch_checksum("", [torch.ones(3).to(kind), "a text", None]) for kind in kinds}) == len(kinds)
+    assert batch_checksum("", torch.empty(0)) == batch_checksum("", [torch.empty(0)])
