@@ -181,7 +181,7 @@ def _sum_up(
     heads, batches = _heads(networks, names, loader, likelihood, team)
     check_size(structure, [head.width for head in heads], heads[0].outputs)
     identity = {
-        "networks": [state_checksum(network) for network in networks] if checkpoints.folder is not None else [],
+        "networks": [state_checksum(network) for network in networks] if checkpoints.folder is not None or team.size > 1 else [],
         "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in heads],
         "structure": {"name": structure.name, **structure.settings()},
         "likelihood": {"name": likelihood.name, **likelihood.settings()},
@@ -194,6 +194,11 @@ def _sum_up(
     checksums = [done.checksum]
     if checkpoints.folder is not None:
         batches = _with_checksums(batches, checksums)
+
+    def save() -> None:
+        cpu = [one.to("cpu") for one in totals]
+        checkpoints.save(identity, FitProgress(cpu, read, inputs, used, checksums[0]))
+
     rows_of = stream(
         networks,
         heads,
@@ -215,8 +220,9 @@ def _sum_up(
         if rows.last:
             read, inputs, used = read + 1, inputs + rows.inputs_read, used + rows.inputs
             if checkpoints.due(read):
-                cpu = [one.to("cpu") for one in totals]
-                checkpoints.save(identity, FitProgress(cpu, read, inputs, used, checksums[0]))
+                save()
+    if checkpoints.folder is not None and read > done.batches:
+        save()  # tuning may be interrupted, too
     totals = [_over_processes(one.to("cpu"), team) for one in totals]
     if totals[0].count == 0:
         raise DataError("the training loader: no datum has a label.")

@@ -170,7 +170,9 @@ def batches(loader: Iterable[Any], where: str, first_batch: int = 0) -> Iterator
 
 
 def _batches(loader: Iterable[Any], where: str, first_batch: int) -> Iterator[Batch]:
-    for index, raw in enumerate(peek(loader, where)[1], first_batch):
+    # After a checkpoint that holds every batch, nothing is left to read.
+    remaining = iter(loader) if first_batch else peek(loader, where)[1]
+    for index, raw in enumerate(remaining, first_batch):
         yield as_batch(raw, f"batch {index} of the {where}")
 
 
