@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mola.errors import DataError, OptionError, StorageError
-from mola.saving.storage import partial_file
-from mola.schema import SEAL
+from mola.saving.files import partial_file
+from mola.saving.schema import SEAL
 
 BATCH = 1024
 """Rows of a batch that is fitted on or predicted."""

@@ -22,8 +22,11 @@ from mola.baselines.temperature import fit_temperature
 from mola.compare.activations_file import Seen, Stored
 from mola.compare.tally import Answer, gen_score
 from mola.errors import MolaWarning, OptionError
+from mola.likelihoods import CATEGORICAL
 from mola.options import one_of
-from mola.uncertainty import entropy_score, max_probability_score
+from mola.outliers import max_probability_score
+from mola.rules import Distance, Evidence, Rule, Score, Threshold
+from mola.uncertainty import entropy
 
 FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
 """Outlier scores of bare features and logits, by name."""
@@ -101,14 +104,14 @@ def noting() -> Iterator[list[str]]:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
-RULES: Mapping[str, Callable[[float | None], mola.Rule | str]] = {
-    "threshold": lambda threshold: mola.ConfidenceThreshold(threshold),
-    "nll": lambda _: mola.ValidationScore("nll"),
-    "brier": lambda _: mola.ValidationScore("brier"),
-    "ece": lambda _: mola.ValidationScore("ece"),
-    "evidence": lambda _: mola.Evidence(),
+RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
+    "threshold": lambda threshold: Threshold(threshold),
+    "nll": lambda _: Score("nll"),
+    "brier": lambda _: Score("brier"),
+    "ece": lambda _: Score("ece"),
+    "evidence": lambda _: Evidence(),
     "distance": lambda _: "distance",
-    "distance at 2 %": lambda _: mola.Distance(price=0.02),
+    "distance at 2 %": lambda _: Distance(price=0.02),
 }
 """Ways to choose the prior precision, by name; "distance" chooses an exponent by which distances cool logits as well, at the paper's
 price in confidence or for so much of the log loss."""
@@ -176,11 +179,11 @@ class LastLayer:
         def answer(seen: Seen, scores: bool) -> Answer:
             if not (scores and self.detectors):
                 probs = torch.cat([posterior(features) for features in seen.batches()])
-                return Answer(probs, given={"max probability": max_probability_score(probs)})
+                return Answer(probs, given={"max probability": max_probability_score(probs, CATEGORICAL)})
             found = posterior.predict(seen.batches(), progress=False)
             given = {
-                "max probability": max_probability_score(found.probs),
-                "entropy": entropy_score(found.probs),
+                "max probability": max_probability_score(found.probs, CATEGORICAL),
+                "entropy": entropy(found.probs),
                 "GEN": gen_score(found.probs),
             }
             if self.structure is not None or len(networks) > 1:  # one network alone disagrees with nobody
@@ -232,7 +235,7 @@ class LastLayer:
         else:
             posterior = sums(self.structure, networks).with_link(self.link).with_weights(weights)
         needs_data = self.rule != "evidence"
-        posterior = posterior.tune(validation if needs_data else None, RULES[self.rule](threshold), progress=False)
+        posterior = posterior.tune(validation if needs_data else None, rule=RULES[self.rule](threshold), progress=False)
         return posterior.reweight(validation, progress=False) if self.weights == "stacking" else posterior
 
     @staticmethod

@@ -20,7 +20,7 @@ from mola import normal_mixtures
 from mola.compare.measured import Lead, Measurement, lead, mean_of, root_mean_of
 from mola.compare.record import LabelledResult, NumbersDetail, OutputResult
 from mola.compare.tally import INPUT, Tally
-from mola.regression_prediction import RegressionPrediction
+from mola.prediction import RegressionPrediction
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 """Probabilities of the intervals that tables show."""

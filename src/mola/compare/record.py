@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mola.compare.measured import Lead
 from mola.errors import StorageError
-from mola.schema import check
+from mola.saving.schema import check
 
 FORMAT = "mola-bench"
 VERSION = 1

@@ -14,8 +14,8 @@ from typing import Any
 
 from mola.compare.record import FORMAT, VERSION, Record
 from mola.errors import StorageError
-from mola.saving.storage import write_atomically
-from mola.schema import check_seal, parse, sealed
+from mola.saving.files import write_atomically
+from mola.saving.schema import check_seal, parse, sealed
 
 COST, SUITE = "cost.json", "suite.json"
 
@@ -101,8 +101,8 @@ def _record(path: Path) -> Record:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = parse(path.read_bytes())
-    except (ValueError, OSError) as error:
+        document = parse(path.read_bytes(), path)
+    except (StorageError, OSError) as error:
         raise StorageError(
             f"{path} is not readable JSON ({error}). Delete it and run the suite again: the rest is kept."
         ) from error

@@ -20,9 +20,10 @@ from torch import Tensor
 from mola.compare.measured import Measurement, calibration_error, mean_area_of_labels, mean_of
 from mola.distributed import Team
 from mola.errors import DataError
-from mola.likelihood import CATEGORICAL, Likelihood
+from mola.likelihoods import CATEGORICAL, DiscreteLikelihood
 from mola.metrics import auroc_of_labels, average_precision_of_labels, bin_sums, calibration_error_of_labels
-from mola.uncertainty import energy_score, entropy_score, label_energy_score, max_logit_score, max_probability_score
+from mola.outliers import energy_score, label_energy_score, max_logit_score, max_probability_score
+from mola.uncertainty import entropy
 
 BINS = 15
 
@@ -91,7 +92,7 @@ class Answer:
     """(n, C), which classes the prediction set of each input holds, where there are such sets."""
     given: Mapping[str, Tensor] | None = None
     """Outlier scores (n,) by name, where the method computes them itself; None derives `SCORES`."""
-    likelihood: Likelihood = CATEGORICAL
+    likelihood: DiscreteLikelihood = CATEGORICAL
     """What the probabilities are of."""
     inputs: Tensor | None = None
     """(n,), which input of the batch each row is of, where rows are positions; None: each is an input."""
@@ -105,7 +106,7 @@ class Answer:
         Returns:
             Numbers by name.
         """
-        if not self.likelihood.competing:
+        if not self.likelihood.mutually_exclusive:
             return self._by_question(labels)
         probs = self.probs
         exact = probs.double()
@@ -126,8 +127,9 @@ class Answer:
 
     def _by_question(self, labels: Tensor | None) -> dict[str, Tensor]:
         count, outputs = self.probs.shape
-        (table,) = self.likelihood.table(self.probs.double().T[None])
-        confidence, predicted = table.max(0)
+        # Questions label by label: (C n, 2), first all data's first label.
+        table = self.likelihood.choices(self.probs.double()).transpose(0, 1).flatten(0, 1)
+        confidence, predicted = table.max(1)
         own = torch.arange(count) if self.inputs is None else self.inputs
         row = {INPUT: own.repeat(outputs)} if outputs > 1 or self.inputs is not None else {}
         row |= {
@@ -137,10 +139,12 @@ class Answer:
         }
         keep = torch.ones(count * outputs, dtype=torch.bool)
         if labels is not None:
-            asked = self.likelihood.asked(self.likelihood.check_labels(labels, self.probs, "the labels"))
-            keep = asked >= 0
-            mine = table.gather(0, asked.clamp_min(0)[None])[0]
-            row |= {"label": asked, "correct": predicted == asked, "yes": table[1]}
+            targets = self.likelihood.targets(
+                self.likelihood.check_labels(labels, self.probs, "the labels")
+            ).T.flatten()
+            keep = targets >= 0
+            mine = table.gather(1, targets.clamp_min(0)[:, None]).squeeze(1)
+            row |= {"label": targets, "correct": predicted == targets, "yes": table[:, 1]}
             # Probabilities of single precision: 1 - p may have rounded to 0.
             row["nll"] = -mine.clamp_min(torch.finfo(self.probs.dtype).eps).log()
             row["brier"] = 2 * (1 - mine).square()
@@ -155,20 +159,16 @@ class Answer:
         if self.given is not None:
             return {name: score.double() for name, score in self.given.items()}
         probs = self.probs.double()
-        if not self.likelihood.competing:
-            answers = self.likelihood.answer_probabilities(probs)
-            found = {
-                "max probability": max_probability_score(probs, self.likelihood),
-                "entropy": entropy_score(answers).mean(-1),
-            }
-        else:
-            found = {"max probability": max_probability_score(probs), "entropy": entropy_score(probs)}
+        uncertain = entropy(self.likelihood.choices(probs))
+        found = {
+            "max probability": max_probability_score(probs, self.likelihood),
+            "entropy": uncertain if self.likelihood.mutually_exclusive else uncertain.mean(-1),
+        }
         if self.logits is not None:
             logits = self.logits.double()
             count = len(logits)
             weights = torch.full((count,), 1 / count) if self.weights is None else self.weights
-            competing = self.likelihood.competing
-            energy = energy_score if competing else label_energy_score
+            energy = energy_score if self.likelihood.mutually_exclusive else label_energy_score
             for name, score in (("energy", energy), ("maximum logit", max_logit_score)):
                 found[name] = torch.einsum("k,kn->n", weights.to(logits), score(logits))
         if self.ood_score is not None:
@@ -220,17 +220,15 @@ class Tally:
         return Tally(self.columns, [torch.cat(self.parts)[place::count]])
 
     def together(self, team: Team) -> Tally:
-        """What all processes counted, on every one. Call it inside `team.work(...)`."""
+        """What all processes counted, on every one."""
         if team.size == 1:
             return self
         # A process without data does not know the columns.
-        everyone = team.collect(list(self.columns))
-        columns = team.share(next((one for one in everyone or () if one), []))
+        columns: list[str] = next((one for one in team.collect(list(self.columns)) if one), [])
         own = torch.cat(self.parts) if self.parts else None
         if own is not None:  # no two processes have the same input
             own = self._renumbered(own, lambda inputs: inputs * team.size + team.rank, columns)
-        counts = team.collect(self.inputs)
-        return Tally(tuple(columns), [team.rows(own)], team.share(None if counts is None else sum(counts)))
+        return Tally(tuple(columns), [team.gather(own)], sum(team.collect(self.inputs)))
 
     @property
     def groups(self) -> Tensor | None:
@@ -318,8 +316,7 @@ def tally_set(
 
     Args:
         answers: for each batch, what every method says of it, by name, and the labels, where there are any.
-        team: the processes that do it together, each with its own part of the set; call it inside `team.work(...)`. None is this
-            one alone.
+        team: the processes that do it together, each with its own part of the set. None is this one alone.
         what: the set, in words for messages.
 
     Returns:
@@ -329,12 +326,9 @@ def tally_set(
     for by_method, labels in answers:
         for method, answer in by_method.items():
             tallies.setdefault(method, Tally()).add(answer, labels)
-        if team is not None:
-            team.check()
     methods = list(tallies)
     if team is not None and team.size > 1:
-        everyone = team.collect(methods)  # a process without data does not know the methods
-        methods = team.share(next((one for one in everyone or () if one), []))
+        methods = next((one for one in team.collect(methods) if one), [])  # a process without data does not know them
         tallies = {method: tallies.get(method, Tally()).together(team) for method in methods}
     if not methods:
         raise DataError(f"{what} holds no input that can be used.")

@@ -23,9 +23,9 @@ from mola.compare.activations_file import Stored, written_rows
 from mola.distributed import Team
 from mola.errors import OptionError, located
 from mola.lab.suite import Batches, Source
-from mola.network import find_heads, peek, stream, undisturbed
-from mola.network.head import find_head
-from mola.saving.weights_files import load_weights
+from mola.likelihoods import CATEGORICAL
+from mola.network import evaluating, find_head, find_heads, peek, stream
+from mola.saving.weights import load_weights
 
 
 def fast_inputs(inputs: Tensor) -> Tensor:
@@ -141,34 +141,34 @@ class Activations:
             team: the processes that divide the work among them: a network on a set, or all networks on a slice of a large set,
                 is the work of one. None is this one alone.
         """
-        together = Team.alone() if team is None else team
-        with together.work("activations"):
-            missing = [
-                (index, place)
-                for place, source in enumerate(sources)
-                for index, network in enumerate(networks)
-                if not _sliced(source) and not self.path(network, source).exists()
-            ]
-            slices = [
-                (place, number)
-                for place, source in enumerate(sources)
-                for number in range(-(-source.count // SLICE) if _sliced(source) else 0)
-                if not all(self.paths(network, source)[number].exists() for network in networks)
-            ]
-            # Listed by one: others may see files that were written meanwhile.
-            missing, slices = together.share((missing, slices))
-            if missing or slices:
-                _check_outputs(networks, sources[0])
-            mine = missing[together.rank :: together.size]
-            self._compute([(networks[index], sources[place]) for index, place in mine], sources, progress)
-            ours = slices[together.rank :: together.size]
-            loaded = {network.checksum: network.load() for network in networks} if ours else {}
-            for done, (place, number) in enumerate(ours):
-                source = sources[place]
-                progress(f"all networks on {source.title}, slice {number + 1}", done / len(ours))
-                waiting = [one for one in networks if not self.paths(one, source)[number].exists()]
-                self._compute_slice(waiting, [loaded[one.checksum] for one in waiting], source, number)
-            progress("activations are ready", 1.0)
+        together = Team.single() if team is None else team
+        missing = [
+            (index, place)
+            for place, source in enumerate(sources)
+            for index, network in enumerate(networks)
+            if not _sliced(source) and not self.path(network, source).exists()
+        ]
+        slices = [
+            (place, number)
+            for place, source in enumerate(sources)
+            for number in range(-(-source.count // SLICE) if _sliced(source) else 0)
+            if not all(self.paths(network, source)[number].exists() for network in networks)
+        ]
+        # Listed by one: others may see files that were written meanwhile.
+        missing, slices = together.share((missing, slices))
+        if missing or slices:
+            _check_outputs(networks, sources[0])
+        mine = missing[together.rank :: together.size]
+        self._compute([(networks[index], sources[place]) for index, place in mine], sources, progress)
+        ours = slices[together.rank :: together.size]
+        loaded = {network.checksum: network.load() for network in networks} if ours else {}
+        for done, (place, number) in enumerate(ours):
+            source = sources[place]
+            progress(f"all networks on {source.title}, slice {number + 1}", done / len(ours))
+            waiting = [one for one in networks if not self.paths(one, source)[number].exists()]
+            self._compute_slice(waiting, [loaded[one.checksum] for one in waiting], source, number)
+        together.collect(None)  # all files are written before anybody reads them
+        progress("activations are ready", 1.0)
 
     def _compute_slice(
         self, networks: Sequence[Network], loaded: Sequence[nn.Module], source: Source, number: int
@@ -227,19 +227,21 @@ class Activations:
             example = source.show(1)
             networks = [fast_network(network, example) for network in networks]
         with ExitStack() as stack:
-            stack.enter_context(undisturbed(*networks))
+            stack.enter_context(evaluating(*networks))
             first, every = peek(given, source.title)
-            heads = find_heads(networks, [None] * len(networks), first[0])
+            heads = find_heads(networks, [None] * len(networks), first[0], CATEGORICAL)
             writers = [
                 stack.enter_context(
                     written_rows(path, source.count, _layer(head.layer), {"set": source.name, "network": name})
                 )
                 for path, head, name in zip(paths, heads, names, strict=True)
             ]
-            for seen, labels in stream(networks, heads, every, where=source.title, progress=False):
-                for writer, one in zip(writers, seen, strict=True):
-                    known = torch.zeros(len(one.logits)).long() if labels is None else labels
-                    writer.add({"features": one.features, "logits": one.logits, "labels": known})
+            for rows in stream(networks, heads, every, where=source.title, likelihood=CATEGORICAL):
+                known = torch.zeros(len(rows)).long() if rows.labels is None else rows.labels
+                for writer, head, phi, outputs in zip(writers, heads, rows.features, rows.outputs, strict=True):
+                    dtype = head.layer.weight.dtype  # what the networks computed: float64 adds no digits
+                    features, logits = phi[:, : head.inputs].to(dtype), outputs.to(dtype)
+                    writer.add({"features": features, "logits": logits, "labels": known})
 
     def read(self, networks: Sequence[Keyed], source: Source) -> Stored:
         """What the networks' heads see of a set that was computed already, or of a part of one."""
@@ -253,7 +255,7 @@ def _check_outputs(networks: Sequence[Network], source: Source) -> None:
     outputs: dict[str, int] = {}
     for network in networks:
         loaded = network.load()
-        with undisturbed(loaded), located(network.label):
+        with evaluating(loaded), located(network.label):
             outputs[network.label] = find_head(loaded, inputs[:1]).layer.weight.shape[0]
     if len(set(outputs.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in outputs.items())

@@ -16,7 +16,7 @@ SWEEP = 10
 """Components of the largest mixture in the sweep."""
 
 STRUCTURES = ("diag", "kron", "kron-exact", "full")
-LINKS = ("probit", "probit-centered", "mean-field", "bridge", "mc")
+LINKS = ("probit", "probit-centred", "mean-field", "bridge", "mc")
 
 
 def _main(_: Budget) -> list[SuiteMethod]:
@@ -93,7 +93,7 @@ def _many_classes(_: Budget) -> list[SuiteMethod]:
     return [
         LastLayer(f"MoLA {structure} {link} by NLL", "many-classes", None, structure, link, rule="nll")
         for structure in ("diag", "kron", "kron-diag", "kron-exact")
-        for link in ("probit", "probit-centered")
+        for link in ("probit", "probit-centred")
     ]
 
 

@@ -330,22 +330,21 @@ def _ensemble(
 ) -> list[nn.Module]:
     # Networks that differ by their seed alone, as `train_ensemble` makes them; each is trained by one process of the
     # team.
-    together = Team.alone() if team is None else team
+    together = Team.single() if team is None else team
     networks: list[nn.Module] = []
     trained: list[Tensor] = []
-    with together.work("training"):
-        for member, seed in enumerate(member_seeds(settings.members, settings.seed)):
-            if member % together.size != together.rank:
-                with torch.random.fork_rng(devices=[]):
-                    networks.append(build().eval())  # its weights come from the process that trains it
-                continue
-            networks.append(train(build, data, recipe, seed=seed, on_epoch=partial(on_epoch, member)))
-            trained.append(parameters_to_vector(networks[-1].parameters()).detach())
-        if together.size > 1:
-            every = iter(together.rows(torch.stack(trained) if trained else None))
-            for rank in range(together.size):
-                for network in networks[rank :: together.size]:
-                    vector_to_parameters(next(every), network.parameters())
+    for member, seed in enumerate(member_seeds(settings.members, settings.seed)):
+        if member % together.size != together.rank:
+            with torch.random.fork_rng(devices=[]):
+                networks.append(build().eval())  # its weights come from the process that trains it
+            continue
+        networks.append(train(build, data, recipe, seed=seed, on_epoch=partial(on_epoch, member)))
+        trained.append(parameters_to_vector(networks[-1].parameters()).detach())
+    if together.size > 1:
+        every = iter(together.gather(torch.stack(trained) if trained else None))
+        for rank in range(together.size):
+            for network in networks[rank :: together.size]:
+                vector_to_parameters(next(every), network.parameters())
     return networks
 
 

@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from mola.compare.activations_file import Seen, Stored
 from mola.errors import DataError, OptionError, warn
-from mola.numerics import exact
-from mola.uncertainty import energy_score, max_logit_score
+from mola.numerics import to_float64
+from mola.outliers import energy_score, max_logit_score
 
 Detector = Callable[[Tensor], Tensor]
 """Features (n, d) in, scores (n,) out, higher for what is more outlying."""
@@ -142,7 +142,7 @@ class Mahalanobis:
         count = len(labels)
 
         def prepared(part: Tensor) -> Tensor:
-            values = exact(part.detach())
+            values = to_float64(part.detach())
             return _directions(values) if normalised else values
 
         centre = sum(prepared(_checked(part)).sum(0) / count for part in parts())
@@ -173,7 +173,7 @@ class Mahalanobis:
     def __call__(self, features: Tensor) -> Tensor:
         """Scores (n,) of features (n, d), higher for what is more outlying."""
         parts = _rows(_checked(features, width=len(self.centre)), max(len(self.means), len(self.centre)))
-        return _scores(torch.cat([self._distances(exact(part)) for part in parts]), features)
+        return _scores(torch.cat([self._distances(to_float64(part)) for part in parts]), features)
 
     def _distances(self, features: Tensor) -> Tensor:
         centred = (_directions(features) if self.normalised else features).to(self.centre.device) - self.centre
@@ -300,16 +300,16 @@ class VirtualLogit:
         Returns:
             The detector, in float64.
         """
-        linear = exact(weight.detach())
+        linear = to_float64(weight.detach())
         width = linear.shape[1]
         kept = _principal(width) if dimension is None else dimension
         if not 1 <= kept < width:
             raise OptionError(f"dimension must be at least 1 and below the {width} of the features, got {kept}.")
-        offset = linear.new_zeros(len(linear)) if bias is None else exact(bias.detach())
+        offset = linear.new_zeros(len(linear)) if bias is None else to_float64(bias.detach())
         origin = -torch.linalg.pinv(linear) @ offset
         moment, count = linear.new_zeros(width, width), 0
         for part in parts():
-            values = exact(_checked(part, width=width)).to(origin) - origin
+            values = to_float64(_checked(part, width=width)).to(origin) - origin
             moment += values.T @ values
             count += len(values)
         spread, directions = torch.linalg.eigh(moment)
@@ -321,7 +321,7 @@ class VirtualLogit:
         unscaled = cls(origin, directions[:, : width - kept].contiguous(), 1.0, linear, offset)
         largest = norms = 0.0
         for part in parts():
-            residual, logits = unscaled._parts(exact(part.detach()))
+            residual, logits = unscaled._parts(to_float64(part.detach()))
             norms += float(residual.sum())
             largest += float(logits.amax(1).sum())
         return replace(unscaled, scale=largest / norms)
@@ -329,7 +329,7 @@ class VirtualLogit:
     def __call__(self, features: Tensor) -> Tensor:
         """Scores (n,) of features (n, d), higher for what is more outlying."""
         parts = _rows(_checked(features, width=len(self.origin)), max(len(self.weight), len(self.origin)))
-        return _scores(torch.cat([self._distances(exact(part)) for part in parts]), features)
+        return _scores(torch.cat([self._distances(to_float64(part)) for part in parts]), features)
 
     def _distances(self, features: Tensor) -> Tensor:
         residual, logits = self._parts(features)
@@ -399,7 +399,7 @@ def _member_scores(members: Sequence[Detector], features: Sequence[Tensor]) -> T
             f"expected features of the same inputs (at least one) from each of the {len(members)} networks; got "
             f"{len(features)} tensors with {[len(values) for values in features]} rows."
         )
-    return torch.stack([exact(member(values)) for member, values in zip(members, features, strict=True)])
+    return torch.stack([to_float64(member(values)) for member, values in zip(members, features, strict=True)])
 
 
 BANK = 10_000

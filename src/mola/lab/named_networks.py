@@ -24,7 +24,7 @@ from torch import nn
 from mola.errors import MissingExtraError, OptionError
 from mola.lab.activations import Network, network_checksum
 from mola.lab.imported import import_builder
-from mola.network.resized import INTERPOLATIONS, Resized
+from mola.network import Resized
 
 TIMM, TORCHVISION = "timm:", "torchvision:"
 
@@ -112,7 +112,7 @@ def _like_timm(network: nn.Module) -> nn.Module:
         crop=1.0 if found.get("crop_mode") == "squash" else float(found.get("crop_pct") or CROP),
         mean=found.get("mean") or 0.0,
         std=found.get("std") or 1.0,
-        interpolation=interpolation if interpolation in INTERPOLATIONS else "bilinear",
+        interpolation="bicubic" if interpolation == "bicubic" else "bilinear",
     )
 
 
@@ -150,7 +150,7 @@ def torchvision_builder(name: str, classes: int) -> Callable[[], nn.Module]:
             crop=size / resized,
             mean=evaluated.mean,
             std=evaluated.std,
-            interpolation=interpolation if interpolation in INTERPOLATIONS else "bilinear",
+            interpolation="bicubic" if interpolation == "bicubic" else "bilinear",
         )
 
     return build

@@ -11,9 +11,9 @@ from typing import Any
 from mola.distributed import Team
 from mola.errors import OptionError, StorageError
 from mola.lab.suite import DataOptions, Suite, TrainingData, data_checksum
+from mola.saving.schema import check, parse
 from mola.saving.training_checkpoint import TrainingCheckpoint
-from mola.saving.weights_files import read_metadata, save_weights
-from mola.schema import check, parse
+from mola.saving.weights import read_metadata, save_weights
 from mola.training import Recipe, train
 from mola.training.labelled import Labelled
 from mola.training.loop import member_seeds
@@ -73,42 +73,41 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
     data = training.read_data()
     images = data_checksum(data.data.inputs, data.data.labels)
     moved = Labelled(data.data.inputs.to(training.device), data.data.labels.to(training.device))
-    together = Team.alone() if team is None else team
+    together = Team.single() if team is None else team
     paths = [directory / f"{index:02d}.safetensors" for index in range(training.count)]
-    with together.work("training"):
-        for index, (path, seed) in enumerate(zip(paths, member_seeds(training.count, training.seed), strict=True)):
-            if index % together.size != together.rank:
-                continue
-            identity = {
-                "data": training.suite.name,
-                "model": name,
-                "seed": seed,
-                "recipe": training.recipe.describe(),
-                "normalisation": training.options.normalisation,
-                "images": images,
-            }
-            if path.exists():
-                _check_identity(path, identity)
-                continue
+    for index, (path, seed) in enumerate(zip(paths, member_seeds(training.count, training.seed), strict=True)):
+        if index % together.size != together.rank:
+            continue
+        identity = {
+            "data": training.suite.name,
+            "model": name,
+            "seed": seed,
+            "recipe": training.recipe.describe(),
+            "normalisation": training.options.normalisation,
+            "images": images,
+        }
+        if path.exists():
+            _check_identity(path, identity)
+            continue
 
-            def on_epoch(epoch: int, index: int = index) -> None:
-                share = epoch / training.recipe.epochs
-                doing = f"network {index + 1} of {training.count}, epoch {epoch} of {training.recipe.epochs}"
-                progress(doing, (index + share) / training.count)
+        def on_epoch(epoch: int, index: int = index) -> None:
+            share = epoch / training.recipe.epochs
+            doing = f"network {index + 1} of {training.count}, epoch {epoch} of {training.recipe.epochs}"
+            progress(doing, (index + share) / training.count)
 
-            folder, older = directory / f"{index:02d}.training", directory / f"{index:02d}{UNDER_WAY}"
-            checkpoint = TrainingCheckpoint(folder, "training-checkpoint", identity, older)
-            network = train(
-                build,
-                moved,
-                training.recipe,
-                seed=seed,
-                prepare=data.prepare,
-                checkpoint=checkpoint,
-                on_epoch=on_epoch,
-            )
-            save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
-            checkpoint.remove()
+        folder, older = directory / f"{index:02d}.training", directory / f"{index:02d}{UNDER_WAY}"
+        checkpoint = TrainingCheckpoint(folder, "training-checkpoint", identity, older)
+        network = train(
+            build,
+            moved,
+            training.recipe,
+            seed=seed,
+            prepare=data.prepare,
+            checkpoint=checkpoint,
+            on_epoch=on_epoch,
+        )
+        save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
+        checkpoint.remove()
     progress("done", 1.0)
     return paths
 
@@ -130,9 +129,9 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> None:
 
 def _parsed(kept: str, path: Path) -> dict[str, Any]:
     try:
-        identity = parse(kept)
+        identity = parse(kept, path)
         check(identity, {"recipe": {}} if isinstance(identity, dict) and "recipe" in identity else {}, "identity")
-    except (ValueError, TypeError) as error:
+    except (StorageError, ValueError, TypeError) as error:
         raise StorageError(
             f"{path} is damaged where it says how it was trained ({error}). Train into another folder, or delete it."
         ) from error

@@ -74,7 +74,7 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
     Returns:
         The folder of the suite's results.
     """
-    groups, budget, together = order.chosen_groups(), order.budget(), Team.alone() if team is None else team
+    groups, budget, together = order.chosen_groups(), order.budget(), Team.single() if team is None else team
     if order.options.cross_fit and order.suite.make_folds is None:
         raise OptionError(f"the {order.suite.name} suite has training data of its own: leave --cross-fit out.")
     named = isinstance(order.networks, str) and are_names(order.networks)
@@ -119,10 +119,9 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
         stream=order.stream,
     )
     store = Store(order.results)
-    with together.work("the folder of results"):
-        if together.first and not comparisons:  # else `run_suite` does it
-            before = claim(plan, store, fresh=order.fresh)
-            store.write_document(order.suite.name, SUITE, describe(plan, before))
+    if together.first and not comparisons:  # else `run_suite` does it
+        before = claim(plan, store, fresh=order.fresh)
+        store.write_document(order.suite.name, SUITE, describe(plan, before))
     refused = None
     if comparisons:
         try:
@@ -136,17 +135,16 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
             )
         except OptionError as error:
             refused = error  # what can still be done is done first
-    with together.work("measuring cost"):
-        if "cost" in groups and together.first:
-            document = measure_cost(
-                plan.networks[: order.components],
-                plan.sources["train"],
-                plan.sources["test"],
-                order.suite.budget if order.suite.cost_of_training else None,
-                lambda doing, done: progress(doing, 0.95 + 0.05 * done),
-                images=order.suite.cost_images,
-            )
-            store.write_document(order.suite.name, COST, document)
+    if "cost" in groups and together.first:
+        document = measure_cost(
+            plan.networks[: order.components],
+            plan.sources["train"],
+            plan.sources["test"],
+            order.suite.budget if order.suite.cost_of_training else None,
+            lambda doing, done: progress(doing, 0.95 + 0.05 * done),
+            images=order.suite.cost_images,
+        )
+        store.write_document(order.suite.name, COST, document)
     if refused is not None:
         raise refused
     progress("done", 1.0)

@@ -63,27 +63,26 @@ def run_suite(
     Returns:
         The records, those that were there already included.
     """
-    together = Team.alone() if team is None else team
-    with together.work("the folder of results"):
-        _check_same_data(plan, together)
-        if together.first:
-            before = claim(plan, store, fresh=fresh)
-            store.write_document(plan.suite.name, SUITE, describe(plan, before))
+    together = Team.single() if team is None else team
+    _check_same_data(plan, together)
+    if together.first:
+        before = claim(plan, store, fresh=fresh)
+        store.write_document(plan.suite.name, SUITE, describe(plan, before))
+    together.collect(None)  # nobody reads records before the folder is claimed
     work = [
         (group, run, method)
         for group in plan.groups
         for run in range(plan.runs_of(group))
         for method in plan.methods(group)
     ]
-    with together.work("the records so far"):
-        # Methods that train share what they trained for the same run.
-        mine = {
-            index: _examine(plan, store, job, fresh=fresh)
-            for index, job in enumerate(work)
-            if (job[1] if job[0] in LONG else index) % together.size == together.rank
-        }
-        wanted = [(index, job.needs(plan)) for index, job in mine.items() if not job.done]
-        unfinished = sorted(one for some in together.share(together.collect(wanted)) for one in some)
+    # Methods that train share what they trained for the same run.
+    mine = {
+        index: _examine(plan, store, job, fresh=fresh)
+        for index, job in enumerate(work)
+        if (job[1] if job[0] in LONG else index) % together.size == together.rank
+    }
+    wanted = [(index, job.needs(plan)) for index, job in mine.items() if not job.done]
+    unfinished = sorted(one for some in together.collect(wanted) for one in some)
     jobs = [work[index] for index, _ in unfinished]
     members = [network for group, run, _ in jobs for network in plan.members(group, run)]
     needed = list({network.checksum: network for network in members}.values())
@@ -100,34 +99,31 @@ def run_suite(
     workshops = [plan.workshop(activations, run) for run in range(plan.runs)]
     refused: list[str] = []
     older: list[list[str]] = []
-    with together.work("the methods"):
-        for index, job in mine.items():
-            run, method, there, unasked = job.run, job.method, job.there, job.unasked
-            doing, done = f"run {run + 1}: {method.name}", FIRST_PART + (1 - FIRST_PART) * index / len(work)
-            progress(doing, done)
-            if there is not None and not unasked:
-                progress(f"{doing} (there already)", done)
-                older.append(_lacking(there, plan.sources_of(run)))
-                continue
-            networks = tuple(plan.members(job.group, run))
-            threshold = plan.suite.threshold
-            given = partial(_given, sums, networks, plan.sources_of(run)["train"]) if plan.stream else None
-            read_run = partial(read, networks, run)
-            context = Context(read_run, threshold, feature_scores, networks, run, workshops[run], sums=given)
-            try:
-                # The same settings, networks and data give the same method: what is new is asked, and the rest is kept.
-                made = (
-                    _run(plan, method, context, job.identity)
-                    if there is None
-                    else _asked(there, method, context, unasked)
-                )
-                store.write(made)
-            except StorageError:
-                raise  # a damaged file is everybody's
-            except MolaError as error:
-                refused.append(f"{method.name}, run {run + 1}: {error}")
-        progress("records are ready", 1.0)
-        everyone = together.share(together.collect((refused, older)))
+    for index, job in mine.items():
+        run, method, there, unasked = job.run, job.method, job.there, job.unasked
+        doing, done = f"run {run + 1}: {method.name}", FIRST_PART + (1 - FIRST_PART) * index / len(work)
+        progress(doing, done)
+        if there is not None and not unasked:
+            progress(f"{doing} (there already)", done)
+            older.append(_lacking(there, plan.sources_of(run)))
+            continue
+        networks = tuple(plan.members(job.group, run))
+        threshold = plan.suite.threshold
+        given = partial(_given, sums, networks, plan.sources_of(run)["train"]) if plan.stream else None
+        read_run = partial(read, networks, run)
+        context = Context(read_run, threshold, feature_scores, networks, run, workshops[run], sums=given)
+        try:
+            # The same settings, networks and data give the same method: what is new is asked, and the rest is kept.
+            made = (
+                _run(plan, method, context, job.identity) if there is None else _asked(there, method, context, unasked)
+            )
+            store.write(made)
+        except StorageError:
+            raise  # a damaged file is everybody's
+        except MolaError as error:
+            refused.append(f"{method.name}, run {run + 1}: {error}")
+    progress("records are ready", 1.0)
+    everyone = together.collect((refused, older))
     refusals = [one for some, _ in everyone for one in some]
     _tell_older([one for _, some in everyone for one in some])
     if refusals:
@@ -137,14 +133,13 @@ def run_suite(
 
 
 def _check_same_data(plan: Plan, team: Team) -> None:
-    # Inside `work`: refuse processes that see other files, before hours of passes are stored under names that others do
-    # not know.
+    # Refuse processes that read different files, before hours of passes are stored under names that others do not know.
     seen = {
         f"{source.title} ({name}, run {run + 1})": source.checksum
         for run in range(plan.runs if team.size > 1 else 0)
         for name, source in plan.sources_of(run).items()
     }
-    for rank, theirs in enumerate(team.collect(seen) or ()):
+    for rank, theirs in enumerate(team.collect(seen)):
         other = next((title for title, checksum in seen.items() if theirs.get(title) != checksum), None)
         if other is not None:
             raise OptionError(

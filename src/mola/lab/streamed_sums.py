@@ -7,7 +7,6 @@ A fit under way keeps checkpoints, and the processes of a job divide the data am
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ from torch import Tensor, nn
 
 import mola
 from mola.compare.activations_file import HeadOnly
-from mola.component import Component
 from mola.distributed import Team
 from mola.errors import OptionError
 from mola.lab.activations import SLICE, Network, Progress, fast_network
 from mola.lab.suite import Source, checksum
 from mola.network import head_by_name
-from mola.network.fingerprint import Watch
+from mola.posterior import Component
 
 CHECKPOINT = 200
 """Batches between two checkpoints of the sums."""
@@ -59,9 +57,8 @@ class StreamedSums:
         if source.open_part is None and team.size > 1:
             raise OptionError(f"{source.title} can only be read from its first datum on: stream it with one process.")
         path = self.path(networks, source, structure)
-        with team.work("sums"):
-            # One looks: others may see what is written meanwhile.
-            done = team.share(path.exists())
+        # One looks: others may see what is written meanwhile.
+        done = team.share(path.exists())
         if done:
             return
         posterior = mola.fit(
@@ -73,9 +70,9 @@ class StreamedSums:
             checkpoint_every=CHECKPOINT,
             progress=False,
         )
-        with team.work("sums"):
-            if team.first:
-                posterior.save(path)
+        if team.first:
+            posterior.save(path)
+        team.collect(None)  # written before anybody reads it
 
     def read(self, networks: Sequence[Network], source: Source, structure: str, heads: Sequence[HeadOnly]) -> mola.MoLA:
         """The posterior at its first prior precision, over heads whose features are known.
@@ -93,12 +90,10 @@ class StreamedSums:
         if path.name not in self._loaded:
             self._loaded[path.name] = mola.load(path, self._networks(networks, source))
         fitted = self._loaded[path.name]
-        components = []
+        components: list[Component] = []
         for component, head in zip(fitted.components, heads, strict=False):
-            assert isinstance(component, Component)
-            _, curvature = component.require_curvature("streamed sums")
-            place = head_by_name(head, "head")
-            components.append(Component(head, place, replace(curvature, watch=Watch(head)), component.precision))
+            layer, place = component.require_layer("streamed sums"), head_by_name(head, "head")
+            components.append(Component(head, place, layer, component.prior_precision, component.likelihood))
         return mola.MoLA(components, fitted.link, "uniform")
 
     @staticmethod

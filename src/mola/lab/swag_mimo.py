@@ -25,7 +25,7 @@ from mola.compare.tally import Answer
 from mola.lab.activations import Network, fast_inputs, fast_network, network_checksum
 from mola.lab.suite import MimoBudget, SwagBudget, TrainingData
 from mola.lab.workshop import Context, StoredPrediction, Voice, Workshop
-from mola.likelihood import CATEGORICAL
+from mola.likelihoods import CATEGORICAL
 from mola.network import call, undisturbed
 from mola.training import Recipe
 

@@ -27,12 +27,12 @@ from mola.errors import MolaWarning, StorageError
 from mola.fitting import ensemble, fit
 from mola.lab.data.uci import SETS, Split, UciSet, read_uci
 from mola.lab.runner import environment
-from mola.likelihood import Gaussian
+from mola.likelihoods import Gaussian
 from mola.metrics import auroc
-from mola.regression_prediction import RegressionPrediction
-from mola.saving.storage import write_atomically
+from mola.prediction import RegressionPrediction
+from mola.saving.files import write_atomically
+from mola.saving.schema import check, parse, sealed
 from mola.saving.training_checkpoint import DivergedError
-from mola.schema import check, parse, sealed
 from mola.training import Recipe, train_mlps
 from mola.training.labelled import Labelled
 
@@ -167,7 +167,7 @@ def _is_made(path: Path, settings: dict[str, Any], checksum: str) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = parse(path.read_bytes())
+        document = parse(path.read_bytes(), path)
         check(document, SCHEMA, "")
     except (ValueError, StorageError) as error:
         raise StorageError(f"{path}: {error} Delete it and run again: the rest is kept.") from error
@@ -254,7 +254,7 @@ class _Work:
             networks,
             [self.train],
             [self.validation],
-            STRUCTURE,
+            structure=STRUCTURE,
             rule=rule,
             likelihood=self.likelihood,
             progress=False,

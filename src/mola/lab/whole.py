@@ -16,7 +16,7 @@ from mola.compare.tally import Answer
 from mola.lab.suite import Source
 from mola.lab.swag_mimo import TAKEN_UP
 from mola.lab.workshop import Context, StoredPrediction
-from mola.saving.storage import DOCUMENT
+from mola.saving.files import DOCUMENT
 
 
 @dataclass(frozen=True)

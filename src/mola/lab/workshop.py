@@ -16,9 +16,11 @@ from mola.compare.tally import Answer
 from mola.errors import OptionError
 from mola.lab.activations import Activations, Network, fast_inputs
 from mola.lab.suite import DataOptions, Source, Suite, TrainingData, checksum
+from mola.likelihoods import CATEGORICAL
+from mola.outliers import max_probability_score
 from mola.training.labelled import Labelled
 from mola.training.loop import member_seeds
-from mola.uncertainty import entropy, entropy_score, max_probability_score
+from mola.uncertainty import entropy
 
 Voice = Callable[[Tensor], Tensor]
 """From a batch of inputs to probabilities (n, C): one draw, one member."""
@@ -40,7 +42,7 @@ class StoredPrediction:
 
     def answer(self, voices: int) -> Answer:
         """Probabilities, and the scores that can be made of them."""
-        given = {"max probability": max_probability_score(self.probs), "entropy": entropy_score(self.probs)}
+        given = {"max probability": max_probability_score(self.probs, CATEGORICAL), "entropy": entropy(self.probs)}
         if voices > 1:  # one voice alone disagrees with nobody
             given["mutual information"] = self.mutual_information
         return Answer(self.probs, given=given)

@@ -18,7 +18,7 @@ from mola.compare.record import CONFIDENCE_BINS, Comparison, Pictures, Record, R
 from mola.compare.store import Store
 from mola.errors import StorageError
 from mola.options import one_of
-from mola.schema import Optional, check
+from mola.saving.schema import Optional, check
 
 MAIN = "main"
 

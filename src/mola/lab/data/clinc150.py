@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mola.errors import DataError, StorageError
 from mola.lab.data.catalogue import data_directory
-from mola.schema import check, parse
+from mola.saving.schema import check, parse
 
 FILE = "data_full.json"
 FOLDERS = ("clinc150", "oos-eval/data", "")
@@ -39,7 +39,7 @@ def load_clinc150(directory: Path | str | None = None) -> tuple[tuple[str, ...],
     if path is None:
         raise DataError(f"CLINC150 is not in {root}. Put there:\n  {root / FOLDERS[0] / FILE}\n  from {PAGE}")
     try:
-        document = parse(path.read_text(encoding="utf-8"))
+        document = parse(path.read_bytes(), path)
         check(document, {part: [[str]] for part in PARTS}, "")
         pairs = {part: [(sentence, intent) for sentence, intent in document[part]] for part in PARTS}
     except (OSError, ValueError, StorageError) as error:
