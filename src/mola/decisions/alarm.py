@@ -1,75 +1,68 @@
-r"""When to raise an alarm: an outlier score above which inputs of the usual kind come as rarely as asked for.
+"""When to raise an alarm: an outlier score that in-distribution inputs exceed at most at a given rate.
 
-The split-conformal rank of `mola.decisions.ranks`, applied to the outlier scores of validation data: no labels, and no outliers,
-are needed. That false alarms are rare says nothing of how many outliers are caught; that depends on what they are (Bates et al.,
-2023).
+This is the split-conformal rank of `mola.decisions.ranks`, applied to the outlier scores of validation data; neither
+labels nor outliers are needed. A low rate of false alarms does not tell how many outliers are caught: that depends on
+the outliers (Bates et al., 2023).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mola.decisions.ranks import as_numbers, checked_share, conformal_rank, data_needed
+from mola.decisions.ranks import as_numbers, check_share, conformal_rank, data_needed
 from mola.errors import DataError
 from mola.options import counted
 
 
 def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
-    r"""The outlier score above which to raise an alarm, so that false alarms are no more frequent than asked for.
+    r"""The outlier score above which to raise an alarm, so that in-distribution inputs raise it at most at the given rate.
 
     Let :math:`s_{(1)} \le \dots \le s_{(n)}` be the scores of n validation data. The threshold is
 
     .. math:: s_{(k)}, \quad k = \lceil (n + 1)(1 - \alpha) \rceil
 
-    the split-conformal quantile. A further datum is as likely to take any of the n + 1 places among the sorted scores, if
-    it is exchangeable with them, so it comes after the k-th with probability :math:`1 - k / (n + 1) \le \alpha`: for every n
-    and whatever the distribution of the scores. With ties it is less; without, it is above :math:`\alpha - 1 / (n + 1)`.
-    The plain quantile of the scores promises nothing: among n = 19, the largest is passed by 1 in 20.
+    the split-conformal quantile. A further datum that is exchangeable with these is equally likely to take each of the
+    n + 1 places among the sorted scores, so it comes after the k-th with probability :math:`1 - k / (n + 1) \le
+    \alpha`, for every n and every distribution of the scores. Ties make it less; without ties it is above :math:`\alpha
+    - 1 / (n + 1)`. The plain quantile of the scores has no such guarantee: 1 in 20 further data exceeds the largest of
+    n = 19.
 
-    This is the mean over draws of the validation data. For those at hand, the rate of a continuous score is a draw of
-    Beta(n + 1 - k, k), whose standard deviation is about :math:`\sqrt{\alpha (1 - \alpha) / n}`.
+    The probability is a mean over draws of the validation data. Given the validation data, the rate of a continuous
+    score follows Beta(n + 1 - k, k), with a standard deviation of about :math:`\sqrt{\alpha (1 - \alpha) / n}`.
 
-    Validation data must be like the data to come: not used in training, nor for early stopping. Tuning on them does no harm to
-    `Prediction.ood_score` of a `mola.MoLA`: it does not depend on the prior precision, and of the validation data it takes no more
-    than the mean and the spread of three scores.
+    Validation data must not have been used in training, nor for early stopping. Tuning on them has no effect that
+    matters on `Prediction.ood_score` of a `mola.MoLA`: it does not depend on the prior precision, and uses only the
+    mean and the standard deviation of three scores of the validation data.
 
     Args:
         scores: (n,), of validation data; higher = more outlying. A tensor, an array or a list.
-        false_alarm_rate: alpha, such as 0.05 for one alarm in twenty data of the usual kind.
+        false_alarm_rate: alpha, such as 0.05 for one alarm in twenty in-distribution inputs.
 
     Returns:
-        The threshold: an alarm is a score *above* it. `OptionError` if the rate is not between 0 and 1.
+        The threshold: raise an alarm for scores *above* it.
     """
-    _checked_rate(false_alarm_rate)
-    values = as_numbers(scores, "scores must hold one number for each validation datum")
+    rate = _checked_rate(false_alarm_rate)
+    values = as_numbers(scores, "scores: expected one number for each validation datum")
     if values.ndim != 1 or bool(values.isnan().any()):
         raise DataError(
-            f"scores must hold one number for each validation datum and none nan; got shape {tuple(values.shape)} with "
+            f"scores: expected one number for each validation datum, without nan; got shape {tuple(values.shape)} with "
             f"{int(values.isnan().sum())} nan."
         )
-    return float(values.sort().values[alarm_rank(len(values), false_alarm_rate) - 1])
+    return float(values.sort().values[alarm_rank(len(values), rate) - 1])
 
 
 def alarm_rank(count: int, false_alarm_rate: float) -> int:
-    """Which of the sorted scores of n validation data is the threshold for an alarm; see `alarm_threshold`.
-
-    Args:
-        count: n.
-        false_alarm_rate: alpha.
-
-    Returns:
-        From 1 to n; `OptionError` if the rate is not between 0 and 1.
-    """
+    """Rank, from 1, of the alarm threshold among the sorted scores of `count` validation data; see `alarm_threshold`."""
     rate = _checked_rate(false_alarm_rate)
     rank = conformal_rank(count, rate)
     if rank > count:
         raise DataError(
-            f"{counted(count, 'validation score')} {'is' if count == 1 else 'are'} too few for a false-alarm rate of {rate:g}: "
-            f"their largest is passed by one datum in {count + 1}. Give at least {data_needed(rate)} scores, or allow a rate of "
-            f"at least 1/{count + 1}."
+            f"{counted(count, 'validation score')} {'is' if count == 1 else 'are'} too few for a false-alarm rate of {rate:g}: one "
+            f"further datum in {count + 1} exceeds the largest. Pass at least {data_needed(rate)} scores, or allow a rate of at least "
+            f"1/{count + 1}."
         )
     return rank
 
 
 def _checked_rate(false_alarm_rate: float) -> float:
-    return checked_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
+    return check_share(false_alarm_rate, "false_alarm_rate", "5 % is 0.05.")
