@@ -13,8 +13,8 @@ from mola.compare.measured import Measurement, area_between, mean_area_of_labels
 from mola.compare.numbers import LEVELS, NOMINAL, NumbersAnswer, differences, numbers_measured, numbers_result
 from mola.compare.report.number_tables import output_table
 from mola.compare.results import outlier_leads, outlier_result
-from mola.likelihood import BERNOULLI
-from mola.regression_prediction import RegressionPrediction
+from mola.likelihoods import BERNOULLI
+from mola.prediction import RegressionPrediction
 
 
 def said(count, outputs=2, components=3, seed=0, wide=1.0):
@@ -24,7 +24,8 @@ def said(count, outputs=2, components=3, seed=0, wide=1.0):
     weights = torch.softmax(torch.randn(components, generator=generator, dtype=torch.float64), 0)
     score = torch.randn(count, generator=generator, dtype=torch.float64)
     targets = torch.randn(count, outputs, generator=generator, dtype=torch.float64)
-    return RegressionPrediction(means, 1.5 * noise, noise, weights, score, "distance"), targets
+    fields = {"component_mean": means, "component_variance": 1.5 * noise, "component_noise": noise, "ood_score": score}
+    return RegressionPrediction(fields, weights=weights, ood_score_name="distance"), targets
 
 
 def tally_of(prediction, targets=None, **more):
@@ -105,11 +106,7 @@ def test_inputs_are_counted_over_batches_and_tallies():
     inputs = torch.tensor([0, 0, 1, 1, 1, 2])
     whole = Tally()
     for part in (slice(0, 6), slice(6, 12)):
-        some = RegressionPrediction(
-            *(one[:, part] for one in (prediction.component_mean, prediction.component_variance, prediction.component_noise)),
-            prediction.weights, prediction.ood_score[part], "distance",
-        )  # fmt: skip
-        whole.add(NumbersAnswer(some, inputs=inputs), targets[part])
+        whole.add(NumbersAnswer(prediction[part], inputs=inputs), targets[part])
     assert whole.groups.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4, 5]
     assert whole.inputs == 6
     joined = whole + whole
@@ -177,14 +174,13 @@ def test_outputs_in_different_units_have_their_own_decimals():
     """A temperature beside a price, whose errors are 50,000 times as large: neither may be rounded away."""
     prediction, targets = said(200)
     units = torch.tensor([1.0, 5e4], dtype=torch.float64)
-    wide = RegressionPrediction(
-        prediction.component_mean * units,
-        prediction.component_variance * units**2,
-        prediction.component_noise * units**2,
-        prediction.weights,
-        prediction.ood_score,
-        "distance",
-    )
+    fields = {
+        "component_mean": prediction.component_mean * units,
+        "component_variance": prediction.component_variance * units**2,
+        "component_noise": prediction.component_noise * units**2,
+        "ood_score": prediction.ood_score,
+    }
+    wide = RegressionPrediction(fields, weights=prediction.weights, ood_score_name="distance")
     result = numbers_result(tally_of(wide, targets * units), ["temperature", "price"])
     method = SimpleNamespace(labelled={"test": result})
     comparison = SimpleNamespace(

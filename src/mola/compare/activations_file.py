@@ -79,7 +79,7 @@ class _Layout:
         return self.start + int(self.entries[name]["data_offsets"][0])
 
     def digest(self, path: Path) -> str:
-        """Checksum of all of the file but the checksum, as in `mola.saving.storage.sealed_tensors`."""
+        """Checksum of all of the file but the checksum itself."""
         texts = {name: text for name, text in self.metadata.items() if name != SEAL}
         kinds = {kind: str(one) for one, kind in NAMES.items()}
         shapes = {name: [kinds[entry["dtype"]], *entry["shape"]] for name, entry in self.entries.items()}
@@ -218,7 +218,6 @@ def written_rows(
         writer = RowWriter(file, count, whole, metadata)
         yield writer
         writer.finish(partial)
-        partial.replace(path)
 
 
 class RowWriter:
