@@ -1,0 +1,550 @@
+"""Binary and multi-label classification: structures against dense Hessians, closed forms against brute force, one logit against two classes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola import metrics
+from mola.errors import DataError, HeadError, OptionError
+from mola.likelihoods import BERNOULLI, CATEGORICAL, LIKELIHOODS, as_likelihood
+from mola.outliers import far_field_score, label_energy_score
+from mola.uncertainty import entropy, expected_sigmoid
+from tests.conftest import Problem, make_problem
+from tests.reference import dense
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::mola.errors.MolaWarning"
+)  # random data, on which no rule finds an optimum
+
+NAN = float("nan")
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def labelled(outputs: int = 3, missing: bool = True, **options) -> Problem:
+    """A problem with labels (n, C), some of them missing, and none without any label."""
+    problem = make_problem(classes=outputs, **options)
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(2, (len(problem.inputs), outputs), generator=generator).double()
+    if missing:
+        labels[torch.rand(labels.shape, generator=generator) < 0.2] = NAN
+        labels[0] = 1.0
+        labels[labels.isnan().all(1)] = 0.0
+    problem.labels = labels
+    return problem
+
+
+def fit(networks, loader, val_loader=None, **options):
+    return mola.fit(networks, loader, val_loader, likelihood="bernoulli", progress=False, **options)
+
+
+def twin(network: nn.Module) -> nn.Module:
+    """The same network with two classes, whose logits are (-z/2, z/2)."""
+    head = network[-1]
+    two = nn.Linear(head.in_features, 2)
+    with torch.no_grad():
+        two.weight.copy_(torch.cat([-head.weight, head.weight]) / 2)
+        two.bias.copy_(torch.cat([-head.bias, head.bias]) / 2)
+    return nn.Sequential(*list(network)[:-1], two)
+
+
+class Squeezed(nn.Module):
+    """A network whose output is (n,), as many that are trained by BCEWithLogitsLoss."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs):
+        return self.network(inputs).squeeze(-1)
+
+
+# --- curvature --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["all known", "some missing"])
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_every_structure_is_the_dense_one(structure, outputs, missing, bias):
+    problem, prior = labelled(outputs, missing, bias=bias), 0.7
+    posterior = fit(problem.network, problem.loader, structure=structure, prior_precision=prior)
+    phi, weights, curvature = problem.features(), problem.weights, posterior.components[0].layer.curvature
+    precision = dense.label_precision(structure, weights, phi, problem.labels, prior)
+    covariance = torch.linalg.inv(precision)
+    expected = torch.stack([dense.logit_covariance(covariance, one, outputs) for one in phi])
+    own = expected.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(curvature.covariance(phi, prior), expected, **EXACT)
+    torch.testing.assert_close(curvature.covariance(phi, prior, centred=True), expected, **EXACT)  # no hidden direction
+    torch.testing.assert_close(curvature.variance(phi, prior), own, **EXACT)
+    torch.testing.assert_close(curvature.variance(phi, torch.tensor([2.0, prior]), centred=True)[1], own, **EXACT)
+    blocks = covariance.view(outputs, phi.shape[1], outputs, phi.shape[1])
+    for output in range(outputs):
+        block = blocks[output, :, output]
+        torch.testing.assert_close(curvature.class_covariance(prior, output), block, **EXACT)
+        least = torch.linalg.eigvalsh(block)[0]
+        torch.testing.assert_close(curvature.smallest_class_variance(prior)[output], least, **EXACT)
+    log_likelihood = -dense.label_loss(weights, phi, problem.labels)
+    penalty = weights.numel() * math.log(prior) - prior * weights.square().sum() - torch.logdet(precision)
+    torch.testing.assert_close(posterior.log_evidence()[0], log_likelihood + 0.5 * penalty, **EXACT)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_draws_have_the_covariance(structure, outputs):
+    problem = labelled(outputs)
+    posterior = fit(problem.network, problem.loader, structure=structure)
+    phi, curvature = problem.features()[:5], posterior.components[0].layer.curvature
+    generator = torch.Generator().manual_seed(3)
+    drawn = curvature.perturb(phi, 1.0, torch.randn(100_000, curvature.noise_size, generator=generator))
+    covariance = drawn.transpose(1, 2) @ drawn / drawn.shape[1]
+    torch.testing.assert_close(covariance, curvature.covariance(phi, 1.0), rtol=0.04, atol=0.03)
+    weights = posterior.sample(20_000, generator=generator).weights - problem.weights
+    logits = torch.einsum("np,scp->nsc", phi, weights)
+    sampled = logits.transpose(1, 2) @ logits / logits.shape[1]
+    torch.testing.assert_close(sampled, curvature.covariance(phi, 1.0), rtol=0.06, atol=0.05)
+
+
+def test_loss_and_curvature_are_torchs():
+    generator = torch.Generator().manual_seed(0)
+    logits = 30 * torch.randn(50, 4, generator=generator)
+    labels = torch.randint(2, logits.shape, generator=generator).double()
+    expected = -nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(1)
+    torch.testing.assert_close(BERNOULLI.log_likelihood(logits, labels), expected, rtol=1e-14, atol=1e-14)
+    # To all digits, where 1 - p has none left.
+    exact = torch.exp(nn.functional.logsigmoid(logits) + nn.functional.logsigmoid(-logits))
+    torch.testing.assert_close(BERNOULLI.curvature(logits, labels).separate, exact, rtol=1e-13, atol=0)
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_each_label_is_a_network_of_its_own(structure):
+    """Where the weights of labels are independent, a label is a binary network fitted on the data that have it."""
+    problem = labelled(3)
+    whole = fit(problem.network, problem.loader, structure=structure, prior_precision=0.3)
+    inputs, head = torch.randn(20, 3), problem.network[-1]
+    for label in range(3):
+        network = nn.Sequential(*list(problem.network)[:-1], nn.Linear(6, 1))
+        with torch.no_grad():
+            network[-1].weight.copy_(head.weight[label : label + 1])
+            network[-1].bias.copy_(head.bias[label : label + 1])
+        known = ~problem.labels[:, label].isnan()
+        train = [(problem.inputs[known], problem.labels[known, label])]
+        alone = fit(network, train, structure=structure, prior_precision=0.3)
+        torch.testing.assert_close(alone(inputs)[:, 0], whole(inputs)[:, label], **EXACT)
+
+
+def test_data_without_any_label_change_nothing(structure):
+    problem, more, inputs = labelled(3), torch.randn(11, 3), torch.randn(10, 3)
+    with_more = [(more, torch.full((11, 3), NAN)), *problem.loader, (more, torch.full((11, 3), -100.0))]
+    plain, padded = (fit(problem.network, loader, structure=structure) for loader in (problem.loader, with_more))
+    torch.testing.assert_close(plain(inputs), padded(inputs), rtol=1e-12, atol=0)
+    torch.testing.assert_close(plain.log_evidence(), padded.log_evidence(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(plain.predict(inputs).distance, padded.predict(inputs).distance, rtol=1e-9, atol=0)
+
+
+def test_labels_of_any_type_are_the_same():
+    problem, inputs = labelled(3, missing=False), torch.randn(8, 3)
+    expected = fit(problem.network, problem.loader)(inputs)
+    for kind in (torch.bool, torch.uint8, torch.int64, torch.float32, torch.float16):
+        assert torch.equal(fit(problem.network, [(x, y.to(kind)) for x, y in problem.loader])(inputs), expected)
+    holes = problem.labels.clone()
+    holes[::3, 1] = NAN
+    marked = holes.nan_to_num(-100).long()
+    one, other = (fit(problem.network, [(problem.inputs, labels)]) for labels in (holes, marked))
+    assert torch.equal(one(inputs), other(inputs))
+    assert torch.equal(one.log_evidence(), other.log_evidence())
+
+
+def test_one_logit_may_have_any_shape():
+    problem, inputs = labelled(1, missing=False), torch.randn(8, 3)
+    expected = fit(problem.network, problem.loader)(inputs)
+    for network in (problem.network, Squeezed(problem.network)):
+        for loader in (problem.loader, [(x, y[:, 0]) for x, y in problem.loader]):
+            found = fit(network, loader)(inputs)
+            assert found.shape == (8, 1)
+            assert torch.equal(found, expected)
+    plain = mola.ensemble(Squeezed(problem.network), likelihood="bernoulli")
+    assert torch.equal(plain(inputs), torch.sigmoid(problem.network(inputs).detach()))
+
+
+def test_batches_and_absent_labels_change_nothing(structure):
+    problem, inputs = labelled(3), torch.randn(8, 3)
+    first, *others = [fit(problem.network, problem.batches(size), structure=structure) for size in (1, 7, 40)]
+    for other in others:
+        torch.testing.assert_close(other(inputs), first(inputs), rtol=1e-11, atol=0)
+    unlabelled = fit(problem.network, [x for x, _ in problem.loader], structure=structure)
+    known = fit(problem.network, [(x, torch.zeros(len(x), 3)) for x, _ in problem.loader], structure=structure)
+    torch.testing.assert_close(unlabelled(inputs), known(inputs), rtol=1e-12, atol=0)
+
+
+# --- one logit against two classes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["full", "kron-exact"])
+def test_one_logit_is_two_classes_at_twice_the_precision(structure):
+    """The difference of two weights with prior precision lambda each has lambda / 2."""
+    problem = labelled(1, missing=False)
+    train = [(problem.inputs, problem.labels[:, 0].long())]
+    options = {"structure": structure, "prior_precision": 1.4, "link": "mean-field", "progress": False}
+    two = mola.fit(twin(problem.network), train, **options)
+    one = fit(problem.network, problem.loader, structure=structure, prior_precision=0.7)
+    inputs = 3 * torch.randn(30, 3)
+    torch.testing.assert_close(one(inputs)[:, 0], two(inputs)[:, 1], rtol=1e-9, atol=1e-12)
+    ours, theirs = one.predict(inputs), two.predict(inputs)
+    assert torch.equal(ours.label[:, 0], theirs.label)
+    torch.testing.assert_close(ours.confidence[:, 0], theirs.confidence, rtol=1e-9, atol=0)
+    torch.testing.assert_close(ours.entropy[:, 0], theirs.entropy, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(ours.far_field, theirs.far_field, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(ours.distance, theirs.distance, rtol=1e-10, atol=0)
+    # The two-class value is estimated from a few draws.
+    torch.testing.assert_close(ours.mutual_information[:, 0], theirs.mutual_information, rtol=0.05, atol=0.015)
+
+
+def test_one_logit_and_two_classes_score_alike_in_tuning():
+    problem = labelled(1, missing=False)
+    val = [(torch.randn(60, 3), torch.randint(2, (60,)))]
+    train = [(problem.inputs, problem.labels[:, 0].long())]
+    two = mola.fit(twin(problem.network), train, structure="full", link="mean-field", progress=False)
+    one, grid = fit(problem.network, problem.loader, structure="full"), (0.1, 1.0, 10.0)
+    for score in ("nll", "brier", "ece"):
+        ours = one.tune(val, rule=mola.rules.Score(score, grid=grid), progress=False).tuning.curve
+        wide = mola.rules.Score(score, grid=[2 * value for value in grid])
+        theirs = two.tune(val, rule=wide, progress=False).tuning.curve
+        for name in ("confidence", "nll", "brier", "ece"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-9), name
+
+
+def test_outlier_terms_are_those_of_two_classes():
+    logits = torch.randn(2, 9, 1)
+    pair = torch.cat([-logits / 2, logits / 2], dim=-1)
+    torch.testing.assert_close(label_energy_score(logits), -torch.logsumexp(pair, -1))
+    norms, weights = torch.rand(2, 9), torch.tensor([0.3, 0.7])
+    found, expected = (
+        far_field_score(one, norms, weights, kind) for one, kind in ((logits, BERNOULLI), (pair, CATEGORICAL))
+    )
+    torch.testing.assert_close(found, expected)
+    many = torch.randn(5, 4)
+    torch.testing.assert_close(label_energy_score(many), -torch.log1p(many.exp()).sum(-1))
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def integrals(mean: float, spread: float) -> tuple[float, float]:
+    """Mean of the sigmoid and of its entropy under a Gaussian, by very many steps."""
+    if spread == 0:
+        yes = torch.sigmoid(torch.tensor(mean))
+        return float(yes), float(entropy(torch.stack([yes, 1 - yes])))
+    nodes = torch.linspace(-9, 9, 20_001) * spread + mean
+    density = torch.exp(-(((nodes - mean) / spread) ** 2) / 2) / (spread * math.sqrt(2 * math.pi))
+    yes = torch.sigmoid(nodes)
+    uncertain = yes * nn.functional.softplus(-nodes) + (1 - yes) * nn.functional.softplus(nodes)
+    return float(torch.trapezoid(yes * density, nodes)), float(torch.trapezoid(uncertain * density, nodes))
+
+
+def test_quadrature_is_exact():
+    spreads = torch.tensor([0.0, 1e-3, 0.1, 0.5, 1.0, 3.0, 10.0, 100.0])
+    mean, spread = (one.flatten() for one in torch.meshgrid(torch.linspace(-20, 20, 11), spreads, indexing="ij"))
+    yes, uncertain = expected_sigmoid(mean, spread.square())
+    expected = torch.tensor([integrals(*pair) for pair in zip(mean.tolist(), spread.tolist(), strict=True)])
+    torch.testing.assert_close(yes, expected[:, 0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(uncertain, expected[:, 1], rtol=1e-9, atol=1e-11)
+
+
+def test_probit_is_within_two_hundredths_of_the_integral():
+    """MacKay's approximation is at most 0.0177 off for any spread, and 0.0015 where logits spread by at most 0.5."""
+    mean, spread = torch.meshgrid(torch.linspace(0, 30, 301), torch.logspace(-2, 2, 60), indexing="ij")
+    probit = torch.sigmoid(mean / (1 + math.pi / 8 * spread.square()).sqrt())
+    error = (probit - expected_sigmoid(mean, spread.square())[0]).abs()
+    assert 0.017 < float(error.max()) < 0.0177
+    assert float(error[spread <= 0.5].max()) < 1.5e-3
+
+
+def test_links_agree_with_very_many_draws(structure):
+    problem, inputs = labelled(3), torch.randn(6, 3)
+    posterior = fit(problem.network, problem.loader, structure=structure)
+    plain, prediction = posterior(inputs), posterior.predict(inputs)
+    assert torch.equal(posterior.with_link("mean-field")(inputs), plain)
+    exact, _ = expected_sigmoid(prediction.logit_mean[0], prediction.logit_variance[0])
+    drawn = posterior.with_link(mola.links.MonteCarlo(samples=200_000))(inputs)
+    assert float((drawn - exact).abs().max()) < 5e-3  # a standard error is at most 0.5 / sqrt(200,000) = 1.1e-3
+    assert float((plain - exact).abs().max()) < 0.0177
+    over = posterior.with_link(mola.links.MonteCarlo(samples=20_000, over="weights"))(inputs)
+    assert float((over - exact).abs().max()) < 1.6e-2
+
+
+@pytest.mark.parametrize("link", ["probit-centred", "bridge"])
+def test_links_for_classes_are_refused(link):
+    problem = labelled(2)
+    with pytest.raises(OptionError, match=rf"(?s){link}.*bernoulli.*probit, mean-field, mc"):
+        fit(problem.network, problem.loader, link=link)
+    with pytest.raises(OptionError, match="bernoulli"):
+        fit(problem.network, problem.loader).with_link(link)
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_fields_of_a_prediction():
+    problem, inputs = labelled(3), torch.randn(9, 3)
+    networks = [problem.network, labelled(3, seed=5).network]
+    posterior = fit(networks, problem.loader, problem.loader, rule="nll")
+    prediction = posterior.predict([inputs[:4], inputs[4:]])
+    probs = prediction.probs
+    assert torch.equal(prediction.label, (probs > 0.5).long())
+    assert torch.equal(prediction.confidence, torch.maximum(probs, 1 - probs))
+    torch.testing.assert_close(prediction.entropy, entropy(torch.stack([probs, 1 - probs], -1)))
+    torch.testing.assert_close(prediction.aleatoric + prediction.epistemic, prediction.entropy)
+    assert probs.shape == prediction.mutual_information.shape == (9, 3)
+    assert bool((prediction.mutual_information >= 0).all())
+    assert prediction.ood_score.shape == prediction.distance.shape == prediction.far_field.shape == (9,)
+    assert "3 labels" in repr(prediction)
+    assert posterior.predict_proba(inputs.numpy()).shape == (9, 3)
+
+
+def test_epistemic_share_is_that_of_the_integrals():
+    problem = labelled(2)
+    posterior = fit([problem.network, labelled(2, seed=3).network], problem.loader, prior_precision=0.1)
+    prediction = posterior.predict(torch.randn(5, 3))
+    mean, spread = prediction.logit_mean, prediction.logit_variance.sqrt()
+    pairs = zip(mean.flatten().tolist(), spread.flatten().tolist(), strict=True)
+    yes, within = (part.view(mean.shape).mean(0) for part in torch.tensor([integrals(*pair) for pair in pairs]).T)
+    share = 1 - within / entropy(torch.stack([yes, 1 - yes], -1))
+    torch.testing.assert_close(prediction.mutual_information / prediction.entropy, share, rtol=1e-8, atol=1e-9)
+
+
+def test_ensemble_is_the_mean_of_sigmoids():
+    networks, inputs = [labelled(3, seed=seed).network for seed in range(3)], torch.randn(7, 3)
+    members = torch.stack([torch.sigmoid(network(inputs).detach()) for network in networks])
+    plain = mola.ensemble(networks, likelihood="bernoulli")
+    torch.testing.assert_close(plain(inputs), members.mean(0))
+    prediction = plain.predict(inputs)
+    within = entropy(torch.stack([members, 1 - members], -1)).mean(0)
+    torch.testing.assert_close(prediction.aleatoric, within, **EXACT)
+    torch.testing.assert_close(prediction.ood_score, 1 - prediction.confidence.mean(1))
+    mixed = mola.Mixture([mola.ensemble(network, likelihood="bernoulli") for network in networks])
+    torch.testing.assert_close(mixed(inputs), plain(inputs))
+    torch.testing.assert_close(mixed.predict(inputs).aleatoric, within)
+    own = mola.Mixture([lambda x: torch.sigmoid(networks[0](x))], likelihood="bernoulli")
+    torch.testing.assert_close(own.predict(inputs).confidence, torch.maximum(members[0], 1 - members[0]))
+
+
+def test_bounds_hold_and_the_far_field_is_one_half(structure):
+    networks = []
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        network = nn.Sequential(nn.Linear(3, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False))
+        for parameter in network.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+        networks.append(network)
+    inputs = torch.randn(40, 3)
+    train = [(inputs, (networks[0](inputs) > 0).double())]
+    posterior = fit(networks, train, structure=structure, prior_precision=0.5)
+    alone = [fit(network, train, structure=structure, prior_precision=0.5) for network in networks]
+    for far in (1, 10, 1e4):
+        bound = posterior.confidence_bound(far * inputs)
+        assert bound.shape == (40, 2)
+        assert bool((posterior.predict(far * inputs).confidence <= bound + 1e-12).all())
+        members = posterior.confidence_bound(far * inputs, lemma=True)
+        for own, one in zip(members, alone, strict=True):
+            assert bool((one.predict(far * inputs).confidence <= own + 1e-12).all())
+    torch.testing.assert_close(posterior.far_field_limit(inputs), posterior(1e9 * inputs), rtol=1e-6, atol=1e-6)
+    careful = posterior.with_distance_exponent(1.0)
+    seen = torch.stack([network[:2](inputs).any(1) for network in networks]).all(0)
+    half = torch.full((int(seen.sum()), 2), 0.5)
+    torch.testing.assert_close(careful(1e9 * inputs)[seen], half, rtol=0, atol=1e-6)
+    torch.testing.assert_close(careful.far_field_limit(inputs)[seen], half, rtol=0, atol=1e-12)
+    assert bool((careful.predict(10 * inputs).confidence <= careful.confidence_bound(10 * inputs) + 1e-12).all())
+
+
+def test_distances_are_from_yes_and_no_or_from_all():
+    problem = labelled(1, missing=False)
+    counts = fit(problem.network, problem.loader).components[0].layer.sums.tensors["class_counts"]
+    assert counts.tolist() == [int((problem.labels == 0).sum()), int((problem.labels == 1).sum())]
+    problem = labelled(3)
+    assert fit(problem.network, problem.loader).components[0].layer.sums.tensors["class_counts"].tolist() == [40]
+
+
+# --- tuning -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Two small networks trained on three labels of points in the plane, and validation data with missing labels."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count):
+        inputs = torch.randn(count, 2, generator=generator)
+        hidden = torch.stack([inputs[:, 0], inputs[:, 1], inputs.square().sum(1) - 2], 1)
+        noise = 0.5 * torch.randn(hidden.shape, generator=generator)
+        return inputs, (hidden + noise > 0).double()
+
+    train, val = draw(300), draw(400)
+    networks = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            network = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 3))
+            optimiser = torch.optim.Adam(network.parameters(), 0.03)
+            for _ in range(250):
+                optimiser.zero_grad()
+                nn.functional.binary_cross_entropy_with_logits(network(train[0]), train[1]).backward()
+                optimiser.step()
+            networks.append(network.requires_grad_(False))
+    holes = val[1].clone()
+    holes[::5, 1] = NAN
+    torch.set_default_dtype(before)
+    return networks, [train], [(val[0], holes)]
+
+
+def by_hand(posterior, val):
+    """Scores over the known labels."""
+    ((inputs, labels),) = val
+    known = ~labels.isnan()
+    yes, answers = posterior(inputs)[known], labels[known].long()
+    pair = torch.stack([1 - yes, yes], 1)
+    return {
+        "confidence": float(pair.amax(1).mean()),
+        "nll": float(-pair.gather(1, answers[:, None]).log().mean()),
+        "brier": metrics.brier(pair, answers),
+        "ece": metrics.expected_calibration_error(pair, answers),
+    }
+
+
+@pytest.mark.parametrize("link", ["probit", "mc"])
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_scores_are_means_over_the_known_labels(trained, structure, link):
+    networks, train, val = trained
+    posterior = fit(networks, train, structure=structure, link=link)
+    curve = posterior.tune(val, rule=mola.rules.Score("nll", grid=(0.01, 0.3, 10.0)), progress=False).tuning.curve
+    for index, value in enumerate(curve["prior_precision"]):
+        for name, number in by_hand(posterior.with_prior_precision(value), val).items():
+            assert curve[name][index] == pytest.approx(number, rel=1e-8, abs=1e-10), name
+
+
+def test_every_rule_keeps_its_promise(trained):
+    networks, train, val = trained
+    ((inputs, labels),) = val
+    posterior, known = fit(networks, train), ~labels.isnan()
+    right = [((network(inputs) > 0) == labels)[known].double().mean() for network in networks]
+    target = float(torch.stack(right).mean()) - 0.01
+    assert by_hand(posterior.tune(val, rule="threshold", progress=False), val)["confidence"] >= target - 1e-9
+    best = posterior.tune(val, rule="nll", progress=False)
+    around = [best.with_prior_precision(best.prior_precision[0] * factor) for factor in (0.2, 5.0)]
+    assert all(by_hand(best, val)["nll"] <= by_hand(one, val)["nll"] for one in around)
+    careful = posterior.tune(val, rule="distance", progress=False)
+    assert careful.distance_exponent > 0
+    assert by_hand(careful, val)["confidence"] == pytest.approx(target, abs=2e-3)
+    evidence = posterior.tune(rule="evidence")
+    near = [evidence.with_prior_precision(evidence.prior_precision[0] * factor) for factor in (0.99, 1.01)]
+    assert all(float(one.log_evidence().sum()) < float(evidence.log_evidence().sum()) for one in near)
+    exposed = posterior.tune(val, rule=mola.rules.Outliers([8 * torch.randn(50, 2)]), progress=False)
+    assert exposed.tuning.curve["objective"]
+
+
+def test_stacking_maximises_the_likelihood_of_the_known_labels(trained):
+    networks, train, val = trained
+    ((inputs, labels),) = val
+    weights, known = fit(networks, train).reweight(val, progress=False).weights, ~labels.isnan()
+    members = [fit(network, train)(inputs)[known] for network in networks]
+    first, second = (torch.where(labels[known] > 0, one, 1 - one) for one in members)
+    grid = torch.linspace(0, 1, 2_001)
+    best = grid[torch.stack([(share * first + (1 - share) * second).log().mean() for share in grid]).argmax()]
+    assert float(weights[0]) == pytest.approx(float(best), abs=1e-3)
+    assert fit(networks, train, weights="evidence").weights.sum() == pytest.approx(1)
+
+
+def test_labels_are_measured_one_by_one():
+    sklearn = pytest.importorskip("sklearn.metrics")
+    generator = torch.Generator().manual_seed(0)
+    probs, labels = torch.rand(200, 3, generator=generator), torch.randint(2, (200, 3), generator=generator).double()
+    labels[::5, 1], labels[:, 2] = NAN, 1.0
+    areas, precisions = metrics.auroc_of_labels(probs, labels), metrics.average_precision_of_labels(probs, labels)
+    gaps = metrics.calibration_error_of_labels(probs, labels)
+    for label in range(3):
+        known = ~labels[:, label].isnan()
+        truth, predicted = labels[known, label].numpy(), probs[known, label].numpy()
+        assert float(precisions[label]) == pytest.approx(sklearn.average_precision_score(truth, predicted))
+        bins = np.ceil(predicted * 15).astype(int)
+        gap = sum(abs((predicted - truth)[bins == place].sum()) for place in range(1, 16)) / len(predicted)
+        assert float(gaps[label]) == pytest.approx(gap)
+        if label < 2:
+            assert float(areas[label]) == pytest.approx(sklearn.roc_auc_score(truth, predicted))
+    assert math.isnan(float(areas[2]))
+    with pytest.raises(DataError, match=r"\(200, 3\)"):
+        metrics.auroc_of_labels(probs, labels[:, :2])
+
+
+# --- wrong use --------------------------------------------------------------------------------------------------------
+
+X = torch.randn(6, 3, dtype=torch.float64)
+WRONG_LABELS = {
+    "class indices for several labels": (3, torch.zeros(6, dtype=torch.int64), r"\(6, 3\).*class indices.*categorical"),
+    "class indices for one logit": (1, torch.tensor([0, 1, 2, 3, 1, 0]), r"0 or 1.*class indices"),
+    "another number of labels": (3, torch.zeros(6, 2), r"\(6, 3\).*\(6, 2\)"),
+    "fewer rows": (3, torch.zeros(5, 3), r"\(6, 3\).*\(5, 3\)"),
+    "soft labels": (2, torch.full((6, 2), 0.3), "soft"),
+    "minus one": (2, -torch.ones(6, 2), "0 or 1"),
+    "complex": (1, torch.zeros(6, dtype=torch.complex128), "complex"),
+    "all missing": (2, torch.full((6, 2), NAN), "no datum has a label|every label is missing|no row"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LABELS)
+def test_labels_that_do_not_fit_are_named(name):
+    outputs, labels, words = WRONG_LABELS[name]
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs))
+    with pytest.raises(DataError, match=f"(?si){words}"):
+        fit(network, [(X, labels)])
+
+
+def test_outputs_that_do_not_fit_are_named():
+    body = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    finished = nn.Sequential(body, nn.Linear(4, 2), nn.Sigmoid())
+    with pytest.raises(HeadError, match="sigmoid"):
+        fit(finished, [(X, torch.zeros(6, 2))])
+    with pytest.raises(HeadError, match="probabilities"):
+        mola.ensemble(finished, likelihood="bernoulli").predict(torch.randn(64, 3))
+    with pytest.raises(HeadError, match="bernoulli"):
+        mola.fit(nn.Sequential(body, nn.Linear(4, 1)), [(X, torch.zeros(6, dtype=torch.int64))], progress=False)
+    with pytest.raises(DataError, match="bernoulli"):  # one-hot labels for a softmax
+        mola.fit(nn.Sequential(body, nn.Linear(4, 2)), [(X, torch.eye(2).repeat(3, 1))], progress=False)
+    with pytest.raises(OptionError, match=r"(?s)likelihood must be one of.*Did you mean 'bernoulli'"):
+        mola.fit(nn.Sequential(body, nn.Linear(4, 2)), [(X, torch.zeros(6, 2))], likelihood="bernouli", progress=False)
+
+
+def test_labels_of_other_outputs_are_noticed(trained):
+    networks, train, ((inputs, labels),) = trained
+    with pytest.raises(DataError, match=r"(?s)another order.*\[2, 0, 1\]"):
+        fit(networks, train).tune([(inputs, labels[:, [2, 0, 1]])], progress=False)
+
+
+def test_likelihoods_by_name():
+    assert as_likelihood("bernoulli") == BERNOULLI
+    assert as_likelihood(BERNOULLI) is BERNOULLI
+    for name, kind in LIKELIHOODS.items():
+        assert kind.name == name
+        assert set(kind.links) <= {"probit", "probit-centred", "mean-field", "bridge", "mc"}
+        assert kind.rules
+
+
+@pytest.mark.parametrize("wrapped", [nn.Sequential, Squeezed])
+def test_logits_between_0_and_1_of_a_weak_network_are_logits(wrapped):
+    x, layer = torch.randn(200, 3), nn.Linear(3, 1)
+    with torch.no_grad():
+        layer.weight.mul_(0.1)
+        layer.bias.fill_(0.5)
+    expected = torch.sigmoid(layer(x)).detach()
+    assert bool(((layer(x) > 0) & (layer(x) < 1)).all())
+    posterior = fit(wrapped(layer), [(x, (torch.rand(200) < 0.6).float())], prior_precision=1e12)
+    torch.testing.assert_close(posterior(x), expected, atol=1e-5, rtol=0)
+    plain = mola.ensemble(wrapped(layer), likelihood="bernoulli")
+    torch.testing.assert_close(plain.predict(x).probs, expected)

@@ -1,0 +1,489 @@
+"""Regression: structures against dense Hessians, the mixture against draws, noise, units, rules and wrong use."""
+
+import copy
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola import normal_mixtures
+from mola.errors import BoundError, DataError, HeadError, MolaWarning, OptionError
+from mola.likelihoods import Gaussian
+from tests.reference import gaussian as dense
+
+
+def network(outputs=1, seed=0, inputs=3, hidden=6):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+
+def data(outputs=1, count=60, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, generator=generator)
+    return x, torch.sin(x[:, :1] + torch.arange(outputs)) + 0.3 * torch.randn(count, outputs, generator=generator)
+
+
+def lifted(net, x):
+    return torch.cat([net[1](net[0](x)), torch.ones(len(x), 1)], 1).detach()
+
+
+def weights_of(net):
+    return torch.cat([net[2].weight, net[2].bias[:, None]], 1).detach()
+
+
+def fit(networks, loader, val_loader=None, *, likelihood="gaussian", **options):
+    return mola.fit(networks, loader, val_loader, likelihood=likelihood, progress=False, **options)
+
+
+def fitted(outputs=1, members=1, structure="kron-exact", **options):
+    nets, (x, y) = [network(outputs, seed) for seed in range(members)], data(outputs)
+    return fit(nets, [(x, y)], structure=structure, **options), nets, x, y
+
+
+# --- structures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_posterior_and_evidence_are_those_of_the_dense_hessian(structure, outputs):
+    noise = torch.linspace(0.3, 0.7, outputs)
+    likelihood = Gaussian(noise=noise.tolist())
+    posterior, (net,), x, y = fitted(outputs, structure=structure, likelihood=likelihood, prior_precision=0.37)
+    weights, phi = weights_of(net), lifted(net, x)
+    precision = dense.precision(structure, weights, phi, y, noise, 0.37)
+    new = data(outputs, 7, seed=5)[0]
+    found = posterior.predict(new)
+    assert torch.allclose(found.within, dense.variances(precision, lifted(net, new), outputs), rtol=1e-10, atol=1e-12)
+    assert torch.allclose(found.aleatoric, noise.square().expand(7, -1), rtol=1e-12)
+    evidence = dense.log_evidence(precision, weights, phi, y, noise, 0.37)
+    assert posterior.log_evidence().item() == pytest.approx(evidence.item(), abs=1e-8)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "kron", "kron-exact"])
+def test_heteroscedastic_curvature_is_one_over_the_predicted_variance(structure):
+    net, (x, y) = network(2), data()
+    posterior = fit(net, [(x, y)], structure=structure, likelihood=Gaussian(heteroscedastic=True), prior_precision=0.5)
+    phi, weights, predicted = lifted(net, x), weights_of(net)[:1], (net(x)[:, 1:] / 2).exp().detach()
+    precision = dense.precision(structure, weights, phi, y, predicted, 0.5)
+    found = posterior.predict(x[:5])
+    assert torch.allclose(found.within, dense.variances(precision, phi[:5], 1), rtol=1e-10)
+    assert torch.allclose(found.aleatoric, predicted[:5].square(), rtol=1e-12)
+    assert torch.allclose(found.mean, net(x[:5])[:, :1].detach())
+    evidence = dense.log_evidence(precision, weights, phi, y, predicted, 0.5)
+    assert posterior.log_evidence().item() == pytest.approx(evidence.item(), abs=1e-8)
+
+
+def test_order_and_form_of_the_variance():
+    stacked = torch.tensor([[1.0, 2.0, 0.5, -0.3]])
+    plain, woven = Gaussian(heteroscedastic=True), Gaussian(heteroscedastic=True, order="interleaved")
+    assert torch.equal(plain.means(stacked), woven.means(stacked[:, [0, 2, 1, 3]]))
+    assert torch.equal(plain.noise_variance(stacked), woven.noise_variance(stacked[:, [0, 2, 1, 3]]))
+    deviation = Gaussian(heteroscedastic=True, variance="log-deviation")
+    assert torch.allclose(deviation.noise_variance(stacked), plain.noise_variance(stacked).square())
+    soft = Gaussian(heteroscedastic=True, variance="softplus")
+    assert torch.allclose(soft.noise_variance(stacked), nn.functional.softplus(stacked[:, 2:]))
+    target, mean, variance = torch.tensor([[0.4, 2.5]]), stacked[:, :2], stacked[:, 2:].exp()
+    loss = nn.GaussianNLLLoss(full=True, reduction="sum")(mean, target, variance)
+    assert -plain.log_likelihood(stacked, target).item() == pytest.approx(loss.item())
+
+
+@pytest.mark.parametrize("structure", ["full", "kron-exact"])
+def test_evidence_at_the_most_probable_weights_is_the_density_of_all_targets(structure):
+    net, noise, prior = network(2), torch.tensor([0.4, 0.9]), 0.8
+    x, y = data(2)
+    phi = lifted(net, x)
+    best = dense.ridge_weights(phi, y, noise, prior)
+    with torch.no_grad():
+        net[2].weight.copy_(best[:, :-1])
+        net[2].bias.copy_(best[:, -1])
+    likelihood = Gaussian(noise=noise.tolist())
+    posterior = fit(net, [(x, y)], structure=structure, likelihood=likelihood, prior_precision=prior)
+    exact = dense.exact_log_evidence(phi, y, noise, prior)
+    assert posterior.log_evidence().item() == pytest.approx(exact.item(), abs=1e-8)
+
+
+def test_noise_may_be_changed_after_the_fit(structure):
+    later = fitted(2, structure=structure)[0].with_noise([0.2, 1.4])
+    before = fitted(2, structure=structure, likelihood=Gaussian(noise=[0.2, 1.4]))[0]
+    x = data(2, 9, seed=3)[0]
+    assert torch.allclose(later.predict(x).variance, before.predict(x).variance, rtol=1e-12)
+    assert torch.allclose(later.log_evidence(), before.log_evidence(), rtol=1e-12)
+    once = before.components[0].noise_scaled(1.7).layer.curvature
+    twice = before.with_noise([0.2 * 1.7, 1.4 * 1.7]).components[0].layer.curvature
+    phi = lifted(before.networks[0], x)
+    assert torch.allclose(once.variance(phi, 0.3), twice.variance(phi, 0.3), rtol=1e-10)
+
+
+# --- noise and units --------------------------------------------------------------------------------------------------
+
+
+def test_estimated_noise_is_that_of_the_residuals_however_the_data_are_batched():
+    posterior, nets, x, y = fitted(2)
+    expected = (nets[0](x) - y).square().mean(0).sqrt().detach()
+    assert torch.allclose(posterior.noise[0], expected, rtol=1e-12)
+    batches = list(zip(x.split(7), y.split(7), strict=True))
+    again = fit(nets, batches[::-1], structure="kron-exact")
+    assert torch.allclose(again.noise, posterior.noise, rtol=1e-12)
+    shared = fit(nets, batches, likelihood=Gaussian(shared=True))
+    assert torch.allclose(shared.noise[0], expected.square().mean().sqrt().expand(2), rtol=1e-12)
+
+
+def test_predictions_are_in_the_units_of_the_targets():
+    plain, nets, x, y = fitted(2, 2, prior_precision=0.5)
+    location, scale = torch.tensor([3.0, -40.0]), torch.tensor([10.0, 0.2])
+    in_units = location + scale * y
+    likelihood = Gaussian(location=location.tolist(), scale=scale.tolist())
+    posterior = fit(nets, [(x, in_units)], structure="kron-exact", likelihood=likelihood, prior_precision=0.5)
+    one, other = plain.predict(x), posterior.predict(x)
+    assert torch.allclose(other.mean, location + scale * one.mean)
+    assert torch.allclose(other.epistemic, scale.square() * one.epistemic)
+    assert torch.allclose(posterior.noise, scale * plain.noise)
+    assert torch.allclose(other.log_prob(in_units), one.log_prob(y) - scale.log().sum())
+    assert torch.allclose(posterior.log_evidence(), plain.log_evidence() - len(x) * scale.log().sum())
+    held = data(2, 40, seed=8)
+    with warnings.catch_warnings(action="ignore", category=MolaWarning):
+        tuned = plain.tune([held], progress=False)
+        same = posterior.tune([(held[0], location + scale * held[1])], progress=False)
+    assert same.prior_precision == pytest.approx(tuned.prior_precision)
+    assert torch.allclose(same.noise, scale * tuned.noise, rtol=1e-6)
+
+
+def test_noise_of_each_output_may_be_any_kind_of_vector():
+    posterior, *_ = fitted(outputs=2, members=2)
+    expected = torch.tensor([[0.1, 0.5], [0.1, 0.5]])
+    for given in ([0.1, 0.5], (0.1, 0.5), np.array([0.1, 0.5]), expected[0], expected, expected.numpy()):
+        assert torch.equal(posterior.with_noise(given).noise, expected)
+    for given in (0.3, torch.tensor(0.3), np.array(0.3), np.float64(0.3), [[0.3], [0.3]]):
+        assert torch.equal(posterior.with_noise(given).noise, torch.full((2, 2), 0.3))
+
+
+def test_scaled_noise_stays_within_its_range():
+    for likelihood in (Gaussian(noise=[0.5, 0.7]), Gaussian(noise=0.5, location=3.0, scale=20.0)):
+        for factor in (1e-30, 1e30):
+            assert all(1e-12 <= one <= 1e12 for one in likelihood.noise_scaled(factor, 2).noise)
+    assert Gaussian(noise=0.5).noise_scaled(2.0, 1).noise == (1.0,)
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def mixture(members=3, count=40, outputs=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    means = torch.randn(members, count, outputs, generator=generator) * 2
+    variances = torch.exp(torch.randn(members, count, outputs, generator=generator))
+    return torch.softmax(torch.randn(members, generator=generator), 0), means, variances
+
+
+def test_density_distribution_and_moments_are_those_of_the_mixture():
+    weights, means, variances = mixture()
+    reference = dense.mixture(weights, means, variances)
+    fields = {"component_mean": means, "component_variance": variances, "component_noise": 0.3 * variances}
+    found = mola.RegressionPrediction(fields | {"ood_score": torch.zeros(40)}, weights=weights)
+    assert torch.allclose(found.mean, reference.mean)
+    assert torch.allclose(found.variance, reference.variance)
+    assert torch.allclose(found.std, reference.variance.sqrt())
+    assert torch.allclose(found.aleatoric + found.within + found.between, found.variance)
+    assert torch.allclose(found.within + found.between, found.epistemic)
+    values = torch.linspace(-3, 3, 80).view(40, 2)
+    assert torch.allclose(found.cdf(values), reference.cdf(values))
+    assert torch.allclose(normal_mixtures.log_density(weights, means, variances, values), reference.log_prob(values))
+    pairs = zip(means, variances, strict=True)
+    joint = torch.stack([torch.distributions.Normal(m, v.sqrt()).log_prob(values).sum(1) for m, v in pairs])
+    assert torch.allclose(found.log_prob(values), torch.logsumexp(joint + weights.log()[:, None], 0))
+
+
+@pytest.mark.parametrize("level", [1e-9, 0.05, 0.37, 0.5, 0.9, 1 - 1e-6])
+def test_quantiles_invert_the_distribution_function(level):
+    weights, means, variances = mixture(count=500, seed=3)
+    means = means * torch.logspace(-2, 3, 500)[:, None]
+    found = normal_mixtures.quantile(weights, means, variances, level)
+    assert float((normal_mixtures.cdf(weights, means, variances, found) - level).abs().max()) < 1e-10
+
+
+def test_crps_is_its_integral():
+    weights, means, variances = mixture(count=5)
+    targets, grid = torch.linspace(-2, 2, 10).view(5, 2), torch.linspace(-40, 40, 200_001)
+    found = normal_mixtures.crps(weights, means, variances, targets)
+    for row in range(5):
+        for output in range(2):
+            below = normal_mixtures.cdf(weights, means[:, row, output, None], variances[:, row, output, None], grid)
+            expected = torch.trapezoid((below - (grid >= targets[row, output]).double()).square(), grid)
+            assert float(found[row, output]) == pytest.approx(float(expected), abs=2e-4)
+
+
+def test_draws_of_weights_and_noise_have_the_moments_and_intervals():
+    posterior, nets, x, _ = fitted(2, 3, structure="full", prior_precision=0.5)
+    found, generator = posterior.predict(x[:4]), torch.Generator().manual_seed(0)
+    draws = posterior.sample(60_000, generator=generator)
+    features = torch.stack([lifted(net, x[:4]) for net in nets])[draws.component]
+    outputs = torch.einsum("snp,scp->snc", features, draws.weights)
+    outputs += posterior.noise[draws.component][:, None] * torch.randn(outputs.shape, generator=generator)
+    error = (found.variance / len(outputs)).sqrt()
+    assert bool(((outputs.mean(0) - found.mean).abs() < 5 * error).all())
+    assert torch.allclose(outputs.var(0), found.variance, rtol=0.04)
+    lower, upper = found.interval(0.9)
+    inside = ((outputs >= lower) & (outputs <= upper)).double().mean(0)
+    assert float((inside - 0.9).abs().max()) < 0.01  # 60,000 draws: a standard error of 0.0012
+
+
+def test_equal_components_are_one_component():
+    one, nets, x, y = fitted(2, prior_precision=0.5)
+    with pytest.warns(MolaWarning, match="more than once"):
+        three = fit(nets * 3, [(x, y)], structure="kron-exact", prior_precision=0.5)
+    a, b = one.predict(x), three.predict(x)
+    assert torch.allclose(a.variance, b.variance)
+    assert float(b.between.abs().max()) < 1e-20
+    assert torch.allclose(a.quantile(0.1), b.quantile(0.1))
+
+
+def test_mixture_of_posteriors_has_all_their_components():
+    first, _, x, y = fitted(2, 2)
+    second = fitted(2, 1, structure="diag")[0]
+    both = mola.Mixture([first, second], [0.3, 0.7]).predict(x)
+    assert both.component_mean.shape[0] == 3
+    one, other = first.predict(x), second.predict(x)
+    expected = torch.logaddexp(one.log_prob(y) + math.log(0.3), other.log_prob(y) + math.log(0.7))
+    assert torch.allclose(both.log_prob(y), expected)
+    torch.testing.assert_close(both.distance, 0.3 * one.distance + 0.7 * other.distance)
+
+
+def test_ensemble_disagrees_and_needs_a_noise():
+    nets, x = [network(2, seed) for seed in range(3)], data(2)[0]
+    found = mola.ensemble(nets, likelihood=Gaussian(noise=[0.2, 0.5])).predict(x)
+    members = torch.stack([net(x).detach() for net in nets])
+    torch.testing.assert_close(found.mean, members.mean(0))
+    torch.testing.assert_close(found.between, members.var(0, correction=0))
+    torch.testing.assert_close(found.aleatoric, torch.tensor([0.04, 0.25]).expand(60, 2))
+    assert found.ood_score.shape == (60,)
+    plain = mola.ensemble(nets, likelihood="gaussian")
+    for use in (lambda: plain.predict(x).variance, lambda: plain.noise):
+        with pytest.raises(OptionError, match=r"noise is unknown.*scale_noise"):
+            use()
+    own = mola.ensemble([network(2)], likelihood=Gaussian(heteroscedastic=True))
+    assert own.noise.tolist() == [[1.0]]
+
+
+def test_variances_beyond_float32_stay_finite():
+    nets, (x, y) = [nn.Sequential(nn.Linear(3, 2)).float() for _ in range(2)], data(2)
+    posterior, far = fit(nets, [(x.float(), y.float())]), 1e25 * x[:4].float()
+    exact = fit([copy.deepcopy(net).double() for net in nets], [(x.float().double(), y.float().double())])
+    found, expected = posterior.predict(far), exact.predict(far.double())
+    assert found.std.dtype == torch.float32
+    for name in ("mean", "std"):
+        torch.testing.assert_close(getattr(found, name).double(), getattr(expected, name), rtol=1e-4, atol=0)
+    for one, other in zip(found.interval(0.9), expected.interval(0.9), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e20)
+    assert bool(found.log_prob(y[:4]).isfinite().all())
+    assert bool(found.crps(y[:4]).isfinite().all())
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Networks in float32 that fit a curve with a gap in the middle, and their data."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.rand(80, 1, generator=generator) - 2, torch.rand(80, 1, generator=generator) + 1])
+    x = x[torch.randperm(160, generator=generator)].float()
+    y = torch.sin(2 * x) + 0.1 * torch.randn(160, 1, generator=generator).float()
+    nets = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in range(3):
+            net = network(1, seed, inputs=1, hidden=30).float()
+            optimiser = torch.optim.Adam(net.parameters(), 2e-2)
+            for _ in range(400):
+                optimiser.zero_grad()
+                nn.functional.mse_loss(net(x[:120]), y[:120]).backward()
+                optimiser.step()
+            nets.append(net.requires_grad_(False))
+    return nets, [(x[:120], y[:120])], [(x[120:], y[120:])]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:the prior precision:mola.errors.MolaWarning")
+
+
+def test_no_prior_precision_and_noise_do_better_on_validation_data(trained, structure):
+    nets, train, held = trained
+    posterior = fit(nets, train, held, structure=structure, rule="nll")
+    assert posterior.tuning.noise_factors
+    ((x, y),) = held
+
+    def loss(one):
+        return float(-one.predict(x).log_prob(y).double().mean())
+
+    best = loss(posterior)
+    for precision in (1e-4, 1e-2, 1.0, 1e2):
+        for factor in (0.8, 0.95, 1.0, 1.05, 1.3):
+            other = posterior.with_prior_precision(precision).with_noise(posterior.noise * factor)
+            assert best <= loss(other) + 2e-3
+
+
+def test_given_noise_stays(trained):
+    nets, train, held = trained
+    for rule in ("nll", "crps", "distance", "evidence"):
+        val = None if rule == "evidence" else held
+        posterior = fit(nets, train, val, likelihood=Gaussian(noise=0.25), rule=rule)
+        assert torch.equal(posterior.noise, torch.full((3, 1), 0.25))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_evidence_chooses_a_maximum_in_prior_precision_and_noise(trained, shared):
+    nets, train, _ = trained
+    tuned = fit(nets, train, structure="kron-exact").tune(rule=mola.rules.Evidence(shared=shared), progress=False)
+    best = tuned.log_evidence()
+    for precision in (0.97, 1.03):
+        for factor in (0.99, 1.01):
+            moved = tuned.with_prior_precision([one * precision for one in tuned.prior_precision])
+            other = moved.with_noise(tuned.noise * factor).log_evidence()
+            assert float(other.sum()) < float(best.sum())
+            assert shared or bool((other < best).all())
+
+
+def test_distance_keeps_to_its_price_and_makes_the_gap_and_the_outside_uncertain(trained):
+    nets, train, held = trained
+    plain, careful = fit(nets, train, held, rule="nll"), fit(nets, train, held, rule="distance")
+    ((x, y),) = held
+    cost = float((plain.predict(x).log_prob(y) - careful.predict(x).log_prob(y)).double().mean())
+    assert careful.distance_exponent > 0
+    assert -1e-3 < cost <= 0.01 + 1e-5
+    gap, outside, inside = (torch.tensor([[place]], dtype=torch.float32) for place in (0.0, 4.0, -1.5))
+    for place in (gap, outside):
+        assert float(careful.predict(place).std / careful.predict(inside).std) > 2
+        assert float(careful.predict(place).std) >= float(plain.predict(place).std)
+    assert torch.allclose(careful.predict(gap).aleatoric, plain.predict(gap).aleatoric)
+    assert float(careful.predict(gap).ood_score) > float(careful.predict(inside).ood_score)
+
+
+@pytest.mark.parametrize("rule", ["nll", "distance"])
+def test_far_away_the_standard_deviation_grows_without_bound(structure, rule):
+    torch.manual_seed(0)  # ReLU: features that grow with the input
+    nets = [nn.Sequential(nn.Linear(1, 20), nn.ReLU(), nn.Linear(20, 1)) for _ in range(2)]
+    x = torch.randn(100, 1)
+    train, held = [(x[:60], x[:60].sin())], [(x[60:], x[60:].sin() + 0.1 * torch.randn(40, 1))]
+    with warnings.catch_warnings(action="ignore", category=MolaWarning):
+        posterior = fit(nets, train, held, structure=structure, rule=rule)
+    for side in (-1.0, 1.0):
+        stds = [float(posterior.predict(torch.tensor([[side * far]])).std) for far in (1e2, 1e4, 1e6)]
+        assert stds[1] > 10 * stds[0]
+        assert stds[2] > 10 * stds[1]
+
+
+def test_stacking_favours_the_network_that_predicts(trained):
+    nets, train, held = trained
+    posterior = fit([nets[0], network(1, inputs=1).float()], train)
+    assert float(posterior.reweight(held, progress=False).weights[0]) > 0.9
+
+
+def test_reweighting_with_a_distance_exponent_is_no_worse_than_where_it_began():
+    nets = [network(1, 10 + member, hidden=3 + 2 * member) for member in range(3)]
+    posterior, (new, targets) = fit(nets, [data(seed=1)]), data(seed=101)
+    new = 3 * new
+    for start in ([0.9, 0.05, 0.05], [0.05, 0.9, 0.05], [1 / 3, 1 / 3, 1 / 3]):
+        before = posterior.with_weights(start).with_distance_exponent(4.0)
+        after = before.reweight([(new, targets)], progress=False)
+        tried = (before, before.with_weights("uniform"), after)
+        scores = [float(one.predict(new).log_prob(targets).mean()) for one in tried]
+        assert scores[2] >= max(scores[:2]) - 1e-9
+
+
+# --- wrong use --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda y: torch.where(torch.arange(60)[:, None] == 3, math.nan, y), "targets must be finite"),
+        (lambda y: y[:, :1], r"expected targets of shape \(60, 2\).*heteroscedastic"),
+        (lambda y: y[:, 0], "a target for each"),
+        (lambda y: y[:40], "expected targets of shape"),
+        (lambda y: torch.zeros(60, dtype=torch.int64), "likelihood='categorical'"),
+        (lambda y: y.to(torch.complex128), "real targets"),
+        (lambda y: torch.stack([y[:, 0], torch.full((60,), 3.0)], 1), "target 1 is constant, 3"),
+    ],
+)
+def test_wrong_targets_are_named(change, words):
+    x, y = data(2)
+    with pytest.raises(DataError, match=words):
+        fit(network(2), [(x, change(y))])
+
+
+def test_integer_targets_are_accepted():
+    x, _ = data()
+    assert fit(network(), [(x, torch.arange(60) % 3)]).predict(x).mean.shape == (60, 1)
+
+
+def test_exact_residuals_leave_no_noise():
+    net, (x, _) = network(2), data(2)
+    with pytest.raises(DataError, match="exactly"):
+        fit(net, [(x, net(x).detach())])
+
+
+def test_what_does_not_apply_to_regression_is_refused():
+    posterior, nets, x, y = fitted(2)
+    held = [data(2, 30, seed=7)]
+    for rule in ("threshold", "brier", "ece"):
+        with pytest.raises(OptionError, match=f"rule '{rule}' does not apply"):
+            posterior.tune(held, rule=rule, progress=False)
+    for rule in (mola.rules.Threshold(), mola.rules.Score("brier"), mola.rules.Outliers(held)):
+        with pytest.raises(OptionError, match="does not apply to"):
+            posterior.tune(held, rule=rule, progress=False)
+    with pytest.raises(OptionError, match="nats"):
+        posterior.tune(held, rule=mola.rules.Distance(price="loss"), progress=False)
+    with pytest.raises(OptionError, match="'mc' does not apply"):
+        fit(nets, [(x, y)], link="mc")
+    for bound in (posterior.confidence_bound, posterior.far_field_limit):
+        with pytest.raises(BoundError, match="regression"):
+            bound(x)
+    with pytest.raises(OptionError, match="no class probabilities"):
+        posterior.predict_proba(np.zeros((1, 3)))
+    with pytest.raises(OptionError, match="noise is unknown"):
+        fit(nets, [x])
+    for noise in (0.0, -1.0, math.nan, "loud", [1.0, 0.0], True):
+        with pytest.raises(OptionError, match="noise must be a finite number"):
+            Gaussian(noise=noise)
+    with pytest.raises(OptionError, match=r"expected one number, or 2"):
+        posterior.with_noise([0.1, 0.2, 0.3])
+    with pytest.raises(OptionError, match="got None"):
+        posterior.with_noise(None)
+    with pytest.raises(OptionError, match="has no noise"):
+        mola.ensemble(nets).with_noise(0.1)
+    with pytest.raises(OptionError, match="some predictors return means alone"):
+        mola.Mixture([posterior, nets[0]]).predict(x)
+
+
+def test_wrong_questions_to_a_prediction():
+    posterior, _, x, y = fitted(2)
+    found = posterior.predict(x)
+    for level in (0, 1.0, 90, "half", True):
+        with pytest.raises(OptionError, match="level must lie"):
+            found.quantile(level)
+        with pytest.raises(OptionError, match="probability must lie"):
+            found.interval(level)
+    with pytest.raises(DataError, match=r"expected targets of shape \(60, 2\).*got \(60,\)"):
+        found.log_prob(y[:, 0])
+    with pytest.raises(DataError, match="got str"):
+        found.log_prob("targets")
+    with pytest.raises(DataError, match="real targets"):
+        found.crps(torch.zeros(60, 2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "options", "words"),
+    [
+        (2, {"noise": [1, 2, 3]}, "noise has 3 values"),
+        (3, {"heteroscedastic": True}, "two outputs for each target"),
+        (4, {"location": (20.0, 250.0)}, "location has 2 values.*have 4 targets.*pass heteroscedastic=True"),
+        (
+            2,
+            {"location": (2.0, 5.0), "heteroscedastic": True},
+            "2 outputs, means and variances of 1 target.*leave heteroscedastic",
+        ),
+    ],
+)
+def test_settings_for_another_number_of_targets_are_named(outputs, options, words):
+    with pytest.raises(HeadError, match=words):
+        fit(nn.Linear(3, outputs), [(torch.randn(8, 3), torch.randn(8, 2))], likelihood=Gaussian(**options))
