@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def as_networks(networks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         if isinstance(one, (str, Path)):
             raise OptionError(
                 f"networks: expected one nn.Module or a list of them, got a file name, {str(one)!r}. Build the network and load its "
-                f"weights first: network.load_state_dict(torch.load({str(one)!r}, weights_only=True)). The command `mola fit` takes files."
+                f"weights first: network.load_state_dict(torch.load({str(one)!r}, weights_only=True)). The command "
+                "`mola fit` takes files."
             )
         if isinstance(one, Mapping):
             raise OptionError(
@@ -101,8 +103,8 @@ def fit(
         weights: "uniform", "evidence", or K numbers that sum to 1.
         head: dotted name of the last linear layer, one for all networks or one for each; None finds it.
         distances: whether to sum what the distance from the training classes needs: C x P and P x P numbers for each network.
-        positions: of dense outputs (n, C, H, W) or (n, T, C): "all" counts each position as a datum, "average" counts each input as one
-            datum, and a number draws that many positions of each input.
+        positions: of dense outputs (n, C, H, W) or (n, T, C): "all" counts each position as a datum, "average"
+            counts each input as one datum, and a number draws that many positions of each input.
         ignore_index: label of positions that are left out.
         team: processes to fit with, from `mola.distributed.join()`, each with its own shard; all get the posterior of all data.
         checkpoint: folder for the sums so far: an interrupted fit goes on from there when it is called again. Removed at the end.
@@ -132,9 +134,13 @@ def fit(
     if team.size > 1:
         check_sampler(train_loader)
         if not chosen_structure.additive:
-            raise OptionError("a running average depends on the order of the batches and cannot be shared by processes.")
+            raise OptionError(
+                "a running average depends on the order of the batches and cannot be shared by processes."
+            )
     if len({id(one) for one in models}) < count:
-        warn("the same network is given more than once: its copies agree with each other, and the mixture looks too confident.")
+        warn(
+            "the same network is given more than once: its copies agree with each other, and the mixture looks too confident."
+        )
     checkpoints = FitCheckpoint(checkpoint, checkpoint_every, team.rank, team.size)
     # Sums made in inference mode could not be differentiated later.
     with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
@@ -179,9 +185,12 @@ def _sum_up(
     progress: bool,
 ) -> tuple[list[Head], list[Sums]]:
     heads, batches = _heads(networks, names, loader, likelihood, team)
+    heads = [replace(head, ignore_index=ignore_index) for head in heads]
     check_size(structure, [head.width for head in heads], heads[0].outputs)
     identity = {
-        "networks": [state_checksum(network) for network in networks] if checkpoints.folder is not None or team.size > 1 else [],
+        "networks": [state_checksum(network) for network in networks]
+        if checkpoints.folder is not None or team.size > 1
+        else [],
         "heads": [[head.name, head.outputs, head.width, head.every_position, head.dense_axes] for head in heads],
         "structure": {"name": structure.name, **structure.settings()},
         "likelihood": {"name": likelihood.name, **likelihood.settings()},
@@ -310,7 +319,8 @@ def _warn_of_empty_classes(component: Component) -> None:
         empty = (counts == 0).nonzero().flatten().tolist()
         listed = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
         warn(
-            f"{len(empty)} of {len(counts)} classes have no training data (class {listed}): distances from them are unknown. Are these the "
+            f"{len(empty)} of {len(counts)} classes have no training data (class {listed}): distances from them are "
+            "unknown. Are these the "
             f"data that the networks were trained on?"
         )
 

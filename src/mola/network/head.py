@@ -29,7 +29,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from mola.errors import DataError, HeadError
 from mola.likelihoods import CATEGORICAL, Likelihood
 from mola.network.calling import Inputs, call, check_network, unwrapped, without_autocast
-from mola.network.dense import Layout
+from mola.network.dense import IGNORE_INDEX, Layout
 from mola.numerics import to_float64
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -45,12 +45,14 @@ class Head:
         layer: a linear layer or a 1x1 convolution.
         every_position: the layer runs at every position of a sequence, from which the network picks or averages some.
         dense_axes: number of axes of positions in the outputs: 0 for (n, C), 1 for a sequence, 2 for an image.
+        ignore_index: label of positions of dense outputs that are left out, in training and in validation data.
     """
 
     name: str
     layer: Layer
     every_position: bool = False
     dense_axes: int = 0
+    ignore_index: int = IGNORE_INDEX
 
     @property
     def outputs(self) -> int:

@@ -28,7 +28,7 @@ KIND = "posterior"
 WEIGHTS = "weights"  # name of the tensor with a head's trained weights; all others are sums
 REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
 SCALING = {"temperature": float, "pooling": float, "exponent": float, "onset": float, "reference": Optional(REFERENCE)}
-HEAD = {"name": str, "every_position": bool, "dense_axes": int, "outputs": int, "width": int}
+HEAD = {"name": str, "every_position": bool, "dense_axes": int, "ignore_index": float, "outputs": int, "width": int}
 TUNING = {
     **dict.fromkeys(("rule", "summary"), str),
     **{name: [float] for name in ("prior_precision", "noise_factors")},
@@ -77,15 +77,15 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
             assert head is not None  # as there is a last layer
             tensors[f"{index}.{WEIGHTS}"] = layer.weights
             described = {name: getattr(head, name) for name in HEAD}
-            likelihood = _described(component.likelihood, LIKELIHOODS, "likelihood")
+            likelihood = describe(component.likelihood, LIKELIHOODS, "likelihood")
             own = {"network": state_checksum(component.network), "head": described, "likelihood": likelihood}
             parts.append({**own, "prior_precision": component.prior_precision, **entry})
     scaling = posterior.scaling
     reference = None if scaling.reference is None else scaling.reference.as_json()
     document = {
         "kind": KIND,
-        "structure": _described(layers[0].structure, STRUCTURES, "structure"),
-        "link": _described(posterior.link, LINKS, "link"),
+        "structure": describe(layers[0].structure, STRUCTURES, "structure"),
+        "link": describe(posterior.link, LINKS, "link"),
         "weighting": posterior.weighting,
         "weights": posterior.weights.tolist(),
         "scaling": {**{name: getattr(scaling, name) for name in SCALING}, "reference": reference},
@@ -95,7 +95,8 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return document, tensors
 
 
-def _described(thing: Structure | Likelihood | Link, known: Mapping[str, type], what: str) -> dict[str, Any]:
+def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], what: str) -> dict[str, Any]:
+    """The name and settings of a structure, link or likelihood as JSON; `StorageError` for one that is not in `known`."""
     if known.get(thing.name) is not type(thing):
         raise StorageError(
             f"cannot save a {what} of your own ({type(thing).__name__}): mola.load could not rebuild it."
@@ -112,8 +113,8 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
             f"{counted(len(parts), 'network')} that it was fitted on, in the same order."
         )
     try:
-        structure = _rebuilt(document["structure"], STRUCTURES, "structure")
-        likelihoods = [_rebuilt(part["likelihood"], LIKELIHOODS, "likelihood") for part in parts]
+        structure = rebuild(document["structure"], STRUCTURES, "structure")
+        likelihoods = [rebuild(part["likelihood"], LIKELIHOODS, "likelihood") for part in parts]
         heads = _check_networks(networks, parts)
         sums = unpack_sums(parts, tensors)
         components = [
@@ -123,7 +124,7 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
         weights = check_weights(document["weights"], len(parts))
         return Parts(
             components,
-            _rebuilt(document["link"], LINKS, "link"),
+            rebuild(document["link"], LINKS, "link"),
             weights if document["weighting"] == "given" else document["weighting"],
             None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
             _scaling(document["scaling"], len(parts)),
@@ -134,7 +135,8 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
         raise StorageError(f"the saved posterior has a value that cannot be used: {error}") from error
 
 
-def _rebuilt(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> Any:
+def rebuild(entry: Mapping[str, Any], known: Mapping[str, type], what: str) -> Any:
+    """The object that `describe` described."""
     settings = {name: value for name, value in entry.items() if name != "name"}
     if entry["name"] not in known:
         raise StorageError(f"unknown {what} {entry['name']!r}; this mola supports {', '.join(known)}.")
@@ -227,5 +229,6 @@ def _check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, 
                 f"models[{index}]: {problem}{hint} Pass the same {counted(len(networks), 'network')}, in the order and precision in "
                 f"which they were fitted."
             )
-        heads.append(replace(head, every_position=described["every_position"], dense_axes=described["dense_axes"]))
+        options = {name: described[name] for name in ("every_position", "dense_axes")}
+        heads.append(replace(head, **options, ignore_index=int(described["ignore_index"])))
     return heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from mola.distributed import Team
 from mola.errors import DataError, warn
 from mola.laplace import ClassDistance
 from mola.likelihoods import DiscreteLikelihood, Likelihood
-from mola.network import Head, batch_count, evaluating, stream
+from mola.network import IGNORE_INDEX, Head, batch_count, evaluating, stream
 from mola.scaling import FeatureScale, Reference
 from mola.tuning.class_order import check_class_order, check_label_order
 
@@ -49,7 +49,7 @@ class HeldOut:
     independent: float
     """Share of the rows that counts in a standard error: the positions of one input are alike."""
     where: str = "validation loader"
-    team: Team = Team.single()
+    team: Team = field(default_factory=Team.single)
     """Processes that hold the shards; results are those of all of them."""
 
     def __len__(self) -> int:
@@ -166,6 +166,7 @@ def read_held_out(
         progress=progress,
         total=batch_count(loader),
         positions=POSITIONS_KEPT,
+        ignore_index=IGNORE_INDEX if heads[0] is None else heads[0].ignore_index,
     )
     with evaluating(*networks):
         for rows in rows_of:
