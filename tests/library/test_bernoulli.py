@@ -1,4 +1,4 @@
-"""Binary and multi-label classification: structures against dense Hessians, closed forms against brute force, one logit against two classes."""
+"""Binary and multi-label classification: dense Hessians, brute force, and one logit against two classes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,469 @@
+"""Dense outputs: a 1x1 convolution is a linear layer on every pixel, so positions are rows of the flattened network."""
+
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.functional import hessian
+from torch.func import functional_call
+from torch.nn import functional
+
+import mola
+from mola.errors import BoundError, DataError, HeadError, OptionError
+from mola.likelihoods import Gaussian
+from mola.tuning import held_out
+from tests.library.test_capture import CLASSES, FEATURES, Body, Largest, made
+
+pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # untrained networks
+
+KINDS = ("image", "signal", "volume", "sequence", "grid")
+FIELDS = ("entropy", "mutual_information", "ood_score", "distance", "far_field", "confidence", "aleatoric")
+
+
+def flattened(network, x, axis):
+    """The last layer as an nn.Linear, and its input at every position."""
+    head = nn.Linear(FEATURES, len(network.head.weight), bias=network.head.bias is not None)
+    with torch.no_grad():
+        head.weight.copy_(network.head.weight.flatten(1))
+        if head.bias is not None:
+            head.bias.copy_(network.head.bias)
+        given = torch.tanh(network.layer(x)).movedim(axis, -1).reshape(-1, FEATURES)
+    return nn.Sequential(head), given
+
+
+def rows_of(values, axis):
+    return values.movedim(axis, -1).reshape(-1, values.shape[axis])
+
+
+def fit(*arguments, **keywords):
+    return mola.fit(*arguments, **keywords, progress=False)
+
+
+def close(first, second, tolerance=1e-10):
+    assert first.shape == second.shape
+    assert float((first - second).abs().max()) <= tolerance * max(1.0, float(second.abs().max()))
+
+
+def count(posterior):
+    return posterior.components[0].layer.sums.count
+
+
+# --- positions are rows -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_rows_of_the_flattened_network(kind, structure):
+    network, x, y, axis = made(kind)
+    flat, rows = flattened(network, x, axis)
+    dense = fit(network, [(x[:4], y[:4]), (x[4:], y[4:])], structure=structure)
+    plain = fit(flat, [(rows, y.flatten())], structure=structure)
+    close(dense.log_evidence(), plain.log_evidence())
+    assert count(dense) == y.numel()
+    found, expected = dense.predict(x), plain.predict(rows)
+    assert found.probs.shape == network(x).shape
+    close(rows_of(found.probs, axis), expected.probs)
+    assert torch.equal(found.label.flatten(), expected.label)
+    for name in FIELDS:
+        assert getattr(found, name).shape == y.shape, name
+        close(getattr(found, name).flatten(), getattr(expected, name), 1e-8)
+    close(rows_of(found.logit_mean[0], axis), expected.logit_mean[0])
+    close(rows_of(found.logit_variance[0], axis), expected.logit_variance[0])
+    close(dense(x), found.probs, 1e-14)
+    close(dense.confidence_bound(x).flatten(), plain.confidence_bound(rows))
+    close(dense.confidence_bound(x, lemma=True).flatten(1), plain.confidence_bound(rows, lemma=True))
+
+
+@pytest.mark.parametrize("link", ["probit-centred", "mean-field", "bridge", "mc"])
+def test_every_link_keeps_the_layout(link):
+    network, x, y, axis = made("image", bias=False)
+    flat, rows = flattened(network, x, axis)
+    dense, plain = fit(network, [(x, y)], link=link), fit(flat, [(rows, y.flatten())], link=link)
+    close(rows_of(dense(x), axis), plain(rows))
+
+
+@pytest.mark.parametrize("rule", ["threshold", "nll", "distance", "evidence"])
+def test_tuning_sees_the_same_rows(rule):
+    network, x, y, axis = made("image")
+    flat, rows = flattened(network, x, axis)
+    own = theirs = None
+    if rule != "evidence":
+        own, theirs = [(x[3:], y[3:])], [(flattened(network, x[3:], axis)[1], y[3:].flatten())]
+    dense = fit(network, [(x[:3], y[:3])], own, rule=rule)
+    plain = fit(flat, [(rows[: y[:3].numel()], y[:3].flatten())], theirs, rule=rule)
+    assert math.isclose(dense.prior_precision[0], plain.prior_precision[0], rel_tol=1e-6)
+    close(rows_of(dense.predict(x).probs, axis), plain.predict(rows).probs, 1e-6)
+    close(dense.predict(x).ood_score.flatten(), plain.predict(rows).ood_score, 1e-6)
+
+
+def test_hessian_is_that_of_the_loss_over_all_positions():
+    network, x, y, _ = made("image")
+    y[0, :2] = -100
+    head = {name: value.detach() for name, value in network.head.named_parameters()}
+
+    def loss(weight, bias):
+        named = {"weight": weight[:, :, None, None], "bias": bias}
+        logits = functional_call(network.head, named, (torch.tanh(network.layer(x)).detach(),))
+        return functional.cross_entropy(logits, y, reduction="sum")
+
+    blocks = hessian(loss, (head["weight"][:, :, 0, 0], head["bias"]))
+    whole = torch.zeros(CLASSES, FEATURES + 1, CLASSES, FEATURES + 1)
+    whole[:, :-1, :, :-1], whole[:, :-1, :, -1] = blocks[0][0], blocks[0][1]
+    whole[:, -1, :, :-1], whole[:, -1, :, -1] = blocks[1][0], blocks[1][1]
+    matrix = whole.reshape(CLASSES * (FEATURES + 1), -1)
+    full, diag = (fit(network, [(x, y)], structure=one).components[0].layer.curvature for one in ("full", "diag"))
+    for precision in (0.1, 3.0):
+        prior = torch.tensor(precision)
+        expected = torch.linalg.slogdet(matrix + precision * torch.eye(len(matrix))).logabsdet
+        close(full.log_determinant(prior), expected)
+        close(diag.log_determinant(prior), (matrix.diagonal() + precision).log().sum())
+
+
+# --- which positions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 255])
+@pytest.mark.parametrize("kind", ["image", "sequence"])
+def test_ignored_positions_change_nothing(kind, ignore_index):
+    network, x, y, axis = made(kind)
+    flat, rows = flattened(network, x, axis)
+    y[torch.rand(y.shape) < 0.4] = ignore_index
+    y[2] = ignore_index
+    used = y.flatten() != ignore_index
+    dense = fit(network, [(x[:4], y[:4]), (x[4:], y[4:])], ignore_index=ignore_index)
+    plain = fit(flat, [(rows[used], y.flatten()[used])])
+    close(dense.log_evidence(), plain.log_evidence())
+    assert count(dense) == int(used.sum())
+    close(rows_of(dense(x), axis), plain(rows))
+    with pytest.raises(DataError, match="no row"):
+        fit(network, [(x, torch.full_like(y, ignore_index))], ignore_index=ignore_index)
+
+
+def test_drawn_positions_depend_on_the_input_alone():
+    network, x, y, _ = made("image")
+    y[1, :4] = -100  # 7 of 35 positions are left
+    loaders = ([(x, y)], list(zip(x.split(1), y.split(1), strict=True)), [(x[:4], y[:4]), (x[4:], y[4:])])
+    first, *others = [fit(network, loader, positions=10) for loader in loaders]
+    assert count(first) == 5 * 10 + 7
+    for other in others:
+        for name, tensor in other.components[0].layer.sums.tensors.items():
+            close(tensor, first.components[0].layer.sums.tensors[name], 1e-12)
+    more = fit(network, [(x, y)], positions=1000)
+    close(more.log_evidence(), fit(network, [(x, y)]).log_evidence(), 1e-12)
+
+
+def test_average_does_not_depend_on_the_resolution():
+    """Each pixel four times over is no more information: "average" accounts for it, "all" does not."""
+    network, x, y, _ = made("volume")
+    network.layer = nn.Conv3d(2, FEATURES, 1)
+    finer = x.repeat_interleave(2, 3).repeat_interleave(2, 4)
+    labels = y.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    for positions, same in (("average", True), ("all", False)):
+        coarse, fine = fit(network, [(x, y)], positions=positions), fit(network, [(finer, labels)], positions=positions)
+        assert torch.allclose(coarse.log_evidence(), fine.log_evidence(), rtol=1e-10) is same
+        assert torch.allclose(coarse(x), fine(x), rtol=1e-10) is same
+    averaged, every = fit(network, [(x, y)], positions="average"), fit(network, [(x, y)])
+    assert (count(averaged), count(every)) == (6, 6 * 24)
+    close(averaged.predict(x).distance, every.predict(x).distance)  # the classes are where they were
+
+
+@pytest.mark.parametrize("size", [1, 4, 6])
+def test_held_out_data_keep_some_positions_of_each_input(monkeypatch, size):
+    """However they are batched; some inputs have fewer positions than are kept, and one has none."""
+    monkeypatch.setattr(held_out, "POSITIONS_KEPT", 8)
+    networks = [made("image", seed)[0] for seed in range(2)]
+    _, x, y, _ = made("image")
+    posterior = fit(networks, [(x, y)])
+    y[1, :, 1:], y[-1] = -100, -100
+    whole = posterior.read([(x, y)], "loader", labelled=True)
+    parts = posterior.read(list(zip(x.split(size), y.split(size), strict=True)), "loader", labelled=True)
+    assert len(whole) == 5 + 4 * 8
+    assert whole.independent == parts.independent == pytest.approx(5 / 37)
+    assert torch.equal(whole.labels, parts.labels)
+    for one, other in zip((*whole.phi, *whole.outputs), (*parts.phi, *parts.outputs), strict=True):
+        close(one, other, 1e-12)
+
+
+def test_ignore_index_of_a_fit_holds_in_tuning():
+    network, x, y, _ = made("image")
+    y[0] = 255
+    posterior = fit(network, [(x, y)], ignore_index=255)
+    kept = torch.where(y == 255, -100, y)
+    expected = fit(network, [(x, kept)]).tune([(x, kept)], rule="nll", progress=False)
+    assert posterior.tune([(x, y)], rule="nll", progress=False).prior_precision == expected.prior_precision
+
+
+@pytest.mark.parametrize("positions", ["all", "average", 5])
+def test_interrupted_fit_continues(tmp_path, positions):
+    network, x, y, _ = made("image")
+    y[3] = -100
+    loader = list(zip(x.split(1), y.split(1), strict=True))
+
+    def breaking():
+        yield from loader[:4]
+        raise KeyboardInterrupt
+
+    options = {"checkpoint": tmp_path / "sums", "checkpoint_every": 1}
+    with pytest.raises(KeyboardInterrupt):
+        fit(network, breaking(), positions=positions, **options)
+    resumed = fit(network, loader, positions=positions, **options)
+    close(resumed.log_evidence(), fit(network, loader, positions=positions).log_evidence(), 1e-12)
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_no_tensor_is_much_larger_than_a_batch_of_logits():
+    torch.manual_seed(0)
+    network = Body(nn.Conv2d(1, 8, 1), nn.Conv2d(8, 30, 1))
+    x, y = torch.randn(4, 1, 64, 64), torch.randint(30, (4, 64, 64))
+    batch = y.numel() * 30  # all covariances would be thirty times as much
+    with Largest() as largest:
+        posterior = fit(network, [(x, y)])
+    assert largest.numel <= batch
+    for link in ("probit", "mean-field", "mc"):
+        with Largest() as largest:
+            assert posterior.with_link(link)(x).numel() == batch
+        assert largest.numel <= 2**22 + batch, link
+
+
+def test_predictions_join_slice_travel_and_refuse_other_sizes():
+    network, x, y, _ = made("image")
+    posterior = fit(network, [(x, y)])
+    whole = posterior.predict(x)
+    for found in (posterior.predict([x[:4], x[4:]]), pickle.loads(pickle.dumps(whole)), whole.cpu()):
+        for name in ("probs", "logit_mean", "logit_variance", *FIELDS):
+            close(getattr(found, name), getattr(whole, name))
+        assert torch.equal(found.label, whole.label)
+    close(whole[2:5].probs, posterior(x[2:5]))
+    assert whole[3].entropy.shape == (1, 5, 7)
+    assert whole[2:5].logit_variance.shape == (1, 3, CLASSES, 5, 7)
+    assert whole.numpy()["probs"].shape == (6, CLASSES, 5, 7)
+    with pytest.raises(OptionError, match="numpy"):
+        whole.to_frame()
+    assert "6 inputs at 5 x 7 positions, 3 classes" in repr(whole)
+    assert posterior.predict(x[:0]).probs.shape == (0, CLASSES, 5, 7)
+    assert posterior.predict(x[:0]).mutual_information.shape == (0, 5, 7)
+    other = torch.randn(2, 2, 4, 4)
+    with pytest.raises(DataError, match=r"\(3, 4, 4\).*\(3, 5, 7\).*predict_batches"):
+        posterior.predict([x, other])
+    assert [tuple(one.probs.shape) for one in posterior.predict_batches([x, other])] == [(6, 3, 5, 7), (2, 3, 4, 4)]
+    fit(network, [(x, y), (other, torch.randint(3, (2, 4, 4)))])
+
+
+@pytest.mark.parametrize("kind", ["sequence", "grid"])
+def test_channels_last_slices_like_the_rest(kind):
+    network, x, y, _ = made(kind)
+    posterior = fit(network, [(x, y)])
+    close(posterior.predict(x)[1:3].probs, posterior(x[1:3]))
+    with pytest.raises(OptionError, match="numpy"):
+        posterior.predict(x).to_frame()
+
+
+@pytest.mark.parametrize("kind", ["image", "grid"])
+def test_ensemble_finds_the_axis_of_the_classes(kind):
+    networks, (_, x, _, axis) = [made(kind, seed)[0] for seed in range(2)], made(kind)
+    found = mola.ensemble(networks).predict(x)
+    expected = (networks[0](x).softmax(axis) + networks[1](x).softmax(axis)) / 2
+    close(found.probs, expected.detach())
+    assert found.label.shape == found.mutual_information.shape == expected.select(axis, 0).shape
+
+
+def test_memory_formats_precisions_and_parametrised_heads():
+    network, x, y, _ = made("image")
+    expected = fit(network, [(x, y)])(x)
+    last = x.to(memory_format=torch.channels_last)
+    close(fit(network, [(last, y)])(last), expected)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
+        coarse = fit(made("image")[0].to(dtype), [(x.to(dtype), y)])(x.to(dtype))
+        assert coarse.dtype == torch.float32
+        close(coarse.double(), expected, tolerance)
+    nn.utils.parametrizations.weight_norm(network.head)
+    close(fit(network, [(x, y)])(x), expected)
+
+
+# --- networks and likelihoods -----------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    """Two levels, batch normalisation, a skip connection, and an auxiliary head that runs last."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.deep = nn.Sequential(
+            nn.MaxPool2d(2), nn.Conv2d(6, 8, 3, padding=1), nn.ReLU(), nn.Upsample(scale_factor=2)
+        )
+        self.up = nn.Sequential(nn.Conv2d(14, 5, 3, padding=1), nn.ReLU())
+        self.head = nn.Conv2d(5, 4, 1)
+        self.auxiliary = nn.Conv2d(6, 4, 1)
+
+    def forward(self, x):
+        high = self.down(x)
+        logits = self.head(self.up(torch.cat([high, self.deep(high)], 1)))
+        self.auxiliary(high)
+        return {"logits": logits}
+
+
+def test_a_u_net_as_it_is():
+    network, x, y = UNet().train(), torch.randn(5, 3, 8, 8), torch.randint(4, (5, 8, 8))
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    posterior = fit(network, [(x, y)])
+    assert posterior.components[0].head.name == "head"
+    assert posterior.predict(x).probs.shape == (5, 4, 8, 8)
+    assert network.training
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+
+
+def test_a_hugging_face_model_for_tokens_as_it_is():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(**sizes, vocab_size=50, num_labels=5)
+    model = transformers.BertForTokenClassification(config)
+    tokens, mask = torch.randint(50, (6, 7)), torch.ones(6, 7, dtype=torch.int64)
+    mask[0, 4:] = 0
+    labels = torch.randint(5, (6, 7)).masked_fill(mask == 0, -100)
+    posterior = fit(model, [{"input_ids": tokens, "attention_mask": mask, "labels": labels}])
+    assert posterior.components[0].head.name == "classifier"
+    assert count(posterior) == int(mask.sum())
+    found = posterior.predict({"input_ids": tokens, "attention_mask": mask})
+    assert found.probs.shape == (6, 7, 5)
+    assert found.entropy.shape == found.distance.shape == (6, 7)
+    close(found.probs.sum(-1), torch.ones(6, 7))
+
+
+@pytest.mark.parametrize("kind", ["image", "sequence"])
+def test_multi_label_at_every_position(kind):
+    network, x, _, axis = made(kind)
+    y = torch.randint(2, network(x).shape).double()
+    y[torch.rand(y.shape) < 0.2] = math.nan
+    flat, rows = flattened(network, x, axis)
+    dense = fit(network, [(x, y)], likelihood="bernoulli")
+    plain = fit(flat, [(rows, rows_of(y, axis))], likelihood="bernoulli")
+    close(dense.log_evidence(), plain.log_evidence())
+    found, expected = dense.predict(x), plain.predict(rows)
+    for name in ("probs", "label", "confidence", "entropy", "mutual_information"):
+        assert getattr(found, name).shape == y.shape
+        close(rows_of(getattr(found, name), axis), getattr(expected, name))
+    close(found.distance.flatten(), expected.distance)
+    close(rows_of(dense.confidence_bound(x), axis), plain.confidence_bound(rows))
+
+
+@pytest.mark.parametrize("heteroscedastic", [False, True])
+@pytest.mark.parametrize("kind", ["image", "sequence"])
+def test_regression_at_every_position(kind, heteroscedastic):
+    likelihood, targets = Gaussian(heteroscedastic=heteroscedastic), 2
+    network, x, _, axis = made(kind, outputs=2 * targets if heteroscedastic else targets)
+    y = (network(x).detach().narrow(axis, 0, targets)).clone()
+    y += 0.3 * torch.randn(y.shape)
+    flat, rows = flattened(network, x, axis)
+    dense = fit(network, [(x, y)], likelihood=likelihood)
+    plain = fit(flat, [(rows, rows_of(y, axis))], likelihood=likelihood)
+    close(dense.log_evidence(), plain.log_evidence())
+    close(dense.noise, plain.noise)
+    found, expected = dense.predict([x[:4], x[4:]]), plain.predict(rows)
+    assert dense(x).shape == y.shape
+    for name in ("mean", "variance", "aleatoric", "epistemic", "std"):
+        assert getattr(found, name).shape == y.shape
+        close(rows_of(getattr(found, name), axis), getattr(expected, name))
+    close(rows_of(found.interval(0.9)[0], axis), expected.interval(0.9)[0])
+    close(found.log_prob(y).flatten(), expected.log_prob(rows_of(y, axis)))
+    close(found.ood_score.flatten(), expected.ood_score)
+    close(found[2:4].std, dense.predict(x[2:4]).std)
+    assert "positions" in repr(found)
+    with pytest.raises(OptionError, match="numpy"):
+        found.to_frame()
+
+
+# --- wrong use --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (
+            lambda: nn.Conv2d(FEATURES, CLASSES, 3, padding=1),
+            r"kernel size \(3, 3\), padding \(1, 1\).*1x1 convolution",
+        ),
+        (lambda: nn.Conv2d(FEATURES, CLASSES, 1, stride=2), r"stride \(2, 2\)"),
+        (lambda: nn.Conv2d(FEATURES, 4, 1, groups=2), "groups 2"),
+        (lambda: nn.Sequential(nn.Conv2d(FEATURES, CLASSES, 1), nn.Softmax(1)), r"'head.0'.*applies a softmax"),
+        (lambda: nn.Sequential(nn.Conv2d(FEATURES, CLASSES, 1), nn.Upsample(scale_factor=2)), "resizing"),
+        (lambda: nn.Conv2d(FEATURES, 1, 1), "at least 2 classes"),
+    ],
+)
+def test_other_last_layers_are_refused(layer, words):
+    network, x, y, _ = made("image")
+    network.head = layer()
+    with pytest.raises(HeadError, match=words):
+        fit(network, [(x, y)])
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (lambda y: y[:, None], r"squeeze\(1\)|shape \(6, 5, 7\)"),
+        (lambda y: y[:, 0, 0], r"a label for each position, of shape \(6, 5, 7\).*got labels of shape \(6,\)"),
+        (lambda y: y.repeat_interleave(2, 1), r"got labels of shape \(6, 10, 7\).*size of the outputs"),
+        (lambda y: functional.one_hot(y, CLASSES).movedim(-1, 1), "not one-hot"),
+        (lambda y: y.double(), "integer type"),
+        (lambda y: y + 1, r"labels must lie in \[0, 2\].*ignore_index=3"),
+    ],
+)
+def test_labels_of_another_form_are_named(labels, words):
+    network, x, y, _ = made("image")
+    with pytest.raises(DataError, match=words):
+        fit(network, [(x, labels(y))])
+
+
+def test_wrong_use_is_named():
+    network, x, y, _ = made("image")
+    for wrong in (0, 1.5, "some", True):
+        with pytest.raises(OptionError, match="positions"):
+            fit(network, [(x, y)], positions=wrong)
+    for wrong in (1.5, None, True):
+        with pytest.raises(OptionError, match="ignore_index"):
+            fit(network, [(x, y)], ignore_index=wrong)
+    coarse = nn.Sequential(nn.AvgPool2d(2), made("image", 1)[0])
+    with pytest.raises(DataError, match=r"models\[1\].*\(2, 3\).*\(5, 7\).*same positions"):
+        fit([network, coarse], [(x, y)])
+    with pytest.raises(HeadError, match="axes of positions"):
+        fit([network, nn.Sequential(nn.Flatten(), nn.Linear(70, CLASSES))], [(x, y)])
+    with pytest.raises(BoundError, match="dense outputs"):
+        fit(network, [(x, y)]).far_field_limit(x)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+    posterior = fit(plain, [(torch.randn(8, 4), torch.randint(CLASSES, (8,)))])
+    with pytest.raises(HeadError, match=r"\(batch, classes\).*\(2, 3, 3\)"):  # fitted on one row for each input
+        posterior.predict(torch.randn(2, 3, 4))
+
+
+def test_position_with_some_of_its_targets_left_out_is_refused():
+    network, x, targets = nn.Sequential(nn.Conv2d(3, 2, 1)), torch.randn(2, 3, 4, 5), torch.randn(2, 2, 4, 5)
+    targets[1, 0, 2, 2] = -100
+    with pytest.raises(DataError, match="batch 0 .*targets must be finite"):
+        fit(network, [(x, targets)], likelihood="gaussian")
+    targets[1, :, 2, 2] = -100
+    assert count(fit(network, [(x, targets)], likelihood="gaussian")) == 39
+
+
+def test_missing_labels_may_have_any_value():
+    x, labels, missing = torch.randn(3, 3, 4, 5), torch.randint(2, (3, 2, 4, 5)), torch.rand(3, 2, 4, 5) < 0.3
+    network = nn.Sequential(nn.Conv2d(3, 2, 1))
+
+    def fitted(value, dtype, **options):
+        marked = torch.where(missing, value, labels).to(dtype)
+        return fit(network, [(x, marked)], structure="full", likelihood="bernoulli", **options)
+
+    assert torch.equal(fitted(255, torch.uint8, ignore_index=255)(x), fitted(-100, torch.int64)(x))
+
+
+def test_logits_between_0_and_1_are_not_taken_for_probabilities():
+    network = nn.Sequential(nn.Conv2d(3, 1, 1))
+    with torch.no_grad():
+        network[0].weight.mul_(0.05)
+        network[0].bias.fill_(0.5)
+    x, labels = torch.randn(2, 3, 9, 9), torch.randint(2, (2, 1, 9, 9))
+    assert bool(((network(x) > 0) & (network(x) < 1)).all())
+    assert fit(network, [(x, labels)], likelihood="bernoulli").predict(x).probs.shape == (2, 1, 9, 9)
