@@ -229,6 +229,13 @@ def call(network: nn.Module, inputs: Inputs) -> Tensor:
         network: any module that returns logits, or an object or mapping with `logits`.
         inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
     """
+    # Not inference_mode: a network that caches a tensor during the pass must still train afterwards.
+    with torch.no_grad():
+        return run(network, inputs)
+
+
+def run(network: nn.Module, inputs: Inputs) -> Tensor:
+    """Run a network as `call` does, with gradients where they are enabled."""
     network = unwrapped(network)
     device = device_of(network)
     if device is not None:
@@ -236,9 +243,7 @@ def call(network: nn.Module, inputs: Inputs) -> Tensor:
             check_network(network)
         inputs = to_device(inputs, device)
     try:
-        # Not inference_mode: a network that caches a tensor during the pass must still train afterwards.
-        with torch.no_grad():
-            return _logits_of(_run(network, inputs))
+        return _logits_of(_run(network, inputs))
     except (MolaError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
