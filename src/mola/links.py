@@ -12,13 +12,14 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mola.errors import OptionError
 from mola.laplace.base import LastLayerSpread, Spread
 from mola.likelihoods.base import DiscreteLikelihood, Likelihood
-from mola.numerics import check_seed
+from mola.numerics import check_seed, standard_normals
 from mola.options import one_of, resolve, whole_number
 
 DRAWS_AT_ONCE = 2**16
@@ -135,7 +136,9 @@ class Bridge(Link):
     ) -> Tensor:
         """Probabilities (..., n, C)."""
         if spread is None:
-            raise OptionError("link 'bridge' needs a covariance, and a plain ensemble has none. Use link='probit', or mola.fit.")
+            raise OptionError(
+                "link 'bridge' needs a covariance, and a plain ensemble has none. Use link='probit', or mola.fit."
+            )
         mean, variance = _centred(mean), spread.variance(centred=True)
         # Features that are all 0, without a bias, have no variance in any logit.
         variance = torch.where(variance.amax(-1, keepdim=True) > 0, variance, 1.0)
@@ -182,14 +185,15 @@ class MonteCarlo(Link):
         """Probabilities (n, C)."""
         if spread is None:
             return likelihood.probabilities(mean)
-        generator = torch.Generator("cpu").manual_seed(self.seed if seed is None else seed)
+        # By NumPy: a trace takes the draws as constants.
+        generator = np.random.default_rng(self.seed if seed is None else seed)
         total, step = torch.zeros_like(mean), max(1, DRAWS_AT_ONCE // mean.shape[-1])
         if self.over == "weights" and isinstance(spread, LastLayerSpread):
             for start in range(0, self.samples, step):
                 deviations = spread.by_weights(min(step, self.samples - start), generator)
                 total = total + likelihood.probabilities(mean[:, None] + deviations).sum(1)
             return total / self.samples
-        noise = torch.randn(self.samples, spread.noise_size, generator=generator, dtype=torch.float64).to(mean)
+        noise = standard_normals((self.samples, spread.noise_size), generator).to(mean)
         for part in torch.split(noise, step):
             total = total + likelihood.probabilities(mean[:, None] + spread.perturb(part)).sum(1)
         return total / self.samples

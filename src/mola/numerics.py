@@ -6,10 +6,17 @@ the same numbers and a prediction does not depend on its batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from mola.errors import OptionError
+
+Generator = torch.Generator | np.random.Generator | None
+"""Source of random numbers; None is torch's default generator."""
 
 SOBOL_DIMENSIONS = 4096
 """Dimensions of a point that come from Sobol's sequence; in further ones the gain is lost and the table takes long to make."""
@@ -25,6 +32,14 @@ def to_float64(tensor: Tensor) -> Tensor:
     return tensor.to(float64_device(tensor.device)).double()
 
 
+def standard_normals(shape: Sequence[int], generator: Generator) -> Tensor:
+    """Draws on the CPU in float64, so that they are the same on every device."""
+    if isinstance(generator, np.random.Generator):
+        return torch.from_numpy(generator.standard_normal(tuple(shape)))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@lru_cache(maxsize=32)  # every batch has the same draws, and a trace takes those of an earlier run as constants
 def sobol_normals(count: int, size: int, seed: int) -> Tensor:
     """Standard normals (count, size) that fill space more evenly than random ones: a scrambled Sobol sequence.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from mola.errors import OptionError, StructureTooLargeError
 from mola.laplace.sums import Sums
 from mola.likelihoods.base import OutputCurvature
+from mola.numerics import Generator
 
 SMALLEST, LARGEST = 1e-30, 1e30
 """Prior precisions that can be used."""
@@ -108,8 +109,9 @@ class Curvature(ABC):
 
     def to(self, device: torch.device) -> Self:
         """The same curvature on another device."""
-        tensors = {one.name: getattr(self, one.name) for one in fields(self)}
-        return replace(self, **{name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)})
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        moved: Any = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
     @abstractmethod
     def variance(self, phi: Tensor, precision: Precision, *, centred: bool = False) -> Tensor:
@@ -129,7 +131,7 @@ class Curvature(ABC):
         """Deviations (n, S, C) of the logits up to a common shift, from standard normals (S, noise_size) shared by all data."""
 
     @abstractmethod
-    def sample(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Deviations (count, C, P) of the weights from the trained ones."""
 
     @abstractmethod
@@ -210,7 +212,7 @@ class LastLayerSpread:
         divisor = None if self.divisor is None else self.divisor[..., None]
         return self._divided(self.curvature.perturb(self.phi, float(self.precision), noise), divisor)
 
-    def by_weights(self, count: int, generator: torch.Generator | None) -> Tensor:
+    def by_weights(self, count: int, generator: Generator) -> Tensor:
         """Deviations (n, count, C) of the logits from draws of the weights."""
         weights = self.curvature.sample(float(self.precision), count, generator)
         divisor = None if self.divisor is None else self.divisor[..., None]
@@ -281,8 +283,3 @@ def mahalanobis_weights(values: Tensor) -> Tensor:
     """`1 / (b + ridge)` for eigenvalues b (P,) of the mean outer product of the features; 1 where all are 0."""
     largest = values.max()
     return 1 / torch.where(largest > 0, values + OUTLIER_RIDGE * largest, torch.ones_like(values))
-
-
-def standard_normals(shape: Sequence[int], generator: torch.Generator | None) -> Tensor:
-    """Draws on the CPU in float64, so that they are the same on every device."""
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -17,10 +17,10 @@ from mola.laplace.base import (
     centred_variance,
     hides_shift,
     mahalanobis_weights,
-    standard_normals,
 )
 from mola.laplace.sums import Sums
 from mola.likelihoods.base import OutputCurvature
+from mola.numerics import Generator, standard_normals
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Diag(Structure):
             parts.append(separate if scale is None else separate * scale[:, None])
         diagonal = parts[0] if len(parts) == 1 else parts[0] + parts[1]
         values = sums.tensors["squares"].cpu() / sums.count
-        return DiagCurvature(*diagonal.shape, diagonal, values, hidden=hides_shift(sums))
+        outputs, features = diagonal.shape
+        return DiagCurvature(outputs, features, diagonal, values, hides_shift(sums))
 
     def bytes(self, features: int, outputs: int) -> int:
         """Sums and one table of their size."""
@@ -89,7 +90,7 @@ class DiagCurvature(Curvature):
         """`sqrt(v) * noise`."""
         return self.variance(phi, precision).sqrt()[:, None, :] * noise
 
-    def sample(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Independent normals with the posterior variances."""
         noise = standard_normals((count, self.outputs, self.features), generator).to(self.diagonal.device)
         return noise * self.inverse(precision).sqrt()

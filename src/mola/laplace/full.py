@@ -23,10 +23,10 @@ from mola.laplace.base import (
     hides_shift,
     mahalanobis_weights,
     output_bases,
-    standard_normals,
 )
 from mola.laplace.sums import Sums
 from mola.likelihoods.base import OutputCurvature
+from mola.numerics import Generator, standard_normals
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class FullCurvature(Curvature):
         weights = torch.einsum("cpm,sm->pcs", self.vectors, noise * self.inverse(precision).sqrt())
         return torch.einsum("np,pcs->nsc", phi, weights)
 
-    def sample(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Independent normals in the eigenbasis, rotated back, and the prior's own in the hidden direction."""
         noise = standard_normals((count, len(self.values)), generator).to(self.values.device)
         seen = torch.einsum("cpm,sm->scp", self.vectors, noise * self.inverse(precision).sqrt())

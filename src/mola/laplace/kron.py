@@ -30,10 +30,10 @@ from mola.laplace.base import (
     laplacian,
     mahalanobis_weights,
     output_bases,
-    standard_normals,
 )
 from mola.laplace.sums import Sums
 from mola.likelihoods.base import OutputCurvature
+from mola.numerics import Generator, standard_normals
 from mola.options import is_real
 
 
@@ -230,7 +230,7 @@ class KronCurvature(FactoredCurvature):
         """`sum_i log(sqrt(N) a_i + sqrt(lambda))`."""
         return -self.class_inverse(precision).log().sum()
 
-    def sample(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """`U^1/2 E V^1/2` for standard normal E."""
         noise = standard_normals((count, self.outputs, self.features), generator)
         left = self.class_vectors * self.class_inverse(precision).sqrt()

@@ -50,11 +50,11 @@ from mola.laplace.base import (
     centred_diagonal,
     centred_variance,
     eigensystem,
-    standard_normals,
 )
 from mola.laplace.kron import FactoredCurvature
 from mola.laplace.sums import Sums
 from mola.likelihoods.base import OutputCurvature
+from mola.numerics import Generator, standard_normals
 
 HALVINGS = 80
 """Steps of the bisection for T: more than float64 can tell apart."""
@@ -197,7 +197,7 @@ class KronDiagCurvature(FactoredCurvature):
         gamma, rest = self.own(precision)
         return (self.nodes * gamma * rest).sum().log() - gamma.log().sum()
 
-    def sample(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Independent normals for each class and a common one, times a root of V."""
         root = self.feature_vectors * self.feature_inverse(precision).sqrt()
         noise = standard_normals((count, self.outputs + 2, self.features), generator).to(root.device) @ root.T

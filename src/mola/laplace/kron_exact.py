@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
 from torch import Tensor
 
-from mola.laplace.base import Curvature, Precision, as_column, mahalanobis_weights, standard_normals
+from mola.laplace.base import Curvature, Precision, as_column, mahalanobis_weights
 from mola.laplace.kron import Kron, kron_eigensystem
 from mola.laplace.sums import Sums
+from mola.numerics import Generator, standard_normals
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class KronExactCurvature(Curvature):
         spread = (self.squares(phi) @ self.inverse(precision)[: self.visible].T).sqrt()
         return (spread[:, None, :] * noise) @ self.class_vectors[:, : self.visible].T
 
-    def sample(self, precision: float, count: int, generator: torch.Generator | None) -> Tensor:
+    def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
         """Independent normals in the joint eigenbasis, rotated back."""
         noise = standard_normals((count, self.outputs, self.features), generator).to(self.class_values.device)
         return self.class_vectors @ (noise * self.inverse(precision).sqrt()) @ self.feature_vectors.T
