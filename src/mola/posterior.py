@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mola import bounds
 from mola.distributed import Team
-from mola.errors import DataError, OptionError, located
+from mola.errors import BoundError, DataError, OptionError, located
 from mola.laplace import ClassDistance, Curvature, LastLayerSpread, Structure, Sums, check_precision
 from mola.likelihoods import DiscreteLikelihood, Gaussian, Likelihood, Predictive
 from mola.links import Link, as_link
@@ -346,11 +346,12 @@ class MoLA(Mixture):
             pairs.append(layer.distance.logs(phi))
         return torch.stack([one for one, _ in pairs]), torch.stack([two for _, two in pairs])
 
-    def _scale(self, rows: MixtureRows) -> Tensor | None:
+    def _scale(self, rows: MixtureRows) -> list[Tensor] | None:
         if self.scaling.temperature == 1 and self.scaling.exponent == 0:
             return None
-        logs = self.log_distances(rows) if self.scaling.exponent > 0 else (None, None)
-        return self.scaling.factors(*logs, self.weights.to(rows.outputs[0]), norms=self.likelihood.discrete)
+        distance, norm = self.log_distances(rows) if self.scaling.exponent > 0 else (None, None)
+        weights = self.weights.to(rows.outputs[0])
+        return list(self.scaling.factors(distance, norm, weights, norms=self.likelihood.discrete).unbind(0))
 
     def noise_variances(self, rows: MixtureRows) -> list[Tensor]:
         """Noise variance (n, D) of each component of a regression, in the network's units."""
@@ -362,7 +363,14 @@ class MoLA(Mixture):
         options: dict[str, Any] = {} if self.likelihood.discrete else {"noises": self.noise_variances(rows)}
         scale, pooling = self._scale(rows), self.scaling.pooling
         return self.likelihood.predictive(
-            rows.outputs, self._spreads(rows), self.weights, self.link, scale=scale, pooling=pooling, seed=seed, **options
+            rows.outputs,
+            self._spreads(rows),
+            self.weights,
+            self.link,
+            scale=scale,
+            pooling=pooling,
+            seed=seed,
+            **options,
         )
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:
@@ -388,7 +396,9 @@ class MoLA(Mixture):
         pairs = zip(features, outputs, strict=True)
         kept = [Captured(to_float64(one), to_float64(two), None, None) for one, two in pairs]
         with torch.no_grad():
-            return self._make_prediction(lambda: self._chunks(kept), Captured(features[0], outputs[0], None, None), None)
+            return self._make_prediction(
+                lambda: self._chunks(kept), Captured(features[0], outputs[0], None, None), None
+            )
 
     def _make_prediction(
         self,
@@ -400,7 +410,10 @@ class MoLA(Mixture):
     ) -> Any:
         def field(compute: Callable[[MixtureRows], Tensor], kind: str) -> Callable[[], Tensor]:
             return lambda: _returned(
-                torch.cat([compute(rows) for rows in chunks()], dim=int(kind == "members")), like, layout, kind
+                torch.cat([compute(rows) for rows in chunks()], dim=int(kind in ("members", "variances"))),
+                like,
+                layout,
+                kind,
             )
 
         shared: dict[str, Any] = {
@@ -414,14 +427,14 @@ class MoLA(Mixture):
             means = field(lambda rows: self.predictive(rows).means, "members")  # type: ignore[attr-defined]
             regression: dict[str, Any] = {
                 "component_mean": means(),
-                "component_variance": field(lambda rows: self.predictive(rows).variances, "members"),  # type: ignore[attr-defined]
-                "component_noise": field(self._noise_in_units, "members"),
+                "component_variance": field(lambda rows: self.predictive(rows).variances, "variances"),  # type: ignore[attr-defined]
+                "component_noise": field(self._noise_in_units, "variances"),
                 "ood_score": field(self._regression_score, "rows"),
                 "distance": distance,
             }
             return RegressionPrediction(regression, weights=self.weights, **shared)
         far_field = self.ood_score_name != MAX_PROBABILITY
-        kind = "rows" if self.likelihood.mutually_exclusive else "outputs"  # type: ignore[attr-defined]
+        kind = "rows" if self.likelihood.mutually_exclusive else "outputs"
         discrete: dict[str, Any] = {
             "probs": field(lambda rows: self.predictive(rows, seed).point(), "outputs")(),
             "mutual_information": field(lambda rows: self._mutual_information(rows, seed), kind),
@@ -441,9 +454,7 @@ class MoLA(Mixture):
         likelihood = self.likelihood
         assert isinstance(likelihood, DiscreteLikelihood)
         probs, scale = self.predictive(rows, seed).point(), self._scale(rows)
-        means, spreads = likelihood.scaled(
-            rows.outputs, self._spreads(rows), self.weights, scale, self.scaling.pooling  # type: ignore[arg-type]
-        )
+        means, spreads = likelihood.scaled(rows.outputs, self._spreads(rows), self.weights, scale, self.scaling.pooling)
         return entropy(likelihood.choices(probs)) * epistemic_share(likelihood, means, spreads, self.weights, seed or 0)
 
     # --- outlier scores ---------------------------------------------------------------------------------------------
@@ -560,7 +571,9 @@ class MoLA(Mixture):
             raise OptionError(f"likelihood {self.likelihood.name!r} has no noise.")
         given: Any = noise.tolist() if hasattr(noise, "tolist") else noise
         if given is None:
-            raise OptionError("noise: expected one number, or one for each output; got None. posterior.tune(val_loader) chooses it.")
+            raise OptionError(
+                "noise: expected one number, or one for each output; got None. posterior.tune(val_loader) chooses it."
+            )
         table = isinstance(given, (list, tuple)) and any(hasattr(row, "__len__") for row in given)
         rows = per_component(given, len(self.components), "noise") if table else [given] * len(self.components)
         moved = []
@@ -574,7 +587,13 @@ class MoLA(Mixture):
     # --- tune -------------------------------------------------------------------------------------------------------
 
     def read(
-        self, loader: Iterable[Any] | HeldOut, where: str, *, labelled: bool, progress: bool = False, team: Team | None = None
+        self,
+        loader: Iterable[Any] | HeldOut,
+        where: str,
+        *,
+        labelled: bool,
+        progress: bool = False,
+        team: Team | None = None,
     ) -> HeldOut:
         """Run the networks once over a loader and keep what tuning needs; what was read before is returned as it is."""
         if isinstance(loader, HeldOut):
@@ -695,7 +714,7 @@ class MoLA(Mixture):
     def _member_predictive(self, rows: MixtureRows, index: int, component: Component, one: Tensor) -> Predictive:
         likelihood, scale, spreads = component.likelihood, self._scale(rows), self._spreads(rows)
         if isinstance(likelihood, DiscreteLikelihood):
-            means, scaled = likelihood.scaled(rows.outputs, spreads, self.weights, scale, self.scaling.pooling)  # type: ignore[arg-type]
+            means, scaled = likelihood.scaled(rows.outputs, spreads, self.weights, scale, self.scaling.pooling)
             return likelihood.predictive([means[index]], [scaled[index]], one, self.link)
         own = None if scale is None else [scale[index]]
         return likelihood.predictive([rows.outputs[index]], [spreads[index]], one, self.link, scale=own)
@@ -739,12 +758,16 @@ class MoLA(Mixture):
         Returns:
             (n,), or (K, n) with `lemma`; (n, C) and (K, n, C) for labels. `BoundError` for a link other than the probit.
         """
-        bounds.require_probit(self.link)
+        self._require_bounds()
         captured = self._captured(one_batch(inputs))
-        found = torch.cat([bounds.mixture_bound(self, rows, lemma=lemma) for rows in self._chunks(captured)], dim=int(lemma))
-        exclusive = self.likelihood.mutually_exclusive  # type: ignore[attr-defined]
+        found = torch.cat(
+            [bounds.mixture_bound(self, rows, lemma=lemma) for rows in self._chunks(captured)], dim=int(lemma)
+        )
+        exclusive = self.likelihood.mutually_exclusive
         if lemma:
-            parts = [_returned(one, captured[0], captured[0].layout, "rows" if exclusive else "outputs") for one in found]
+            parts = [
+                _returned(one, captured[0], captured[0].layout, "rows" if exclusive else "outputs") for one in found
+            ]
             return torch.stack(parts)
         return _returned(found, captured[0], captured[0].layout, "rows" if exclusive else "outputs")
 
@@ -754,10 +777,17 @@ class MoLA(Mixture):
         Exact for bias-free ReLU networks, whose features scale with the input; this is checked. With a distance exponent it is 1/C,
         except for a network whose features are all 0 at an input, and so at any multiple of it.
         """
-        bounds.require_probit(self.link)
+        self._require_bounds()
         once, far = self._captured(inputs), self._captured(bounds.SCALE * inputs)
         limit = bounds.far_field_limit(self, once, far)
         return _returned(limit, once[0], None, "outputs")
+
+    def _require_bounds(self) -> None:
+        if not self.likelihood.discrete:
+            raise BoundError(
+                "a regression has no confidence to bound: far away, its standard deviation grows without bound."
+            )
+        bounds.require_probit(self.link)
 
     # --- files ------------------------------------------------------------------------------------------------------
 
@@ -783,7 +813,8 @@ def _labelled(data: HeldOut) -> Iterator[tuple[MixtureRows, Tensor]]:
 
 def _returned(values: Tensor, like: Captured, layout: Layout | None, kind: str) -> Tensor:
     # To the network's device and precision, at least float32, and from rows to the layout of dense outputs.
-    values = values.to(torch.promote_types(like.outputs.dtype, torch.float32)).to(like.outputs.device)
+    if kind != "variances":  # which may leave the range of float32 where their roots do not
+        values = values.to(torch.promote_types(like.outputs.dtype, torch.float32)).to(like.outputs.device)
     if layout is None:
         return values
     if kind == "rows":

@@ -348,12 +348,12 @@ class RegressionPrediction(_Fields):
 
     @property
     def component_variance(self) -> Tensor:
-        """Variance (K, n, D) of each component, noise included."""
+        """Variance (K, n, D) of each component, noise included, in float64."""
         return self._read("component_variance")
 
     @property
     def component_noise(self) -> Tensor:
-        """Variance (K, n, D) of each component's noise."""
+        """Variance (K, n, D) of each component's noise, in float64."""
         return self._read("component_noise")
 
     @property

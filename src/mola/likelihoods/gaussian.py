@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from mola import normal_mixtures
 from mola.errors import DataError, HeadError, OptionError
-from mola.likelihoods.base import Likelihood, LinkFunction, OutputCurvature, Ran, matrix_of, mixed, pooled
+from mola.likelihoods.base import Likelihood, LinkFunction, OutputCurvature, Ran, matrix_of, pooled
 from mola.numerics import to_float64
 from mola.options import counted, is_real, one_of
 
@@ -44,7 +44,7 @@ CONSTANT = 1e-12
 """Variance of targets, relative to their mean square, that is rounding alone."""
 
 SMALLEST, LARGEST = 1e-12, 1e12
-"""Noise that can be used, in units of the network's outputs."""
+"""Noise and scale of targets that can be used."""
 
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
@@ -220,7 +220,9 @@ class Gaussian(Likelihood):
         targets = to_float64(given.to(outputs.device))
         if not bool(torch.isfinite(targets).all()):
             row = int((~torch.isfinite(targets)).any(1).nonzero()[0])
-            raise DataError(f"{where}: targets must be finite, got {targets[row].tolist()}. Remove rows without a target.")
+            raise DataError(
+                f"{where}: targets must be finite, got {targets[row].tolist()}. Remove rows without a target."
+            )
         return targets
 
     def _standardised(self, labels: Tensor) -> Tensor:
@@ -278,15 +280,13 @@ class Gaussian(Likelihood):
                 "the network fits the training targets exactly, so the noise cannot be estimated from its residuals. Pass "
                 "mola.likelihoods.Gaussian(noise=...)."
             )
-        return replace(self._with_deviation(variance.sqrt()), estimated=True)
-
-    def _with_deviation(self, deviation: Tensor) -> Gaussian:
-        noise = deviation if self.heteroscedastic else deviation * self.units(len(deviation))[1]
-        return replace(self, noise=tuple(noise.tolist()))
+        noise = variance.sqrt() * self.units(len(variance))[1]
+        return replace(self, noise=tuple(noise.tolist()), estimated=True)
 
     def noise_scaled(self, factor: float, width: int) -> Gaussian:
         """The likelihood with its noise multiplied by a factor, clamped to the usable range."""
-        return self._with_deviation((factor * self.deviation(width)).clamp(SMALLEST, LARGEST))
+        noise = factor * (_expanded(self.noise, width, "noise") if self.noise is not None else self.deviation(width))
+        return replace(self, noise=tuple(noise.clamp(SMALLEST, LARGEST).tolist()))
 
     def output_scale(self, outputs: int) -> Tensor:
         """One over the noise variance (D,)."""
@@ -322,7 +322,7 @@ class Gaussian(Likelihood):
         for index, (noise, spread) in enumerate(zip(given, spreads, strict=True)):
             variance = noise if spread is None else noise + spread.variance()
             variances.append(variance if scale is None else variance * scale[index].square())
-        shape = torch.broadcast_shapes(*(one.shape for one in (*means, *variances)))
+        shape = torch.broadcast_shapes(*(one.shape for one in (*means, *variances)))  # type: ignore[no-untyped-call]
         return NormalMixture(
             weights,
             self.in_units(torch.stack([one.expand(shape) for one in means])),

@@ -238,12 +238,10 @@ def run(network: nn.Module, inputs: Inputs) -> Tensor:
     """Run a network as `call` does, with gradients where they are enabled."""
     network = unwrapped(network)
     device = device_of(network)
-    if device is not None:
-        if device.type == "meta":
-            check_network(network)
-        inputs = to_device(inputs, device)
+    if device is not None and device.type == "meta":
+        check_network(network)
     try:
-        return _logits_of(_run(network, inputs))
+        return _logits_of(_run(network, inputs if device is None else to_device(inputs, device)))
     except (MolaError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
