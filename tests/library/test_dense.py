@@ -442,7 +442,7 @@ def test_wrong_use_is_named():
 def test_position_with_some_of_its_targets_left_out_is_refused():
     network, x, targets = nn.Sequential(nn.Conv2d(3, 2, 1)), torch.randn(2, 3, 4, 5), torch.randn(2, 2, 4, 5)
     targets[1, 0, 2, 2] = -100
-    with pytest.raises(DataError, match="batch 0 .*targets must be finite"):
+    with pytest.raises(DataError, match=r"batch 0 .*targets must be finite"):
         fit(network, [(x, targets)], likelihood="gaussian")
     targets[1, :, 2, 2] = -100
     assert count(fit(network, [(x, targets)], likelihood="gaussian")) == 39
