@@ -1,0 +1,263 @@
+"""`mola.evaluate` against scikit-learn, torchmetrics and a bootstrap over inputs."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import log_loss, roc_auc_score
+from torch import nn
+
+import mola
+from mola import metrics
+from mola.errors import DataError, OptionError
+from mola.evaluation import Estimate, standard_error
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def table(count, seed, shift=0.0, classes=4):
+    inputs = torch.randn(count, 5, generator=generator(seed), dtype=torch.float64) + shift
+    return inputs, (
+        inputs[:, :classes] + torch.randn(count, classes, generator=generator(seed + 99), dtype=torch.float64)
+    ).argmax(1)
+
+
+def loader(pair, size=64):
+    return list(zip(*(torch.split(one, size) for one in pair), strict=True))
+
+
+def network(outputs=4, seed=0):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, outputs)).double()
+
+
+@pytest.fixture(scope="module")
+def posterior():
+    train = table(400, 0)
+    networks = [network(seed=seed) for seed in range(2)]
+    for one in networks:
+        optimiser = torch.optim.Adam(one.parameters(), 1e-2)
+        for _ in range(150):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(one(train[0]), train[1]).backward()
+            optimiser.step()
+    return mola.fit(networks, loader(train), loader(table(200, 1)), rule="nll", progress=False)
+
+
+@pytest.fixture(scope="module")
+def evaluated(posterior):
+    data = {"test": table(500, 2), "blur": table(300, 3, 0.5), "far": table(400, 4, 2.0)}
+    predictors = {"MoLA": posterior, "DE": mola.ensemble(posterior.networks)}
+    loaders = {name: loader(pair) for name, pair in data.items()}
+    found = mola.evaluate(predictors, loaders["test"], ood={"far": loaders["far"]}, shifted={"blur": loaders["blur"]})
+    return data, predictors, found
+
+
+@pytest.mark.parametrize("name", ["MoLA", "DE"])
+@pytest.mark.parametrize("data", ["test", "blur"])
+def test_scores_of_classes_against_other_libraries(evaluated, name, data):
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    pairs, predictors, found = evaluated
+    inputs, labels = pairs[data]
+    probs, row = predictors[name](inputs), found[name, data]
+    correct = probs.argmax(1) == labels
+    assert row["accuracy"] == pytest.approx(
+        (float(correct.double().mean()), correct.numpy().std(ddof=1) / math.sqrt(len(labels)))
+    )
+    assert row["nll"].value == pytest.approx(log_loss(labels, probs.double().numpy(), labels=range(4)), rel=1e-5)
+    assert row["brier"].value == pytest.approx(float((probs - torch.eye(4)[labels]).square().sum(1).mean()), rel=1e-5)
+    ece = multiclass_calibration_error(probs, labels, num_classes=4, n_bins=15, norm="l1")
+    assert row["ece"].value == pytest.approx(float(ece), abs=1e-5)
+    assert row["confidence"].value == pytest.approx(float(probs.amax(1).mean()), rel=1e-5)
+    assert row["aurc"].value == pytest.approx(metrics.area_under_risk_coverage(1 - probs.amax(1).double(), correct))
+
+
+@pytest.mark.parametrize("name", ["MoLA", "DE"])
+def test_outliers_against_scikit_learn(evaluated, name):
+    pairs, predictors, found = evaluated
+    inside, outside = (predictors[name].predict(pairs[data][0]) for data in ("test", "far"))
+    truth = [0] * len(inside) + [1] * len(outside)
+    for metric, scores in (
+        ("confidence", [1 - inside.confidence, 1 - outside.confidence]),
+        ("ood_score", [inside.ood_score, outside.ood_score]),
+    ):
+        row = found[name, "far"]
+        assert row[f"auroc_{metric}"].value == pytest.approx(roc_auc_score(truth, torch.cat(scores).numpy()), abs=1e-5)
+        below = np.quantile(scores[0].numpy(), 0.95)
+        assert row[f"fpr95_{metric}"].value == pytest.approx((scores[1].numpy() <= below).mean(), abs=3e-3)
+
+
+def resampled(function, *columns):
+    """Bootstrap standard error: each group of columns is drawn by itself, inputs with replacement."""
+    draw, values = np.random.default_rng(0), []
+    for _ in range(400):
+        rows = [torch.from_numpy(draw.integers(0, len(group[0]), len(group[0]))) for group in columns]
+        values.append(function(*(one[index] for group, index in zip(columns, rows, strict=True) for one in group)))
+    return np.std(values, ddof=1)
+
+
+def test_standard_errors_are_those_of_a_bootstrap(evaluated):
+    pairs, predictors, found = evaluated
+    inside, outside = (predictors["DE"].predict(pairs[data][0]) for data in ("test", "far"))
+    confidence, correct = inside.confidence.double(), (inside.label == pairs["test"][1]).double()
+    columns, scores = (confidence, correct), ((inside.ood_score,), (outside.ood_score,))
+    row, far = found["DE", "test"], found["DE", "far"]
+    slow = {
+        "ece": resampled(lambda one, two: metrics.calibration_gap(metrics.bin_sums(one, two)), columns),
+        "aurc": resampled(lambda one, two: metrics.area_under_risk_coverage(1 - one, two), columns),
+        "confidence": resampled(lambda one, _: float(one.mean()), columns),
+        "auroc_ood_score": resampled(metrics.auroc, *scores),
+        "fpr95_ood_score": resampled(metrics.fpr_at_tpr, *scores),
+    }
+    for name, expected in slow.items():
+        # The bootstrap itself is known to 4 %; the calibration error's has a bias beside.
+        assert ({**row, **far})[name].error == pytest.approx(
+            expected, rel=0.35 if name in ("ece", "fpr95_ood_score") else 0.15
+        )
+
+
+def test_the_influence_on_the_area_is_a_derivative():
+    """Doubling one datum changes the AURC by its influence over n, to first order; ties included."""
+    from mola.evaluation import _risk_influence
+
+    uncertainty = torch.rand(3000, generator=generator(), dtype=torch.float64).round(decimals=2)
+    correct = (torch.rand(3000, generator=generator(1), dtype=torch.float64) > uncertainty).double()
+    area = metrics.area_under_risk_coverage(uncertainty, correct)
+    influence = _risk_influence(uncertainty, correct) - area
+    assert float(influence.mean()) == pytest.approx(0, abs=3e-3)
+    for place in range(0, 3000, 500):
+        more = torch.cat([torch.arange(3000), torch.full((30,), place)])
+        change = metrics.area_under_risk_coverage(uncertainty[more], correct[more]) - area
+        assert 101 * change == pytest.approx(float(influence[place]), abs=0.03)
+
+
+def test_errors_by_cluster():
+    values, inputs = torch.randn(600, generator=generator()).double(), torch.arange(600)
+    assert standard_error(values, inputs) == pytest.approx(float(values.std()) / math.sqrt(600))
+    # Every value three times: as many inputs as before.
+    assert standard_error(values.repeat(3), inputs.repeat(3)) == pytest.approx(standard_error(values, inputs))
+    assert math.isnan(standard_error(values, torch.zeros(600, dtype=torch.int64)))
+
+
+def test_multi_label_data_count_known_labels_and_cluster_inputs():
+    inputs = torch.randn(300, 5, generator=generator())
+    labels = (inputs[:, :3] > 0).float()
+    labels[::7, 1], labels[3] = math.nan, -100
+    ensemble = mola.ensemble([network(3), network(3, 1)], likelihood="bernoulli")
+    found = mola.evaluate(ensemble, loader((inputs, labels)), ood={"far": [4 * inputs]})["MoLA", "test"]
+    probs = ensemble(inputs).double()
+    known = ~(labels.isnan() | (labels == -100))
+    right = torch.where(labels > 0.5, probs, 1 - probs)
+    assert found["nll"].value == pytest.approx(float(-right[known].log().mean()))
+    assert found["brier"].value == pytest.approx(float(2 * (1 - right[known]).square().mean()))
+    assert found["accuracy"].value == pytest.approx(float((right[known] > 0.5).double().mean()))
+    slow = resampled(lambda one, two: float((one > 0.5)[two].double().mean()), (right, known))
+    assert found["accuracy"].error == pytest.approx(slow, rel=0.15)
+
+
+@pytest.mark.parametrize("heteroscedastic", [False, True])
+def test_regression_by_definition(heteroscedastic):
+    inputs = torch.randn(400, 5, generator=generator())
+    targets = inputs[:, :2] + 0.3 * torch.randn(400, 2, generator=generator(1))
+    likelihood = mola.likelihoods.Gaussian(heteroscedastic=heteroscedastic)
+    networks = [network(4 if heteroscedastic else 2, seed) for seed in range(2)]
+    posterior = mola.fit(networks, loader((inputs, targets)), likelihood=likelihood, progress=False)
+    found = mola.evaluate({"r": posterior}, loader((inputs, targets)), ood={"far": [5 * inputs]})
+    prediction, row = posterior.predict(inputs), found["r", "test"]
+    lower, upper = prediction.interval(0.9)
+    inside = ((targets >= lower) & (targets <= upper)).double()
+    assert row["rmse"].value == pytest.approx(float((prediction.mean - targets).square().mean().sqrt()), rel=1e-5)
+    assert row["nll"].value == pytest.approx(-float(prediction.log_prob(targets).double().mean()), rel=1e-5)
+    assert row["crps"].value == pytest.approx(float(prediction.crps(targets).mean()), rel=1e-5)
+    assert row["coverage"] == pytest.approx((float(inside.mean()), float(inside.mean(1).std()) / 20), abs=1e-6)
+    squares = (prediction.mean - targets).square().mean(1)
+    assert row["rmse"].error == pytest.approx(resampled(lambda one: float(one.mean().sqrt()), (squares,)), rel=0.15)
+    assert set(found["r", "far"]) == {f"{metric}_{by}" for metric in ("auroc", "fpr95") for by in ("std", "ood_score")}
+    assert found["r", "far"]["auroc_ood_score"].value > 0.9
+
+
+def test_dense_outputs_leave_out_ignored_positions():
+    images = torch.randn(12, 3, 6, 5, generator=generator())
+    labels = torch.randint(4, (12, 6, 5), generator=generator(1))
+    labels[:, 0] = -100
+    head = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    posterior = mola.fit(head, loader((images, labels), 5), progress=False)
+    found = mola.evaluate(posterior, loader((images, labels), 5), ood={"far": [9 * images]})
+    probs = posterior(images).movedim(1, -1)[:, 1:].reshape(-1, 4).double()
+    kept = labels[:, 1:].flatten()
+    row = found["MoLA", "test"]
+    assert row["nll"].value == pytest.approx(metrics.negative_log_likelihood(probs, kept), rel=1e-6)
+    correct = (probs.argmax(1) == kept).double()
+    assert row["accuracy"] == pytest.approx(
+        (float(correct.mean()), standard_error(correct, torch.arange(12).repeat_interleave(25)))
+    )
+    assert found.counts["MoLA", "test"] == 12
+    drawn = mola.evaluate(posterior, loader((images, labels), 5), positions=7)["MoLA", "test"]
+    assert drawn["nll"].value == pytest.approx(row["nll"].value, rel=0.2)
+    assert drawn["nll"].error > row["nll"].error / 2
+
+
+def test_any_callable_is_a_predictor(evaluated):
+    pairs, predictors, found = evaluated
+    test = loader(pairs["test"])
+    by_name = {"numpy": lambda x: predictors["DE"](x).numpy(), "mixed": mola.Mixture(list(predictors.values()))}
+    other = mola.evaluate(by_name, test, ood={"far": [pairs["far"][0]]})
+    assert other["numpy", "test"] == found["DE", "test"]
+    assert other["numpy", "far"] == found["DE", "far"]
+    assert other["mixed", "test"]["nll"].value < max(found[name, "test"]["nll"].value for name in predictors)
+    assert mola.evaluate(by_name["numpy"], test)["<lambda>", "test"] == found["DE", "test"]
+    with pytest.raises(DataError, match=r"mola\.ensemble"):
+        mola.evaluate(network(), test)
+
+
+def test_loaders_are_read_once_for_each_predictor(posterior):
+    class Counting(list):
+        reads = 0
+
+        def __iter__(self):
+            Counting.reads += 1
+            return super().__iter__()
+
+    mola.evaluate({"a": posterior, "b": mola.ensemble(posterior.networks)}, Counting(loader(table(50, 5))))
+    assert Counting.reads == 2
+
+
+def test_the_table_prints_and_becomes_a_frame(evaluated):
+    found = evaluated[2]
+    lines = repr(found).splitlines()
+    assert lines[0].split() == ["predictor", "data", "count", "accuracy", "nll", "brier", "ece", "aurc", "confidence"]
+    assert len(lines) == 5 + 1 + 3
+    assert "±" in lines[1]
+    assert found._repr_html_().count("<table>") == 2
+    frame = found.to_frame()
+    assert frame.index.names == ["predictor", "data"]
+    assert frame.loc[("MoLA", "test"), "nll"] == found["MoLA", "test"]["nll"].value
+    assert frame.loc[("MoLA", "far"), "auroc_ood_score_se"] == found["MoLA", "far"]["auroc_ood_score"].error
+    assert math.isnan(frame.loc[("MoLA", "far"), "nll"])
+    assert str(Estimate(0.95123, 0.0021)) == "0.9512 ± 0.0021"
+    assert str(Estimate(1234.5, 56.0)) == "1234 ± 56"
+    assert str(Estimate(1.0, 0.0)) == "1"
+    with pytest.raises(KeyError, match="no row"):
+        found["MoLA", "nowhere"]
+
+
+def test_data_that_do_not_fit_are_refused(posterior):
+    inputs, labels = table(20, 6)
+    with pytest.raises(DataError, match="test loader has no labels"):
+        mola.evaluate(posterior, [inputs])
+    with pytest.raises(DataError, match="blur loader: labels must lie"):
+        mola.evaluate(posterior, [(inputs, labels)], shifted={"blur": [(inputs, labels + 4)]})
+    with pytest.raises(DataError, match="far loader"):
+        mola.evaluate(posterior, [(inputs, labels)], ood={"far": inputs})
+    with pytest.raises(DataError, match="test loader is empty"):
+        mola.evaluate(posterior, [])
+    for names in ({"shifted": {"test": []}}, {"shifted": {"a": []}, "ood": {"a": []}}):
+        with pytest.raises(OptionError, match="different name"):
+            mola.evaluate(posterior, [(inputs, labels)], **names)
+    with pytest.raises(OptionError, match="at least one predictor"):
+        mola.evaluate({}, [(inputs, labels)])
