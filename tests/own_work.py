@@ -18,7 +18,7 @@ from mola.app.jobs.folder import PosteriorFolder, open_posterior
 from mola.app.jobs.job import Job
 from mola.lab.data.folder import Preparation
 from mola.lab.data.images import NORMALISATIONS
-from mola.saving.weights_files import save_weights
+from mola.saving.weights import save_weights
 
 
 def as_of_old(folder: Path) -> Path:

@@ -99,15 +99,14 @@ def evaluate(
             team=team,
         )
         numbers = evaluation_document(comparison)
-        with team.work("writing the page"):
-            if not team.first:
-                return  # one process writes and speaks for all
-            page = write_evaluation(
-                comparison,
-                numbers,
-                output,
-                lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done),
-            )
+        if not team.first:
+            return  # one process writes and speaks for all
+        page = write_evaluation(
+            comparison,
+            numbers,
+            output,
+            lambda doing, done: progress(doing, DRAWING_BEGINS + (1 - DRAWING_BEGINS) * done),
+        )
     write_run(context, output / "run.toml")
     if not quiet and not as_json:
         console = Console(highlight=False)

@@ -37,7 +37,7 @@ def export(
     outputs: Annotated[
         str | None,
         typer.Option(
-            help="Outputs, separated by commas: probabilities, label, confidence, entropy, mutual_information, ood_score, distance; "
+            help="Outputs, separated by commas: probs, label, confidence, entropy, epistemic, aleatoric, ood_score, distance; "
             "of numbers mean, variance, epistemic, aleatoric, ood_score, distance.  "
             "[default: all that the posterior has]"
         ),

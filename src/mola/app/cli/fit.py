@@ -18,9 +18,9 @@ from mola.app.cli.shared_options import (
     Json,
     Quiet,
     a_price,
-    cooling_words,
     finish,
     numbers,
+    scaling_words,
     set_threads,
     sides,
     texts,
@@ -228,7 +228,7 @@ def fit(
     link: Annotated[
         str | None,
         typer.Option(
-            help="From logits to probabilities: probit, probit-centered, mean-field, bridge or mc.  [default: probit]",
+            help="From logits to probabilities: probit, probit-centred, mean-field, bridge or mc.  [default: probit]",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -373,7 +373,7 @@ def _show(output: Path, job: Job, result: FitResult, heard: set[str]) -> None:
     count = counted(networks, "network")
     precisions = ", ".join(dict.fromkeys(f"{value:.3g}" for value in found["prior_precision"]))
     rule = f", by {found['rule']}" if found["rule"] else ""
-    cooled = "".join(f", {words}" for words in cooling_words(found["temperature"], found["distance_exponent"]))
+    cooled = "".join(f", {words}" for words in scaling_words(found))
     outputs = f"{found['outputs']} classes" if job.likelihood == "categorical" else counted(found["outputs"], "output")
     if job.heteroscedastic:
         outputs += f", means and variances of {counted(found['outputs'] // 2, 'target')},"
@@ -399,7 +399,7 @@ def _show(output: Path, job: Job, result: FitResult, heard: set[str]) -> None:
         caption = f"{counted(measured['count'], part)}, which were tuned on: `mola evaluate` measures on others."
         console.print(for_terminal(make_table("On the validation data", caption, columns, values)))
         before, after = measured["networks"]["nll"], measured["posterior"]["nll"]
-        if after > before and str(found["rule"]).startswith("ConfidenceThreshold"):
+        if after > before and str(found["rule"]).startswith("Threshold"):
             console.print(
                 f"The threshold rule has raised the log loss here, {before:.4f} to {after:.4f}: that is the price of caution outside "
                 f"these data. --rule nll tunes for the log loss instead.",

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mola.app.cli.shared_options import Json, cooling_words
+from mola.app.cli.shared_options import Json, scaling_words
 from mola.options import counted
 
 
@@ -50,17 +50,13 @@ def _fitted_on(found: dict[str, Any]) -> str:
 
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in found["prior_precision"]))
-    sizes = ", ".join(dict.fromkeys(f"{one:,}" for one in found["network_numbers"]))
     lines = [
         ("posterior", found["folder"]),
-        (
-            "networks",
-            f"{found['components']}, of {sizes} parameters and buffers",
-        ),
+        ("networks", str(found["components"])),
         ("last layer", f"{found['heads'][0]}: {found['features'][0]} features, {_outputs(found)}"),
         ("structure", f"{found['structure']}, link {found['link']}, weights {found['weighting']}"),
         ("lambda", f"{precisions}, {'by ' + found['rule'] if found['rule'] else 'as given'}"),
-        ("cooling", _cooling(found)),
+        ("scaling", _scaling(found)),
         *[("note", note) for note in found["notes"]],
         ("fitted on", _fitted_on(found)),
         ("files", f"{found['bytes']:,} bytes, intact; checksum {found['sha256'][:16]}"),
@@ -108,12 +104,11 @@ def _outputs(found: dict[str, Any]) -> str:
     return f"{counted(found['outputs'], 'output')}{variances}, likelihood {found['likelihood']}"
 
 
-def _cooling(found: dict[str, Any]) -> str:
-    words = cooling_words(found["temperature"], found["distance_exponent"])
+def _scaling(found: dict[str, Any]) -> str:
+    words = " and ".join(scaling_words(found))
     if found["has_distances"]:
-        return " and ".join(words) or "none; distances from the training classes are known"
-    why = "fitted with --no-distances, or by an older version of mola"
-    return f"{' and '.join(words) or 'none'}; no distances: {why}"
+        return words or "none; distances from the training classes are known"
+    return f"{words or 'none'}; no distances: fitted with --no-distances"
 
 
 def _alarm(validation: dict[str, Any]) -> str:

@@ -104,7 +104,7 @@ def predict(
             "false_alarm_rate": false_alarm_rate,
             "team": team,
         }
-        if fitted.posterior.has_positions:
+        if fitted.posterior.is_dense:
             promises = {"--error-rate": error_rate, "--certainty": certainty, "--coverage": coverage}
             refuse_promises(fitted, {**promises, "--by-class": by_class or None})
             result = run_maps(fitted, inputs, output, progress, **shared)

@@ -11,7 +11,7 @@ import mola
 from mola.app.cli.shared_options import RUN
 from mola.app.jobs.job import read_toml, to_toml
 from mola.errors import OptionError
-from mola.saving.storage import write_atomically
+from mola.saving.files import write_atomically
 
 NEVER_KEPT = ("config", "trust", "as_json", "quiet", "threads")
 """Options that are about one call and not about its result; trust is said each time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -99,10 +100,10 @@ def finish(account: Account, summary: dict[str, Any], *, as_json: bool, quiet: b
         raise typer.Exit(LEFT_OUT)
 
 
-def cooling_words(temperature: float, exponent: float) -> list[str]:
-    """What logits are divided by, in words; nothing where they stay as they are."""
-    words = [] if temperature == 1 else [f"temperature {temperature:.4g}"]
-    return words if exponent == 0 else [*words, f"distance exponent {exponent:.4g}"]
+def scaling_words(found: Mapping[str, Any]) -> list[str]:
+    """How logits are scaled, in words; empty if they stay as they are."""
+    neutral = {"temperature": 1.0, "pooling": 1.0, "distance_exponent": 0.0}
+    return [f"{name.replace('_', ' ')} {found[name]:.4g}" for name, value in neutral.items() if found[name] != value]
 
 
 def numbers(text: str | None, option: str) -> tuple[float, ...] | None:

@@ -431,6 +431,6 @@ def _why(opinions: Opinions, link: str) -> list[str]:
     if alone >= SURE and link == "probit":
         said.append(
             f"Each network by itself is sure ({percent(alone)} on average). The probit link also lowers confidence by the variance "
-            f"that the logits of all classes share, which is neither of the two; the link probit-centered leaves it out."
+            f"that the logits of all classes share, which is neither of the two; the link probit-centred leaves it out."
         )
     return said

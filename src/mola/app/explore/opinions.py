@@ -20,11 +20,11 @@ from torch import Tensor
 
 from mola.app.explore.changes import Changes, apply
 from mola.app.explore.subject import Subject
-from mola.cooling import Cooling
-from mola.laplace import LogitMoments, in_range
-from mola.likelihood import CATEGORICAL
-from mola.network import undisturbed
+from mola.likelihoods import CATEGORICAL
+from mola.network import capture, evaluating
+from mola.posterior import MixtureRows
 from mola.prediction import Prediction
+from mola.scaling import LogitScaling
 
 METHODS = ("MAP", "DE", "MoLA")
 
@@ -113,8 +113,8 @@ class Explorer:
         """
         inputs = self.subject.sight.inputs(self.values(pixels, changes))
         prediction = self._predict(inputs)
-        moments = self._moments(inputs)
-        laplace = self._each(moments, self.subject.posterior.cooling)
+        rows = self._rows(inputs)
+        laplace = self._each(rows, self.subject.posterior.scaling)
         plain = _plain(prediction)
         members = [
             Member(weight, _row(network), _row(whole))
@@ -132,7 +132,7 @@ class Explorer:
             score=float(prediction.ood_score[0]),
             members=tuple(members),
             distance=None if prediction.distance is None else float(prediction.distance[0]),
-            uncooled=self._uncooled(moments),
+            uncooled=self._uncooled(rows),
         )
 
     def turn(self, pixels: Tensor, changes: Changes) -> Turned | None:
@@ -157,22 +157,29 @@ class Explorer:
             labels=tuple(prediction.label.tolist()),
         )
 
-    def _moments(self, inputs: Tensor) -> list[LogitMoments]:
-        posterior = self.subject.posterior
-        with torch.no_grad(), undisturbed(*posterior.networks, passes_only=True):
-            return in_range([component.moments(self._placed(inputs)) for component in posterior.components])
+    def _rows(self, inputs: Tensor) -> MixtureRows:
+        components, placed = self.subject.posterior.components, self._placed(inputs)
+        with torch.no_grad(), evaluating(*self.subject.posterior.networks):
+            captured = [capture(one.network, one.head, placed, one.likelihood) for one in components]
+            (parts,) = zip(*(one.chunks(len(inputs)) for one in captured), strict=True)
+        return MixtureRows([phi for _, phi, _ in parts], [outputs for _, _, outputs in parts])
 
-    def _each(self, moments: Sequence[LogitMoments], cooling: Cooling) -> list[Tensor]:
+    def _each(self, rows: MixtureRows, scaling: LogitScaling) -> list[Tensor]:
         # Probabilities (n, C) of every component: with their weights they make up the mixture.
-        posterior = self.subject.posterior
+        posterior, outputs = self.subject.posterior, rows.outputs
         with torch.no_grad():
-            return [posterior.link(one, None).cpu() for one in cooling(moments, posterior.weights)]
+            distance, norm = posterior.log_distances(rows) if scaling.exponent > 0 else (None, None)
+            weights, pooling = posterior.weights.to(outputs[0]), scaling.pooling
+            scale = list(scaling.factors(distance, norm, weights, norms=True))
+            spreads = [one.spread(phi) for one, phi in zip(posterior.components, rows.phi, strict=True)]
+            each = CATEGORICAL.members(outputs, spreads, weights, posterior.link, scale=scale, pooling=pooling)
+        return [one.cpu() for one in each]
 
-    def _uncooled(self, moments: Sequence[LogitMoments]) -> float | None:
+    def _uncooled(self, rows: MixtureRows) -> float | None:
         posterior = self.subject.posterior
         if posterior.distance_exponent == 0:
             return None
-        each = torch.stack(self._each(moments, replace(posterior.cooling, exponent=0.0)))
+        each = torch.stack(self._each(rows, replace(posterior.scaling, exponent=0.0)))
         return float(torch.einsum("k,knc->nc", posterior.weights.to(each), each).max())
 
     def _predict(self, inputs: Tensor) -> Prediction:

@@ -32,8 +32,8 @@ from mola.errors import DataError, MolaError, MolaWarning, OptionError, StorageE
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
 from mola.lab.data.images import even_places
 from mola.lab.demo import build_network, demo_methods, one_thread
+from mola.lab.training import Recipe, train_ensemble
 from mola.posterior import MoLA
-from mola.training import Recipe, train_ensemble
 
 NOISE_SEED = 0
 
@@ -281,7 +281,7 @@ def open_subject(
     """
     progress("loading networks", 0.0)
     fitted = open_posterior(folder, device, trust=trust, network=network)
-    if not fitted.posterior.likelihood.competing:
+    if not fitted.posterior.likelihood.mutually_exclusive:
         raise OptionError(
             f"the explorer shows one of several classes, and this posterior has the likelihood {fitted.posterior.likelihood.name!r}. "
             f"`mola predict` predicts for it."

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.rows import Rows, checked_rows
+from mola.app.jobs.rows import Rows, checked_rows, readable
 from mola.errors import DataError
-from mola.likelihood import CATEGORICAL, Likelihood
-from mola.likelihood.bernoulli import MISSING
+from mola.likelihoods import CATEGORICAL, Likelihood
+from mola.likelihoods.bernoulli import MISSING
 
 INPUTS = ("x", "inputs", "images", "data", "arr_0")
 LABELS = ("y", "labels", "targets", "label", "arr_1")
@@ -182,7 +182,7 @@ def open_arrays(
 
 def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tensor:
     values = np.concatenate(list(_portions(path, member, 2**20)))
-    if not likelihood.competing:
+    if not likelihood.mutually_exclusive:
         if values.dtype.kind not in "biuf" or len(values) != count:
             raise DataError(
                 f"{path}: {member} has shape {values.shape} and type {values.dtype}: expected {count} rows of numbers, one for each "
@@ -192,7 +192,7 @@ def _labels(path: Path, member: str, count: int, likelihood: Likelihood) -> Tens
         if (
             likelihood.discrete
             and unlike
-            and not bool(likelihood.readable(torch.from_numpy(values.astype(np.float64))).all())
+            and not bool(readable(torch.from_numpy(values.astype(np.float64)), likelihood).all())
         ):
             strange = values[(values != 0) & (values != 1) & (values != MISSING) & ~np.isnan(values.astype(np.float64))]
             raise DataError(

@@ -15,12 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from mola import export, hub
 from mola.app.jobs.folder import alarm, open_posterior
 from mola.errors import DataError, OptionError, StorageError
-from mola.export.reading import load_exported
-from mola.hub.folder import CONFIG, is_hub_folder, load_from_hub_folder
 from mola.posterior import MoLA
-from mola.saving.storage import DOCUMENT
+from mola.saving.files import DOCUMENT
 
 Columns = dict[str, NDArray[Any]]
 
@@ -33,7 +32,7 @@ class Loaded:
     """What a process has read of a source."""
 
     answer: Callable[[Tensor], dict[str, Tensor]]
-    """From inputs to "probabilities" (n, C) and columns (n,)."""
+    """From inputs to "probs" (n, C) and columns (n,)."""
     classes: tuple[str, ...] | None
     names: tuple[str, ...]
     """Of the columns."""
@@ -48,21 +47,21 @@ class BatchPredictor:
     It holds names only, so it is pickled in a few bytes; each process reads the posterior when it gets its first batch, and keeps
     it until the files change. Takes pandas frames, Arrow tables, mappings of NumPy arrays, and arrays of inputs, and
     gives the same kind (a mapping for arrays) with the columns of `mola predict`: "label", "class" where classes have names,
-    "confidence", "entropy", "epistemic", "ood_score", "distance" where it is known, and "outlying" where there is a threshold.
-    Inputs go to the networks as they are: prepare them as the training data were.
+    "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance" where it is known, and "outlying" where there is a
+    threshold. Inputs go to the networks as they are: prepare them as the training data were.
 
     Args:
-        source: what every process can read: a folder of `mola fit --bundle`, a folder of `mola.save_to_hub_folder`, or a file of
-            `mola.export_onnx` or `mola.export_torch`.
+        source: what every process can read: a folder of `mola fit --bundle`, a folder of `mola.hub.save`, or a file of
+            `mola.export.onnx` or `mola.export.torch_export`.
         inputs: the columns that hold the inputs: one whose cells are arrays, or several of numbers, in the order in which the
             networks take them. Not needed for batches that are arrays.
         keep: columns that are handed on, such as a key.
         shape: of one input; None takes the cells as they are, or a row of the columns.
         dtype: of the inputs.
         probabilities: whether to add a column "probabilities" with a list of one number a class.
-        build: for a folder of a hub, what makes a network: see `mola.load_from_hub_folder`. It is pickled by its name.
-        trust: whether you trust whoever made the source: for programs of `mola.export_torch`, and for a folder that names functions to
-            call.
+        build: for a folder of a hub, what makes a network: see `mola.hub.load`. It is pickled by its name.
+        trust: whether you trust whoever made the source: for files of `mola.export.torch_export`, and for a folder that names
+            functions to call.
         batch_size: inputs that networks see at once, whatever the engine's batches are.
     """
 
@@ -229,21 +228,21 @@ class BatchPredictor:
         if loaded.threshold is not None:
             columns["outlying"] = columns["ood_score"] > loaded.threshold
         if self.probabilities:
-            columns["probabilities"] = found["probabilities"].astype(np.float64)
+            columns["probabilities"] = found["probs"].astype(np.float64)
         return columns
 
     def _empty(self) -> Columns:
         loaded = self._loaded()
         none = {name: np.empty(0) for name in ("label", *loaded.names)}
-        return self._named(none | {"probabilities": np.empty((0, len(loaded.classes or ())))}, loaded)
+        return self._named(none | {"probs": np.empty((0, len(loaded.classes or ())))}, loaded)
 
     def _loaded(self) -> Loaded:
         source = Path(str(self.source))
-        names = (DOCUMENT, CONFIG) if source.is_dir() else ("",)
+        names = (DOCUMENT, hub.CONFIG) if source.is_dir() else ("",)
         times = tuple((source / name).stat().st_mtime_ns for name in names if (source / name).exists())
         if not times:
             raise StorageError(
-                f"{source} is neither a folder of mola fit or mola.save_to_hub_folder nor an exported file, as seen from this "
+                f"{source} is neither a folder of mola fit or mola.hub.save nor an exported file, as seen from this "
                 f"process: put it where all processes can read it."
             )
         # A function by its name: engines that send it along make it anew for every batch.
@@ -274,30 +273,32 @@ READ: dict[tuple[str, str, bool], tuple[tuple[int, ...], Loaded]] = {}
 
 def _load(path: Path, build: Any, trust: bool) -> Loaded:
     if path.is_file():
-        exported = load_exported(path, trust=trust)
-        own = {"mutual_information": "epistemic"}
-        lacking = [name for name in ("probabilities", "label") if name not in exported.outputs]
+        exported = export.load(path, trust=trust)
+        lacking = [name for name in ("probs", "label") if name not in exported.outputs]
         if lacking:
             raise StorageError(f"{path} was exported without {' and '.join(lacking)}: export it with all outputs.")
-
-        def run(inputs: Tensor) -> dict[str, Tensor]:
-            return {own.get(name, name): one for name, one in exported(inputs).items()}
-
-        names = tuple(own.get(name, name) for name in exported.outputs if name not in ("probabilities", "label"))
+        names = tuple(name for name in exported.outputs if name not in ("probs", "label"))
         threshold = exported.document.get("ood_threshold") if "ood_score" in names else None
-        return Loaded(run, tuple(exported.classes), names, threshold)
-    if is_hub_folder(path):
-        posterior = load_from_hub_folder(path, build)  # checks the folder's own document, too
-        return _of_posterior(posterior, tuple(json.loads((path / CONFIG).read_bytes())["classes"]))
+        return Loaded(exported, tuple(exported.classes), names, threshold)
+    if hub.is_hub_folder(path):
+        posterior = hub.load(path, build)  # checks the folder's own document, too
+        return _of_posterior(posterior, tuple(json.loads((path / hub.CONFIG).read_bytes())["classes"]))
     fitted = open_posterior(path, trust=trust)
     return _of_posterior(fitted.posterior, fitted.classes, alarm(fitted, None))
 
 
 def _of_posterior(posterior: MoLA, classes: tuple[str, ...] | None, threshold: float | None = None) -> Loaded:
-    names = ("confidence", "entropy", "epistemic", "ood_score", *(("distance",) if posterior.has_distances else ()))
+    names = (
+        "confidence",
+        "entropy",
+        "epistemic",
+        "aleatoric",
+        "ood_score",
+        *(("distance",) if posterior.has_distances else ()),
+    )
 
     def answer(inputs: Tensor) -> dict[str, Tensor]:
         found = posterior.predict(inputs)
-        return {"probabilities": found.probs, "label": found.label} | {name: getattr(found, name) for name in names}
+        return {"probs": found.probs, "label": found.label} | {name: getattr(found, name) for name in names}
 
     return Loaded(answer, classes, names, threshold)

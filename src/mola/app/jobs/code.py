@@ -21,9 +21,9 @@ from typing import Any
 from mola.app.jobs.networks import is_imported
 from mola.app.jobs.sets import is_own_function
 from mola.errors import OptionError
-from mola.hub.folder import is_hub_folder
+from mola.hub import is_hub_folder
 from mola.lab.imported import split_name
-from mola.saving.storage import DOCUMENT
+from mola.saving.files import DOCUMENT
 
 HARMLESS = ("torchvision.models",)
 """Packages whose functions make networks and nothing else."""

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from mola.app.jobs.folder import PosteriorFolder, alarm, read_scores
+from mola.app.jobs.numbers import regression_prediction
 from mola.decisions.abstain import AnswerThreshold, threshold_of
 from mola.decisions.calibration import Calibration
 from mola.decisions.intervals import PredictionIntervals, prediction_intervals
 from mola.decisions.sets import PredictionSets, sets_of
 from mola.errors import DataError, OptionError, StorageError
-from mola.regression_prediction import RegressionPrediction
+from mola.prediction import RegressionPrediction
 
 CERTAINTY = 0.95
 """Of the error rate, where the user asks for no other."""
@@ -128,7 +129,7 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
         The numbers, and outlier scores (n,).
     """
     likelihood = fitted.posterior.likelihood
-    if not likelihood.competing:
+    if not likelihood.mutually_exclusive:
         others = "--coverage gives intervals for it" if not likelihood.discrete else "The outlier alarm works for it"
         raise OptionError(
             f"{option} is for networks that choose one of several classes: the likelihood of {fitted.folder} is {likelihood.name!r}. "
@@ -148,7 +149,7 @@ def kept_calibration(fitted: PosteriorFolder, option: str) -> tuple[Calibration,
 
 
 def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
-    if fitted.posterior.has_positions:
+    if fitted.posterior.is_dense:
         raise OptionError(
             f"{option}: the networks of {fitted.folder} have outputs at many positions of each input. Positions of one input are "
             f"alike, so that no promise made by them would hold; the outlier alarm works position by position."
@@ -159,15 +160,7 @@ def _kept_columns(fitted: PosteriorFolder, option: str) -> dict[str, Tensor]:
             f"{option}: {fitted.folder} was fitted without validation data, so that nothing is known of how often it errs. Fit again "
             f"with --val: mola fit --config {fitted.folder / 'job.toml'} --val DATA"
         )
-    columns: dict[str, Tensor] = {}
-    if "scores" in validation:
-        columns = read_scores(fitted.folder, validation)[3]
-    if not columns:
-        raise OptionError(
-            f"{option}: {fitted.folder} was fitted by an older version, which did not keep what decisions need of the validation "
-            f"data. Fit again: mola fit --config {fitted.folder / 'job.toml'}"
-        )
-    return columns
+    return read_scores(fitted.folder, validation)[3]
 
 
 def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPrediction, Tensor]:
@@ -191,8 +184,7 @@ def kept_predictions(fitted: PosteriorFolder, option: str) -> tuple[RegressionPr
     means, variances, targets = known
     means, variances = means.transpose(0, 1).contiguous(), variances.transpose(0, 1).contiguous()
     # The noise's share and outlier scores are no part of an interval.
-    said = RegressionPrediction(means, variances, variances, weights, means.new_zeros(means.shape[1]), "none")
-    return said, targets
+    return regression_prediction(means, variances, variances, weights), targets
 
 
 def _are_predictions(known: Sequence[Tensor], components: int) -> bool:

@@ -27,7 +27,7 @@ from mola.app.jobs.evaluate_numbers import (
     promised_intervals,
     scaled_noise,
 )
-from mola.app.jobs.fit import check_order, make_rule
+from mola.app.jobs.fit import make_rule
 from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.job import Progress
 from mola.app.jobs.numbers import untuned_noise
@@ -50,12 +50,11 @@ from mola.compare.results import (
 from mola.decisions.sets import PredictionSets, sets_of
 from mola.distributed import Team
 from mola.errors import DataError, MolaWarning, OptionError
-from mola.likelihood import CATEGORICAL, Gaussian, Likelihood
-from mola.network import undisturbed
+from mola.likelihoods import CATEGORICAL, DiscreteLikelihood, Gaussian
 from mola.posterior import MoLA
 from mola.prediction import Prediction
-from mola.regression import RegressionMoLA
-from mola.tuning.candidates import HeldOut, read_held_out
+from mola.tuning.class_order import check_class_order
+from mola.tuning.held_out import HeldOut
 
 ERROR_RATES, COVERAGE = (0.01, 0.02, 0.05), 0.9
 """What the report shows of decisions."""
@@ -80,9 +79,10 @@ class _Contest:
         own = {LAPLACE: self.single, MIXTURE: self.posterior}.get(method)
         if own is None:
             return {}
-        cooled = {} if own.temperature == 1 else {"temperature": own.temperature}
-        cooled |= {} if own.distance_exponent == 0 else {"distance_exponent": own.distance_exponent}
-        return {"prior_precision": list(own.prior_precision), **cooled}
+        scaled = {} if own.temperature == 1 else {"temperature": own.temperature}
+        scaled |= {} if own.pooling == 1 else {"pooling": own.pooling}
+        scaled |= {} if own.distance_exponent == 0 else {"distance_exponent": own.distance_exponent}
+        return {"prior_precision": list(own.prior_precision), **scaled}
 
     def ask(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, Said], Tensor | None, int]:
         """What every method says of a batch; the plain ensemble has the posterior's weights.
@@ -98,11 +98,11 @@ class _Contest:
         (whole,) = self.posterior.predict_batches([batch])
         (one,) = (whole,) if self.single is self.posterior else self.single.predict_batches([batch])
         mine, other, inputs = _Row.of(whole), _Row.of(one), None
-        if self.posterior.has_positions:
+        if self.posterior.is_dense:
             layout = layout_of(whole, whole.probs)
             outputs = whole.probs.shape[whole.axis]
             given = None if labels is None else layout.labels(labels, outputs, "the labels")
-            ignored = self.posterior.components[0].head.positions.ignore_index  # type: ignore[union-attr]
+            ignored = self.posterior.components[0].head.ignore_index  # type: ignore[union-attr]
             drawn = draw_rows(layout, given, ignored, start)
             mine, other, inputs = mine.at(drawn), other.at(drawn), drawn.inputs
             if labels is not None:
@@ -114,6 +114,7 @@ class _Contest:
 
     def _answers(self, mine: _Row, one: _Row, whole: Prediction, inputs: Tensor | None) -> dict[str, Said]:
         logits, weights, meaning = mine.logits, self.posterior.weights, self.posterior.likelihood
+        assert isinstance(meaning, DiscreteLikelihood)
         answers: dict[str, Said] = {SINGLE: _mixed(logits[:1], None, meaning, inputs)}
         if SINGLE_T in self.temperatures:
             answers[SINGLE_T] = _mixed(logits[:1] / self.temperatures[SINGLE_T], None, meaning, inputs)
@@ -147,7 +148,7 @@ class _Row:
 
 
 def _mixed(
-    logits: Tensor, weights: Tensor | None, likelihood: Likelihood = CATEGORICAL, inputs: Tensor | None = None
+    logits: Tensor, weights: Tensor | None, likelihood: DiscreteLikelihood = CATEGORICAL, inputs: Tensor | None = None
 ) -> Answer:
     # Networks without a posterior, by their logits (K, n, C); without weights, one network.
     shares = [1.0] if weights is None else weights.tolist()
@@ -184,7 +185,7 @@ def run_evaluate(
     began = time.perf_counter()
     if len({test, *outliers}) <= len(outliers):
         raise OptionError(f"each set can be named once, got {', '.join([test, *outliers])}.")
-    account, together = Account(), Team.alone() if team is None else team
+    account, together = Account(), Team.single() if team is None else team
     steps = 2 + len(outliers)
 
     def loader(source: UserSet, doing: str, step: int, *, labelled: bool) -> Loader:
@@ -215,10 +216,8 @@ def run_evaluate(
     )
     tallies: dict[str, dict[str, Tally]] = {}
     for step, (name, source) in enumerate(sources.items(), 1):
-        with together.work(f"evaluating on {name}"):
-            tallies[name] = _read(contest, loader(source, Path(name).name, step, labelled=name == test), together)
-    with together.work("the account"):
-        account = account.together(together)
+        tallies[name] = _read(contest, loader(source, Path(name).name, step, labelled=name == test), together)
+    account = account.together(together)
     progress("done", 1.0)
     inside = tallies[test]
     numbers, own = isinstance(contest, NumbersContest), list(inside)[-1]
@@ -232,7 +231,7 @@ def run_evaluate(
                 short(name, tuple(outliers)),
                 "test" if name == test else "outlier",
                 (first := next(iter(found.values()))).count,
-                parts="" if first.groups is None else "position" if fitted.posterior.has_positions else "label",
+                parts="" if first.groups is None else "position" if fitted.posterior.is_dense else "label",
                 inputs=None if first.groups is None else first.inputs,
             )
             for name, found in tallies.items()
@@ -283,7 +282,7 @@ def run_evaluate(
 def _names(fitted: PosteriorFolder) -> tuple[str, ...]:
     count, likelihood = fitted.outputs, fitted.posterior.likelihood
     if isinstance(likelihood, Gaussian):
-        count = likelihood.latent(count)
+        count = likelihood.num_uncertain(count)
     return tuple((fitted.classes or tuple(str(index) for index in range(count)))[:count])
 
 
@@ -296,14 +295,13 @@ def _contest(
         lacking = "temperatures" if posterior.likelihood.discrete else "scaled noise"
         notes.append(f"There are no validation data, so no {lacking}: name some with --val.")
     else:
-        with team.work("reading the validation data"):
-            held = _held_out(posterior, val, team)
-    if posterior.has_positions:
+        held = posterior.read(val, f"validation data {val.source.name}", labelled=True, team=team)
+    if posterior.is_dense:
         notes.append(
             f"Every number is over positions, at most {COMPARED} of each input, drawn at random. Standard errors count inputs, whose "
             f"positions are alike."
         )
-    elif posterior.likelihood.discrete and not posterior.likelihood.competing:
+    elif posterior.likelihood.discrete and not posterior.likelihood.mutually_exclusive:
         notes.append(
             "Every number is over labels: each known label of an input counts as one. Standard errors count inputs, whose labels may "
             "depend on each other."
@@ -321,7 +319,7 @@ def _contest(
             with warnings.catch_warnings():
                 # What tuning warns of is kept in its notes, which the report shows.
                 warnings.simplefilter("ignore", MolaWarning)
-                first = held and replace(held, features=held.features[:1], logits=held.logits[:1])
+                first = held and replace(held, phi=held.phi[:1], outputs=held.outputs[:1])
                 single = single.tune(
                     None if fitted.job.rule == "evidence" else first, rule=rule, progress=False, team=team
                 )
@@ -333,27 +331,23 @@ def _contest(
             notes.append(f"{name}: {what} by distance, with exponent {one.distance_exponent:.4g}.")
         if one.tuning is not None:
             notes += [f"{name}: {note}" for note in one.tuning.notes]
-    if isinstance(posterior, RegressionMoLA):
-        assert isinstance(single, RegressionMoLA)
+    if not posterior.likelihood.discrete:
         factors: dict[str, Tensor] = {}
         if held is not None:
-            with team.work("scaling the noise"):
-                factors = scaled_noise(posterior, held, team)
+            factors = scaled_noise(posterior, held, team)
         promised = promised_intervals(fitted)
         return NumbersContest(posterior, single, untuned_noise(posterior), factors, promised), notes
-    temperatures, told = ({}, []) if held is None or val is None else _temperatures(posterior, held, val, team)
+    temperatures, told = ({}, []) if held is None else _temperatures(posterior, held, team)
     return _Contest(posterior, single, temperatures, fitted.outputs, _usual_sets(fitted)), [*notes, *told]
 
 
-def _temperatures(posterior: MoLA, held: HeldOut, val: Loader, team: Team) -> tuple[dict[str, float], list[str]]:
+def _temperatures(posterior: MoLA, held: HeldOut, team: Team) -> tuple[dict[str, float], list[str]]:
     temperatures: dict[str, float] = {}
     notes: list[str] = []
-    with team.work("tuning temperatures"):
-        logits, labels = _logits(held, team)
-    if posterior.likelihood.competing:
-        check_order(torch.stack([labels, logits[0].argmax(1)], 1), logits.shape[2], None, val.source.name)
-    else:
-        held.check_labels(val.source.name)
+    assert isinstance(posterior.likelihood, DiscreteLikelihood)
+    held.check_labels()
+    logits, labels = _logits(held, team)
+    if not posterior.likelihood.mutually_exclusive:
         logits, labels = as_classes(logits, labels, posterior.likelihood)
     wanted = {SINGLE_T: logits[:1]} | ({ENSEMBLE_T: logits} if len(logits) > 1 else {})
     for name, some in wanted.items():
@@ -364,28 +358,10 @@ def _temperatures(posterior: MoLA, held: HeldOut, val: Loader, team: Team) -> tu
     return temperatures, notes
 
 
-def _held_out(posterior: MoLA, loader: Loader, team: Team) -> HeldOut:
-    # What the networks make of labelled data; each process holds its own part.
-    heads = [component.head for component in posterior.components]
-    posterior.check_networks()
-    with undisturbed(*posterior.networks):
-        return read_held_out(
-            posterior.networks,
-            heads,
-            loader,
-            where="validation data",
-            labelled=True,
-            progress=False,
-            team=team,
-            likelihood=posterior.likelihood,
-        )
-
-
 def _logits(held: HeldOut, team: Team) -> tuple[Tensor, Tensor]:
     # Logits (K, n, C) and labels (n,) of the data of all processes.
-    kind = torch.promote_types(held.logits[0].dtype, torch.float32)
-    rows = team.rows(torch.stack([some.to(kind) for some in held.logits], dim=1) if len(held) else None)
-    return rows.transpose(0, 1), team.rows(held.labels if len(held) else None)
+    rows = team.gather(torch.stack(list(held.outputs), dim=1) if len(held) else None)
+    return rows.transpose(0, 1), team.gather(held.labels if len(held) else None)
 
 
 def _read(contest: _Contest | NumbersContest, loader: Loader, team: Team) -> dict[str, Tally]:
@@ -400,16 +376,15 @@ def _read(contest: _Contest | NumbersContest, loader: Loader, team: Team) -> dic
             yield said, own
 
     tallies = tally_set(answers(), team, loader.source.name)
-    if loader.labelled and contest.posterior.likelihood.competing:
+    if loader.labelled and contest.posterior.likelihood.mutually_exclusive:
         assert isinstance(contest, _Contest)
         single = tallies[SINGLE]
-        pairs = torch.stack([single["label"], single["predicted"]], 1).long()
-        check_order(pairs, contest.outputs, None, loader.source.name)
+        check_class_order(single["label"].long(), [single["predicted"].long()], f"test data {loader.source.name}")
     return tallies
 
 
 def _usual_sets(fitted: PosteriorFolder) -> PredictionSets | None:
-    if not fitted.posterior.likelihood.competing:
+    if not fitted.posterior.likelihood.mutually_exclusive:
         return None
     try:
         known, _ = kept_calibration(fitted, "decisions")

@@ -18,9 +18,9 @@ from mola.compare.record import DecisionResult, IntervalResult
 from mola.decisions.intervals import PredictionIntervals, prediction_intervals
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
-from mola.regression import RegressionMoLA
-from mola.regression_prediction import RegressionPrediction
-from mola.tuning.candidates import HeldOut
+from mola.posterior import MoLA
+from mola.prediction import Field, RegressionPrediction
+from mola.tuning.held_out import HeldOut
 
 SINGLE, SINGLE_N, ENSEMBLE, ENSEMBLE_N, LAPLACE, MIXTURE = "MAP", "MAP-N", "DE", "DE-N", "LLLA", "MoLA"
 
@@ -29,8 +29,8 @@ SINGLE, SINGLE_N, ENSEMBLE, ENSEMBLE_N, LAPLACE, MIXTURE = "MAP", "MAP-N", "DE",
 class NumbersContest:
     """The methods, from one posterior for numbers."""
 
-    posterior: RegressionMoLA
-    single: RegressionMoLA
+    posterior: MoLA
+    single: MoLA
     """The first component alone."""
     untuned: Tensor
     """Factors (K, D) to the noise that networks have before anything was tuned."""
@@ -66,10 +66,10 @@ class NumbersContest:
             said = self.single.predict_batches([batch])
             one = next(iter(said))
         count, inputs = len(whole), None
-        if self.posterior.has_positions:
+        if self.posterior.is_dense:
             layout = layout_of(whole, whole.component_mean[0])
             given = None if labels is None else layout.labels(labels, whole.component_mean.shape[2], "the targets")
-            ignored = self.posterior.components[0].head.positions.ignore_index  # type: ignore[union-attr]
+            ignored = self.posterior.components[0].head.ignore_index  # type: ignore[union-attr]
             drawn = draw_rows(layout, given, ignored, start)
             inputs = drawn.inputs
             whole, one = _rows_of(whole, drawn), _rows_of(one, drawn)
@@ -99,30 +99,32 @@ def _rows_of(said: RegressionPrediction, drawn: DrawnRows) -> RegressionPredicti
     means, variances, noises = (drawn.of_outputs(part) for part in parts)
     distance = None if said.distance is None else drawn.of_map(said.distance)
     score = drawn.of_map(said.ood_score)
+    fields: dict[str, Field] = {"component_mean": means, "component_variance": variances, "component_noise": noises}
+    fields |= {"ood_score": score, "distance": distance}
     return RegressionPrediction(
-        means, variances, noises, said.weights, score, said.ood_score_name, distance, likelihood=said.likelihood
+        fields, weights=said.weights, ood_score_name=said.ood_score_name, likelihood=said.likelihood
     )
 
 
-def scaled_noise(posterior: RegressionMoLA, held: HeldOut, team: Team) -> dict[str, Tensor]:
+def scaled_noise(posterior: MoLA, held: HeldOut, team: Team) -> dict[str, Tensor]:
     """What the noise of the networks alone is multiplied by to do best on validation data.
 
     Args:
         posterior: whose networks they are.
         held: what they make of the validation data.
-        team: the processes that hold them. Call it inside `team.work(...)`.
+        team: the processes that hold them.
 
     Returns:
         Factors (D,), by method.
     """
     assert held.labels is not None
-    said, untuned = posterior.on_held_out(held), untuned_noise(posterior)
-    targets = team.rows(posterior.likelihoods[0].in_units(held.labels) if len(held) else None)
+    said = posterior.predict_from_features(held.phi, held.outputs) if len(held) else None
+    untuned, targets = untuned_noise(posterior), team.gather(held.labels if len(held) else None)
     found = {}
     for name, count in ((SINGLE_N, 1), (ENSEMBLE_N, len(posterior.components))):
         if name == SINGLE_N or count > 1:
-            given = [networks_alone(said, count, untuned)] if len(held) else []
-            everyone = RegressionPrediction.gather(given, team, posterior.likelihood)
+            given = [] if said is None else [networks_alone(said, count, untuned)]
+            everyone = RegressionPrediction.gather(given, team)
             found[name] = noise_factors(everyone, targets)
     return found
 
@@ -154,7 +156,7 @@ def interval_decisions(fitted: PosteriorFolder, tally: Tally, levels: Sequence[f
         The numbers; None where nothing was promised.
     """
     limit = alarm(fitted, None)
-    if limit is None or "scores" not in fitted.document["result"]["validation"]:
+    if limit is None:
         return None
     intervals = []
     for level in levels:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mola import export
 from mola.app.jobs.decisions import make_decisions
 from mola.app.jobs.folder import PosteriorFolder
 from mola.app.jobs.preparation import Intake
 from mola.errors import OptionError
-from mola.export import Pixels, Written, export_onnx, export_torch
+from mola.export import Pixels, Written
 
 
 def run_export(
@@ -78,7 +79,7 @@ def run_export(
         example = torch.zeros(example.shape, dtype=torch.uint8)
     written = []
     if onnx is not None:
-        written.append(export_onnx(fitted.posterior, onnx, example, **told))
+        written.append(export.onnx(fitted.posterior, onnx, example, **told))
     if torch_program is not None:
-        written.append(export_torch(fitted.posterior, torch_program, example, **told))
+        written.append(export.torch_export(fitted.posterior, torch_program, example, **told))
     return written

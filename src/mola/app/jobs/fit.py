@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from mola.app.jobs.folder import (
 )
 from mola.app.jobs.job import NAME, Job, Progress, relative, to_toml
 from mola.app.jobs.networks import Built, build_networks, checksum, is_whole, weight_files
-from mola.app.jobs.numbers import networks_alone, noise_factors, some_of, summary, untuned_noise
+from mola.app.jobs.numbers import networks_alone, noise_factors, summary, untuned_noise
 from mola.app.jobs.pictures import Pictures, shown_by
 from mola.app.jobs.preparation import settle
 from mola.app.jobs.rows import Account, Loader
@@ -44,19 +43,17 @@ from mola.distributed import Team
 from mola.errors import DataError, OptionError, warn
 from mola.fitting import fit
 from mola.laplace import STRUCTURES
+from mola.likelihoods import DiscreteLikelihood
 from mola.links import LINKS, as_link
-from mola.network import call, check_positions, find_heads, undisturbed
+from mola.network import call, check_positions, evaluating, find_heads
 from mola.options import one_of
 from mola.posterior import MoLA
-from mola.regression import RegressionMoLA
-from mola.regression_prediction import RegressionPrediction
-from mola.saving import storage
-from mola.tuning.candidates import HeldOut, read_held_out
-from mola.tuning.choosing import RULES as NAMED_RULES
-from mola.tuning.choosing import as_rule
-from mola.tuning.data_checks import Remembering, guessed, other_order, shared_rows
-from mola.tuning.distance import Distance
-from mola.tuning.rules import ConfidenceThreshold, OutlierExposure, Rule
+from mola.prediction import RegressionPrediction
+from mola.saving.files import partial_file, write_atomically, write_folder
+from mola.saving.posterior import pack
+from mola.tuning.held_out import HeldOut, read_held_out
+from mola.tuning.rules import RULES as NAMED_RULES
+from mola.tuning.rules import Distance, Outliers, Rule, Threshold, as_rule
 
 RULES = (*NAMED_RULES, "outliers", "none")
 """How the prior precision is chosen; none keeps what is given."""
@@ -113,11 +110,11 @@ def make_rule(job: Job, outliers: Loader | None) -> Rule | None:
     if job.rule == "none":
         return None
     if job.rule == "threshold":
-        return ConfidenceThreshold(confidence=job.threshold)
+        return Threshold(confidence=job.threshold)
     if job.rule == "distance":
         return Distance(price=job.price)
     if job.rule == "outliers":
-        return OutlierExposure([] if outliers is None else outliers)
+        return Outliers([] if outliers is None else outliers)
     return NAMED_RULES[job.rule]
 
 
@@ -137,7 +134,7 @@ def check_job(job: Job) -> None:
     one_of(job.link, LINKS, "link")
     as_link(job.link, likelihood)
     if job.rule in NAMED_RULES:
-        as_rule(job.rule, likelihood=likelihood)
+        as_rule(job.rule, likelihood, None if job.rule == "evidence" else job)  # whether it fits the likelihood
     one_of(job.mixing, MIXING, "mixing")
     if job.seed >= 2**63:
         raise OptionError(f"seed must be below 2**63, got {job.seed}.")
@@ -178,7 +175,7 @@ def run_fit(
             "--bundle copies files of --weights into the folder: networks that bring their own weights cannot be bundled."
         )
     replaced = holds_posterior(output, checkpoint)
-    if job.val is not None and job.val == job.train and job.rule == "none":  # tuning notices it by itself
+    if job.val is not None and job.val == job.train:
         warn(
             "the validation data are the training data: on these, networks look better and more confident than they are."
         )
@@ -187,21 +184,20 @@ def run_fit(
     count = job.classes if isinstance(job.classes, int) else None if job.classes is None else len(job.classes)
     built = build_networks(job.network, job.weights, classes=count, trust=job.trust)
     _move(built, job.device)
-    together = Team.alone() if team is None else team
+    together = Team.single() if team is None else team
     account = Account()
-    with together.work("opening the data"):
-        if job.download and not together.first:
-            together.share(None)  # rank 0 fetches what is missing before the others look for it
-        data = Material(job, built, account, progress, together)
-        if job.download and together.first:
-            together.share(None)
+    if job.download and not together.first:
+        together.share(None)  # rank 0 downloads what is missing before the others look for it
+    data = Material(job, built, account, progress, together)
+    if job.download and together.first:
+        together.share(None)
     # Before the training data, which may take hours: a wrong order of the classes is seen here. Nothing reads them again.
-    held = None if data.val is None else Remembering(data.loader(data.val, READING, 0.05, 0.15))
-    held_out = None if held is None else _read_validation(built, job, data, held)
-    seen = Remembering(data.loader(data.train, "fitting", 0.15, 0.7, labelled=False))
+    held_out = None
+    if data.val is not None:
+        held_out = _read_validation(built, job, data, data.loader(data.val, READING, 0.05, 0.15))
     posterior = fit(
         built.networks,
-        seen,
+        data.loader(data.train, "fitting", 0.15, 0.7, labelled=False),
         structure=job.structure,
         prior_precision=job.prior_precision,
         weights="uniform" if job.mixing == "stacking" else job.mixing,
@@ -216,29 +212,25 @@ def run_fit(
         ignore_index=job.ignore_index,
     )
     posterior = _tune(posterior, job, data, held_out)
-    if held is not None and together.size == 1:
-        posterior = posterior.with_doubt(shared_rows(seen, held))
     progress("checking", 0.85)
     measure = _measure if posterior.likelihood.discrete else _measure_numbers
     measured, scores, columns = (None, None, None) if held_out is None else measure(posterior, held_out)
-    with together.work("checking"):
-        data.account = account = account.together(together)
-    with together.work("writing"):
-        if bundle and together.first:
-            job, built = _bundled(job, built, output)
-        elif job.weights:
-            # The files one by one: what joins a folder later is no part of this posterior.
-            job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
-        if together.first and measured is not None and scores is not None:
-            # Named by what they hold, and written first: what is here stays intact until the new posterior names them.
-            output.mkdir(parents=True, exist_ok=True)
-            measured["scores"] = keep_scores(output, scores, columns)
-        document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
-        if together.first:
-            _write(posterior, document, output)
-            remove_old_scores(output, None if measured is None else measured["scores"]["file"])
-            if bundle:
-                _forget_others(output, built.files)
+    data.account = account = account.together(together)
+    if bundle and together.first:
+        job, built = _bundled(job, built, output)
+    elif job.weights:
+        # The files one by one: what joins a folder later is no part of this posterior.
+        job = replace(job, weights=tuple(str(path) for path in weight_files(job.weights)))
+    if together.first and measured is not None and scores is not None:
+        # Named by their content, and written first: what is here stays intact until the new posterior names them.
+        output.mkdir(parents=True, exist_ok=True)
+        measured["scores"] = keep_scores(output, scores, columns)
+    document = job.document(output) | {"result": _result(posterior, built, data, measured, output)}
+    if together.first:
+        _write(posterior, document, output)
+        remove_old_scores(output, None if measured is None else measured["scores"]["file"])
+        if bundle:
+            _forget_others(output, built.files)
     progress("done", 1.0)
     notes = posterior.tuning.notes if posterior.tuning is not None else ()
     return FitResult(output, document, account, notes, replaced)
@@ -254,35 +246,17 @@ def _move(built: Built, device: str) -> None:
         move(network, device)
 
 
-def _read_validation(built: Built, job: Job, data: Material, val: Remembering) -> HeldOut:
-    # What the networks make of the validation data, read once; refused if their classes are in another order.
+def _read_validation(built: Built, job: Job, data: Material, val: Loader) -> HeldOut:
     names, likelihood = [job.head] * len(built.networks), job.meaning()
-    with data.team.work(READING), undisturbed(*built.networks):
-        heads = [
-            head
-            if head.positions is None
-            else replace(head, positions=replace(head.positions, ignore_index=job.ignore_index))
-            for head in find_heads(built.networks, names, data.first, likelihood)
-        ]
-        held_out = read_held_out(
-            built.networks,
-            heads,
-            val,
-            where="validation data",
-            labelled=True,
-            progress=False,
-            team=data.team,
-            likelihood=likelihood,
-        )
-        assert held_out.labels is not None
-        if not likelihood.competing:
-            held_out.check_labels("validation data")
-            return held_out
-        for index, logits in enumerate(held_out.logits):
-            pairs = data.team.rows(torch.stack([held_out.labels, logits.argmax(1)], 1) if len(held_out) else None)
-            check_order(pairs, data.outputs, data.classes, str(job.val), index)
-            if index == 0:
-                warn_of_guessing(pairs, data.outputs, str(job.val))
+    with evaluating(*built.networks):
+        found = find_heads(built.networks, names, data.first, likelihood)
+        heads = [replace(head, ignore_index=job.ignore_index) for head in found]
+        where = "validation data"
+        held_out = read_held_out(built.networks, heads, val, likelihood, where=where, labelled=True, team=data.team)
+    try:
+        held_out.check_labels()
+    except DataError as error:
+        raise DataError(f"{error} --classes names the classes in the order of the outputs.") from error
     return held_out
 
 
@@ -301,74 +275,62 @@ def _tune(posterior: MoLA, job: Job, data: Material, held_out: HeldOut | None) -
 def _measure(
     posterior: MoLA, held_out: HeldOut
 ) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor] | None]:
-    plain, whole, team = Tally(), Tally(), held_out.team
+    plain, whole, team, likelihood = Tally(), Tally(), held_out.team, posterior.likelihood
+    assert isinstance(likelihood, DiscreteLikelihood)
     given: list[Tensor] = []
     known: list[Tensor] = []
-    assert held_out.labels is not None
-    # Positions of one input are no independent data: nothing could be promised by them.
-    decided = posterior.likelihood.competing and not posterior.has_positions
-    with team.work("checking"):
-        for start in range(0, len(held_out), ROWS):
-            part = slice(start, start + ROWS)
-            logits, probs, score = posterior.of_held_out(held_out, part)
-            # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
-            likelihood = posterior.likelihood
-            alone = torch.einsum("k,knc->nc", posterior.weights.to(logits), likelihood.probabilities(logits))
-            plain.add(Answer(alone, likelihood=likelihood), held_out.labels[part])
-            whole.add(Answer(probs, ood_score=score, likelihood=likelihood), held_out.labels[part])
-            given.append(score)
-            if decided:
-                known.append(decision_rows(probs, held_out.labels[part], score))
-        plain, whole = plain.together(team), whole.together(team)
-        scores = team.rows(torch.cat(given).double() if given else None).numpy()
-        rows = team.rows(torch.cat(known) if known else None) if decided else None
-    threshold, rate = usual_alarm(scores)
-    measured = {
-        "count": len(scores),
-        "networks": plain.labelled(),
-        "posterior": whole.labelled(),
-        "outlier_threshold": threshold,
-        "false_alarm_rate": rate,
-        "outlier_quantiles": quantiles(scores),
-    }
+    # Positions of one input are not independent: no guarantee would follow from them.
+    decided = likelihood.mutually_exclusive and not posterior.is_dense
+    for (phi, outputs), labels in held_out.chunks(ROWS):
+        assert labels is not None
+        said = posterior.predict_from_features(phi, outputs)
+        # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
+        alone = torch.einsum("k,knc->nc", posterior.weights.double(), likelihood.probabilities(torch.stack(outputs)))
+        plain.add(Answer(alone, likelihood=likelihood), labels)
+        whole.add(Answer(said.probs, ood_score=said.ood_score, likelihood=likelihood), labels)
+        given.append(said.ood_score)
+        if decided:
+            known.append(decision_rows(said.probs, labels, said.ood_score))
+    plain, whole = plain.together(team), whole.together(team)
+    scores = team.gather(torch.cat(given).double() if given else None).numpy()
+    rows = team.gather(torch.cat(known) if known else None) if decided else None
+    measured = {"networks": plain.labelled(), "posterior": whole.labelled(), **_score_summary(scores)}
     return measured, scores, None if rows is None else decision_columns(rows)
 
 
 def _measure_numbers(
     posterior: MoLA, held_out: HeldOut
 ) -> tuple[dict[str, Any], NDArray[np.float64], dict[str, Tensor] | None]:
-    # The same for numbers: the networks alone have the noise that does best on these data, and the posterior's weights.
-    assert isinstance(posterior, RegressionMoLA)
+    # For regression the networks alone have the noise that does best on these data, and the posterior's weights.
+    team, count, some = held_out.team, len(posterior.components), len(held_out) > 0
     assert held_out.labels is not None
-    team, count = held_out.team, len(posterior.components)
-    plain, whole = Tally(), Tally()
-    with team.work("checking"):
-        said, untuned = posterior.on_held_out(held_out), untuned_noise(posterior)
-        targets = posterior.likelihoods[0].in_units(held_out.labels)
-        given = [networks_alone(said, count, untuned)] if len(held_out) else []
-        everyone = RegressionPrediction.gather(given, team, posterior.likelihood)
-        factors = noise_factors(everyone, team.rows(targets if len(held_out) else None))
+    plain, whole, untuned, targets = Tally(), Tally(), untuned_noise(posterior), held_out.labels
+    said = posterior.predict_from_features(held_out.phi, held_out.outputs) if some else None
+    everyone = RegressionPrediction.gather([] if said is None else [networks_alone(said, count, untuned)], team)
+    factors = noise_factors(everyone, team.gather(targets if some else None))
+    if said is not None:
         alone = networks_alone(said, count, untuned, factors)
         for start in range(0, len(held_out), ROWS):
             part = slice(start, start + ROWS)
-            plain.add(NumbersAnswer(some_of(alone, part)), targets[part])
-            whole.add(NumbersAnswer(some_of(said, part)), targets[part])
-        plain, whole = plain.together(team), whole.together(team)
-        scores = team.rows(said.ood_score.double() if len(held_out) else None).numpy()
-        # Positions of one input are no independent data: nothing could be promised by them.
-        kept = None
-        if not posterior.has_positions:
-            kept = team.rows(interval_rows(said, targets) if len(held_out) else None)
+            plain.add(NumbersAnswer(alone[part]), targets[part])
+            whole.add(NumbersAnswer(said[part]), targets[part])
+    plain, whole = plain.together(team), whole.together(team)
+    scores = team.gather(None if said is None else said.ood_score.double()).numpy()
+    kept = None
+    if not posterior.is_dense:  # positions of one input are not independent
+        kept = team.gather(None if said is None else interval_rows(said, targets))
+    measured = {"networks": summary(plain), "posterior": summary(whole), **_score_summary(scores)}
+    return measured, scores, None if kept is None else interval_columns(kept, count)
+
+
+def _score_summary(scores: NDArray[np.float64]) -> dict[str, Any]:
     threshold, rate = usual_alarm(scores)
-    measured = {
+    return {
         "count": len(scores),
-        "networks": summary(plain),
-        "posterior": summary(whole),
         "outlier_threshold": threshold,
         "false_alarm_rate": rate,
         "outlier_quantiles": quantiles(scores),
     }
-    return measured, scores, None if kept is None else interval_columns(kept, count)
 
 
 def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
@@ -379,9 +341,9 @@ def quantiles(scores: NDArray[np.float64]) -> list[list[float]]:
 def _write(posterior: MoLA, document: dict[str, Any], output: Path) -> None:
     # Write the posterior and its job in one step; then the job once more, for people and for `mola fit --config`.
     text = to_toml(document)
-    packed, tensors = posterior.packed()
-    storage.write(output, {**packed, "job": tomllib.loads(text)}, tensors)
-    storage.write_atomically(output / NAME, text.encode())
+    packed, tensors = pack(posterior)
+    write_folder(output, {**packed, "job": tomllib.loads(text)}, tensors)
+    write_atomically(output / NAME, text.encode())
 
 
 def _forget_others(output: Path, kept: list[Path]) -> None:
@@ -398,9 +360,8 @@ def _bundled(job: Job, built: Built, output: Path) -> tuple[Job, Built]:
     # Named by what they hold: the weights of the posterior that is here stay until the new one is written.
     copies = [target / f"{index}-{checksum(path)[:16]}{path.suffix}" for index, path in enumerate(built.files)]
     for path, copy in zip(built.files, copies, strict=True):
-        with storage.partial_file(copy) as partial:
+        with partial_file(copy) as partial:
             shutil.copyfile(path, partial)
-            partial.replace(copy)
     return replace(job, weights=tuple(str(copy) for copy in copies)), replace(built, files=copies)
 
 
@@ -415,11 +376,12 @@ def _result(
         "sha256": [checksum(path) for path in built.files],
         "prior_precision": list(posterior.prior_precision),
         "temperature": posterior.temperature,
+        "pooling": posterior.pooling,
         "distance_exponent": posterior.distance_exponent,
-        **({"noise": posterior.noise.tolist()} if isinstance(posterior, RegressionMoLA) else {}),
+        **({"noise": posterior.noise.tolist()} if not posterior.likelihood.discrete else {}),
         "rule": None if posterior.tuning is None else posterior.tuning.rule,
-        "train_count": posterior.components[0].require_curvature("a result")[1].factors.count,
-        "has_positions": posterior.has_positions,
+        "train_count": posterior.components[0].require_layer("a result").sums.count,
+        "has_positions": posterior.is_dense,
         "left_out": len(data.account),
         "intake": data.intake.plain(),
         "validation": measured,
@@ -450,7 +412,7 @@ class Material:
 
     def __init__(self, job: Job, built: Built, account: Account, progress: Progress, team: Team | None = None) -> None:
         self.job, self.account, self.progress = job, account, progress
-        self.team = Team.alone() if team is None else team
+        self.team = Team.single() if team is None else team
         floats = [one.dtype for one in built.networks[0].parameters() if one.is_floating_point()]
         dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
         self.intake = settle(job, built.hints, dtype)
@@ -487,8 +449,8 @@ class Material:
             network, likelihood = built.networks[0].eval(), self.job.meaning()
             outputs = call(network, first)
             if outputs.dim() > 2:  # the layer that gave them says where classes stand
-                with undisturbed(network):
-                    return find_heads([network], [self.job.head], first, likelihood)[0].classes
+                with evaluating(network):
+                    return find_heads([network], [self.job.head], first, likelihood)[0].outputs
             return 1 if outputs.dim() == 1 else outputs.shape[1]
         except DataError as error:
             if not isinstance(self.train, Pictures) or self.intake.shape is None:
@@ -538,46 +500,4 @@ class Material:
             labelled,
             lambda share: self.progress(doing, start + (end - start) * share),
             whole=self.team.size == 1,
-        )
-
-
-def check_order(pairs: Tensor, outputs: int, classes: Sequence[str] | None, where: str, index: int = 0) -> None:
-    """Refuse labels that agree with the network in another order.
-
-    Args:
-        pairs: labels and what a network says, (n, 2).
-        outputs: number of classes.
-        classes: their names, in the order that is assumed.
-        where: what the data are called.
-        index: of the network, among several.
-    """
-    found = other_order(pairs)
-    if found is None:
-        return
-    names = list(classes) if classes is not None else [str(index) for index in range(outputs)]
-    order = ["?"] * outputs
-    for label, output in found.outputs.items():
-        order[output] = names[label]
-    remedy = f"--classes {','.join(order)}" if classes is not None and "?" not in order else "labels in that order"
-    whose = "the networks'" if index == 0 else f"network {index + 1}'s"
-    raise DataError(
-        f"the classes of {where} seem to be in another order than {whose} outputs: {found.right:.1%} of the labels agree, "
-        f"but {found.moved:.1%} would if the outputs were, in this order, {', '.join(order[:20])}"
-        f"{', ...' if outputs > 20 else ''}. Use {remedy}."
-    )
-
-
-def warn_of_guessing(pairs: Tensor, outputs: int, where: str) -> None:
-    """Warn of labels that agree with the network hardly more often than by chance.
-
-    Args:
-        pairs: labels and what a network says, (n, 2).
-        outputs: number of classes.
-        where: what the data are called.
-    """
-    right = float((pairs[:, 0] == pairs[:, 1]).double().mean()) if len(pairs) else 1.0
-    if guessed(right, len(pairs), outputs):
-        warn(
-            f"only {right:.1%} of the labels of {where} agree with the first network, hardly more than guessing: are the preparation "
-            f"(--normalise, --resize, --mode) and the classes (--classes) those it was trained with?"
         )

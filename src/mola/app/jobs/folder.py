@@ -36,10 +36,11 @@ from mola.decisions.alarm import alarm_rank, alarm_threshold
 from mola.errors import DataError, OptionError, StorageError, warn
 from mola.fitting import load
 from mola.lab.models import MODELS
+from mola.laplace.distance import COUNTS
 from mola.posterior import MoLA
-from mola.saving import storage
-from mola.saving.archive import CLASSES, COOLING
-from mola.schema import SEAL, Optional, check
+from mola.saving import files
+from mola.saving.posterior import KIND, SCHEMA
+from mola.saving.schema import Optional, check
 
 Moved = TypeVar("Moved", bound=nn.Module)
 
@@ -60,7 +61,7 @@ VALIDATION = {"outlier_threshold": float}
 BUNDLED = "weights"
 """Folder for copies of the weights, inside a posterior's folder."""
 
-LEFT_BEHIND = re.compile(r"\..*|(factors|scores)-[0-9a-f]{16}\.safetensors")
+LEFT_BEHIND = re.compile(r"\..*|(tensors|scores)-[0-9a-f]{16}\.safetensors")
 """Names of what a system hides, and of what an interrupted fit leaves."""
 
 FALSE_ALARMS = 0.05
@@ -124,8 +125,7 @@ class PosteriorFolder:
         Args:
             reason: why it cannot be used.
         """
-        head = self.posterior.components[0].head
-        if head is not None and head.positions is not None:
+        if self.posterior.is_dense:
             raise OptionError(
                 f"{reason}, and the networks of {self.folder} have outputs at many positions of each. Use Python, where "
                 f"posterior.predict gives maps (docs/dense.md), or `mola export`, whose file gives them, too."
@@ -199,15 +199,15 @@ def read_folder(path: Path) -> tuple[Job, dict[str, Any]]:
 
 
 def _job_of_folder(path: Path) -> tuple[Job, dict[str, Any]]:
-    saved = storage.read_document(path) if (path / storage.DOCUMENT).is_file() else {}
+    saved = files.read_document(path) if (path / files.DOCUMENT).is_file() else {}
     if "job" in saved:
         check(saved["job"], {"result": {}}, "job")
         return _as_lying_now(job_of(saved["job"], path / NAME), saved["job"], path)
     if not (path / NAME).is_file():
         raise StorageError(f"{path} holds no {NAME}: expected a folder that `mola fit --output` wrote.")
-    if SEAL in saved:  # older versions kept the job in its own file alone
+    if saved:
         raise StorageError(
-            f"{path / NAME} is of another posterior: the one in {path / storage.DOCUMENT} was saved from Python, not by `mola fit`, "
+            f"{path / NAME} is of another posterior: the one in {path / files.DOCUMENT} was saved from Python, not by `mola fit`, "
             f"and its inputs may be prepared in another way. Use it from Python with mola.load(...), or fit again with `mola fit "
             f"--config {path / NAME}`."
         )
@@ -272,7 +272,7 @@ def open_posterior(
         ) from error
     check_unchanged(built.files, result["sha256"])
     posterior = move(load(path, built.networks), device)
-    outputs = {part.head.classes for part in posterior.components if part.head is not None}
+    outputs = {part.head.outputs for part in posterior.components if part.head is not None}
     if outputs != {result["outputs"]}:
         raise StorageError(
             f"{path / NAME} says {result['outputs']} outputs, and the networks have {outputs}: one of them has been changed."
@@ -383,10 +383,10 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     if not output.is_dir():
         raise OptionError(f"{output} is a file; expected a folder to write the posterior to.")
     try:
-        kind = storage.kind_of(output)
+        kind = files.kind_of(output)
     except StorageError as error:
         raise OptionError(f"{error} It is not replaced: choose another --output, or remove it.") from error
-    if kind not in (None, "posterior"):
+    if kind not in (None, KIND):
         raise OptionError(
             f"{output} holds a saved {kind}, which is not replaced by a posterior: choose another --output."
         )
@@ -413,36 +413,30 @@ def read_information(folder: Path) -> dict[str, Any]:
     Returns:
         Plain values. `StorageError` if the folder is missing or damaged.
     """
-    document, tensors = storage.read(folder)
-    kind = document.get("kind", "posterior")
-    if kind != "posterior":
-        raise StorageError(f"{folder} holds a saved {kind}, not a posterior. {storage.how_to_load(kind)}")
-    tuning = document.get("tuning")
-    cooling = {"temperature": 1.0, "exponent": 0.0}  # older versions have written none
-    if "cooling" in document:
-        check(document, {"cooling": COOLING}, "")
-        cooling = document["cooling"]
+    document, tensors = files.read_folder(folder, KIND, SCHEMA)
+    parts, scaling, tuning = document["components"], document["scaling"], document["tuning"]
+    likelihood = dict(parts[0]["likelihood"])
     found: dict[str, Any] = {
         "folder": str(folder),
-        "components": len(document["components"]),
-        "likelihood": document["likelihood"],
-        "likelihood_settings": document.get("likelihood_settings", {}),
+        "components": len(parts),
+        "likelihood": likelihood.pop("name"),
+        "likelihood_settings": likelihood,
         "structure": document["structure"]["name"],
         "link": document["link"]["name"],
         "weights": document["weights"],
         "weighting": document["weighting"],
-        "prior_precision": [part["prior_precision"] for part in document["components"]],
-        "temperature": cooling["temperature"],
-        "distance_exponent": cooling["exponent"],
-        "has_distances": any(CLASSES in name for name in tensors),
+        "prior_precision": [part["prior_precision"] for part in parts],
+        "temperature": scaling["temperature"],
+        "pooling": scaling["pooling"],
+        "distance_exponent": scaling["exponent"],
+        "has_distances": any(name.endswith(f".{COUNTS}") for name in tensors),
         "rule": None if tuning is None else tuning["rule"],
         "notes": [] if tuning is None else tuning["notes"],
-        "outputs": document["classes"],
-        "features": [part["features"] for part in document["components"]],
-        "heads": [part["head"] for part in document["components"]],
-        "network_numbers": [part["network"]["numbers"] for part in document["components"]],
-        "train_count": document["components"][0]["count"],
-        "has_positions": document["components"][0].get("positions") is not None,  # older versions have written none
+        "outputs": parts[0]["head"]["outputs"],
+        "features": [part["head"]["width"] for part in parts],
+        "heads": [part["head"]["name"] for part in parts],
+        "train_count": parts[0]["count"],
+        "has_positions": parts[0]["head"]["dense_axes"] > 0,
         "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
         "tensors": len(tensors),
         "sha256": document["tensors"]["sha256"],
@@ -504,7 +498,7 @@ def keep_scores(
     content = save_tensors({"scores": values, "ranks": torch.from_numpy(ranks.astype(np.int64)), **kept})
     checksum = hashlib.sha256(content).hexdigest()
     name = f"scores-{checksum[:16]}.safetensors"
-    storage.write_atomically(folder / name, content)
+    files.write_atomically(folder / name, content)
     return {"file": name, "sha256": checksum}
 
 
@@ -539,18 +533,6 @@ def alarm(fitted: PosteriorFolder, false_alarm_rate: float | None) -> float | No
             f"--false-alarm-rate: {fitted.folder} was fitted without validation data, so that nothing is known of usual outlier "
             f"scores. Fit again with --val: mola fit --config {fitted.folder / 'job.toml'} --val DATA"
         )
-    if "scores" not in validation:
-        if false_alarm_rate is None:
-            warn(
-                f"{fitted.folder} was fitted by an older version: its outlier threshold is the plain 95 % quantile of the validation "
-                f"scores, which promises no false-alarm rate. Fit again for one that does: mola fit --config "
-                f"{fitted.folder / 'job.toml'}"
-            )
-            return float(validation["outlier_threshold"])
-        raise OptionError(
-            f"--false-alarm-rate: {fitted.folder} was fitted by an older version, which did not keep the validation scores. Fit "
-            f"again: mola fit --config {fitted.folder / 'job.toml'}"
-        )
     if false_alarm_rate is None:
         return float(validation["outlier_threshold"])
     scores, ranks, count, _ = read_scores(fitted.folder, validation)
@@ -570,7 +552,7 @@ def read_scores(folder: Path, validation: dict[str, Any]) -> tuple[Tensor, Tenso
         validation: of the results.
 
     Returns:
-        Sorted scores, their ranks, how many data there were, and numbers of each datum by name, which older versions did not keep.
+        Sorted scores, their ranks, how many data there were, and numbers of each datum by name.
     """
     check(validation, SCORES_ENTRY, "result.validation")
     entry, count = validation["scores"], validation["count"]

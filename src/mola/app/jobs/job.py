@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 from mola.errors import OptionError
 from mola.lab.models import MODELS
-from mola.likelihood import Gaussian, Likelihood, as_likelihood
-from mola.network import IGNORED
+from mola.likelihoods import Gaussian, Likelihood, as_likelihood
+from mola.network import IGNORE_INDEX
 from mola.options import one_of
-from mola.schema import check_depth, shortened
+from mola.saving.schema import check_depth
 
 Progress = Callable[[str, float], None]
 """Told what is being done, and which share of the work is done."""
@@ -116,7 +116,7 @@ class Job:
     price: float | Literal["loss"] | None = None
     distances: bool = True
     positions: str = "all"
-    ignore_index: int = IGNORED
+    ignore_index: int = IGNORE_INDEX
     seed: int = 0
     device: str = "cpu"
     threads: int | None = None
@@ -216,7 +216,7 @@ def job_of(document: Mapping[str, Any], path: Path) -> Job:
     version = document.get("version", VERSION)
     if document.get("format", FORMAT) != FORMAT or version != VERSION:
         raise OptionError(
-            f"{path} has the format {shortened(document.get('format'))}, version {shortened(version)}; "
+            f"{path} has the format {_shortened(document.get('format'))}, version {_shortened(version)}; "
             f"this mola reads {FORMAT!r}, version {VERSION}."
         )
     values: dict[str, Any] = {}
@@ -225,7 +225,7 @@ def job_of(document: Mapping[str, Any], path: Path) -> Job:
             continue
         one_of(section, OPTIONS, f"{path}: a section")
         if not isinstance(table, dict):
-            raise OptionError(f"{path}: {section} must be a table, [{section}]; got {shortened(table)}.")
+            raise OptionError(f"{path}: {section} must be a table, [{section}]; got {_shortened(table)}.")
         for name, value in table.items():
             one_of(name, OPTIONS[section], f"{path}: an option in [{section}]")
             values[name] = _checked(value, OPTIONS[section][name], f"{path}: {name} in [{section}]")
@@ -237,6 +237,12 @@ def job_of(document: Mapping[str, Any], path: Path) -> Job:
             values[name] = tuple(one if _is_no_path(name, one) else _located(one, path.parent) for one in value)
     known = {field.name for field in fields(Job)}
     return Job(**{name: value for name, value in values.items() if name in known})
+
+
+def _shortened(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 2**1023:  # Python refuses to write thousands of digits
+        return "a huge whole number"
+    return shown if len(shown := repr(value)) < 60 else type(value).__name__
 
 
 def _is_whole(value: Any) -> bool:
@@ -275,7 +281,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def _checked(value: Any, kind: str, where: str) -> Any:
     expected, holds = KINDS[kind]
     if not holds(value):
-        raise OptionError(f"{where} must be {expected}, got {shortened(value)}.")
+        raise OptionError(f"{where} must be {expected}, got {_shortened(value)}.")
     if kind == "texts" and isinstance(value, str):
         return (value,)
     if kind == "number" or (kind == "price" and value != "loss"):

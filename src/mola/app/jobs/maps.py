@@ -33,20 +33,17 @@ from mola.app.jobs.folder import PosteriorFolder, alarm
 from mola.app.jobs.job import Progress
 from mola.app.jobs.numbers import PROBABILITY
 from mola.app.jobs.pictures import require_pillow
-from mola.app.jobs.predict import FORMATS, in_order, open_writer, predicted
+from mola.app.jobs.predict import FORMATS, discard, in_order, open_writer, predicted
 from mola.app.jobs.rows import Account, Rows
 from mola.app.jobs.sets import in_turns
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
-from mola.likelihood import Gaussian
-from mola.regression_prediction import RegressionPrediction
-from mola.saving.storage import partial_file
+from mola.likelihoods import Gaussian
+from mola.prediction import RegressionPrediction
+from mola.saving.files import partial_file
 
-OF_EACH = ("confidence", "entropy", "epistemic", "ood_score", "distance")
-"""Maps of classes, beside the label: entropy and its epistemic part in nats."""
-
-OF_NUMBERS = ("mean", "std", "lower", "upper", "epistemic")
-"""Maps of each output that is a number: as the rows of `mola predict` have them."""
+OF_EACH = ("confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
+"""Maps of classes, beside the label: entropy and its two parts in nats."""
 
 DEEP = 2**16 - 1
 """Largest value of a picture with 16 bits."""
@@ -102,7 +99,8 @@ def maps_of(said: Any, *, probabilities: bool = False) -> dict[str, NDArray[Any]
     if isinstance(said, RegressionPrediction):
         lower, upper = said.interval(PROBABILITY)
         found = {"mean": said.mean, "std": said.std, "lower": lower, "upper": upper, "epistemic": said.epistemic}
-        found |= {"ood_score": said.ood_score} | ({} if said.distance is None else {"distance": said.distance})
+        found |= {"aleatoric": said.aleatoric, "ood_score": said.ood_score}
+        found |= {} if said.distance is None else {"distance": said.distance}
         return {name: _array(one) for name, one in found.items()}
     values = {name: getattr(said, name) for name in OF_EACH}
     maps = {"label": said.label.cpu().numpy().astype(np.int16)}
@@ -175,7 +173,7 @@ def run_maps(
         What was done, on rank 0, and None on the others.
     """
     began = time.perf_counter()
-    together = Team.alone() if team is None else team
+    together = Team.single() if team is None else team
     if output.exists() and Path(data).expanduser().exists() and output.samefile(Path(data).expanduser()):
         raise OptionError(
             f"{output} holds the data, and would be overwritten with predictions: choose another --output."
@@ -187,7 +185,7 @@ def run_maps(
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
     threshold, account = alarm(fitted, false_alarm_rate), Account()
     names = _names(fitted)
-    kinds: tuple[str, ...] = ("mean", "std", "epistemic") if _is_numbers(fitted) else OF_EACH[:3]
+    kinds: tuple[str, ...] = ("mean", "std", "epistemic", "aleatoric") if _is_numbers(fitted) else OF_EACH[:4]
     sums, outlying, count, positions = dict.fromkeys(kinds, 0.0), 0, 0, 0
 
     def make(rows: Rows, said: Any) -> MapPortion:
@@ -195,7 +193,7 @@ def run_maps(
         return MapPortion(rows.names, rows.errors, rows.notes, maps, 1 if said is None else said.axis)
 
     progress("predicting", 0.0)
-    with together.work("predicting"), ExitStack() as stack:
+    with ExitStack() as stack:
         own = predicted(
             fitted.posterior,
             in_turns(source, together),
@@ -260,7 +258,7 @@ def _is_numbers(fitted: PosteriorFolder) -> bool:
 def _names(fitted: PosteriorFolder) -> tuple[str, ...]:
     count, likelihood = fitted.outputs, fitted.posterior.likelihood
     if isinstance(likelihood, Gaussian):
-        count = likelihood.latent(count)
+        count = likelihood.num_uncertain(count)
     return tuple((fitted.classes or tuple(map(str, range(count))))[:count])
 
 
@@ -272,15 +270,21 @@ class _Averages:
 
     def __init__(self, fitted: PosteriorFolder, names: Sequence[str]) -> None:
         likelihood = fitted.posterior.likelihood
-        self.names, self.numbers, self.competing = list(names), _is_numbers(fitted), likelihood.competing
+        self.names, self.numbers, self.mutually_exclusive = (
+            list(names),
+            _is_numbers(fitted),
+            likelihood.mutually_exclusive,
+        )
         self.axis = 1
         """Of the outputs in the maps of a batch, where each has its own; told with each portion."""
         if self.numbers:
             each = [
-                f"{kind}_{name}" if len(names) > 1 else kind for name in names for kind in ("mean", "std", "epistemic")
+                f"{kind}_{name}" if len(names) > 1 else kind
+                for name in names
+                for kind in ("mean", "std", "epistemic", "aleatoric")
             ]
         else:
-            each = [*OF_EACH[:3], *(f"share_{name}" for name in names)]
+            each = [*OF_EACH[:4], *(f"share_{name}" for name in names)]
         self.fields = ("name", "positions", *each, "ood_score", "distance", "outlying", "error")
 
     def row(
@@ -294,7 +298,7 @@ class _Averages:
         if self.numbers:
             row |= self._of_numbers(maps)
         else:
-            row |= {kind: _mean(maps[kind]) for kind in OF_EACH[:3]}
+            row |= {kind: _mean(maps[kind]) for kind in OF_EACH[:4]}
             row |= {f"share_{one}": share for one, share in zip(self.names, self._shares(maps), strict=True)}
         row["ood_score"] = _mean(score)
         row["distance"] = _mean(maps["distance"]) if "distance" in maps else None
@@ -303,7 +307,7 @@ class _Averages:
 
     def _shares(self, maps: Mapping[str, NDArray[Any]]) -> list[float]:
         labels, size = maps["label"], maps["ood_score"].size
-        if self.competing:
+        if self.mutually_exclusive:
             shares: list[float] = (np.bincount(labels.ravel(), minlength=len(self.names)) / size).tolist()
             return shares
         return [float(one.mean()) for one in self._by_output(labels)]
@@ -312,7 +316,7 @@ class _Averages:
         return values if self.axis == 1 else np.moveaxis(values, -1, 0)
 
     def _of_numbers(self, maps: Mapping[str, NDArray[Any]]) -> dict[str, float]:
-        parts = {kind: self._by_output(maps[kind]) for kind in ("mean", "std", "epistemic")}
+        parts = {kind: self._by_output(maps[kind]) for kind in ("mean", "std", "epistemic", "aleatoric")}
         return {
             f"{kind}_{name}" if len(self.names) > 1 else kind: _mean(part[place])
             for place, name in enumerate(self.names)
@@ -362,7 +366,7 @@ def _writer(fitted: PosteriorFolder, output: Path, names: Sequence[str]) -> _Wri
             f"{output} has the ending {output.suffix!r}: expected {', '.join(FORMATS)}, or none, for a folder of pictures."
         )
     head, likelihood = fitted.posterior.components[0].head, fitted.posterior.likelihood
-    if head is None or head.positions is None or head.positions.axes != 2 or not likelihood.competing:
+    if head is None or head.dense_axes != 2 or not likelihood.mutually_exclusive:
         raise OptionError(
             f"{output}: a folder is for pictures, of networks that name one class for each pixel. Others are written to .npz, which "
             f"holds all maps as arrays."
@@ -386,7 +390,7 @@ class _Table(_Writer):
         if whole:
             self.held.close()
         else:
-            self.writer.__exit__(DataError, None, None)
+            discard(self.held)
 
 
 class _Arrays(_Writer):
@@ -403,7 +407,7 @@ class _Arrays(_Writer):
             output.parent.mkdir(parents=True, exist_ok=True)
             self.partial = self.held.enter_context(partial_file(output))
         except OSError as error:
-            self.held.close()
+            discard(self.held)
             raise OptionError(f"cannot write {output} ({error.strerror}): choose another --output.") from error
         self.folder = Path(self.held.enter_context(tempfile.TemporaryDirectory(prefix="mola-")))
 
@@ -426,16 +430,15 @@ class _Arrays(_Writer):
 
     def end(self, *, whole: bool) -> None:
         """Pack the columns into one archive."""
-        with self.held:
-            if not whole:
-                return
-            with zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED) as archive:
-                for kind, column in self.columns.items():
-                    self._pack(archive, kind, column)
-                for kind, texts in (("name", self.names), ("error", self.errors), ("classes", self.classes)):
-                    with archive.open(f"{kind}.npy", "w") as target:
-                        np.lib.format.write_array(target, np.array(texts, dtype=np.str_), allow_pickle=False)
-            self.partial.replace(self.output)
+        if not whole:
+            discard(self.held)
+            return
+        with self.held, zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED) as archive:
+            for kind, column in self.columns.items():
+                self._pack(archive, kind, column)
+            for kind, texts in (("name", self.names), ("error", self.errors), ("classes", self.classes)):
+                with archive.open(f"{kind}.npy", "w") as target:
+                    np.lib.format.write_array(target, np.array(texts, dtype=np.str_), allow_pickle=False)
 
     def _pack(self, archive: zipfile.ZipFile, kind: str, column: IO[bytes]) -> None:
         dtype, shape = self.kinds[kind]

@@ -33,8 +33,8 @@ from mola.lab.imported import import_builder, is_path
 from mola.lab.models import MODELS, build_network
 from mola.lab.named_networks import TIMM, timm_builder
 from mola.options import counted, did_you_mean
-from mola.saving.weights_files import load_weights, read_state
-from mola.schema import parse
+from mola.saving.schema import parse
+from mola.saving.weights import load_weights, read_state
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Of files that hold weights, where a whole folder of them is named."""
@@ -244,9 +244,9 @@ def check_unchanged(files: Sequence[Path], sums: Sequence[str]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = parse(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{path} cannot be read as JSON: {error}.") from error
+        content = parse(path.read_bytes(), path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
     if not isinstance(content, dict):
         raise StorageError(f"{path} holds a {type(content).__name__}; expected an object.")
     return content

@@ -10,14 +10,15 @@ from torch import Tensor
 from mola.baselines.noise import best_factors
 from mola.compare import Tally
 from mola.compare.numbers import numbers_measured
-from mola.regression import RegressionMoLA
-from mola.regression_prediction import RegressionPrediction
+from mola.likelihoods import GAUSSIAN, Gaussian
+from mola.posterior import MoLA
+from mola.prediction import Field, RegressionPrediction
 
 PROBABILITY = 0.9
 """Of the intervals that are written where no coverage is asked for."""
 
 
-def untuned_noise(posterior: RegressionMoLA) -> Tensor:
+def untuned_noise(posterior: MoLA) -> Tensor:
     """Variance of the noise that each network has before anything was tuned, over that which it has now.
 
     It is that of the residuals of the training data, or as given; where networks say their own, as they say it.
@@ -29,13 +30,12 @@ def untuned_noise(posterior: RegressionMoLA) -> Tensor:
         Factors (K, D), in float64.
     """
     rows = []
-    for component, likelihood in zip(posterior.components, posterior.likelihoods, strict=True):
-        factors = component.require_curvature("the noise")[1].factors
-        sums = factors.label_sums
-        width = posterior.noise.shape[1] if sums is None else sums.shape[1]
-        before = likelihood
+    for component in posterior.components:
+        layer, likelihood = component.require_layer("the noise"), component.likelihood
+        assert isinstance(likelihood, Gaussian)
+        width, before = len(layer.weights), likelihood
         if likelihood.estimated:
-            before = replace(likelihood, noise=None, estimated=False).settled(sums, factors.count)
+            before = replace(likelihood, noise=None, estimated=False).fitted(layer.sums)
         rows.append((before.deviation(width) / likelihood.deviation(width)).square())
     return torch.stack(rows) / posterior.temperature**2
 
@@ -59,25 +59,17 @@ def networks_alone(
     if factors is not None:
         noise = noise * factors.to(means).square()
     weights = said.weights[:count] / said.weights[:count].sum()
+    return regression_prediction(means, noise, noise, weights, said.likelihood)
+
+
+def regression_prediction(
+    means: Tensor, variances: Tensor, noise: Tensor, weights: Tensor, likelihood: Gaussian = GAUSSIAN
+) -> RegressionPrediction:
+    """A prediction from means, variances and noise variances (K, n, D) of its components; it has no outlier score."""
+    fields: dict[str, Field] = {"component_mean": means, "component_variance": variances, "component_noise": noise}
     # Networks alone have no outlier score: their variance is one, and every method has that.
-    none = means.new_zeros(means.shape[1])
-    return RegressionPrediction(means, noise, noise, weights, none, "none", likelihood=said.likelihood)
-
-
-def some_of(said: RegressionPrediction, rows: slice | Tensor) -> RegressionPrediction:
-    """The prediction (n, D) of some inputs alone."""
-    parts = (said.component_mean, said.component_variance, said.component_noise)
-    means, variances, noises = (part[:, rows] for part in parts)
-    return RegressionPrediction(
-        means,
-        variances,
-        noises,
-        said.weights,
-        said.ood_score[rows],
-        said.ood_score_name,
-        None if said.distance is None else said.distance[rows],
-        likelihood=said.likelihood,
-    )
+    fields["ood_score"] = means.new_zeros(means.shape[1])
+    return RegressionPrediction(fields, weights=weights, ood_score_name="none", likelihood=likelihood)
 
 
 def noise_factors(alone: RegressionPrediction, targets: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from mola.app.jobs.preparation import Intake
-from mola.app.jobs.rows import Rows
+from mola.app.jobs.rows import Rows, readable
 from mola.errors import DataError, MissingExtraError
 from mola.lab.data.folder import ENDINGS, image_files
 from mola.lab.data.images import even_places
-from mola.likelihood import Likelihood
+from mola.likelihoods import Likelihood
 
 PATH_COLUMNS = ("path", "file", "filename", "image", "image_path")
 LABEL_COLUMNS = ("label", "class", "target", "y")
@@ -302,7 +302,7 @@ def list_labels(
             given = (row.get(name) or "").strip().lower()
             with suppress(ValueError):
                 labels[place, column] = ANSWERS[given] if given in ANSWERS else float(given)
-    for place in torch.nonzero(~likelihood.readable(labels)).flatten().tolist():
+    for place in torch.nonzero(~readable(labels, likelihood)).flatten().tolist():
         cells = ", ".join(f"{name}={rows[place].get(name)!r}" for name in names[:5])
         problems.setdefault(place, f"has labels that likelihood {likelihood.name!r} does not take ({cells})")
     return Pictures(str(path), tuple(paths), tuple(texts), labels, names, problems, intake)

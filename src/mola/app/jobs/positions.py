@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mola.network.layout import Layout, chosen_positions
-from mola.prediction import LazyFields
+from mola.network import Layout, drawn_positions
+from mola.prediction import Prediction, RegressionPrediction
 
 COMPARED = 256
 """Positions of each input that methods are compared on, drawn at random; all, where there are not more."""
 
 
-def layout_of(said: LazyFields, outputs: Tensor) -> Layout:
+def layout_of(said: Prediction | RegressionPrediction, outputs: Tensor) -> Layout:
     """Where positions stand in a prediction.
 
     Args:
@@ -60,7 +60,7 @@ def draw_rows(layout: Layout, labels: Tensor | None, ignore_index: int, start: i
 
     Args:
         layout: of the batch.
-        labels: (n, positions), or (n, positions, C) where each output has its own; None where there are none: all count.
+        labels: (n * positions,), or (n * positions, C) where each output has its own; None where there are none: all count.
         ignore_index: the label of positions that do not count. NaN is one, too.
         start: how many inputs came before this batch: which positions are drawn depends on the place of an input alone.
 
@@ -71,9 +71,9 @@ def draw_rows(layout: Layout, labels: Tensor | None, ignore_index: int, start: i
     for index in range(layout.inputs):
         places = torch.arange(layout.count)
         if labels is not None:
-            own = labels[index].reshape(layout.count, -1)
+            own = labels[index * layout.count : (index + 1) * layout.count].reshape(layout.count, -1)
             known = (own != ignore_index) & ~own.isnan() if own.is_floating_point() else own != ignore_index
             places = places[known.any(1).cpu()]
-        chosen = chosen_positions(len(places), COMPARED, start + index)
+        chosen = drawn_positions(len(places), COMPARED, start + index)
         found.append(index * layout.count + places[chosen])
     return DrawnRows(layout, torch.cat(found) if found else torch.zeros(0, dtype=torch.int64))

@@ -37,16 +37,16 @@ from mola.decisions.intervals import PredictionIntervals
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.posterior import MoLA
-from mola.regression_prediction import RegressionPrediction
-from mola.saving.storage import partial_file
+from mola.prediction import RegressionPrediction
+from mola.saving.files import partial_file
 
-COLUMNS = ("label", "confidence", "entropy", "epistemic", "ood_score", "distance")
-"""Numbers of each input, before its probabilities; nan where one is not known, as distances of older posteriors."""
-NUMBERS = COLUMNS[1:]
+COLUMNS = ("label", "confidence", "entropy", "epistemic", "aleatoric", "ood_score", "distance")
+"""Numbers of each input, before its probabilities; nan where one is unknown, as distances fitted with --no-distances."""
+NUMBERS, SCORE = COLUMNS[1:], COLUMNS.index("ood_score")
 FIELDS = ("name", "label", "class", *NUMBERS, "outlying", "error")
 FORMATS = (".csv", ".jsonl", ".npz")
-OF_EACH = ("mean", "std", "lower", "upper", "epistemic")
-"""Of each output that is a number: mean, standard deviation, ends of the 90 % interval, and the epistemic part of the variance."""
+OF_EACH = ("mean", "std", "lower", "upper", "epistemic", "aleatoric")
+"""Of each output of a regression: mean, standard deviation, ends of the 90 % interval, and both parts of the variance."""
 BETWEEN = "|"
 """Between the classes of a set, or the labels that are yes, in a cell of a table."""
 COPIED = 2**16
@@ -169,17 +169,17 @@ def run_predict(
         return _run_numbers(
             fitted, data, output, progress, strict=strict, directory=directory, decisions=decisions, team=team
         )
-    together = Team.alone() if team is None else team
+    together = Team.single() if team is None else team
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
     names = _class_names(fitted)
     threshold = decisions.alarm
     account = Account()
-    several = not fitted.posterior.likelihood.competing
+    several = not fitted.posterior.likelihood.mutually_exclusive
     sums, outlying, count, chosen = np.zeros(3), 0, 0, np.zeros(len(names), dtype=np.int64)
     answered, held, empty = 0, 0, 0
     columns = len(names) if probabilities or several else 0
     progress("predicting", 0.0)
-    with together.work("predicting"), ExitStack() as stack:
+    with ExitStack() as stack:
         own = portions(
             fitted.posterior,
             in_turns(source, together),
@@ -199,7 +199,7 @@ def run_predict(
                 if record.get("set") is not None:
                     held, empty = held + len(record["set"]), empty + (not record["set"])
             sums += portion.numbers[:, 1:4].sum(0)
-            outlying += 0 if threshold is None else int((portion.numbers[:, 4] > threshold).sum())
+            outlying += 0 if threshold is None else int((portion.numbers[:, SCORE] > threshold).sum())
             count += len(portion.numbers)
             if several:
                 chosen += (portion.numbers[:, len(COLUMNS) :] > YES).sum(0)
@@ -281,17 +281,17 @@ def _run_numbers(
     # `run_predict` where outputs are numbers: their columns are those of `OF_EACH`, named by the output where there are
     # several.
     began = time.perf_counter()
-    together = Team.alone() if team is None else team
+    together = Team.single() if team is None else team
     source = fitted.open_set(data, labelled=False, directory=directory, said=True)
     threshold, account = decisions.alarm, Account()
     likelihood: Any = fitted.posterior.likelihood
-    width = likelihood.latent(fitted.outputs)
+    width = likelihood.num_uncertain(fitted.outputs)
     names = (fitted.classes or tuple(map(str, range(width))))[:width]
     columns = [kind if width == 1 else f"{kind}_{name}" for name in names for kind in OF_EACH]
     fields = ("name", *columns, "ood_score", "distance", "outlying", "error")
     sums, outlying, count, wide = np.zeros(2), 0, 0, 0.0
     progress("predicting", 0.0)
-    with together.work("predicting"), ExitStack() as stack:
+    with ExitStack() as stack:
         own = portions(
             fitted.posterior,
             in_turns(source, together),
@@ -371,7 +371,7 @@ def records(
         sets = iter(decisions.sets(portion.numbers[:, len(COLUMNS) :]).tolist())
     for name, error in zip(portion.names, portion.errors, strict=True):
         values: list[Any] = [None] * len(COLUMNS) if error else next(numbers)
-        label, confidence, entropy, epistemic, score, distance, *probs = values
+        label, confidence, entropy, epistemic, aleatoric, score, distance, *probs = values
         found = None if label is None else names[int(label)] if not several else _found(names, probs)
         record = {
             "name": name,
@@ -380,6 +380,7 @@ def records(
             "confidence": confidence,
             "entropy": entropy,
             "epistemic": epistemic,
+            "aleatoric": aleatoric,
             "ood_score": score,
             "distance": None if distance is None or math.isnan(distance) else distance,
             "outlying": None if threshold is None or score is None else score > threshold,
@@ -401,7 +402,7 @@ class Portion:
         names: of all inputs.
         errors: for each, why it was left out, or None.
         notes: on inputs that were used.
-        numbers: for each that was used (m, 6), or (m, 6 + C) with probabilities.
+        numbers: for each that was used (m, 7), or (m, 7 + C) with probabilities.
     """
 
     names: list[str]
@@ -442,7 +443,7 @@ def _portion(rows: Rows, prediction: Any, outputs: int, intervals: PredictionInt
     numbers = np.zeros((0, len(COLUMNS) + outputs))
     if isinstance(prediction, RegressionPrediction):
         lower, upper = prediction.interval(PROBABILITY) if intervals is None else intervals(prediction)
-        columns = (prediction.mean, prediction.std, lower, upper, prediction.epistemic)
+        columns = (prediction.mean, prediction.std, lower, upper, prediction.epistemic, prediction.aleatoric)
         # Output by output, and then what is known of the input.
         each = torch.stack([column.double().cpu() for column in columns], 2).flatten(1)
         unknown = torch.full((len(prediction),), math.nan)
@@ -451,9 +452,9 @@ def _portion(rows: Rows, prediction: Any, outputs: int, intervals: PredictionInt
     elif prediction is not None:
         unknown = prediction.probs.new_full((len(prediction),), math.nan)
         values = [getattr(prediction, name) for name in COLUMNS]
-        if not prediction.likelihood.competing:
+        if not prediction.likelihood.mutually_exclusive:
             # How many are yes, and the means over labels of what is known of each.
-            values = [prediction.label.sum(1), *(one.mean(1) for one in values[1:4]), *values[4:]]
+            values = [prediction.label.sum(1), *(one.mean(1) for one in values[1:SCORE]), *values[SCORE:]]
         parts = [(unknown if one is None else one).double()[:, None] for one in values]
         numbers = torch.cat([*parts, *([prediction.probs.double()] if outputs else [])], dim=1).numpy()
     return Portion(rows.names, rows.errors, rows.notes, numbers)
@@ -559,7 +560,7 @@ SentT = TypeVar("SentT", bound=Sent)
 
 
 def in_order(own: Iterator[SentT], team: Team, kind: type[SentT]) -> Iterator[SentT]:
-    """On rank 0 the portions of all processes, in the order of the data; on the others nothing. Call it inside `team.work(...)`.
+    """On rank 0 the portions of all processes, in the order of the data; on the others nothing.
 
     Args:
         own: those of this process, whose set is divided by `in_turns`.
@@ -577,10 +578,16 @@ def in_order(own: Iterator[SentT], team: Team, kind: type[SentT]) -> Iterator[Se
         portion = next(own, None)
         everyone = team.collect(None if portion is None else portion.plain())
         # Batches are dealt in turns: once a process has none, the others have had their last.
-        more = team.share(None if everyone is None else None not in everyone)
-        for document in everyone or ():
+        more = None not in everyone
+        for document in everyone if team.first else ():
             if document is not None:
                 yield kind.of_plain(document)
+
+
+def discard(held: ExitStack) -> None:
+    """Leave contexts as after an error: files that were being written are removed."""
+    error = OSError("discarded")
+    held.__exit__(OSError, error, None)
 
 
 class Writer(ABC):
@@ -601,7 +608,7 @@ class Writer(ABC):
             self.partial = self._held.enter_context(partial_file(path))
             self.begin()
         except OSError as error:
-            self._held.close()
+            discard(self._held)
             raise OptionError(f"cannot write {path} ({error.strerror}): choose another --output.") from error
 
     def __enter__(self) -> Self:
@@ -612,10 +619,13 @@ class Writer(ABC):
     ) -> None:
         try:
             self.end(whole=kind is None)
-            if kind is None:
-                self.partial.replace(self.path)
-        finally:
+        except BaseException:
+            discard(self._held)
+            raise
+        if kind is None:
             self._held.close()
+        else:
+            discard(self._held)
 
     @abstractmethod
     def begin(self) -> None:

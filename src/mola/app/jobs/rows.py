@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mola.distributed import Team
 from mola.errors import DataError
-from mola.likelihood import CATEGORICAL, Likelihood
+from mola.likelihoods import CATEGORICAL, Likelihood
+from mola.likelihoods.bernoulli import MISSING
 from mola.network import Inputs
 
 
@@ -77,12 +78,9 @@ class Account:
         return lines
 
     def together(self, team: Team) -> Account:
-        """On rank 0 what all processes noted, on the others what they noted themselves. Call it inside `team.work(...)`."""
-        everyone = team.collect(self.plain())
-        if everyone is None:
-            return self
+        """What all processes noted."""
         whole = Account()
-        for one in everyone:
+        for one in team.collect(self.plain()):
             for mine, theirs in ((whole.left_out, one["left_out"]), (whole.noted, one["noted"])):
                 for where, entries in theirs.items():
                     mine.setdefault(where, {}).update(entries)
@@ -189,9 +187,9 @@ def checked_rows(
                 count = int((~tensor[index].isfinite()).sum())
                 errors[index] = f"holds {count} {'value that is' if count == 1 else 'values that are'} nan or infinite"
             good &= finite.cpu()
-    if labels is not None and not likelihood.competing:
+    if labels is not None and not likelihood.mutually_exclusive:
         labels = labels.cpu().double() if labels.dim() < 3 else labels.cpu()
-        fits = likelihood.readable(labels)
+        fits = readable(labels, likelihood)
         for index in torch.nonzero(~fits & good).flatten().tolist():
             words = f"the labels {labels[index].tolist()}" if labels.dim() < 3 else "labels at some positions"
             errors[index] = f"has {words}, which likelihood {likelihood.name!r} does not take"
@@ -210,6 +208,14 @@ def checked_rows(
     if not bool(good.any()):
         return Rows(list(names), errors, None, None)
     return Rows(list(names), errors, _cast(take(inputs, good), dtype), None if labels is None else labels[good])
+
+
+def readable(labels: Tensor, likelihood: Likelihood) -> Tensor:
+    """Rows (n,) whose labels the likelihood accepts: 0, 1 and missing ones, or finite targets."""
+    rows = labels.reshape(len(labels), -1)
+    if not likelihood.discrete:
+        return rows.isfinite().all(1)
+    return (rows.isnan() | (rows == MISSING) | (rows == 0) | (rows == 1)).all(1)
 
 
 def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -32,7 +32,7 @@ from mola.lab.data.embedded import load_digits
 from mola.lab.data.folder import ENDINGS
 from mola.lab.data.images import split_validation
 from mola.lab.imported import import_function, is_path, split_name
-from mola.likelihood import CATEGORICAL, Likelihood
+from mola.likelihoods import CATEGORICAL, Likelihood
 from mola.network import as_batch
 from mola.options import counted, did_you_mean, one_of
 
@@ -80,7 +80,7 @@ class Own:
                 raise DataError(
                     f"batch {index} of {self.name} has {counted(len(labels), 'label')} for {counted(size, 'input')}."
                 )
-            several = not self.likelihood.competing
+            several = not self.likelihood.mutually_exclusive
             if labels is not None and not several and not _are_indices(labels, self.outputs):
                 raise DataError(
                     f"batch {index} of {self.name} has labels of shape {tuple(labels.shape)} and type {labels.dtype}: expected a "
@@ -149,7 +149,7 @@ def open_set(
     """
     path = Path(name).expanduser()
     built_in = name.partition(":")[0] in BUILT_IN and not path.exists()
-    if labelled and not likelihood.competing and (built_in or path.is_dir()):
+    if labelled and not likelihood.mutually_exclusive and (built_in or path.is_dir()):
         raise DataError(
             f"{name} has one class for each image; likelihood {likelihood.name!r} takes a number for each output: give .npz with x "
             f"and y, .csv with a column for each output, or package.module:function."
@@ -162,7 +162,7 @@ def open_set(
         if path.suffix in (".npz", ".npy"):
             return open_arrays(path, outputs, intake, labelled=labelled, likelihood=likelihood)
         if path.suffix == ".csv":
-            if not likelihood.competing:
+            if not likelihood.mutually_exclusive:
                 return list_labels(path, classes, intake, labelled=labelled, likelihood=likelihood)
             return list_csv(path, classes, intake, labelled=labelled, outputs=outputs)
         if path.suffix.lower() in ENDINGS and not labelled:
