@@ -5,21 +5,22 @@ Under the probit link a scaled logit is bounded by what the weights allow, whate
 .. math:: |z_i| = \frac{|\mu_i^\top \phi|}{\sqrt{1 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}} \le b_i :=
    \frac{\|\mu_i\|}{\sqrt{\frac\pi8 \lambda_{\min}(\Sigma_{(i)})}}.
 
-The Lemma: a component's probability of class c is at most :math:`1 / (1 + \sum_{i \ne c} e^{-(b_i + b_c)})`. The Theorem: the mixture's is at
-most the weighted sum of these. The paper states them for bias-free ReLU networks far away; the inequality shows that they hold for every
-input and, with the bias as one more weight, for every head.
+The Lemma: a component's probability of class c is at most :math:`1 / (1 + \sum_{i \ne c} e^{-(b_i + b_c)})`. The
+Theorem: the mixture's is at most the weighted sum of these. The paper states them for bias-free ReLU networks far away; the
+inequality shows that they hold for every input and, with the bias as one more weight, for every head.
 
-Logits that are divided by s (`scaling.py`) have :math:`z_i = \mu_i^\top \phi / \sqrt{s^2 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}`, and
+Logits that are divided by s (`scaling.py`) have
+:math:`z_i = \mu_i^\top \phi / \sqrt{s^2 + \frac\pi8 \phi^\top \Sigma_{(i)} \phi}`, and
 
 .. math:: |z_i| \le \frac{\|\mu_i\| \|\phi\|}{\sqrt{s^2 + \frac\pi8 \lambda_{\min}(\Sigma_{(i)}) \|\phi\|^2}}.
 
-Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, each divided by its own s first, so the bound of
-a pooled logit is that of the contracted weights over the same denominator. A yes/no logit has the probability :math:`\sigma(|z_i|)` of
-its answer: the Lemma for two classes, one of which has all weights at 0 and no variance.
+Pooling contracts the means: :math:`|m'_{k,i}| \le c |m_{k,i}| + (1 - c) \sum_j \pi_j |m_{j,i}|`, each divided by its
+own s first, so the bound of a pooled logit is that of the contracted weights over the same denominator. A yes/no logit has the
+probability :math:`\sigma(|z_i|)` of its answer: the Lemma for two classes, one of which has all weights at 0 and no variance.
 
 For a bias-free ReLU network the features scale with the input, and the limit itself is known:
-:math:`z_i \to \mu_i^\top \phi / \sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent s grows at least like the square of the
-features, so far away bound and limit are both 1/C; a temperature alone leaves the limit where it is.
+:math:`z_i \to \mu_i^\top \phi / \sqrt{\frac\pi8 \phi^\top \Sigma_{(i)} \phi}`. With a distance exponent s grows at
+least like the square of the features, so far away bound and limit are both 1/C; a temperature alone leaves the limit where it is.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def component_bounds(posterior: MoLA, rows: MixtureRows) -> Tensor:
         denominators.append((spread if free else 1 + spread).sqrt())
     means = pooled(sizes, weights, posterior.scaling.pooling)
     largest = torch.stack([one / two for one, two in zip(means, denominators, strict=True)])
-    exclusive = posterior.likelihood.mutually_exclusive  # type: ignore[attr-defined]
+    exclusive = posterior.likelihood.mutually_exclusive
     return class_bounds(largest) if exclusive else torch.sigmoid(largest)
 
 
@@ -106,7 +107,9 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
     everything, means, spreads, grows = slice(None), [], [], []
     for component, near, away in zip(posterior.components, once, far, strict=True):
         if component.head is None or component.layer is None:
-            raise OptionError("the far-field limit needs a Laplace approximation, and a plain ensemble has none. Use mola.fit.")
+            raise OptionError(
+                "the far-field limit needs a Laplace approximation, and a plain ensemble has none. Use mola.fit."
+            )
         width, phi = component.head.inputs, near.rows(everything)[0]
         features, scaled = phi[:, :width], away.rows(everything)[0][:, :width] / SCALE
         if not torch.allclose(scaled, features, rtol=1e-4, atol=1e-5 * float(features.abs().max())):

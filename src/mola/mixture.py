@@ -165,12 +165,16 @@ class Mixture(nn.Module):
     def predict_proba(self, inputs: Any) -> np.ndarray[Any, Any]:
         """Probabilities (n, C) as a NumPy array, of a NumPy array or anything that `predict` takes."""
         if not self.likelihood.discrete:
-            raise OptionError("a regression has no class probabilities: use predict(inputs), with mean, interval(0.9) and log_prob.")
+            raise OptionError(
+                "a regression has no class probabilities: use predict(inputs), with mean, interval(0.9) and log_prob."
+            )
         if isinstance(inputs, np.ndarray):
             # A copy in native byte order: arrays may be read-only or foreign, which torch does not accept.
             native = np.array(inputs, dtype=inputs.dtype.newbyteorder("="), order="C")
             if native.dtype.kind not in "biufc":
-                raise DataError(f"expected a numeric array, got {native.dtype}. Convert it, as with array.astype(float).")
+                raise DataError(
+                    f"expected a numeric array, got {native.dtype}. Convert it, as with array.astype(float)."
+                )
             given, parameter = torch.from_numpy(native), next(self.parameters(), None)
             inputs = given.to(parameter.dtype) if parameter is not None and given.is_floating_point() else given
         return torch.cat([self(batch).cpu() for _, batch in _batches(inputs, progress=False)]).numpy()

@@ -99,7 +99,7 @@ def epistemic_share(
             draws = 2 ** (affordable.bit_length() - 1)
             noise = sobol_normals(draws, spread.noise_size, seed).to(mean)
             probs, entropies = softmax_and_entropy(mean[:, None] + spread.perturb(noise))
-            quarters.append(probs.unflatten(1, (4, draws // 4)).mean(2))
+            quarters.append(probs.view(len(mean), 4, draws // 4, classes).mean(2))
             within.append(entropies.mean(1))
     return _share(_entropy_limit(mixed(weights, quarters)), mixed(weights, within))
 

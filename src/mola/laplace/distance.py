@@ -8,7 +8,7 @@ input that is scaled up, so the norm :math:`|h|` is measured beside it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,9 +107,8 @@ class ClassDistance:
 
     def to(self, device: torch.device) -> ClassDistance:
         """The same on another device."""
-        tensors = {one.name: getattr(self, one.name) for one in fields(self)}
-        moved = {name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        root, means, squares = (one.to(device) for one in (self.root, self.means, self.squares))
+        return replace(self, root=root, means=means, squares=squares)
 
     def logs(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithms of the distance (n,) and of the norm (n,) of features (n, P), with or without the constant 1."""

@@ -28,7 +28,7 @@ class Sums:
             merged[name] = merged[name] + tensor if name in merged else tensor
         return self._with(merged, other)
 
-    def __iadd__(self, other: Sums) -> Sums:  # noqa: PYI034
+    def __iadd__(self, other: Sums) -> Sums:
         # In place: the fit owns its total, and a second C x C or P x P matrix per batch would be its largest cost.
         for name, tensor in other.tensors.items():
             if name in self.tensors:

@@ -62,7 +62,9 @@ class Categorical(DiscreteLikelihood):
                 f"binary classifier with one logit, likelihood='gaussian' for regression."
             )
         if not ran and _are_probabilities(outputs):
-            raise HeadError("the network returns probabilities: its outputs sum to 1. Pass a network that returns logits.")
+            raise HeadError(
+                "the network returns probabilities: its outputs sum to 1. Pass a network that returns logits."
+            )
         return outputs
 
     def check_labels(self, labels: Tensor, outputs: Tensor, where: str) -> Tensor:

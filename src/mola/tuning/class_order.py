@@ -46,7 +46,7 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
         if len(matched) < 2 or len(set(matched.values())) < len(matched) or moved <= right + CLEAR:
             continue
         share = sum(int((targets == a).sum()) * int((classes == b).sum()) for a, b in matched.items()) / total**2
-        outputs = len(classes.unique())
+        outputs = len(torch.unique(classes))
         orders = math.lgamma(outputs + 1) - math.lgamma(outputs - len(matched) + 1)
         # Chernoff's bound for one order, times the number of orders.
         if moved > share and orders - total * _divergence(moved, share) <= math.log(CHANCE):

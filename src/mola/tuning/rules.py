@@ -39,7 +39,7 @@ SAME = 1e-9
 
 SCORE_NAMES = {"nll": "log loss", "brier": "Brier score", "ece": "calibration error", "crps": "CRPS"}
 
-TEMPERATURES = tuple(0.1 * 9.5 ** (step / 31) for step in range(32)) + (1.0,)
+TEMPERATURES = (*(0.1 * 9.5 ** (step / 31) for step in range(32)), 1.0)
 """Tried where networks may be underconfident; the best is refined."""
 
 DOUBTLESS = 2.0
@@ -221,7 +221,9 @@ class PrecisionSearch:
             if index < LOW
             else "next to no covariance is left, and predictions are close to the plain ensemble's"
         )
-        return (_noted(f"the prior precision {self.value(index):.3g} lies outside the grid from 1e-4 to 1e3: {meaning}."),)
+        return (
+            _noted(f"the prior precision {self.value(index):.3g} lies outside the grid from 1e-4 to 1e3: {meaning}."),
+        )
 
 
 def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
@@ -256,7 +258,9 @@ def maximise(objective: Callable[[float], float], low: float, high: float, *, co
 
 def _curve_of(posterior: MoLA, data: HeldOut, temperature: float = 1.0) -> Evaluate:
     def evaluate(precisions: Sequence[float]) -> Scored:
-        return averages(scores(posterior, data, Candidates.of(posterior, precision=precisions, temperature=temperature)))
+        return averages(
+            scores(posterior, data, Candidates.of(posterior, precision=precisions, temperature=temperature))
+        )
 
     return evaluate
 
@@ -322,7 +326,11 @@ class Threshold:
                 f"few validation data: the networks' mean accuracy of {accuracy:.1%} has a standard error of {100 * error:.2g} points, "
                 f"and so has the target confidence.",
             )
-        return target, f"{target:.2%}, the networks' mean accuracy {accuracy:.2%} less {100 * self.margin:g} points", notes
+        return (
+            target,
+            f"{target:.2%}, the networks' mean accuracy {accuracy:.2%} less {100 * self.margin:g} points",
+            notes,
+        )
 
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose the prior precision."""
@@ -338,7 +346,9 @@ class Threshold:
         rule = f"Threshold: target confidence {origin}"
         if index is None:
             index = max(search.tried)
-            summary = _noted(self._no_effect(posterior, data, search.tried[index]["confidence"], target, search.value(index)))
+            summary = _noted(
+                self._no_effect(posterior, data, search.tried[index]["confidence"], target, search.value(index))
+            )
         else:
             notes = (*notes, *search.note(index))
             summary = (
@@ -355,9 +365,9 @@ class Threshold:
         end = f" Took prior precision {precision:.3g}, all but the plain ensemble. Use rule='nll', which also sharpens logits."
         if data.labels is None:
             return start.rstrip() + end
-        single = float(
-            torch.stack([posterior.likelihood.choices(posterior.likelihood.probabilities(one)).amax(-1).mean() for one in data.outputs]).mean()  # type: ignore[attr-defined]
-        )
+        likelihood: Any = posterior.likelihood
+        each = [likelihood.choices(likelihood.probabilities(one)).amax(-1).mean() for one in data.outputs]
+        single = float(torch.stack(each).mean())
         if single >= target:
             why = (
                 f"The single networks are confident enough ({single:.2%}), but they disagree, and their average is less confident than "
@@ -405,7 +415,9 @@ class Score:
         data, score, name = _require_data(data, self), self.score, f"Score({self.score!r})"
         if score not in posterior.likelihood.rules:
             known = ", ".join(posterior.likelihood.rules)
-            raise OptionError(f"score {score!r} does not apply to likelihood {posterior.likelihood.name!r}: use one of {known}.")
+            raise OptionError(
+                f"score {score!r} does not apply to likelihood {posterior.likelihood.name!r}: use one of {known}."
+            )
         if not posterior.likelihood.discrete:
             return _tune_regression(posterior, data, score, self.grid)
         search = PrecisionSearch(_curve_of(posterior, data), self.grid)
@@ -513,7 +525,9 @@ class Evidence:
     def __call__(self, posterior: MoLA, data: HeldOut | None = None) -> Tuning:
         """Choose the prior precision, and for a regression the noise unless it was given."""
         if data is not None:
-            raise OptionError("Evidence uses the training data alone: call posterior.tune(rule='evidence') without a loader.")
+            raise OptionError(
+                "Evidence uses the training data alone: call posterior.tune(rule='evidence') without a loader."
+            )
         count = len(posterior.components)
         free = all(isinstance(one.likelihood, Gaussian) and one.likelihood.estimated for one in posterior.components)
         precisions, factors = [1.0] * count, [1.0] * count
@@ -570,9 +584,7 @@ def _tune_regression(posterior: MoLA, data: HeldOut, score: str, grid: Sequence[
             break
     value = search.tried[index][score]
     at_noise = f" with the noise multiplied by {factor:.3g}" if free else ""
-    summary = (
-        f"The {SCORE_NAMES[score]} on the validation data is {value:.4g} at prior precision {search.value(index):.3g}{at_noise}."
-    )
+    summary = f"The {SCORE_NAMES[score]} on the validation data is {value:.4g} at prior precision {search.value(index):.3g}{at_noise}."
     factors = (factor,) * count if free else ()
     chosen = (search.value(index),) * count
     return Tuning(f"Score({score!r})", chosen, summary, search.note(index), search.curve(), noise_factors=factors)
@@ -645,10 +657,13 @@ class Distance:
         )
         return averages(scores(posterior, data, candidates))
 
-    def _limits(self, posterior: MoLA, data: HeldOut, plain: dict[str, float]) -> tuple[Callable[[dict[str, float]], bool], str]:
+    def _limits(
+        self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
+    ) -> tuple[Callable[[dict[str, float]], bool], str]:
         if is_real(self.price):
-            most = plain["nll"] * (1 + float(self.price or 0))  # type: ignore[arg-type]
-            return lambda row: row["nll"] <= most, f"at most {100 * float(self.price or 0):.4g} % more log loss"  # type: ignore[arg-type]
+            price = float(self.price or 0)
+            most = plain["nll"] * (1 + price)
+            return lambda row: row["nll"] <= most, f"at most {100 * price:.4g} % more log loss"
         target = Threshold().target(data)[0]
         if self.price is None:
             return lambda row: row["confidence"] >= target, f"mean confidence at the paper's threshold, {target:.2%}"
@@ -661,7 +676,9 @@ class Distance:
 
     def _regression(self, posterior: MoLA, data: HeldOut, base: Tuning) -> Tuning:
         if isinstance(self.price, str):
-            raise OptionError(f"price {self.price!r} is a price in confidence. For regression it is in nats per output, such as 0.01.")
+            raise OptionError(
+                f"price {self.price!r} is a price in confidence. For regression it is in nats per output, such as 0.01."
+            )
         price = REGRESSION_PRICE if self.price is None else float(self.price)
         outputs = len(posterior.components[0].require_layer("distance").weights)
 
@@ -731,10 +748,16 @@ def _distance_summary(tried: dict[float, dict[str, float]], chosen: float, origi
 def _distance_notes(posterior: MoLA) -> tuple[str, ...]:
     reference = posterior.scaling.reference
     assert reference is not None
-    distances = [one.layer.distance for one in posterior.components if one.layer is not None and one.layer.distance is not None]
+    distances = [
+        one.layer.distance for one in posterior.components if one.layer is not None and one.layer.distance is not None
+    ]
     notes = []
     if any(not one.known for one in distances):
-        notes.append(_noted("all training features of a network are alike, so its distances carry no information and count as 1."))
+        notes.append(
+            _noted(
+                "all training features of a network are alike, so its distances carry no information and count as 1."
+            )
+        )
     else:
         pairs = zip(reference.scales, distances, strict=True)
         logs = [math.log(max(scale.distance, 1e-300) / max(one.training_distance, 1e-300)) for scale, one in pairs]
@@ -747,7 +770,9 @@ def _distance_notes(posterior: MoLA) -> tuple[str, ...]:
                 )
             )
     if any(one.num_predicted for one in distances):
-        notes.append("the training data had no labels: distances are from the classes that the networks predict for them.")
+        notes.append(
+            "the training data had no labels: distances are from the classes that the networks predict for them."
+        )
     return tuple(notes)
 
 
@@ -776,7 +801,9 @@ def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None
     elif callable(name) and not isinstance(name, type):
         chosen = name
     else:
-        raise OptionError(f"rule must be one of {', '.join(RULES)}, or an object such as mola.rules.Evidence(); got {rule!r}.")
+        raise OptionError(
+            f"rule must be one of {', '.join(RULES)}, or an object such as mola.rules.Evidence(); got {rule!r}."
+        )
     needs_data = getattr(chosen, "needs_data", True)
     label = repr(name) if isinstance(name, str) else type(chosen).__name__
     if needs_data and data is None:

@@ -15,7 +15,7 @@ from mola.scaling import scale_factors
 from mola.tuning.held_out import HeldOut
 
 if TYPE_CHECKING:
-    from mola.posterior import MoLA, MixtureRows
+    from mola.posterior import MixtureRows, MoLA
 
 NUMBERS_AT_ONCE = 2**21
 """Candidates times rows times outputs that are held at once: 16 MB in float64."""
@@ -47,7 +47,9 @@ class Candidates:
         count = len(posterior.components)
         given = [posterior.prior_precision] if precision is None else precision
         rows = torch.stack([torch.as_tensor(one, dtype=torch.float64).expand(count) for one in given])
-        others = [torch.as_tensor(one, dtype=torch.float64).flatten() for one in (temperature, pooling, exponent, onset)]
+        others = [
+            torch.as_tensor(one, dtype=torch.float64).flatten() for one in (temperature, pooling, exponent, onset)
+        ]
         size = max(len(rows), *(len(one) for one in others))
         return Candidates(rows.expand(size, count), *(one.expand(size) for one in others))
 
@@ -58,11 +60,11 @@ class Candidates:
         return Candidates(*(getattr(self, one.name)[part] for one in fields(self)))
 
 
-def predictives(
-    posterior: MoLA, data: HeldOut, candidates: Candidates
-) -> Iterator[tuple[list[Any], Tensor | None]]:
+def predictives(posterior: MoLA, data: HeldOut, candidates: Candidates) -> Iterator[tuple[list[Any], Tensor | None]]:
     """Predictive distributions of held-out data, chunk by chunk: parts of the candidates in order, and the chunk's labels."""
-    vectorised = (posterior.link.variance_only or not posterior.likelihood.discrete) and posterior.weighting != "evidence"
+    vectorised = (
+        posterior.link.variance_only or not posterior.likelihood.discrete
+    ) and posterior.weighting != "evidence"
     size, outputs = (len(candidates) if vectorised else 1), data.outputs[0].shape[1]
     row = max(size * posterior.link.row_size(outputs), max(phi.shape[1] for phi in data.phi))
     for rows, labels in data.chunks(NUMBERS_AT_ONCE // row):
@@ -133,12 +135,16 @@ def predictive_at(posterior: MoLA, rows: MixtureRows, candidates: Candidates) ->
     elif single:
         pooling = float(candidates.pooling[0])
     options: dict[str, Any] = {} if likelihood.discrete else {"noises": posterior.noise_variances(rows)}
-    found = likelihood.predictive(rows.outputs, spreads, weights, posterior.link, scale=scale, pooling=pooling, **options)
+    found = likelihood.predictive(
+        rows.outputs, spreads, weights, posterior.link, scale=scale, pooling=pooling, **options
+    )
     if not single:
         return found
     # A leading dimension of size 1; a mixture of normals has its components first.
     tensors = {one.name: getattr(found, one.name) for one in fields(found) if one.name != "weights"}  # type: ignore[arg-type]
-    return replace(found, **{name: value[None] if likelihood.discrete else value[:, None] for name, value in tensors.items()})  # type: ignore[type-var]
+    return replace(
+        found, **{name: value[None] if likelihood.discrete else value[:, None] for name, value in tensors.items()}
+    )  # type: ignore[type-var]
 
 
 def _factors(posterior: MoLA, rows: MixtureRows, candidates: Candidates) -> Tensor:
