@@ -35,13 +35,16 @@ TUNING = {
     **dict.fromkeys(("temperature", "pooling", "distance_exponent", "onset"), float),
     **{"notes": [str], "curve": {str: [float]}},
 }
-SCHEMA = {
-    "structure": {"name": str},
+MIXTURE = {
     "link": {"name": str},
     "weighting": str,
     "weights": [float],
     "scaling": SCALING,
     "tuning": Optional(TUNING),
+}
+SCHEMA = {
+    "structure": {"name": str},
+    **MIXTURE,
     "components": [{"network": str, "head": HEAD, "prior_precision": float, "likelihood": {"name": str}, **SUMS[0]}],
 }
 
@@ -80,19 +83,33 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
             likelihood = describe(component.likelihood, LIKELIHOODS, "likelihood")
             own = {"network": state_checksum(component.network), "head": described, "likelihood": likelihood}
             parts.append({**own, "prior_precision": component.prior_precision, **entry})
+    structure = describe(layers[0].structure, STRUCTURES, "structure")
+    return {"kind": KIND, "structure": structure, **pack_mixture(posterior), "components": parts}, tensors
+
+
+def pack_mixture(posterior: MoLA) -> dict[str, Any]:
+    """All of a posterior but its components, as JSON by the schema `MIXTURE`."""
     scaling = posterior.scaling
     reference = None if scaling.reference is None else scaling.reference.as_json()
-    document = {
-        "kind": KIND,
-        "structure": describe(layers[0].structure, STRUCTURES, "structure"),
+    return {
         "link": describe(posterior.link, LINKS, "link"),
         "weighting": posterior.weighting,
         "weights": posterior.weights.tolist(),
         "scaling": {**{name: getattr(scaling, name) for name in SCALING}, "reference": reference},
         "tuning": None if posterior.tuning is None else posterior.tuning.as_json(),
-        "components": parts,
     }
-    return document, tensors
+
+
+def unpack_mixture(document: Mapping[str, Any], components: Sequence[Any]) -> Parts:
+    """Undo `pack_mixture` around components that have been rebuilt."""
+    weights = check_weights(document["weights"], len(components))
+    return Parts(
+        list(components),
+        rebuild(document["link"], LINKS, "link"),
+        weights if document["weighting"] == "given" else document["weighting"],
+        None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
+        _scaling(document["scaling"], len(components)),
+    )
 
 
 def describe(thing: Structure | Likelihood | Link, known: Mapping[str, type], what: str) -> dict[str, Any]:
@@ -121,14 +138,7 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
             _component(index, networks[index], heads[index], parts[index], structure, likelihoods[index], sums[index])
             for index in range(len(parts))
         ]
-        weights = check_weights(document["weights"], len(parts))
-        return Parts(
-            components,
-            rebuild(document["link"], LINKS, "link"),
-            weights if document["weighting"] == "given" else document["weighting"],
-            None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
-            _scaling(document["scaling"], len(parts)),
-        )
+        return unpack_mixture(document, components)
     except (OptionError, TypeError, ValueError) as error:
         if isinstance(error, StorageError):
             raise
