@@ -1,7 +1,7 @@
 """The mixture of Laplace approximations. MAP, deep ensembles, last-layer Laplace and MoLA are all one class.
 
-A `Component` is one network with the Laplace approximation of its last layer; without one it is a member of a plain ensemble. `MoLA` mixes
-K of them. Posteriors are values: `tune`, `reweight` and `with_*` return new ones that share the networks.
+A `Component` is one network with the Laplace approximation of its last layer; without one it is a member of a plain
+ensemble. `MoLA` mixes K of them. Posteriors are values: `tune`, `reweight` and `with_*` return new ones that share the networks.
 """
 
 from __future__ import annotations
@@ -673,9 +673,9 @@ class MoLA(Mixture):
     def reweight(self, val_loader: Iterable[Any] | HeldOut, *, progress: bool = True, team: Team | None = None) -> Self:
         """Stacking: weights that maximise the mixture's log-likelihood on validation data.
 
-        With pooling or a distance exponent the components' predictions depend on the weights. The log-likelihood is then not concave in
-        them: predictions and weights are updated in turn, from these weights and from uniform ones, and the result is no worse than
-        either start.
+        With pooling or a distance exponent the components' predictions depend on the weights. The log-likelihood is
+        then not concave in the weights: predictions and weights are updated in turn, from these weights and from uniform ones, and the
+        result is no worse than either start.
 
         Args:
             val_loader: validation data with labels, read once.
@@ -722,7 +722,9 @@ class MoLA(Mixture):
     def log_evidence(self) -> Tensor:
         """Log marginal likelihoods (K,) of the training labels, one for each component."""
         with torch.no_grad():
-            values = [one.log_evidence(torch.tensor(one.prior_precision).double()) for one in self.components]
+            values = [
+                one.log_evidence(torch.tensor(one.prior_precision, dtype=torch.float64)) for one in self.components
+            ]
         return torch.stack(values).cpu()
 
     # --- samples and bounds -----------------------------------------------------------------------------------------
