@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from mola.errors import BoundError, OptionError
 from mola.likelihoods.base import mixed, pooled
-from mola.links import Link, Probit
+from mola.links import Link, Probit, probit_scaled
 from mola.network import Captured
 
 if TYPE_CHECKING:
@@ -43,6 +42,11 @@ if TYPE_CHECKING:
 
 SCALE = 2.0**20
 """Factor by which inputs are scaled to test whether features scale with them: a power of two, so that nothing is rounded."""
+
+CERTAIN = 1e12
+"""A logit that leaves no doubt."""
+
+TINY = torch.finfo(torch.float64).tiny
 
 
 def class_bounds(largest: Tensor) -> Tensor:
@@ -103,15 +107,20 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         raise BoundError(
             "the far-field limit is not defined for dense outputs. posterior.confidence_bound(inputs) holds everywhere."
         )
+    from mola.posterior import MixtureRows
+
     likelihood: Any = posterior.likelihood
-    everything, means, spreads, grows = slice(None), [], [], []
-    for component, near, away in zip(posterior.components, once, far, strict=True):
-        if component.head is None or component.layer is None:
+    weights, pooling = posterior.weights, posterior.scaling.pooling
+    near, away = ([one.rows(slice(None)) for one in some] for some in (once, far))
+    growing, grows, spreads = [], [], []
+    for component, (phi, _), (far_phi, _) in zip(posterior.components, near, away, strict=True):
+        layer = component.on(phi.device)
+        if component.head is None or layer is None:
             raise OptionError(
                 "the far-field limit needs a Laplace approximation, and a plain ensemble has none. Use mola.fit."
             )
-        width, phi = component.head.inputs, near.rows(everything)[0]
-        features, scaled = phi[:, :width], away.rows(everything)[0][:, :width] / SCALE
+        width = component.head.inputs
+        features, scaled = phi[:, :width], far_phi[:, :width] / SCALE
         if not torch.allclose(scaled, features, rtol=1e-4, atol=1e-5 * float(features.abs().max())):
             raise BoundError(
                 "the features do not scale with the input, so there is no closed-form limit. It is known for ReLU networks without "
@@ -119,29 +128,27 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
             )
         # The constant 1 is nothing beside features that grow.
         direction = torch.cat([features, torch.zeros_like(phi[:, width:])], 1)
-        layer = component.on(phi.device)
-        assert layer is not None
-        means.append(direction @ layer.weights.T)
+        growing.append(direction @ layer.weights.T)
         spreads.append(component.spread(direction))
         grows.append(features.any(1, keepdim=True))
-    if posterior.scaling.exponent > 0:
-        # 1/C where features grow, and the prediction at the input where they are all 0.
-        here = posterior._with(scaling=replace(posterior.scaling, pooling=1.0))
-        rows = next(here._chunks(once))
-        plain = likelihood.members(
-            rows.outputs, here._spreads(rows), here.weights, here.link, scale=here._scale(rows), pooling=1.0
-        )
-        even = 1 / likelihood.num_choices(means[0].shape[1])
-        return mixed(posterior.weights, [torch.where(grow, even, one) for grow, one in zip(grows, plain, strict=True)])
-    pooled_means = pooled(means, posterior.weights, posterior.scaling.pooling)
+    # A network whose features are all 0 at an input has the same logits however far one goes.
+    rows = MixtureRows([phi for phi, _ in near], [outputs for _, outputs in near])
+    here, around = likelihood.scaled(rows.outputs, posterior._spreads(rows), weights, posterior._scale(rows), 1.0)
+    still = pooled([torch.where(grow, 0.0, one) for grow, one in zip(grows, here, strict=True)], weights, pooling)
     members = []
-    for mean, spread in zip(pooled_means, spreads, strict=True):
-        assert spread is not None
-        variance = spread.variance()
-        # Features of 0 stay 0 however far one goes: nothing is known there.
-        logits = torch.where(variance > 0, mean / (math.pi / 8 * variance).sqrt(), 0.0)
+    for grow, mean, spread, pulled, own in zip(
+        grows, pooled(growing, weights, pooling), spreads, still, around, strict=True
+    ):
+        logits = probit_scaled(pulled, torch.where(grow, 0.0, own.variance()))
+        if posterior.scaling.exponent == 0:
+            assert spread is not None
+            limit = mean / (math.pi / 8 * spread.variance()).clamp_min(TINY).sqrt()
+            # Pooled with logits that grow, and without a variance that does: certain.
+            largest = mean.abs().amax(1, keepdim=True)
+            certain = torch.where(largest > 0, CERTAIN * mean / largest.clamp_min(TINY), logits)
+            logits = torch.where(grow, limit, certain)
         members.append(likelihood.probabilities(logits))
-    return mixed(posterior.weights, members)
+    return mixed(weights, members)
 
 
 def require_probit(link: Link) -> None:
