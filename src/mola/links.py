@@ -213,6 +213,7 @@ def as_link(link: str | Link, likelihood: Likelihood | None = None) -> Link:
     if chosen.name not in likelihood.links:
         known = ", ".join(likelihood.links) or "none, since its predictive distribution is exact"
         raise OptionError(
-            f"link {chosen.name!r} does not apply to likelihood {likelihood.name!r}. Its links: {known}. Leave link= out for the default."
+            f"link {chosen.name!r} does not apply to likelihood {likelihood.name!r}. Its links: {known}. Leave link= "
+            "out for the default."
         )
     return chosen

@@ -53,10 +53,10 @@ def far_field_score(means: Tensor, norms: Tensor, weights: Tensor, likelihood: D
 
     .. math:: -\max_c \sum_k \pi_k\, \frac{m^{(k)}_c - \bar m^{(k)}}{\sqrt{\phi_k^\top B_k^{-1} \phi_k}}
 
-    As the prior precision goes to 0, Algorithm 1's variance of every logit becomes one constant times :math:`\phi^\top B^{-1} \phi`, the
-    probit link becomes linear, and ranking inputs by the mixture's largest probability becomes ranking by this. It needs no prior
-    precision, and the norms of the feature vectors cancel. A yes/no logit is one of two classes, the other of which has the logit 0:
-    of these, the mean over labels.
+    As the prior precision goes to 0, Algorithm 1's variance of every logit becomes one constant times
+    :math:`\phi^\top B^{-1} \phi`, the probit link becomes linear, and ranking inputs by the mixture's largest probability becomes
+    ranking by this. It needs no prior precision, and the norms of the feature vectors cancel. A yes/no logit is one of two classes,
+    the other of which has the logit 0: of these, the mean over labels.
 
     Args:
         means: logits (K, n, C).

@@ -90,7 +90,8 @@ class _Fields:
         shapes = {tuple(part._read(first).shape[axis + 1 :]) for part in parts}
         if len(shapes) > 1:
             raise DataError(
-                f"the inputs have outputs at different positions, {sorted(shapes)}, and cannot be joined: predict batch by batch, with "
+                f"the inputs have outputs at different positions, {sorted(shapes)}, and cannot be joined: predict "
+                "batch by batch, with "
                 f"predict_batches."
             )
 
@@ -280,7 +281,8 @@ class Prediction(_Fields):
         if not self.probs.numel():
             return f"Prediction({len(self)} inputs{at}, {kinds})"
         return (
-            f"Prediction({counted(len(self), 'input')}{at}, {kinds}, mean confidence {float(self.confidence.mean()):.3f}, mean entropy "
+            f"Prediction({counted(len(self), 'input')}{at}, {kinds}, mean confidence "
+            f"{float(self.confidence.mean()):.3f}, mean entropy "
             f"{float(self.entropy.mean()):.3f}, epistemic {float(self.epistemic.mean()):.3f})"
         )
 

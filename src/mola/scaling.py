@@ -15,8 +15,9 @@ validation data, o the onset (relative to the median) from which distance counts
 :math:`q_k` their 99 % quantile on validation data, and :math:`\pi_k` the mixture's weights. At :math:`\gamma = 0` neither
 :math:`\rho` nor :math:`\nu` is there.
 
-Why :math:`\nu_k^2`: logits grow no faster than features, :math:`|m_k| \le a_k |h_k| + b_k`. So :math:`z_k` vanishes as features grow, with
-it the pooled logits, and the probabilities tend to 1/C. Directions alone, which is what distances see, would leave them where they are.
+Why :math:`\nu_k^2`: logits grow no faster than features, :math:`|m_k| \le a_k |h_k| + b_k`. So :math:`z_k` vanishes
+as features grow, with it the pooled logits, and the probabilities tend to 1/C. Directions alone, which is what distances see, would
+leave them where they are.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ DRAWN_LOGITS = 2**13
 """Draws times classes: with many classes, fewer draws are needed and affordable."""
 
 SLOWEST_GAIN = 0.75
-"""Largest factor by which a doubling of the draws brings the entropy of their mean closer to its limit: 1/2 with many draws, more where
-each draw is certain of a different class."""
+"""Largest factor by which a doubling of the draws brings the entropy of their mean closer to its limit: 1/2 with
+many draws, more where each draw is certain of a different class."""
 
 NODES = 96
 """Nodes of the integrals over one logit: at most 0.7 apart, where the sigmoid's poles are at a distance of pi."""
@@ -76,8 +76,8 @@ def epistemic_share(
 ) -> Tensor:
     """Share of a mixture's entropy that is mutual information between label and weights: (n,), or (n, C) for labels.
 
-    Within a component it has no closed form for classes, so it is measured on Sobol draws. As a share of the draws' own entropy it lies
-    between 0 and 1 whatever the link, and it is exact where components have no covariance.
+    Within a component it has no closed form for classes, so it is measured on Sobol draws. As a share of the draws'
+    own entropy it lies between 0 and 1 whatever the link, and it is exact where components have no covariance.
 
     Args:
         likelihood: of the mixture.
@@ -99,7 +99,7 @@ def epistemic_share(
             draws = 2 ** (affordable.bit_length() - 1)
             noise = sobol_normals(draws, spread.noise_size, seed).to(mean)
             probs, entropies = softmax_and_entropy(mean[:, None] + spread.perturb(noise))
-            quarters.append(probs.view(len(mean), 4, draws // 4, classes).mean(2))
+            quarters.append(probs.view(mean.shape[0], 4, draws // 4, classes).mean(2))
             within.append(entropies.mean(1))
     return _share(_entropy_limit(mixed(weights, quarters)), mixed(weights, within))
 

@@ -1,9 +1,9 @@
 r"""The exact Hessian of the last layer, :math:`H = \sum_n \Lambda_n \otimes \phi_n \phi_n^\top`, of size CP x CP.
 
-With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is :math:`-Z_i^\top Z_j` with :math:`Z_i =
-\mathrm{diag}(u_i)\, \Phi`. The diagonal blocks are the negative sums of their rows (plus :math:`\Phi^\top \mathrm{diag}(d_i) \Phi`), so a
-direction that the likelihood does not see is null exactly. The eigenproblem is solved in the visible directions only, of size RP; in
-the remaining one the posterior is the prior.
+With :math:`\Lambda = \mathrm{diag}(d) + L(u u^\top)`, block (i, j) for i != j is :math:`-Z_i^\top Z_j` with
+:math:`Z_i = \mathrm{diag}(u_i)\, \Phi`. The diagonal blocks are the negative sums of their rows (plus
+:math:`\Phi^\top \mathrm{diag}(d_i) \Phi`), so a direction that the likelihood does not see is null exactly. The eigenproblem is
+solved in the visible directions only, of size RP; in the remaining one the posterior is the prior.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ a part that acts on each output alone and a part that couples every pair of outp
 weights :math:`u_i u_j`. For a softmax, :math:`\mathrm{diag}(p) - p p^\top = L(p p^\top)`: there is no separate part, and
 
 * :math:`\Lambda 1 = 0` holds by construction, in any precision: the softmax ignores a shift common to all outputs;
-* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms. Summed over data first, nothing cancels when a
-  network is almost certain.
+* the diagonal :math:`p_i (1 - p_i) = \sum_{j \ne i} p_i p_j` is a sum of positive terms. Summed over data first,
+  nothing cancels when a network is almost certain.
 
 Independent outputs (Bernoulli, Gaussian) have only the separate part.
 """

@@ -12,8 +12,8 @@ A heteroscedastic network has two outputs for each target, a mean and a value th
 Targets may have been standardised in training. With `location` and `scale` all inputs and results are in the user's units; sums,
 weights and curvature are in the network's.
 
-The mixture predicts :math:`\sum_k \pi_k \mathcal N(y; m_k, s^2 (v_k + \sigma_k^2))` exactly, without a link: the last layer's posterior
-is normal, and so is the noise.
+The mixture predicts :math:`\sum_k \pi_k \mathcal N(y; m_k, s^2 (v_k + \sigma_k^2))` exactly, without a link: the
+last layer's posterior is normal, and so is the noise.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Gaussian(Likelihood):
         scale: standard deviation by which they were divided, one number or D.
         heteroscedastic: whether the network also predicts a variance for each target: 2 D outputs.
         order: "stacked", all means before all variances, or "interleaved", mean and variance of one target after the other.
-        variance: what the second output of a target is: "log-variance", "log-deviation", or "softplus", whose softplus is the variance.
+        variance: what the second output of a target is: "log-variance", "log-deviation", or "softplus", whose
+            softplus is the variance.
         estimated: whether the noise was estimated, so that rules may change it; set by the fit.
     """
 

@@ -26,8 +26,8 @@ LONG = 0.99
 """Share of the validation data whose features are not long."""
 
 COPIES = 0.1
-"""Smallest median distance, relative to the training data's own. Below, most validation data are copies of training data, and the median
-is no unit for the others."""
+"""Smallest median distance, relative to the training data's own. Below, most validation data are copies of training
+data, and the median is no unit for the others."""
 
 NO_SPREAD = 1e-6
 """Relative spread of outlier scores that are all alike."""

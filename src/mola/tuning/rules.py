@@ -1,8 +1,8 @@
 """Rules that choose the prior precision, and some of them temperature, pooling and distance exponent, on validation data.
 
 A rule is an object that is called with a posterior and held-out data and returns a `Tuning`. The networks have run once by then; a
-candidate costs what its predictive distribution costs. The search over the prior precision comes first in this file: every ninth value of
-the paper's grid, then finer steps around the best, and beyond an end of the grid if that wins.
+candidate costs what its predictive distribution costs. The search over the prior precision comes first in this file:
+every ninth value of the paper's grid, then finer steps around the best, and beyond an end of the grid if that wins.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Distance exponents tried first; then finer between the last that meets the limits and the first that does not."""
 
 GROWTHS = tuple(step / 16 for step in range(17))
-"""Distance exponents of a regression: up to 1, where the standard deviation grows in proportion to the distance, as the uncertainty about a
-function with bounded slope does."""
+"""Distance exponents of a regression: up to 1, where the standard deviation grows in proportion to the distance, as
+the uncertainty about a function with bounded slope does."""
 
 FINEST = 2.0**-11
 """Distance exponents are multiples of this."""
@@ -323,7 +323,8 @@ class Threshold:
         notes: tuple[str, ...] = ()
         if error > self.margin:
             notes = (
-                f"few validation data: the networks' mean accuracy of {accuracy:.1%} has a standard error of {100 * error:.2g} points, "
+                f"few validation data: the networks' mean accuracy of {accuracy:.1%} has a standard error of "
+                f"{100 * error:.2g} points, "
                 f"and so has the target confidence.",
             )
         return (
@@ -359,7 +360,8 @@ class Threshold:
 
     def _no_effect(self, posterior: MoLA, data: HeldOut, confidence: float, target: float, precision: float) -> str:
         start = (
-            f"The threshold rule has no effect here: without any covariance the mean confidence is {confidence:.2%}, already below the "
+            f"The threshold rule has no effect here: without any covariance the mean confidence is {confidence:.2%}, "
+            "already below the "
             f"target of {target:.2%}, and covariance only lowers it. "
         )
         end = f" Took prior precision {precision:.3g}, all but the plain ensemble. Use rule='nll', which also sharpens logits."
@@ -370,7 +372,8 @@ class Threshold:
         single = float(torch.stack(each).mean())
         if single >= target:
             why = (
-                f"The single networks are confident enough ({single:.2%}), but they disagree, and their average is less confident than "
+                f"The single networks are confident enough ({single:.2%}), but they disagree, and their average is "
+                "less confident than "
                 f"each of them."
             )
         else:
@@ -429,7 +432,8 @@ class Score:
         value = search.tried[index][score]
         at = f" and temperature {temperature:.3g}" if temperature != 1 else ""
         summary = (
-            f"The {SCORE_NAMES[score]} on the validation data is {value:.4g} at prior precision {search.value(index):.3g}{at}, the best "
+            f"The {SCORE_NAMES[score]} on the validation data is {value:.4g} at prior precision "
+            f"{search.value(index):.3g}{at}, the best "
             f"of those tried."
         )
         chosen = (search.value(index),) * len(posterior.components)
@@ -501,7 +505,8 @@ class Outliers:
         index = search.minimise("objective")
         row = search.tried[index]
         summary = (
-            f"At prior precision {search.value(index):.3g} the validation log loss is {row['nll']:.4g} and the mean confidence on outliers "
+            f"At prior precision {search.value(index):.3g} the validation log loss is {row['nll']:.4g} and the mean "
+            "confidence on outliers "
             f"{row['outlier_confidence']:.1%}."
         )
         chosen = (search.value(index),) * len(posterior.components)
@@ -597,9 +602,9 @@ def _tune_regression(posterior: MoLA, data: HeldOut, score: str, grid: Sequence[
 class Distance:
     """Divide logits by the distance from the training classes, at a price on validation data.
 
-    The paper's rule lowers confidence everywhere until its mean on validation data meets a threshold. This rule takes the prior precision
-    with the best log loss, and then the distance exponent at which the mean confidence meets the same threshold: the same price inside
-    the data, spent on inputs that are farther away than usual.
+    The paper's rule lowers confidence everywhere until its mean on validation data meets a threshold. This rule
+    takes the prior precision with the best log loss, and then the distance exponent at which the mean confidence meets the same
+    threshold: the same price inside the data, spent on inputs that are farther away than usual.
 
     Args:
         price: what the distance may cost on validation data. None is the paper's price: the mean confidence falls to its threshold.
@@ -616,7 +621,8 @@ class Distance:
         named = self.price is None or self.price == "loss"
         if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
             raise OptionError(
-                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. At most 2 % more validation log loss is 0.02."
+                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. At most 2 % more "
+                "validation log loss is 0.02."
             )
         if isinstance(self.rule, str):
             one_of(self.rule, [name for name in RULES if name != "distance"], "rule")
@@ -688,10 +694,12 @@ class Distance:
         most = float(evaluate([0.0])["nll"][0]) + price * outputs
         chosen, tried = _largest_exponent(evaluate, lambda row: row["nll"] <= most, GROWTHS, 1 / 256)
         summary = (
-            f"The distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation data. For it, the standard "
+            f"The distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation "
+            "data. For it, the standard "
             f"deviations of inputs twice as far from the training data as usual are multiplied by {2**chosen:.3g}."
             if chosen
-            else "The distance has no effect: the smallest exponent costs more than the price. Raise it: mola.rules.Distance(price=0.05)."
+            else "The distance has no effect: the smallest exponent costs more than the price. Raise it: "
+            "mola.rules.Distance(price=0.05)."
         )
         curve = {"distance_exponent": tuple(sorted(tried)), "nll": tuple(tried[one]["nll"] for one in sorted(tried))}
         return replace(
@@ -734,13 +742,16 @@ def _distance_summary(tried: dict[float, dict[str, float]], chosen: float, origi
     plain, now = tried[0.0], tried[chosen]
     if chosen == 0:
         return (
-            f"The distance has no effect: nothing is left to spend ({origin}). Without it the mean confidence on the validation data is "
+            f"The distance has no effect: nothing is left to spend ({origin}). Without it the mean confidence on the "
+            "validation data is "
             f"{plain['confidence']:.2%} and the log loss {plain['nll']:.4g}. Set a price, such as mola.rules.Distance(price=0.02)."
         )
     change = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
     return (
-        f"The distance takes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} ({100 * change:+.1f} %) and the "
-        f"mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. For it, the logits of inputs twice as far from the "
+        f"The distance takes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} "
+        f"({100 * change:+.1f} %) and the "
+        f"mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. For it, the logits of inputs "
+        "twice as far from the "
         f"training classes as usual are divided by {2**chosen:.3g}, four times as far by {4**chosen:.3g}."
     )
 
@@ -765,7 +776,8 @@ def _distance_notes(posterior: MoLA) -> tuple[str, ...]:
         if ratio > FAR:
             notes.append(
                 _noted(
-                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data: few training data "
+                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data: "
+                    "few training data "
                     f"for that many features, or data unlike those that the networks were trained on."
                 )
             )
