@@ -94,7 +94,7 @@ def unpacked(tmp_path_factory) -> Path:
 
 
 STRUCTURES = ("kron", "kron-exact", "kron-diag", "diag", "full")
-CLOSED_FORM_LINKS = ("probit", "probit-centered", "mean-field", "bridge")
+CLOSED_FORM_LINKS = ("probit", "probit-centred", "mean-field", "bridge")
 
 
 @dataclass

@@ -370,7 +370,7 @@ def monte_carlo(moments: Moments, rng: np.random.Generator, samples: int) -> tup
     return probs.mean(1), probs.std(1)
 
 
-LINKS = {"probit": probit, "probit-centered": probit_centred, "mean-field": mean_field, "bridge": bridge}
+LINKS = {"probit": probit, "probit-centred": probit_centred, "mean-field": mean_field, "bridge": bridge}
 
 
 # --- mixtures -----------------------------------------------------------------------------------------------------------
