@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +19,16 @@ from mola.app.jobs.folder import PosteriorFolder, open_posterior
 from mola.app.jobs.job import Job
 from mola.lab.data.folder import Preparation
 from mola.lab.data.images import NORMALISATIONS
+from mola.saving.schema import sealed
 from mola.saving.weights import save_weights
 
 
-def as_of_old(folder: Path) -> Path:
-    """A posterior's folder as older versions wrote it: nothing sealed, and the job in `job.toml` alone."""
+def with_job(folder: Path, text: str) -> Path:
+    """A posterior's folder with another job in both of its files, sealed, as anyone who makes a folder can write it."""
     path = folder / "posterior.json"
     document = json.loads(path.read_text())
-    path.write_text(json.dumps({name: one for name, one in document.items() if name not in ("job", "sha256")}))
+    path.write_text(json.dumps(sealed(document | {"job": tomllib.loads(text)})))
+    (folder / "job.toml").write_text(text)
     return folder
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mola
+from mola.app.jobs.batches import BatchPredictor
 from mola.app.jobs import batches
 from tests.own_work import CLASSES, build
 
@@ -38,9 +39,9 @@ def source_of(desk, fitted, tmp_path_factory):
         if form == "folder":
             return fitted.folder, {}
         if form == "hub":
-            return mola.save_to_hub_folder(fitted.posterior, folder / "hub", classes=CLASSES), {"build": build}
+            return mola.hub.save(fitted.posterior, folder / "hub", classes=CLASSES), {"build": build}
         inputs, _ = desk.inputs("test")
-        mola.export_onnx(fitted.posterior, folder / "posterior.onnx", inputs[:2], classes=CLASSES, ood_threshold=1.0)
+        mola.export.onnx(fitted.posterior, folder / "posterior.onnx", inputs[:2], classes=CLASSES, ood_threshold=1.0)
         return folder / "posterior.onnx", {}
 
     return make
@@ -54,7 +55,7 @@ def frame_of(desk):
 @pytest.mark.parametrize("form", ["folder", "hub", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted, source_of, form):
     source, more = source_of(form)
-    predictor = mola.BatchPredictor(source, inputs=COLUMNS, keep="id", shape=(3, 6, 6), probabilities=True, **more)
+    predictor = BatchPredictor(source, inputs=COLUMNS, keep="id", shape=(3, 6, 6), probabilities=True, **more)
     assert len(pickle.dumps(predictor)) < 4000
     predictor = pickle.loads(pickle.dumps(predictor))  # as a worker gets it
     inputs, _ = desk.inputs("test")
@@ -73,14 +74,14 @@ def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted
     parts = pd.concat(predictor.over([frame[:5], frame[5:5], frame[5:]]))
     pd.testing.assert_frame_equal(parts, found, rtol=1e-6)
     arrays = predictor({name: frame[name].to_numpy() for name in frame})
-    cells = mola.BatchPredictor(source, inputs="picture", **more)({"picture": inputs.numpy()})
-    whole = mola.BatchPredictor(source, **more)(inputs.numpy())
+    cells = BatchPredictor(source, inputs="picture", **more)({"picture": inputs.numpy()})
+    whole = BatchPredictor(source, **more)(inputs.numpy())
     for name in ("label", "confidence", "ood_score"):
         np.testing.assert_array_equal(arrays[name], found[name])
         np.testing.assert_array_equal(cells[name], found[name])
         np.testing.assert_array_equal(whole[name], found[name])
     objects = pd.DataFrame({"picture": list(inputs.numpy())})
-    again = mola.BatchPredictor(source, inputs="picture", **more)(objects)
+    again = BatchPredictor(source, inputs="picture", **more)(objects)
     np.testing.assert_array_equal(again["confidence"], found["confidence"])
 
     empty = predictor(frame.head(0))
@@ -94,52 +95,52 @@ def test_every_source_and_batch_gives_the_numbers_of_the_plain_call(desk, fitted
 def test_what_cannot_be_predicted_is_told(desk, source_of, tmp_path):
     source, _ = source_of("folder")
     frame = frame_of(desk)
-    predictor = mola.BatchPredictor(source, inputs=COLUMNS, shape=(3, 6, 6))
-    with pytest.raises(mola.DataError, match="no column 'x0'"):
+    predictor = BatchPredictor(source, inputs=COLUMNS, shape=(3, 6, 6))
+    with pytest.raises(mola.errors.DataError, match="no column 'x0'"):
         predictor(frame[["id"]])
-    with pytest.raises(mola.DataError, match="name the columns"):
-        mola.BatchPredictor(source)(frame)
-    with pytest.raises(mola.DataError, match="got int"):
+    with pytest.raises(mola.errors.DataError, match="name the columns"):
+        BatchPredictor(source)(frame)
+    with pytest.raises(mola.errors.DataError, match="got int"):
         predictor(3)
     broken = frame.copy()
     broken.loc[4, "x3"] = np.nan
-    with pytest.raises(mola.DataError, match="row 4 of the batch is not finite"):
+    with pytest.raises(mola.errors.DataError, match="row 4 of the batch is not finite"):
         predictor(broken)
-    with pytest.raises(mola.DataError, match="cannot be made float32 inputs"):
+    with pytest.raises(mola.errors.DataError, match="cannot be made float32 inputs"):
         predictor(frame.assign(x3="seven"))
-    with pytest.raises(mola.StorageError, match="put it where all processes can read it"):
-        mola.BatchPredictor(tmp_path / "nowhere.onnx")(np.zeros((1, 3, 6, 6)))
-    with pytest.raises(mola.OptionError, match="batch_size"):
-        mola.BatchPredictor(source, batch_size=0)
-    with pytest.raises(mola.OptionError, match="dtype must be one of"):
-        mola.BatchPredictor(source, dtype="complex64")
-    with pytest.raises(mola.OptionError, match="types of no column, got id"):
+    with pytest.raises(mola.errors.StorageError, match="put it where all processes can read it"):
+        BatchPredictor(tmp_path / "nowhere.onnx")(np.zeros((1, 3, 6, 6)))
+    with pytest.raises(mola.errors.OptionError, match="batch_size"):
+        BatchPredictor(source, batch_size=0)
+    with pytest.raises(mola.errors.OptionError, match="dtype must be one of"):
+        BatchPredictor(source, dtype="complex64")
+    with pytest.raises(mola.errors.OptionError, match="types of no column, got id"):
         predictor.spark_schema({"id": "long"})
 
 
 def test_what_is_wrong_with_a_batch_is_said_and_nothing_is_lost_or_wrapped_around(desk, source_of, tmp_path):
     source, more = source_of("hub")
     frame = frame_of(desk)
-    predictor = mola.BatchPredictor(source, inputs=COLUMNS, shape=(3, 6, 6), **more)
+    predictor = BatchPredictor(source, inputs=COLUMNS, shape=(3, 6, 6), **more)
     # The error of a source is not one of the columns.
-    with pytest.raises(mola.StorageError, match=r"^[^:]*nowhere\.onnx is neither"):
-        mola.BatchPredictor(tmp_path / "nowhere.onnx", inputs=COLUMNS)(frame)
-    with pytest.raises(mola.DataError, match=r"^row 4 of the batch is not finite"):
+    with pytest.raises(mola.errors.StorageError, match=r"^[^:]*nowhere\.onnx is neither"):
+        BatchPredictor(tmp_path / "nowhere.onnx", inputs=COLUMNS)(frame)
+    with pytest.raises(mola.errors.DataError, match=r"^row 4 of the batch is not finite"):
         predictor(frame.assign(x3=np.where(np.arange(len(frame)) == 4, np.nan, 1.0)))
     # A column that is kept would be hidden by a prediction of the same name.
-    clashing = mola.BatchPredictor(source, inputs=COLUMNS, keep=["label"], shape=(3, 6, 6), **more)
+    clashing = BatchPredictor(source, inputs=COLUMNS, keep=["label"], shape=(3, 6, 6), **more)
     for batch in (frame.assign(label=9), {name: frame[name].to_numpy() for name in COLUMNS} | {"label": frame["id"]}):
-        with pytest.raises(mola.OptionError, match="keep: 'label' is also the name of a column of the predictions"):
+        with pytest.raises(mola.errors.OptionError, match="keep: 'label' is also the name of a column of the predictions"):
             clashing(batch)
-    with pytest.raises(mola.DataError, match="row 1 of the batch is None"):
-        mola.BatchPredictor(source, inputs="x", **more)({"x": np.array([np.zeros(3), None], dtype=object)})
+    with pytest.raises(mola.errors.DataError, match="row 1 of the batch is None"):
+        BatchPredictor(source, inputs="x", **more)({"x": np.array([np.zeros(3), None], dtype=object)})
     # Numbers that a type cannot hold would become others in silence.
     for dtype, value in (("int64", np.nan), ("uint8", 300.0), ("uint8", -1.0), ("int32", 0.5)):
-        with pytest.raises(mola.DataError, match=f"row 2 of the batch has numbers that {dtype} cannot hold"):
-            mola.BatchPredictor(source, dtype=dtype, **more)(np.array([[1.0], [2.0], [value]]))
+        with pytest.raises(mola.errors.DataError, match=f"row 2 of the batch has numbers that {dtype} cannot hold"):
+            BatchPredictor(source, dtype=dtype, **more)(np.array([[1.0], [2.0], [value]]))
     # Columns may have numbers for names, as frames made of arrays do; tensors may be in a graph.
     inputs, _ = desk.inputs("test")
-    numbered = mola.BatchPredictor(source, inputs=range(len(COLUMNS)), shape=(3, 6, 6), **more)
+    numbered = BatchPredictor(source, inputs=range(len(COLUMNS)), shape=(3, 6, 6), **more)
     expected = predictor(frame)["confidence"].tolist()
     assert numbered(pd.DataFrame(inputs.flatten(1).numpy()))["confidence"].tolist() == expected
     assert predictor(inputs.flatten(1).requires_grad_())["confidence"].tolist() == expected
@@ -150,7 +151,7 @@ def test_what_is_wrong_with_a_batch_is_said_and_nothing_is_lost_or_wrapped_aroun
         for channel in range(3):
             nested[index][channel] = np.empty(6, dtype=object)
             nested[index][channel][:] = list(image[channel])
-    cells = mola.BatchPredictor(source, inputs="picture", **more)
+    cells = BatchPredictor(source, inputs="picture", **more)
     assert cells({"picture": nested})["confidence"].tolist() == expected
 
 
@@ -161,11 +162,11 @@ def test_a_source_is_read_once_and_again_when_it_changes(desk, source_of, tmp_pa
     monkeypatch.setattr(batches, "load_from_hub_folder", lambda *given: reads.append(1) or read(*given))
     inputs = desk.inputs("test")[0].numpy()
     for _ in range(3):
-        pickle.loads(pickle.dumps(mola.BatchPredictor(source, build=build)))(inputs)
+        pickle.loads(pickle.dumps(BatchPredictor(source, build=build)))(inputs)
     assert len(reads) == 1
     later = (source / "config.json").stat().st_mtime_ns + 10**9
     os.utime(source / "config.json", ns=(later, later))
-    mola.BatchPredictor(source, build=build)(inputs)
+    BatchPredictor(source, build=build)(inputs)
     assert len(reads) == 2
 
 
@@ -206,11 +207,11 @@ def test_the_example_of_an_engine_gives_the_numbers_of_the_plain_call(engine, tm
 def test_arrow_tables(desk, source_of):
     arrow = require("pyarrow")
     frame = frame_of(desk)
-    predictor = mola.BatchPredictor(source_of("folder")[0], inputs=COLUMNS, keep=["id"], shape=(3, 6, 6))
+    predictor = BatchPredictor(source_of("folder")[0], inputs=COLUMNS, keep=["id"], shape=(3, 6, 6))
     found = predictor(arrow.Table.from_pandas(frame, preserve_index=False)).to_pandas()
     pd.testing.assert_frame_equal(found, predictor(frame), check_dtype=False)
     # Empty partitions have the types of full ones, and record batches stay what they are, as Spark's `mapInArrow` asks.
-    predictor = mola.BatchPredictor(
+    predictor = BatchPredictor(
         source_of("folder")[0], inputs=COLUMNS, keep=["id"], shape=(3, 6, 6), probabilities=True
     )
     for kind in (arrow.Table, arrow.RecordBatch):

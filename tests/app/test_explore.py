@@ -592,7 +592,7 @@ def test_the_verdict_says_who_says_what_and_why():
     assert other[3].startswith(
         "Each network by itself is sure (98.0 % on average). The probit link also lowers confidence"
     )
-    centred = replace(subject, posterior=subject.posterior.with_link("probit-centered"))
+    centred = replace(subject, posterior=subject.posterior.with_link("probit-centred"))
     assert len(verdict(opinions_of([sure, sure, torn[::-1]], 0.9, 0.1, score=1.5), centred)) == 3
     assert len(verdict(opinions_of([sure, sure, sure]), replace(subject, reference=None))) == 1
 

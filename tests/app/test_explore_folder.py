@@ -32,10 +32,10 @@ from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import open_set
 from mola.compare.demo_result import DemoSettings
 from mola.errors import MolaError, OptionError, StorageError
-from mola.saving.weights_files import save_weights
+from mola.saving.weights import save_weights
 from tests.conftest import require_shared
 from tests.forked_python import run_python
-from tests.own_work import CLASSES, as_of_old, fit_at, job_for, make_desk
+from tests.own_work import CLASSES, fit_at, job_for, make_desk, with_job
 
 PATIENCE = 120
 """Seconds that a server may take to start on a machine that is busy with other things."""
@@ -64,15 +64,14 @@ def folder(desk, tmp_path_factory):
 
 def without(folder, to, *, quantiles=True, **changes):
     """A copy of a posterior's folder with another `job.toml`."""
-    as_of_old(shutil.copytree(folder, to))
+    shutil.copytree(folder, to)
     document = tomllib.loads((to / "job.toml").read_text())
     if quantiles:
         del document["result"]["validation"]["outlier_quantiles"]
     for path, value in changes.items():
         section, name = path.split("__")
         document[section][name] = value
-    (to / "job.toml").write_text(to_toml(document))
-    return to
+    return with_job(to, to_toml(document))
 
 
 def test_fitting_keeps_how_outlier_scores_are_distributed(folder, desk):
@@ -217,7 +216,7 @@ def test_the_digits_demo_is_that_of_the_demo():
     assert told == sorted(told)
     from mola.lab.data.embedded import load_digits
     from mola.lab.demo import build_network
-    from mola.training import Recipe, train_ensemble
+    from mola.lab.training import Recipe, train_ensemble
 
     digits = load_digits(1)
     networks = train_ensemble(build_network, digits.train, Recipe(epochs=3), members=2, seed=1)

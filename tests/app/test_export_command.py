@@ -41,23 +41,23 @@ def run(*arguments, code: int = 0):
 
 def test_a_folder_becomes_both_kinds_of_file_that_take_bytes(folder, desk, tmp_path):
     files = tmp_path / "model.onnx", tmp_path / "model.pt2"
-    told = ("--onnx", files[0], "--torch", files[1], "--pixels", "--outputs", "probabilities, ood_score")
+    told = ("--onnx", files[0], "--torch", files[1], "--pixels", "--outputs", "probs, ood_score")
     summary = json.loads(run(folder, *told, "--json").stdout)
     assert [one["path"] for one in summary] == [str(path) for path in files]
     assert all(max(one["differences"].values()) < 1e-5 for one in summary)
     pixels, _ = desk.pixels("test")
     posterior = open_posterior(folder).posterior
     for path in files:
-        loaded = mola.load_exported(path, trust=True)
+        loaded = mola.export.load(path, trust=True)
         assert loaded.classes == list(CLASSES)
         found, wanted = loaded(pixels), posterior.predict(pixels.float() / 255)
-        assert torch.allclose(found["probabilities"], wanted.probs, atol=1e-5)
+        assert torch.allclose(found["probs"], wanted.probs, atol=1e-5)
         assert torch.allclose(found["ood_score"], wanted.ood_score, atol=1e-5)
 
 
 def test_it_shows_inputs_outputs_and_the_largest_difference(folder, tmp_path):
-    shown = run(folder, "--torch", tmp_path / "model.pt2", "--outputs", "probabilities,entropy").stdout
-    for word in ("input", "float32", "(batch, 3, 6, 6)", "probabilities", "(batch, 3)", "entropy", "MB"):
+    shown = run(folder, "--torch", tmp_path / "model.pt2", "--outputs", "probs,entropy").stdout
+    for word in ("input", "float32", "(batch, 3, 6, 6)", "probs", "(batch, 3)", "entropy", "MB"):
         assert word in shown
     assert "Largest difference from PyTorch" in shown
     assert "Not compared" in run(folder, "--torch", tmp_path / "b.pt2", "--no-check", "--outputs", "label").stdout
@@ -87,9 +87,9 @@ def test_a_posterior_on_exported_programs_is_exported_where_they_are_trusted(des
     assert "could run code" in str(refused)
     assert "add --trust" in str(refused)
     assert not target.exists()
-    run(tmp_path / "posterior", "--onnx", target, "--trust", "--outputs", "probabilities,ood_score")
+    run(tmp_path / "posterior", "--onnx", target, "--trust", "--outputs", "probs,ood_score")
     posterior = open_posterior(tmp_path / "posterior", trust=True).posterior
     for count in (1, 5):
-        found, wanted = mola.load_exported(target)(inputs[:count]), posterior.predict(inputs[:count])
-        assert torch.allclose(found["probabilities"], wanted.probs, atol=1e-5)
+        found, wanted = mola.export.load(target)(inputs[:count]), posterior.predict(inputs[:count])
+        assert torch.allclose(found["probs"], wanted.probs, atol=1e-5)
         assert torch.allclose(found["ood_score"], wanted.ood_score, atol=1e-5)

@@ -82,12 +82,12 @@ def journey(request, tmp_path_factory):
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     networks = [build(kind, seed) for seed in (1, 2)]
     fitted = mola.fit(networks, [data(kind, 30, 0)], progress=False)
-    fitted = fitted.tune(rule=mola.Evidence())
+    fitted = fitted.tune(rule=mola.rules.Evidence())
     fitted.save(folder / "posterior")
     loaded = mola.load(folder / "posterior", [build(kind, seed) for seed in (1, 2)])
     told = {"classes": ["ant", "bee", "cow"], "outputs": TOLD}
-    onnx = mola.export_onnx(loaded, folder / "file.onnx", inputs(kind, 2, 3), **told)
-    program = mola.export_torch(loaded, folder / "file.pt2", inputs(kind, 2, 3), **told)
+    onnx = mola.export.onnx(loaded, folder / "file.onnx", inputs(kind, 2, 3), **told)
+    program = mola.export.torch_export(loaded, folder / "file.pt2", inputs(kind, 2, 3), **told)
     return SimpleNamespace(kind=kind, fitted=fitted, onnx=onnx, program=program)
 
 
@@ -126,7 +126,7 @@ def test_onnxruntime_gives_what_was_fitted_at_any_batch_size(journey):
 
 
 def test_the_program_gives_what_was_fitted_at_any_batch_size(journey):
-    run = mola.load_exported(journey.program.path, trust=True)
+    run = mola.export.load(journey.program.path, trust=True)
     for size in SIZES:
         batch = inputs(journey.kind, size, 10 + size)
         compare(run(batch), journey, batch)
@@ -135,7 +135,7 @@ def test_the_program_gives_what_was_fitted_at_any_batch_size(journey):
 
 def test_files_say_which_prior_precision_was_tuned(journey):
     for written in (journey.onnx, journey.program):
-        document = mola.load_exported(written.path, trust=True).document
+        document = mola.export.load(written.path, trust=True).document
         assert document["prior_precision"] == list(journey.fitted.prior_precision)
         assert document["rule"] == journey.fitted.tuning.rule
         assert document["classes"] == ["ant", "bee", "cow"]
@@ -148,10 +148,10 @@ def test_padding_does_not_matter_and_other_lengths_are_refused(journey):
     else:
         batch = inputs("text", 6, 5)
         hidden = torch.where(batch["attention_mask"] == 1, batch["input_ids"], 7)
-        run = mola.load_exported(journey.onnx.path)
+        run = mola.export.load(journey.onnx.path)
         assert not torch.equal(hidden, batch["input_ids"])
         compare(run(batch | {"input_ids": hidden}), journey, batch)
         batch = {name: value[:, :-1] for name, value in batch.items()}
     for written in (journey.onnx, journey.program):
         with pytest.raises(DataError, match="cannot take inputs of shapes"):
-            mola.load_exported(written.path, trust=True)(batch)
+            mola.export.load(written.path, trust=True)(batch)

@@ -19,7 +19,7 @@ from mola.errors import DataError, HeadError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Random weights on random labels: searches for a prior precision or a temperature run to the end of their range.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mola.MolaWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")]
 
 
 def require(package):
@@ -179,7 +179,7 @@ def test_the_posterior_is_that_of_the_head_on_the_features_transformers_gives(na
         head, features = linear_twin(name, network, train)
         expected = mola.fit(head, [(features, train["labels"])], structure=structure, prior_precision=0.3)
         assert got.components[0].head.name == KINDS[name].head
-        rule = mola.ValidationScore("nll")
+        rule = mola.rules.Score("nll")
         ours = got.tune(list(batches(held_out, 6)), rule=rule)
         theirs = expected.tune([(linear_twin(name, network, held_out)[1], held_out["labels"])], rule=rule)
         assert ours.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-4)
@@ -222,7 +222,7 @@ def test_mixture_reweighting_and_files(name, tmp_path):
     again = mola.load(tmp_path / "posterior", models=read)
     torch.testing.assert_close(again(new), posterior(new), rtol=1e-12, atol=0)
     torch.testing.assert_close(again.predict(new).ood_score, posterior.predict(new).ood_score, rtol=1e-10, atol=0)
-    with pytest.raises(mola.StorageError, match=r"models\[0\].*not those.*models\[1\]"):
+    with pytest.raises(mola.errors.StorageError, match=r"models\[0\].*not those.*models\[1\]"):
         mola.load(tmp_path / "posterior", models=read[::-1])
 
 
@@ -232,12 +232,12 @@ def test_ensembles_temperatures_and_swag(name):
     with torch.no_grad():
         logits = torch.stack([copy.deepcopy(network).eval()(**new).logits for network in networks(name)])
     torch.testing.assert_close(mola.ensemble(networks(name))(new), logits.softmax(-1).mean(0), rtol=1e-9, atol=1e-12)
-    scaled = mola.temperature_scaled(networks(name)[0], held_out)
+    scaled = mola.baselines.temperature_scaled(networks(name)[0], held_out)
     torch.testing.assert_close(
         scaled(new), (logits[0] / float(scaled.temperatures[0])).softmax(-1), rtol=1e-6, atol=1e-9
     )
     # A path of vanishing steps has the network itself as its mean, and no spread.
-    still = mola.Swag.fit(networks(name)[0], list(batches(train, 10)), learning_rate=1e-12, epochs=2, rank=2, samples=3)
+    still = mola.baselines.Swag.fit(networks(name)[0], list(batches(train, 10)), learning_rate=1e-12, epochs=2, rank=2, samples=3)
     torch.testing.assert_close(still(new), logits[0].softmax(-1), rtol=1e-4, atol=1e-6)
 
 

@@ -21,7 +21,7 @@ from mola import metrics
 from mola.app.jobs import folder as folders
 from mola.app.jobs import pictures
 from mola.app.jobs.evaluate import run_evaluate
-from mola.app.jobs.fit import check_order, run_fit, warn_of_guessing
+from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import (
     alarm,
     describe_inputs,
@@ -38,8 +38,8 @@ from mola.app.jobs.sets import open_set, overlap
 from mola.compare import SCORES, Answer, Tally, area_between
 from mola.compare.evaluation import evaluation_document
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
-from mola.saving.weights_files import load_weights, save_weights
-from tests.own_work import CLASSES, as_of_old, build, job_for
+from mola.saving.weights import load_weights, save_weights
+from tests.own_work import CLASSES, build, job_for, with_job
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
@@ -163,14 +163,14 @@ def test_every_form_of_the_same_data_gives_the_same_posterior(desk, fitted, form
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"rule": "nll"}, mola.ValidationScore("nll")),
-        ({"rule": "brier"}, mola.ValidationScore("brier")),
-        ({"rule": "ece"}, mola.ValidationScore("ece")),
-        ({"rule": "evidence"}, mola.Evidence()),
-        ({"rule": "threshold", "threshold": 0.6}, mola.ConfidenceThreshold(confidence=0.6)),
-        ({"rule": "distance"}, mola.Distance()),
-        ({"rule": "distance", "price": 0.3}, mola.Distance(price=0.3)),
-        ({"rule": "distance", "price": "loss"}, mola.Distance(price="loss")),
+        ({"rule": "nll"}, mola.rules.Score("nll")),
+        ({"rule": "brier"}, mola.rules.Score("brier")),
+        ({"rule": "ece"}, mola.rules.Score("ece")),
+        ({"rule": "evidence"}, mola.rules.Evidence()),
+        ({"rule": "threshold", "threshold": 0.6}, mola.rules.Threshold(confidence=0.6)),
+        ({"rule": "distance"}, mola.rules.Distance()),
+        ({"rule": "distance", "price": 0.3}, mola.rules.Distance(price=0.3)),
+        ({"rule": "distance", "price": "loss"}, mola.rules.Distance(price="loss")),
     ],
     ids=lambda one: one.get("rule") if isinstance(one, dict) else "",
 )
@@ -193,7 +193,7 @@ def test_outliers_stacking_structure_and_fixed_precision(desk, tmp_path):
         [torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in sorted(Path("strange").iterdir())]
     )
     plain = mola.fit(desk.networks(), [desk.inputs("train")], progress=False)
-    rule = mola.OutlierExposure([strange.float() / 255])
+    rule = mola.rules.Outliers([strange.float() / 255])
     assert exposed["prior_precision"] == pytest.approx(
         plain.tune([desk.inputs("val")], rule=rule, progress=False).prior_precision, rel=1e-6
     )
@@ -310,14 +310,13 @@ def test_a_bundle_made_of_a_bundle_loses_nothing(desk, tmp_path):
     ],
 )
 def test_a_garbled_result_is_named(fitted, desk, tmp_path, old, new):
-    as_of_old(shutil.copytree(fitted.folder, tmp_path / "posterior"))
+    copy = shutil.copytree(fitted.folder, tmp_path / "posterior")
     text = (fitted.folder / "job.toml").read_text()
     assert old in text
     weights = (desk.root / "weights").as_posix()
-    text = re.sub(r'"[^"]*/weights/', f'"{weights}/', text.replace(old, new))
-    (tmp_path / "posterior" / "job.toml").write_text(text)
+    with_job(copy, re.sub(r'"[^"]*/weights/', f'"{weights}/', text.replace(old, new)))
     with pytest.raises(StorageError, match=r"job\.toml"):
-        open_posterior(tmp_path / "posterior")
+        open_posterior(copy)
 
 
 def test_weights_that_changed_or_went_are_named(desk, tmp_path):
@@ -343,7 +342,7 @@ def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
     with pytest.raises(StorageError, match="has no results"):
         open_posterior(tmp_path)
     (tmp_path / "job.toml").write_text("[result]\noutputs = 'three'\n")
-    with pytest.raises(StorageError, match=r"job\.toml: the saved document is garbled"):
+    with pytest.raises(StorageError, match="damaged"):
         open_posterior(tmp_path)
     with pytest.raises(OptionError, match="device 'abacus' cannot be used"):
         open_posterior(fitted.folder, device="abacus")
@@ -356,9 +355,8 @@ def test_a_folder_that_is_none_is_refused(desk, tmp_path, fitted):
 def test_a_module_that_is_not_here_is_named_with_the_remedy(desk, fitted, tmp_path, monkeypatch):
     """The posterior's own folder is no place to import from: it may be a stranger's."""
     copy = tmp_path / "posterior"
-    as_of_old(shutil.copytree(fitted.folder, copy))
-    text = (copy / "job.toml").read_text().replace(f"{desk.module}:build", "hidden_inside:build")
-    (copy / "job.toml").write_text(text)
+    shutil.copytree(fitted.folder, copy)
+    with_job(copy, (copy / "job.toml").read_text().replace(f"{desk.module}:build", "hidden_inside:build"))
     (copy / "hidden_inside.py").write_text("raise SystemExit('code of the folder was run')")
     with pytest.raises(OptionError, match=r"cannot import 'hidden_inside'.*Run this where the module can be imported"):
         open_posterior(copy)
@@ -382,14 +380,14 @@ def test_a_strangers_folder_runs_no_code(desk, fitted, tmp_path, monkeypatch, co
     """Seen from beside it, a folder is a package; and installed functions can be made to run what lies in it."""
     folder = f"posterior_{tmp_path.name}"  # modules stay imported: a name of its own for each
     copy = tmp_path / folder
-    as_of_old(shutil.copytree(fitted.folder, copy))
+    shutil.copytree(fitted.folder, copy)
     shutil.copy(desk.root / f"{desk.module}.py", tmp_path)
     old, code = {"network": f"{desk.module}:build", "val": "VAL"}[option], code.replace("POSTERIOR", folder)
     text = (copy / "job.toml").read_text()
     text = re.sub('val = ".*"', 'val = "VAL"', text, count=1).replace(f'"{old}"', f'"{code}"')
     assert code in text
     weights = (desk.root / "weights").as_posix()
-    (copy / "job.toml").write_text(re.sub(r'"[^"]*/weights/', f'"{weights}/', text))
+    with_job(copy, re.sub(r'"[^"]*/weights/', f'"{weights}/', text))
     for name in ("__init__.py", "inside.py", "conftest.py"):
         (copy / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
     monkeypatch.chdir(tmp_path)
@@ -410,8 +408,8 @@ def test_information_without_networks(fitted, desk, tmp_path, monkeypatch):
     json.dumps(found)
     fitted.posterior.save(tmp_path / "by-program")
     assert read_information(tmp_path / "by-program")["job"] is None
-    mola.temperature_scaled(desk.networks(), [desk.inputs("val")], progress=False).save(tmp_path / "other")
-    with pytest.raises(StorageError, match="holds a saved temperature, not a posterior"):
+    mola.baselines.temperature_scaled(desk.networks(), [desk.inputs("val")], progress=False).save(tmp_path / "other")
+    with pytest.raises(StorageError, match="holds a saved temperature"):
         read_information(tmp_path / "other")
 
 
@@ -450,39 +448,10 @@ def test_classes_in_another_order_are_noticed_and_the_advice_mends_it(desk, tmp_
         for old, name in new.items():
             shutil.copytree(desk.root / split / old, tmp_path / split / name)
     job = job_for(desk, train=str(tmp_path / "train"), val=str(tmp_path / "val"))
-    with pytest.raises(DataError, match=r"in another order than the networks' outputs.*--classes zebra,ant,mole"):
+    with pytest.raises(DataError, match=r"another order.*ant, mole, zebra.*--classes"):
         run_fit(job, tmp_path / "posterior")
     result = run_fit(job.with_options({"classes": ("zebra", "ant", "mole")}), tmp_path / "posterior")
     assert result.document["result"]["validation"]["networks"]["accuracy"] > 0.8
-
-
-def pairs_of(counts):
-    """Labels and answers (n, 2) of a table of counts: rows are labels, columns what a network says."""
-    places = torch.nonzero(counts)
-    return places.repeat_interleave(counts[tuple(places.T)], 0)
-
-
-def test_order_is_judged_by_counts_alone():
-    good = torch.tensor([[9, 1, 0], [0, 8, 2], [1, 0, 9]])
-    check_order(pairs_of(good), 3, None, "val")
-    warn_of_guessing(pairs_of(good), 3, "val")
-    with pytest.raises(
-        DataError, match=r"would if the outputs were, in this order, 2, 0, 1\. Use labels in that order"
-    ):
-        check_order(pairs_of(good[[1, 2, 0]]), 3, None, "val")
-    missing = torch.tensor([[0, 36, 4], [36, 4, 0], [0, 0, 0]])
-    with pytest.raises(DataError, match=r"in this order, b, a, \?"):
-        check_order(pairs_of(missing), 3, ("a", "b", "c"), "val")
-    with pytest.warns(MolaWarning, match="hardly more than guessing"):
-        warn_of_guessing(pairs_of(torch.full((3, 3), 5)), 3, "val")
-    check_order(pairs_of(torch.full((3, 3), 5)), 3, None, "val")
-    check_order(pairs_of(torch.tensor([[0, 2, 0], [2, 0, 0], [0, 0, 2]])), 3, None, "val")  # too few to tell
-    nothing = torch.zeros(0, 2, dtype=torch.int64)
-    check_order(nothing, 3, None, "val")
-    warn_of_guessing(nothing, 3, "val")
-    many = torch.arange(100).repeat_interleave(3) * 1000  # a table of counts would not fit into any memory
-    with pytest.raises(DataError, match="another order"):
-        check_order(torch.stack([many, many.roll(3)], 1), 10**5, None, "val")
 
 
 def test_a_later_network_in_another_order_is_noticed(desk, tmp_path):
@@ -491,7 +460,7 @@ def test_a_later_network_in_another_order_is_noticed(desk, tmp_path):
         state[name] = state[name].roll(1, 0)
     save_file(state, tmp_path / "turned.safetensors")
     job = job_for(desk, weights=(desk.weights()[0], str(tmp_path / "turned.safetensors")))
-    with pytest.raises(DataError, match="in another order than network 2's outputs"):
+    with pytest.raises(DataError, match=r"another order.*models\[1\]"):
         run_fit(job, tmp_path / "posterior")
 
 
@@ -591,27 +560,12 @@ def test_a_posterior_that_is_replaced_leaves_no_scores_behind(desk, tmp_path):
     ]
 
 
-def test_a_posterior_of_before_keeps_its_threshold_and_is_told_how_to_have_another(fitted):
-    document = json.loads(json.dumps(fitted.document))
-    for name in ("scores", "false_alarm_rate"):
-        del document["result"]["validation"][name]
-    old = replace(fitted, document=document)
-    with pytest.warns(MolaWarning, match="older version: its outlier threshold is the plain 95 % quantile"):
-        assert alarm(old, None) == document["result"]["validation"]["outlier_threshold"]
-    with pytest.raises(OptionError, match=r"did not keep the validation scores\. Fit again: mola fit --config"):
-        alarm(old, 0.1)
-    document["result"]["validation"] = None
-    assert alarm(old, None) is None
-    with pytest.raises(OptionError, match=r"fitted without validation data.*--val DATA"):
-        alarm(old, 0.1)
-
-
 @pytest.mark.parametrize("role", ["test", "val"])
 def test_an_evaluation_notices_another_order_as_well(desk, fitted, tmp_path, role):
     stored = np.load(desk.root / "test.npz")
     np.savez(tmp_path / "turned.npz", x=stored["x"], y=(stored["y"] + 1) % 3)
     names = {"test": "test", "val": "val"} | {role: str(tmp_path / "turned.npz")}
-    with pytest.raises(DataError, match=r"turned\.npz seem to be in another order than the networks' outputs"):
+    with pytest.raises(DataError, match=r"turned\.npz.* another order"):
         run_evaluate(fitted, names["test"], val=names["val"])
 
 
@@ -650,9 +604,9 @@ def test_an_evaluation_is_what_a_program_would_have_found(desk, tmp_path, count)
     networks = desk.networks(count)
     methods = {
         "MAP": mola.ensemble(networks[0]),
-        "MAP-T": mola.temperature_scaled(networks[0], val, progress=False),
+        "MAP-T": mola.baselines.temperature_scaled(networks[0], val, progress=False),
         "DE": mola.ensemble(networks),
-        "DE-T": mola.temperature_scaled(networks, val, progress=False),
+        "DE-T": mola.baselines.temperature_scaled(networks, val, progress=False),
         "LLLA": mola.fit(networks[0], train, val, progress=False),
         "MoLA": mola.fit(networks, train, val, progress=False),
     }
@@ -707,7 +661,7 @@ def test_the_plain_ensemble_has_the_weights_of_the_mixture(desk, tmp_path, mixin
     result = run_evaluate(opened, "test")
     (test, labels), val = desk.inputs("test"), [desk.inputs("val")]
     plain = mola.ensemble(desk.networks(3)).with_weights(weights)
-    scaled = mola.temperature_scaled(desk.networks(3), val, weights=weights, progress=False)
+    scaled = mola.baselines.temperature_scaled(desk.networks(3), val, weights=weights, progress=False)
     for name, one in (("DE", plain), ("DE-T", scaled)):
         expected = metrics.negative_log_likelihood(one(test), labels)
         assert result.methods[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4), name

@@ -21,7 +21,7 @@ from mola.app.jobs.predict import run_predict
 from mola.app.jobs.preparation import Hints, settle
 from mola.errors import HeadError, MissingExtraError, OptionError, StorageError
 from mola.lab.models import build_network
-from mola.saving.weights_files import save_weights
+from mola.saving.weights import save_weights
 from tests.own_work import CLASSES, build, job_for
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")

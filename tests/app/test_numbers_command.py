@@ -14,8 +14,8 @@ import mola
 from mola.app.cli import app
 from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.numbers import networks_alone, noise_factors, untuned_noise
-from mola.training import Recipe, train_mlps
-from mola.training.labelled import Labelled
+from mola.lab.training import Recipe, train_mlps
+from mola.lab.training.labelled import Labelled
 
 LOCATION, SCALE = 20.0, 4.0
 
@@ -35,7 +35,7 @@ def place(tmp_path_factory):
     for name, rows in (("train", slice(300)), ("val", slice(300, 400)), ("test", slice(400, 500))):
         np.savez(folder / f"{name}.npz", x=x[rows].numpy(), y=(LOCATION + SCALE * y[rows]).numpy())
     (folder / "numbers_net.py").write_text(
-        "from mola.training.mlps import mlp\n\n\ndef build():\n    return mlp(3, (16,), 1)\n", encoding="utf-8"
+        "from mola.lab.training.mlps import mlp\n\n\ndef build():\n    return mlp(3, (16,), 1)\n", encoding="utf-8"
     )
     return folder
 
@@ -86,7 +86,7 @@ def test_numbers_from_fit_to_rows_and_scores(place, monkeypatch):
     assert found["width_90"] == pytest.approx(np.mean(upper - lower), rel=1e-5)
     exported = run(place, "export", "posterior", "--torch", "posterior.pt2")
     assert exported.exit_code == 0, exported.output
-    assert set(mola.load_exported(place / "posterior.pt2", trust=True).outputs) >= {"mean", "variance", "epistemic"}
+    assert set(mola.export.load(place / "posterior.pt2", trust=True).outputs) >= {"mean", "variance", "epistemic"}
 
 
 def test_what_means_nothing_for_numbers_is_refused(place, monkeypatch):
@@ -226,7 +226,7 @@ def test_without_validation_data_no_noise_is_scaled(place, monkeypatch):
 
 
 def test_the_networks_alone_are_the_ensemble_itself(fitted, monkeypatch):
-    """MAP and DE have the noise of the training residuals, as mola.ensemble with it, and DE-N is mola.scale_noise."""
+    """MAP and DE have the noise of the training residuals, as mola.ensemble with it, and DE-N is mola.baselines.scale_noise."""
     monkeypatch.syspath_prepend(str(fitted))
     monkeypatch.chdir(fitted)
     posterior = open_posterior(fitted / "kept").posterior
@@ -236,13 +236,13 @@ def test_the_networks_alone_are_the_ensemble_itself(fitted, monkeypatch):
             sets[name] = (torch.from_numpy(data["x"]).to(kind), torch.from_numpy(data["y"]).double())
     plain = mola.fit(
         posterior.networks, [sets["train"]], structure="kron-exact", progress=False,
-        likelihood=mola.Gaussian(location=LOCATION, scale=SCALE),
+        likelihood=mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE),
     )  # fmt: skip
     said = posterior.predict(sets["more"][0])
     alone = networks_alone(said, 2, untuned_noise(posterior))
     assert torch.allclose(alone.component_noise[:, 0].double().sqrt(), plain.noise, rtol=1e-4)
-    scaled = mola.scale_noise(
-        mola.ensemble(posterior.networks, likelihood=mola.Gaussian(location=LOCATION, scale=SCALE)), [sets["val"]]
+    scaled = mola.baselines.scale_noise(
+        mola.ensemble(posterior.networks, likelihood=mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE)), [sets["val"]]
     )
     one = networks_alone(posterior.predict(sets["val"][0]), 2, untuned_noise(posterior))
     noise = one.component_noise[:, 0].double().sqrt() * noise_factors(one, sets["val"][1])

@@ -94,7 +94,7 @@ def test_label_maps_are_fitted_and_exported(desk, monkeypatch, tmp_path):
     asked = ("--onnx", tmp_path / "maps.onnx", "--outputs", "probabilities")
     result = run(desk, monkeypatch, "export", tmp_path / "posterior", *asked)
     assert result.exit_code == 0, result.output
-    said = mola.load_exported(tmp_path / "maps.onnx")(values)
+    said = mola.export.load(tmp_path / "maps.onnx")(values)
     assert torch.allclose(said["probabilities"], opened.posterior.predict(values).probs, atol=1e-5)
     assert run(desk, monkeypatch, "info", tmp_path / "posterior").exit_code == 0
 

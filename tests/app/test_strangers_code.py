@@ -21,9 +21,9 @@ from mola.app.jobs.fit import run_fit
 from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.networks import build_networks
 from mola.errors import OptionError, StorageError
-from mola.hub.folder import FORMAT
+from mola.hub import FORMAT
 from mola.lab.imported import import_builder, import_function
-from mola.schema import sealed
+from mola.saving.schema import sealed
 from tests.own_work import job_for, make_desk
 
 

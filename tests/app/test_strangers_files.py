@@ -15,7 +15,7 @@ from mola.app.jobs.networks import build_networks
 from mola.errors import OptionError, StorageError
 from mola.hub import Measured
 from mola.lab.named_networks import timm_builder
-from mola.saving.weights_files import load_weights, read_state
+from mola.saving.weights import load_weights, read_state
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -107,7 +107,7 @@ def test_names_stay_text_in_a_model_card(tmp_path):
     measured = Measured(
         dataset=f"{SCRIPT}\n\n# injected", count=3, values={"accuracy": 0.5, f"{SCRIPT}|": 0.1}, bins=()
     )
-    folder = mola.save_to_hub_folder(posterior, tmp_path / '"+x+"', classes=evil, measured=measured)
+    folder = mola.hub.save(posterior, tmp_path / '"+x+"', classes=evil, measured=measured)
     front, body = (folder / "README.md").read_text().split("---\n", 2)[1:]
     assert "<script" not in body
     assert "\n# injected" not in body

@@ -14,17 +14,17 @@ from mola.app.jobs.networks import build_networks
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import BUILT_IN, open_set
 from mola.errors import MolaWarning, OptionError, StorageError
-from mola.export.tracing import quietly
+from mola.export.writing import quietly
 from mola.lab.corruptions.catalogue import CORRUPTIONS
 from mola.lab.data.catalogue import DATASETS
 from mola.lab.data.images import NORMALISATIONS, normalisation
 from mola.lab.models import MODELS
 from mola.laplace import STRUCTURES, as_structure
-from mola.likelihood import CATEGORICAL
+from mola.likelihoods import CATEGORICAL
 from mola.links import LINKS, as_link
-from mola.mixture import check_weighting
+from mola.weights import check_weighting
 from mola.options import one_of
-from mola.tuning.choosing import RULES, as_rule
+from mola.tuning.rules import RULES, as_rule
 from mola.whole.component import as_whole_link
 
 TAKERS = {
@@ -34,8 +34,8 @@ TAKERS = {
     "rule": (RULES, as_rule),
     "weights": (("uniform", "evidence"), lambda name: check_weighting(name, 2)),
     "mixture": (("uniform",), lambda name: mola.Mixture([nn.Identity()], name)),
-    "score": (("brier",), lambda name: mola.ValidationScore(name)),
-    "draws": (("logits", "weights"), lambda name: mola.MonteCarlo(over=name)),
+    "score": (("brier",), lambda name: mola.rules.Score(name)),
+    "draws": (("logits", "weights"), lambda name: mola.links.MonteCarlo(over=name)),
     "normalisation": (NORMALISATIONS, normalisation),
     "network": (MODELS, lambda name: build_networks([name])),
     "outputs": (
@@ -86,7 +86,7 @@ def test_what_is_no_name_at_all_gets_no_guess():
     "models", ["net0.pt", Path("net0.pt"), ["net0.pt", "net1.pt"], [nn.Linear(1, 2), "net0.pt"]], ids=repr
 )
 def test_files_are_no_networks_and_the_message_says_how_to_make_them_so(models):
-    for make in (lambda: mola.fit(models, []), lambda: mola.ensemble(models), lambda: mola.fit_whole(models, [])):
+    for make in (lambda: mola.fit(models, []), lambda: mola.ensemble(models), lambda: mola.whole.fit(models, [])):
         with pytest.raises(OptionError, match=r"name of a file, 'net0\.pt'.*load_state_dict\(torch\.load\('net0\.pt'"):
             make()
 
@@ -101,14 +101,14 @@ def test_a_tuple_that_the_network_does_not_take_is_explained():
     ensemble = mola.ensemble(nn.Linear(3, 2))
     x = torch.randn(4, 3)
     for use in (ensemble, ensemble.predict):
-        with pytest.raises(mola.DataError, match=r"A tuple holds the network's arguments.*pass the inputs alone"):
+        with pytest.raises(mola.errors.DataError, match=r"A tuple holds the network's arguments.*pass the inputs alone"):
             use((x, torch.arange(4)))
 
 
 def test_a_file_is_not_a_folder(tmp_path):
     network = nn.Linear(3, 2)
     mola.fit(network, [torch.randn(5, 3)], progress=False).save(tmp_path)
-    with pytest.raises(mola.StorageError, match=r"is a file; pass the folder that holds it"):
+    with pytest.raises(mola.errors.StorageError, match=r"is a file; pass the folder that holds it"):
         mola.load(tmp_path / "posterior.json", network)
 
 
@@ -126,34 +126,34 @@ def unread():
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 @pytest.mark.parametrize(
-    "rule", [*CATEGORICAL.rules, mola.ConfidenceThreshold(0.5), mola.Evidence(shared=False)], ids=str
+    "rule", [*CATEGORICAL.rules, mola.rules.Threshold(0.5), mola.rules.Evidence(shared=False)], ids=str
 )
 def test_a_rule_of_fit_is_the_rule_of_tune(parts, rule):
     networks, train, val = parts
-    held = None if rule == "evidence" or isinstance(rule, mola.Evidence) else val
+    held = None if rule == "evidence" or isinstance(rule, mola.rules.Evidence) else val
     apart = mola.fit(networks, train).tune(held, rule)
     assert mola.fit(networks, train, held, rule=rule).tuning == apart.tuning
     if rule == "distance":
         with pytest.raises(OptionError, match="there are no distances from the training data here"):
-            mola.fit_whole(networks[0], train, structure="diag").tune(held, rule)
+            mola.whole.fit(networks[0], train, structure="diag").tune(held, rule)
         return
-    whole = mola.fit_whole(networks[0], train, structure="diag").tune(held, rule)
-    assert mola.fit_whole(networks[0], train, held, structure="diag", rule=rule).tuning == whole.tuning
+    whole = mola.whole.fit(networks[0], train, structure="diag").tune(held, rule)
+    assert mola.whole.fit(networks[0], train, held, structure="diag", rule=rule).tuning == whole.tuning
 
 
 @pytest.mark.parametrize(
-    "fit", [mola.fit, lambda *a, **k: mola.fit_whole(*a, structure="diag", **k)], ids=["last", "whole"]
+    "fit", [mola.fit, lambda *a, **k: mola.whole.fit(*a, structure="diag", **k)], ids=["last", "whole"]
 )
 def test_a_rule_that_lacks_something_is_refused_before_the_training_data_are_read(parts, fit):
     networks, _, val = parts
     for rule in (
         *(name for name in CATEGORICAL.rules if name != "evidence"),
-        mola.ConfidenceThreshold(),
-        mola.OutlierExposure([]),
+        mola.rules.Threshold(),
+        mola.rules.Outliers([]),
     ):
         with pytest.raises(OptionError, match=r"needs validation data: pass val_loader, or choose 'evidence'"):
             fit(networks, unread(), rule=rule)
-    for rule in ("evidence", mola.Evidence()):
+    for rule in ("evidence", mola.rules.Evidence()):
         with pytest.raises(OptionError, match="uses the training data alone: leave val_loader out"):
             fit(networks, unread(), val, rule=rule)
     with pytest.raises(OptionError, match="Did you mean 'nll'"):
@@ -172,7 +172,7 @@ def test_a_posterior_shows_what_it_is_made_of(parts):
     assert "None" not in text
     assert "as given" in repr(mola.fit(networks[0], train))
     assert "0.25, 0.75 (given)" in repr(mola.fit(networks, train, weights=[0.25, 0.75]))
-    whole = repr(mola.fit_whole(networks[0], train, structure="diag"))
+    whole = repr(mola.whole.fit(networks[0], train, structure="diag"))
     assert "1 network (Sequential), fitted on 40 training data" in whole
     assert "diag over 67 weights" in whole
     assert "plain ensemble of 2 networks" in repr(mola.ensemble(networks))
@@ -198,7 +198,7 @@ def test_networks_less_sure_than_right_are_told_what_to_do(parts):
 def test_a_folder_of_another_kind_is_not_replaced(parts, tmp_path):
     networks, train, _ = parts
     posterior = mola.fit(networks[0], train)
-    whole = mola.fit_whole(networks[0], train, structure="diag")
+    whole = mola.whole.fit(networks[0], train, structure="diag")
     scaled = mola.TemperatureScaled(networks[0], 2.0)
     things = {"posterior": posterior, "whole-posterior": whole, "temperature": scaled}
     for kind, thing in things.items():

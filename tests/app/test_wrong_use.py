@@ -68,7 +68,7 @@ CASES = {
         "one", ROWS, ROWS[:, :1], ("gaussian", "--heteroscedastic"), "two outputs for each target", "two outputs for each target",
     ),
     "two outputs where one is needed": (
-        "two", ROWS, ROWS[:, :1], ("gaussian",), "mola.Gaussian(heteroscedastic=True)", "heteroscedastic",
+        "two", ROWS, ROWS[:, :1], ("gaussian",), "mola.likelihoods.Gaussian(heteroscedastic=True)", "heteroscedastic",
     ),
     "label maps of another size": (
         "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 10, 14)), (), "taking the nearest position", "nearest position",
@@ -107,9 +107,9 @@ def test_in_python(desk, monkeypatch, case):
     network = built(desk, monkeypatch, name)
     likelihood = options[0] if options else "categorical"
     if "--heteroscedastic" in options:
-        likelihood = mola.Gaussian(heteroscedastic=True)
+        likelihood = mola.likelihoods.Gaussian(heteroscedastic=True)
     loader = [(torch.from_numpy(inputs), torch.from_numpy(labels))]
-    with pytest.raises(mola.MolaError, match=re.escape(words)):
+    with pytest.raises(mola.errors.MolaError, match=re.escape(words)):
         mola.fit(network, loader, likelihood=likelihood, progress=False)
 
 

@@ -256,7 +256,10 @@ def _read_validation(built: Built, job: Job, data: Material, val: Loader) -> Hel
     try:
         held_out.check_labels()
     except DataError as error:
-        raise DataError(f"{error} --classes names the classes in the order of the outputs.") from error
+        if data.classes is None:
+            raise
+        listed = ", ".join(data.classes[:20]) + (", ..." if len(data.classes) > 20 else "")
+        raise DataError(f"{error} The order is now {listed}: --classes names them in that of the outputs.") from error
     return held_out
 
 
