@@ -1,215 +1,55 @@
 r"""MIMO (Havasi et al., 2021): one network that takes K inputs at once and has a head for each.
 
-In training each head learns to classify its own input, and each sees the batch in its own order. At test time all K inputs are the
-same, and the heads, which share a trunk but little else, are averaged like an ensemble:
-:math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA puts a Laplace approximation on every head, and mixes them.
+In training each head learns to classify its own input, and each sees the batch in its own order (`mola.lab.training.train_mimo`). At
+test time all K inputs are the same, and the heads, which share a trunk, are averaged like an ensemble:
+:math:`p = \tfrac1K \sum_k \mathrm{softmax}(W_k \phi + b_k)`. MIMO-MoLA puts a Laplace approximation on every head and mixes them.
+
+The first layer of the architecture is widened to K inputs. New weights are drawn from the entries of the layer's own, which keeps the
+initialisation: each head gets as many as the old head, and the first layer K times as many, divided by the square root of K, so that
+the sum over K independent inputs has the same variance as before.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
-from tqdm.auto import tqdm
+from torch.nn.utils import parametrize
 
-from mola.baselines.mimo_network import HeadNetwork, Trunk, stack_inputs, widen
-from mola.baselines.sgd import derived_seeds, seeded
-from mola.errors import DataError, OptionError, StorageError
+from mola.baselines.members import all_tensors, shape_differences
+from mola.errors import DataError, HeadError, OptionError, StorageError
 from mola.fitting import fit
-from mola.laplace import Structure
-from mola.likelihood import CATEGORICAL
-from mola.links import Link
+from mola.likelihoods import CATEGORICAL
 from mola.mixture import Mixture
-from mola.network import Inputs, as_batch, batch_count, call, check_finite, peek, undisturbed
-from mola.network.calling import Differentiable
-from mola.network.fingerprint import signature_of
-from mola.numerics import check_seed
+from mola.network import Head, Inputs, call, check_finite, evaluating, find_head
+from mola.numerics import check_seed, to_float64
 from mola.options import whole_number
 from mola.posterior import MoLA
-from mola.saving import storage
-from mola.saving.training_checkpoint import DivergedError, TrainingCheckpoint, all_tensors, blame_inputs
+from mola.saving.files import read_folder, write_folder
 
-TRAINING = 0
-"""Purpose of the seeds of the epochs."""
-
-MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
-MakeSchedule = Callable[[Optimizer, int], LRScheduler]
-"""From an optimiser and the number of steps in all."""
-
-
-def papers_optimiser(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """SGD with Nesterov momentum 0.9, learning rate 0.1, weight decay 5e-4: the paper's for CIFAR."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
-
-
-def member_rows(
-    size: int, members: int, batch_repetition: int, input_repetition: float, generator: torch.Generator | None = None
-) -> Tensor:
-    """Which datum of a batch each member sees in each row.
-
-    The batch is repeated and shuffled; all rows but a share `input_repetition` are then shuffled again, for each member
-    by itself. With a share of 0 members see independent orders; with 1 all see the same datum in a row.
-
-    Args:
-        size: of the batch.
-        members: K.
-        batch_repetition: how often each datum occurs for each member.
-        input_repetition: share of the rows in which all members see the same datum.
-        generator: source of randomness; None draws from torch's own.
-
-    Returns:
-        Indices (K, size * batch_repetition) on the CPU.
-    """
-    total = size * batch_repetition
-    shared = torch.randperm(total, generator=generator) % size
-    own = int(total * (1 - input_repetition))
-    orders = [shared[:own][torch.randperm(own, generator=generator)] for _ in range(members)]
-    return torch.stack([torch.cat([order, shared[own:]]) for order in orders])
-
-
-def train_members(
-    network: nn.Module,
-    logits: Callable[[list[Tensor]], Tensor],
-    members: int,
-    loader: Iterable[Any],
-    *,
-    epochs: int,
-    batch_repetition: int,
-    input_repetition: float,
-    optimiser: MakeOptimiser | None,
-    schedule: MakeSchedule | None,
-    seed: int,
-    checkpoint: str | Path | None,
-    progress: bool,
-) -> None:
-    """Train in place on the mean over rows of the sum over heads of the cross-entropy.
-
-    Args:
-        network: with all parameters to train.
-        logits: from K batches to logits (K, n, C), with gradients.
-        members: K.
-        loader: training data with labels, read once an epoch.
-        epochs: number of them.
-        batch_repetition: how often each datum of a batch occurs in a step, for each member.
-        input_repetition: share of the rows in which all members see the same datum.
-        optimiser: of the parameters; None is the paper's.
-        schedule: of the learning rate, stepped after every batch; None is a half cosine to 0.
-        seed: of the orders, dropout and augmentation.
-        checkpoint: folder to keep the state in after every epoch; None keeps nothing.
-        progress: whether to show a progress bar on stderr, if that is a terminal.
-    """
-    _check(epochs, batch_repetition, input_repetition, seed)
-    chosen = (optimiser or papers_optimiser)(network.parameters())
-    steps = epochs * _batches_in(loader, network, seed)
-    rates = CosineAnnealingLR(chosen, steps) if schedule is None else schedule(chosen, steps)
-    keeper = None
-    done = 0
-    if checkpoint is not None:
-        numbers = {"batch_repetition": batch_repetition, "input_repetition": input_repetition, "steps": steps}
-        identity = {"members": members, "epochs": epochs, "seed": seed, **numbers, **_described(chosen, rates)}
-        identity["network"] = signature_of(network)
-        keeper = TrainingCheckpoint(Path(checkpoint), "mimo-checkpoint", identity)
-        done, _ = keeper.restore(epochs, network, chosen, rates)
-    seeds = derived_seeds(seed, TRAINING, epochs)
-    bar = tqdm(range(done, epochs), desc="MIMO", initial=done, total=epochs, disable=None if progress else True)
-    for epoch in bar:
-        total, count = 0.0, 0
-        with seeded(network, seeds[epoch]):
-            network.train()
-            for index, raw in enumerate(peek(loader, "the training loader")[1]):
-                place = f"batch {index} of the training loader"
-                inputs, labels = _labelled(raw, place)
-                rows = member_rows(len(inputs), members, batch_repetition, input_repetition)
-                chosen.zero_grad()
-                loss = _loss(
-                    logits([inputs[own.to(inputs.device)] for own in rows]), labels[rows.to(labels.device)], place
-                )
-                total, count = total + float(loss.detach()), count + 1
-                if not math.isfinite(total):  # before the step: the weights stay such that one can go on from them
-                    blame_inputs(inputs, place)
-                    break
-                loss.backward()  # type: ignore[no-untyped-call]
-                chosen.step()
-                rates.step()
-        if not math.isfinite(total):
-            rate = chosen.param_groups[0]["lr"]
-            raise DivergedError(
-                f"MIMO diverged in epoch {epoch + 1} of {epochs} at learning rate {rate:g}. Lower the learning rate."
-            )
-        if keeper is not None:
-            keeper.save(epoch + 1, network, chosen, rates)
-    network.eval()
-
-
-def _loss(logits: Tensor, labels: Tensor, place: str) -> Tensor:
-    total = logits.new_zeros(())
-    with torch.enable_grad():
-        for own, wanted in zip(logits, labels, strict=True):
-            checked = CATEGORICAL.check_labels(wanted, own, place)
-            total = total - CATEGORICAL.log_likelihood(own, checked).mean()
-    return total
-
-
-def _labelled(raw: Any, place: str) -> tuple[Tensor, Tensor]:
-    batch = as_batch(raw, place)
-    if not isinstance(batch.inputs, Tensor) or batch.inputs.dim() < 2:
-        raise DataError(
-            f"{place}: MIMO stacks inputs along dimension 1; expected one tensor (n, channels, ...) as inputs."
-        )
-    if batch.labels is None or len(batch.labels) != len(batch.inputs):
-        raise DataError(f"{place}: expected (inputs, labels) with a label for each of {len(batch.inputs)} inputs.")
-    return batch.inputs, batch.labels
-
-
-def _batches_in(loader: Iterable[Any], network: nn.Module, seed: int) -> int:
-    # Number of batches in an epoch; they are counted where the loader does not know.
-    known = batch_count(loader)
-    if known:
-        return known
-    with seeded(network, seed):
-        return sum(1 for _ in peek(loader, "the training loader")[1])
-
-
-def _described(optimiser: Optimizer, schedule: LRScheduler) -> dict[str, Any]:
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimiser.param_groups]
-    return {"optimiser": [type(optimiser).__name__, repr(groups)], "schedule": type(schedule).__name__}
-
-
-def _check(epochs: int, batch_repetition: int, input_repetition: float, seed: int) -> None:
-    whole_number(epochs, "epochs")
-    whole_number(batch_repetition, "batch_repetition")
-    if not 0 <= input_repetition <= 1:
-        raise OptionError(
-            f"input_repetition must lie between 0 (independent) and 1 (the same for all), got {input_repetition!r}."
-        )
-    check_seed(seed)
-
-
-SCHEMA = {"members": int}
+FIRST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Mimo(Mixture):
-    """The multi-input multi-output form of an architecture: a network of its own, to be trained with `fit`.
+    """The multi-input multi-output form of an architecture: a new network, to be trained with `mola.lab.training.train_mimo`.
 
     Args:
-        model: the architecture, as a network with fresh weights; it is copied, not modified.
+        network: the architecture with fresh weights; it is copied, not modified.
         members: number of inputs and heads K.
-        example: a batch of inputs, to find the first and the last layer with.
+        example: a batch of inputs, to find the first and the last layer.
         seed: of the new weights of these two layers.
     """
 
-    def __init__(self, model: nn.Module, members: int = 3, *, example: Tensor, seed: int = 0) -> None:
-        if not isinstance(model, nn.Module):
+    def __init__(self, network: nn.Module, members: int = 3, *, example: Tensor, seed: int = 0) -> None:
+        if not isinstance(network, nn.Module):
             raise OptionError(
-                f"model: expected one nn.Module, whose architecture is widened; got {type(model).__name__}."
+                f"network: expected one nn.Module, whose architecture is widened; got {type(network).__name__}."
             )
         members = whole_number(members, "members")
         if not isinstance(example, Tensor) or example.dim() < 2 or len(example) == 0:
@@ -218,7 +58,7 @@ class Mimo(Mixture):
             )
         super().__init__([partial(_one_member, self, index) for index in range(members)])
         with torch.inference_mode(False):
-            trunk, heads = widen(copy.deepcopy(model), members, example, check_seed(seed))
+            trunk, heads = _widen(copy.deepcopy(network), members, example, check_seed(seed))
         self.trunk = Trunk(trunk, members)
         self.heads = nn.ModuleList(heads)
 
@@ -229,126 +69,49 @@ class Mimo(Mixture):
 
     @property
     def networks(self) -> tuple[HeadNetwork, ...]:
-        """K ordinary classifiers: the trunk on K copies of the input, and one head. They share one pass of the trunk.
-
-        `mola.fit(mimo.networks, train_loader, structure="full")` is MIMO-MoLA.
-        """
+        """K ordinary classifiers, each the trunk on K copies of the input with one head. They share one pass of the trunk."""
         return tuple(HeadNetwork(self.trunk, head) for head in self.heads)  # type: ignore[arg-type]
-
-    def fit(
-        self,
-        train_loader: Iterable[Any],
-        *,
-        epochs: int = 100,
-        batch_repetition: int = 4,
-        input_repetition: float = 0.0,
-        optimiser: MakeOptimiser | None = None,
-        schedule: MakeSchedule | None = None,
-        seed: int = 0,
-        checkpoint: str | Path | None = None,
-        progress: bool = True,
-    ) -> Mimo:
-        """Train in place: every head learns its own input, which comes in an order of its own.
-
-        Args:
-            train_loader: training data with labels, read once an epoch. Its shuffling and augmentation should draw from
-                torch's random state, as `DataLoader`'s do: then the seed gives the same network, interrupted or not.
-            epochs: number of them.
-            batch_repetition: how often each datum of a batch occurs in a step, for each member.
-            input_repetition: share of the rows in which all members see the same datum.
-            optimiser: from parameters to an optimiser; None is the paper's: SGD with Nesterov momentum, rate 0.1.
-            schedule: from an optimiser and the number of steps to a schedule, stepped after every batch; None is a half
-                cosine down to 0.
-            seed: of the orders, dropout and augmentation.
-            checkpoint: folder to keep the training in after every epoch, and to take it up again.
-            progress: whether to show a progress bar on stderr, if that is a terminal.
-
-        Returns:
-            This object; `DataError` if the data cannot be used, or the training diverges.
-        """
-        with torch.inference_mode(False), torch.enable_grad():
-            train_members(
-                nn.ModuleDict({"trunk": self.trunk.network, "heads": self.heads}),
-                self._training_logits,
-                self.members,
-                train_loader,
-                epochs=epochs,
-                batch_repetition=batch_repetition,
-                input_repetition=input_repetition,
-                optimiser=optimiser,
-                schedule=schedule,
-                seed=seed,
-                checkpoint=checkpoint,
-                progress=progress,
-            )
-        return self
-
-    def _training_logits(self, inputs: list[Tensor]) -> Tensor:
-        features = call(Differentiable(self.trunk.network), stack_inputs(inputs))
-        return torch.stack([head(features) for head in self.heads])
-
-    # --- predict ----------------------------------------------------------------------------------------------------
 
     def logits(self, inputs: Tensor | Sequence[Tensor]) -> Tensor:
         """Logits (K, n, C) of every head, in eval mode and without gradients.
 
         Args:
-            inputs: one batch, which all heads see; or K of them, one for each head, as in training.
-
-        Returns:
-            Logits.
+            inputs: one batch, which all heads see; or K batches, one for each head, as in training.
         """
         batches = [inputs] * self.members if isinstance(inputs, Tensor) else list(inputs)
         if len(batches) != self.members:
             raise DataError(f"expected one batch, or {self.members} (one for each head); got {len(batches)}.")
-        with undisturbed(self), torch.no_grad():
+        with evaluating(self), torch.no_grad():
             features = call(self.trunk.network, stack_inputs(batches))
             return torch.stack([head(features) for head in self.heads])
 
-    def _member_probs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
+    def _member_outputs(self, inputs: Inputs, seed: int | None) -> list[Tensor]:
         if not isinstance(inputs, Tensor):
             raise DataError(
                 f"MIMO takes one tensor as inputs, which it repeats along dimension 1; got {type(inputs).__name__}."
             )
         logits = self.logits(inputs)
-        for own in logits:
-            check_finite(own)
-        return list(CATEGORICAL.probabilities(logits.to(torch.promote_types(logits.dtype, torch.float32))))
-
-    # --- files ------------------------------------------------------------------------------------------------------
+        check_finite(logits.flatten(0, 1)[:, :0], logits.flatten(0, 1))
+        probs = CATEGORICAL.probabilities(to_float64(logits))
+        return list(probs.to(torch.promote_types(logits.dtype, torch.float32)).to(logits.device))
 
     def save(self, directory: str | Path) -> Path:
-        """Save all parameters and buffers.
-
-        Args:
-            directory: folder to write to.
-
-        Returns:
-            The folder, for `mola.Mimo.load(directory, model, example=...)`.
-        """
-        return storage.write(directory, {"members": self.members}, all_tensors(self), kind="mimo")
+        """Save all parameters and buffers, for `Mimo.load(directory, network, example=...)`."""
+        return write_folder(directory, {"kind": "mimo", "members": self.members}, all_tensors(self))
 
     @classmethod
-    def load(cls, directory: str | Path, model: nn.Module, *, example: Tensor) -> Mimo:
-        """Load what `save` wrote.
-
-        Args:
-            directory: folder that `save` wrote.
-            model: the architecture, as for `Mimo` itself; its weights do not matter.
-            example: a batch of inputs.
-
-        Returns:
-            The trained network.
-        """
-        document, tensors = storage.read(directory, "mimo", SCHEMA)
-        mimo = cls(model, document["members"], example=example)
+    def load(cls, directory: str | Path, network: nn.Module, *, example: Tensor) -> Mimo:
+        """Load what `save` wrote; `network` is the architecture, whose weights do not matter, and `example` a batch of inputs."""
+        document, tensors = read_folder(directory, "mimo", {"members": int})
+        if document["members"] < 1:
+            raise StorageError(f"{directory} has no members: expected at least 1. Save the network again.")
+        mimo = cls(network, document["members"], example=example)
         own = all_tensors(mimo)
-        found, expected = ({name: tuple(tensor.shape) for name, tensor in part.items()} for part in (tensors, own))
-        wrong = sorted({name for name, _ in found.items() ^ expected.items()})
+        wrong = shape_differences(tensors, {name: tuple(tensor.shape) for name, tensor in own.items()})
         if wrong:
             raise StorageError(
-                f"{directory} does not fit {type(model).__name__} with {mimo.members} members: {wrong[0]} and "
-                f"{len(wrong) - 1} more are missing, unknown, or of another shape. Pass the same architecture."
+                f"{directory} does not fit {type(network).__name__} with {mimo.members} members: {wrong[0]} and {len(wrong) - 1} "
+                f"more are missing, unknown, or of another shape. Pass the same architecture."
             )
         with torch.no_grad():
             for name, tensor in own.items():
@@ -357,43 +120,186 @@ class Mimo(Mixture):
 
 
 def _one_member(mimo: Mimo, index: int, inputs: Tensor) -> Tensor:
-    return mimo._member_probs(inputs, None)[index]
+    return mimo._member_outputs(inputs, None)[index]
 
 
-def mimo_mola(
-    mimo: Mimo,
-    train_loader: Iterable[Any],
-    val_loader: Iterable[Any] | None = None,
-    structure: str | Structure = "full",
-    prior_precision: float = 1.0,
-    weights: str | Sequence[float] | Tensor = "uniform",
-    link: str | Link = "probit",
-    progress: bool = True,
-) -> MoLA:
-    """`mola.fit(mimo.networks, ...)`, with the paper's full covariance for each head and one prior precision.
+def mimo_mola(mimo: Mimo, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, **options: Any) -> MoLA:
+    """MIMO-MoLA: `mola.fit(mimo.networks, ...)` with the paper's structure, "full", unless another is given.
 
-    Training images are repeated K times, as at test; one pass of the trunk over each batch serves all heads.
+    Training inputs are repeated K times, as at test time; one pass of the trunk over each batch serves all heads.
 
     Args:
         mimo: the trained network; it is not modified.
         train_loader: training data.
-        val_loader: if given, the prior precision is tuned on it at once, by the paper's rule.
-        structure: "full", "kron", "kron-exact", "kron-diag" or "diag", or a `Structure`.
-        prior_precision: lambda, one number for all heads.
-        weights: "uniform", "evidence", or K numbers that sum to 1.
-        link: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `Link`.
-        progress: whether to show a progress bar on stderr, if that is a terminal.
+        val_loader: validation data; if given, the posterior is tuned on them.
+        **options: of `mola.fit`.
 
     Returns:
-        The posterior, with the same verbs as any other; load it with `mola.load(directory, models=mimo.networks)`.
+        The posterior; load it with `mola.load(directory, mimo.networks)`.
     """
-    return fit(
-        mimo.networks,
-        train_loader,
-        val_loader,
-        structure=structure,
-        prior_precision=prior_precision,
-        weights=weights,
-        link=link,
-        progress=progress,
+    return fit(mimo.networks, train_loader, val_loader, **({"structure": "full"} | options))
+
+
+# --- networks -----------------------------------------------------------------------------------------------------------
+
+
+class _Memory(NamedTuple):
+    inputs: Tensor
+    """A copy: a loader may fill the same tensor again."""
+    state: tuple[object, ...]
+    features: Tensor
+    left: int
+    """Heads that have not read the features yet."""
+
+
+class Trunk(nn.Module):
+    """What K heads share: features (n, P) of K copies of the input, side by side.
+
+    A mixture calls its K networks in turn on the same batch. In eval mode and without gradients the trunk therefore keeps the features
+    of a batch until all heads have read them, as long as inputs and weights stay the same.
+
+    Args:
+        network: from stacked inputs to features.
+        members: K.
+    """
+
+    def __init__(self, network: nn.Module, members: int) -> None:
+        super().__init__()
+        self.network, self.members = network, members
+        self._memory: _Memory | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Features (n, P) of one batch (n, channels, ...)."""
+        if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+            raise DataError(f"MIMO takes one tensor (n, channels, ...) as inputs, got {type(inputs).__name__}.")
+        # A trace has no values to compare.
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.network(stack_inputs([inputs] * self.members))
+        state, last = self._state(inputs.device), self._memory
+        if last is not None and last.state == state and _same(last.inputs, inputs):
+            self._memory = last._replace(left=last.left - 1) if last.left > 1 else None
+            return last.features
+        features = self.network(stack_inputs([inputs] * self.members))
+        self._memory = _Memory(inputs.clone(), state, features, self.members - 1) if self.members > 1 else None
+        return features
+
+    def _state(self, device: torch.device) -> tuple[object, ...]:
+        # What the features depend on beside the inputs: autocast, and how often each tensor was written.
+        tensors = chain(self.network.parameters(), self.network.buffers())
+        versions = ((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+        return (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type), *versions)
+
+
+class HeadNetwork(nn.Module):
+    """One head of a MIMO network with the shared trunk, as an ordinary classifier."""
+
+    def __init__(self, trunk: Trunk, layer: nn.Linear) -> None:
+        super().__init__()
+        self.trunk, self.layer = trunk, layer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits (n, C)."""
+        return self.layer(self.trunk(inputs))
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    # By value: a batch that is moved to a device is a new tensor for every head.
+    return first.dtype == second.dtype and first.device == second.device and torch.equal(first, second)
+
+
+def stack_inputs(inputs: Sequence[Tensor]) -> Tensor:
+    """Join K batches (n, channels, ...) side by side along the channels."""
+    if any(batch.dim() < 2 for batch in inputs):
+        raise DataError(
+            f"expected inputs (n, channels, ...), got shape {tuple(inputs[0].shape)}. A single input needs a batch: inputs[None]."
+        )
+    return torch.cat(list(inputs), dim=1)
+
+
+def _widen(network: nn.Module, members: int, example: Tensor, seed: int) -> tuple[nn.Module, list[nn.Linear]]:
+    # The trunk, made of the network in place, and K heads.
+    with evaluating(network):
+        head = find_head(network, example)
+        if not isinstance(head.layer, nn.Linear) or head.dense_axes:
+            raise OptionError("MIMO needs a network that ends in an nn.Linear with one row of logits for each input.")
+        name, first = _first_layer(network, head, example)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        heads = [_drawn_head(head.layer, generator) for _ in range(members)]
+        wide = _widened_layer(first, members, generator)
+    _replace(network, first, wide)
+    _replace(network, head.layer, nn.Identity())
+    with evaluating(network):
+        try:
+            features = call(network, stack_inputs([example] * members))
+        except (DataError, HeadError) as error:
+            reason = f"the widened network fails on stacked inputs: {error}"
+            raise OptionError(_refusal(network, name, reason)) from error
+    if features.shape != (len(example), head.layer.in_features):
+        reason = f"the trunk returns shape {tuple(features.shape)} for heads with {head.layer.in_features} features."
+        raise OptionError(_refusal(network, name, reason))
+    return network, heads
+
+
+def _refusal(network: nn.Module, name: str, reason: str) -> str:
+    return (
+        f"{type(network).__name__} cannot be widened at its first layer {name!r}: {reason} MIMO stacks inputs along dimension 1, "
+        f"which the first layer must read as channels or features, and nothing before it may change."
     )
+
+
+def _first_layer(network: nn.Module, head: Head, example: Tensor) -> tuple[str, nn.Module]:
+    ran: list[tuple[str, nn.Module]] = []
+    handles = [
+        module.register_forward_pre_hook(lambda module, _, name=name: ran.append((name, module)))
+        for name, module in network.named_modules()
+        if isinstance(module, FIRST_LAYERS) and module is not head.layer
+    ]
+    try:
+        call(network, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not ran:
+        raise OptionError(
+            f"{type(network).__name__} has no linear or convolutional layer before its head {head.name!r} for the inputs to share: "
+            f"MIMO needs a trunk."
+        )
+    name, first = ran[0]
+    if getattr(first, "groups", 1) != 1:
+        raise OptionError(_refusal(network, name, f"it is a grouped convolution ({first})."))
+    if parametrize.is_parametrized(first) or parametrize.is_parametrized(head.layer):
+        reason = "it, or the head, is parametrised (weight or spectral normalisation)."
+        raise OptionError(_refusal(network, name, reason))
+    return name, first
+
+
+def _resampled(entries: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
+    flat = entries.detach().flatten()
+    index = torch.randint(len(flat), shape, generator=generator, device="cpu").to(flat.device)
+    return nn.Parameter(flat[index])
+
+
+def _drawn_head(layer: nn.Linear, generator: torch.Generator) -> nn.Linear:
+    head = copy.deepcopy(layer)
+    head.weight = _resampled(layer.weight, tuple(layer.weight.shape), generator)
+    if layer.bias is not None:
+        head.bias = _resampled(layer.bias, tuple(layer.bias.shape), generator)
+    return head
+
+
+def _widened_layer(layer: nn.Module, members: int, generator: torch.Generator) -> nn.Module:
+    wide = copy.deepcopy(layer)
+    assert isinstance(layer.weight, Tensor)
+    outputs, inputs, *kernel = layer.weight.shape
+    wide.weight = _resampled(layer.weight, (outputs, members * inputs, *kernel), generator)
+    with torch.no_grad():
+        wide.weight.div_(members**0.5)
+    setattr(wide, "in_features" if isinstance(wide, nn.Linear) else "in_channels", members * inputs)
+    return wide
+
+
+def _replace(network: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for parent in list(network.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new

@@ -1,14 +1,12 @@
-r"""Temperature scaling (Guo et al., 2017): divide the logits by the one number that does best on validation data.
+r"""Temperature scaling (Guo et al., 2017): divide the logits by the temperature that fits validation data best.
 
-For K members with weights w and temperature T the loss is the mixture's own,
+For K members with weights w the loss of a temperature T is that of the mixture,
 
 .. math:: L(T) = -\tfrac1n \sum_n \log \sum_k w_k\, \mathrm{softmax}(z_{kn} / T)_{y_n},
 
-and its slope in :math:`\log T` is known in closed form: with the responsibilities :math:`r_{kn}` of the members for the
-label, :math:`\tfrac1n \sum_n \sum_k r_{kn} (z_{kny} - E_k[z_{kn}]) / T`. For one member L is convex in 1/T and has one
-minimum. For several it may have more: a grid brackets each, bisection of the slope ends it, and the lowest is taken.
-
-Networks whose logits are divided by temperatures: MAP, an ensemble with one for all or one for each, or the pool.
+and its slope in :math:`\log T` has a closed form: with the responsibilities :math:`r_{kn}` of the members for the label,
+:math:`\tfrac1n \sum_n \sum_k r_{kn} (z_{kny} - E_k[z_{kn}]) / T`. For one member L is convex in 1/T and has one minimum. For
+several it may have more: a grid brackets each, bisection of the slope finds it, and the lowest is taken.
 """
 
 from __future__ import annotations
@@ -16,48 +14,48 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from mola.component import per_component
-from mola.errors import DataError, OptionError, StorageError, located, warn
-from mola.fitting import ensemble
-from mola.likelihood import CATEGORICAL, LIKELIHOODS, Likelihood, as_likelihood
-from mola.mixture import Mixture, check_weights, uniform_weights
-from mola.network import DenseFeatures, Inputs, check_finite, one_batch, undisturbed, without_autocast
-from mola.network.fingerprint import NETWORK, Watch, require_network
-from mola.numerics import exact
-from mola.options import counted, one_of
-from mola.prediction import Prediction
-from mola.saving import storage
-from mola.tuning.candidates import read_held_out
-from mola.uncertainty import entropy, max_probability_score, mutual_information
+from mola.baselines.members import describe_likelihood, rebuild_likelihood
+from mola.errors import DataError, OptionError, StorageError, warn
+from mola.fitting import as_networks, ensemble
+from mola.likelihoods import CATEGORICAL, DiscreteLikelihood, Likelihood, Predictive, as_likelihood
+from mola.likelihoods.base import mixed
+from mola.network import check_finite, state_checksum
+from mola.numerics import to_float64
+from mola.options import counted, is_real, one_of
+from mola.posterior import MixtureRows, MoLA, per_component
+from mola.saving.files import read_folder, write_folder
+from mola.scaling import LogitScaling
+from mola.weights import check_weights, uniform_weights
 
-REACH = 1e4
-"""Temperatures from 1/REACH to REACH times the mean range of the logits are tried: beyond, nothing changes any more."""
+RANGE = 1e4  # temperatures from 1/RANGE to RANGE times the mean range of the logits are tried; beyond, nothing changes
+GRID = 129  # points that bracket minima: seven per factor of e
+CHUNK = 2**22  # logits at a time
 
-GRID = 129
-"""Points on which minima are bracketed: seven an e-fold."""
-
-AT_ONCE = 2**22
-"""Logits worked on at once."""
+KIND = "temperature"
+MEANS = ("probabilities", "logits")
+MODES = ("shared", "members", "pooled")
+SCHEMA = {
+    **{"temperatures": [float], "weights": [float], "mean": str, "pooled": bool},
+    **{"networks": [str], "likelihood": {"name": str}},
+}
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """The one temperature of all members that minimises the mixture's negative log-likelihood.
+    """The temperature, shared by all members, that minimises the mixture's negative log-likelihood, to about 10 digits.
 
-    Where every label has the highest logit of all, the loss falls all the way to temperature 0, and where the labels go
-    against the logits it falls all the way to infinity: then the end of the range is taken, with a warning.
+    Where every label has the highest logit, the loss falls all the way to temperature 0; where labels contradict the logits, to
+    infinity. Then the end of the range is taken, with a warning.
 
     Args:
         logits: (K, n, C), or (n, C) for one member.
         labels: (n,), class indices.
         weights: (K,) of the members, summing to 1; None is 1 / K each.
-
-    Returns:
-        The temperature, exact to about 10 digits.
     """
     members, labels = _checked(logits, labels)
     count = len(members)
@@ -66,339 +64,249 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
     if span == 0:
         warn("all logits of each datum are equal: every temperature gives the same probabilities; took 1.")
         return 1.0
-    low, high = math.log(span / REACH), math.log(span * REACH)
-    points = 2 if count == 1 else GRID  # one member has one minimum: the ends bracket it
-    best, at_end = _minimise(lambda position: _loss(members, labels, shares, position), low, high, points)
+    low, high = math.log(span / RANGE), math.log(span * RANGE)
+    points = 2 if count == 1 else GRID  # one member has one minimum, which the ends bracket
+    best, at_end = _minimise(lambda log: _loss(members, labels, shares, log), low, high, points)
     if at_end:
-        falls, to = (
-            ("the labels have the highest logits", "0") if best == low else ("the logits are no guide", "infinity")
-        )
+        limit = "0: the labels have the highest logits" if best == low else "infinity: the logits contradict the labels"
         warn(
-            f"the loss falls as the temperature goes to {to}, as {falls} on these data; took the end of the range, "
-            f"{math.exp(best):.3g}. More validation data give a finite optimum."
+            f"the loss falls as the temperature goes to {limit} in these data; took the end of the range, {math.exp(best):.3g}. "
+            f"More validation data give a finite optimum."
         )
     return math.exp(best)
 
 
 def fit_member_temperatures(logits: Tensor, labels: Tensor) -> list[float]:
-    """A temperature for each member by itself; see `fit_temperature`.
-
-    Args:
-        logits: (K, n, C).
-        labels: (n,), class indices.
-
-    Returns:
-        K temperatures.
-    """
+    """A temperature for each member of logits (K, n, C) by itself; see `fit_temperature`."""
     members, labels = _checked(logits, labels)
     return [fit_temperature(member, labels) for member in members]
 
 
 def fit_pooled_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """The temperature of the mixture's log-probabilities: members are averaged first, then scaled.
-
-    Args:
-        logits: (K, n, C).
-        labels: (n,), class indices.
-        weights: (K,) of the members, summing to 1; None is 1 / K each.
-
-    Returns:
-        The temperature; see `fit_temperature`.
-    """
+    """The temperature of the mixture's log-probabilities: members are averaged first, then scaled; see `fit_temperature`."""
     members, labels = _checked(logits, labels)
     shares = uniform_weights(len(members)) if weights is None else check_weights(weights, len(members))
-    return fit_temperature(pooled_log_probabilities(members, shares), labels)
+    return fit_temperature(_pooled_logits(members, shares, CATEGORICAL), labels)
 
 
-def pooled_log_probabilities(logits: Tensor, weights: Tensor) -> Tensor:
-    """Log-probabilities (n, C) of a mixture of members with logits (K, n, C); they do not underflow."""
-    log_weights = weights.to(logits).log()[:, None, None]
-    return torch.logsumexp(torch.log_softmax(logits, dim=-1) + log_weights, dim=0)
-
-
-def _questions(logits: Tensor, likelihood: Likelihood) -> Tensor:
-    # Logits (K, ..., C) as those of classes: for yes or no (K, ..., C, 2), where no has the logit 0.
-    return logits if likelihood.competing else torch.stack([torch.zeros_like(logits), logits], dim=-1)
-
-
-def as_classes(logits: Tensor, labels: Tensor, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
-    """Logits (K, n, C) and labels as those of classes, a row for each question whose answer is known."""
-    if likelihood.competing:
+def as_classes(logits: Tensor, labels: Tensor, likelihood: DiscreteLikelihood) -> tuple[Tensor, Tensor]:
+    """Logits (K, n, C) and labels as those of classes: binary labels become rows of the two logits (0, z), missing labels none."""
+    if likelihood.mutually_exclusive:
         return logits, labels
-    asked = likelihood.asked(labels)
-    known = asked >= 0
-    return _questions(logits.transpose(1, 2).flatten(1), likelihood)[:, known], asked[known]
+    targets = likelihood.targets(labels).flatten()
+    known = targets >= 0
+    pairs = torch.stack([torch.zeros_like(logits), logits], dim=-1).flatten(1, 2)
+    return pairs[:, known], targets[known]
 
 
 def _checked(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    # Logits as (K, n, C) in float64, and labels as indices.
     if logits.dim() == 2:
         logits = logits[None]
     if logits.dim() != 3 or not logits.is_floating_point() or 0 in logits.shape or logits.shape[-1] < 2:
         raise DataError(
-            f"logits: expected shape (members, data, classes) with at least one datum and 2 classes, got "
-            f"{logits.dtype} of shape {tuple(logits.shape)}."
+            f"logits: expected shape (members, data, classes) with at least one datum and 2 classes, got {logits.dtype} of shape "
+            f"{tuple(logits.shape)}."
         )
-    lifted = exact(logits.detach())
-    for member in lifted:
-        check_finite(member)
-    return lifted, CATEGORICAL.check_labels(labels, lifted[0], "labels")
+    exact = to_float64(logits.detach())
+    for member in exact:
+        check_finite(member[:, :0], member)
+    return exact, CATEGORICAL.check_labels(labels, exact[0], "labels")
+
+
+def _pooled_logits(members: Tensor, weights: Tensor, likelihood: DiscreteLikelihood) -> Tensor:
+    # Logits (n, C) of the mixture's probabilities, from those (K, n, C) of its members, without underflow.
+    log_weights = weights.to(members).log()[:, None, None]
+    if likelihood.mutually_exclusive:
+        return torch.logsumexp(torch.log_softmax(members, dim=-1) + log_weights, dim=0)
+    yes, no = (torch.logsumexp(functional.logsigmoid(one) + log_weights, dim=0) for one in (members, -members))
+    return yes - no
 
 
 def _loss(members: Tensor, labels: Tensor, weights: Tensor, log_temperature: float) -> tuple[float, float]:
+    # The loss and its slope.
     scale, loss, slope = math.exp(-log_temperature), 0.0, 0.0
     log_weights = weights.to(members).log()[:, None]
-    step = max(1, AT_ONCE // members[:, 0].numel())
+    step = max(1, CHUNK // members[:, 0].numel())
     for rows, own in zip(torch.split(members, step, dim=1), torch.split(labels, step), strict=True):
         index = own[None, :, None].expand(len(rows), -1, 1)
         log_probs = torch.log_softmax(scale * rows, dim=-1)
         joint = log_probs.gather(-1, index).squeeze(-1) + log_weights
         loss -= float(torch.logsumexp(joint, dim=0).sum())
-        mean = (log_probs.exp() * rows).sum(-1)
-        advantage = rows.gather(-1, index).squeeze(-1) - mean
+        advantage = rows.gather(-1, index).squeeze(-1) - (log_probs.exp() * rows).sum(-1)
         slope += scale * float((torch.softmax(joint, dim=0) * advantage).sum())
     return loss / len(labels), slope / len(labels)
 
 
 def _minimise(loss: Callable[[float], tuple[float, float]], low: float, high: float, points: int) -> tuple[float, bool]:
-    # Where a smooth function is least between two ends, and whether that is an end; `loss` gives value and slope.
-    positions = torch.linspace(low, high, points, dtype=torch.float64, device="cpu").tolist()
-    positions[0], positions[-1] = low, high
-    values = [loss(position) for position in positions]
-    # The ends compete too; among equals (a loss that has run flat) the end that is nearest wins.
+    # The minimum of a smooth function with a known slope, and whether it is at an end.
+    places = torch.linspace(low, high, points, dtype=torch.float64, device="cpu").tolist()
+    places[0], places[-1] = low, high
+    values = [loss(place) for place in places]
+    # The ends compete, too; where the loss has run flat, the first end that is as good wins.
     candidates = [(values[0][0], 0, low), (values[-1][0], 0, high)]
-    for left, right, before, after in zip(positions[:-1], positions[1:], values[:-1], values[1:], strict=True):
+    for left, right, before, after in zip(places[:-1], places[1:], values[:-1], values[1:], strict=True):
         if before[1] < 0 <= after[1]:
-            found = _bisect(loss, left, right)
+            while right - left > 1e-12:
+                middle = (left + right) / 2
+                left, right = (middle, right) if loss(middle)[1] < 0 else (left, middle)
+            found = (left + right) / 2
             candidates.append((loss(found)[0], 1, found))
     _, interior, best = min(candidates)
     return best, not interior
 
 
-def _bisect(loss: Callable[[float], tuple[float, float]], left: float, right: float) -> float:
-    while right - left > 1e-12:
-        middle = (left + right) / 2
-        left, right = (middle, right) if loss(middle)[1] < 0 else (left, middle)
-    return (left + right) / 2
+class TemperatureScaled(MoLA):
+    r"""A plain ensemble with temperatures: :math:`\sum_k w_k\, \mathrm{softmax}(z_k / T_k)`.
 
-
-MODES = ("shared", "members", "pooled")
-SCHEMA = {"temperatures": [float], "weights": [float], "pooled": bool, "networks": [NETWORK]}
-
-
-class TemperatureScaled(Mixture):
-    r"""Networks with temperatures: :math:`\sum_k w_k\, \mathrm{softmax}(z_k / T_k)`, or pooled, :math:`p^{1/T}` of their mean.
+    With `mean="logits"` it is :math:`\mathrm{softmax}(\sum_k w_k z_k / T_k)`, and with `pooled` :math:`p^{1/T}` of the mean
+    probabilities p, normalised.
 
     Args:
-        models: one trained classifier, or K of them.
+        networks: one trained classifier, or K of them.
         temperatures: one number above 0, or one for each network.
         weights: "uniform", or K numbers that sum to 1.
-        pooled: whether probabilities are averaged first, and their logarithm divided by the temperature.
-        likelihood: what the networks' outputs mean: "categorical" or "bernoulli".
+        mean: "probabilities" or "logits": which of them are averaged over the networks.
+        pooled: average probabilities first, then divide their logarithms by the temperature.
+        likelihood: "categorical" or "bernoulli".
     """
 
     def __init__(
         self,
-        models: nn.Module | Sequence[nn.Module],
+        networks: nn.Module | Sequence[nn.Module],
         temperatures: float | Sequence[float],
         weights: str | Sequence[float] | Tensor = "uniform",
         *,
+        mean: Literal["probabilities", "logits"] = "probabilities",
         pooled: bool = False,
         likelihood: str | Likelihood = "categorical",
     ) -> None:
-        plain = ensemble(models, weights, likelihood=_discrete(likelihood))
-        super().__init__(plain.components, plain.weights, likelihood=plain.likelihood)
-        self.components, self.pooled = plain.components, pooled
-        self.temperatures = tuple(
-            float(value) for value in per_component(temperatures, len(plain.components), "temperatures")
-        )
-        if not all(math.isfinite(value) and value > 0 for value in self.temperatures):
-            raise OptionError(f"temperatures must be finite numbers above 0, got {list(self.temperatures)}.")
-        if pooled and len(set(self.temperatures)) > 1:
-            raise OptionError(f"a pool has one temperature, got {list(self.temperatures)}.")
-        self._watches = [Watch(network) for network in self.networks]
-
-    def _check_networks(self, *, thorough: bool = False) -> None:
-        # Notice a network that was changed: the temperature was another one's.
-        for index, watch in enumerate(self._watches):
-            changed = watch.changed(thorough=thorough)
-            if changed:
-                raise OptionError(
-                    f"models[{index}]: the network changed since its temperature was chosen ({', '.join(changed[:3])}"
-                    f"{', ...' if len(changed) > 3 else ''}). Choose it again: mola.temperature_scaled(...)."
-                )
+        one_of(mean, MEANS, "mean")
+        plain = ensemble(networks, weights, likelihood=_discrete(likelihood))
+        values = per_component(temperatures, len(plain.components), "temperatures")
+        if not all(is_real(value) and math.isfinite(value) and value > 0 for value in values):
+            raise OptionError(f"temperatures must be finite numbers above 0, got {values}.")
+        if pooled and (mean == "logits" or len(set(values)) > 1):
+            raise OptionError(
+                f"pooled probabilities have one temperature and no mean of logits, got {values} and mean={mean!r}."
+            )
+        scaling = LogitScaling(pooling=0.0 if mean == "logits" else 1.0)
+        super().__init__(plain.components, weights=weights, scaling=scaling)
+        self.temperatures, self.mean, self.pooled = tuple(map(float, values)), mean, pooled
 
     @property
-    def networks(self) -> tuple[nn.Module, ...]:
-        """The trained networks."""
-        return tuple(component.network for component in self.components)
+    def temperature(self) -> float:
+        """The temperature of all networks; `OptionError` if each has its own."""
+        if len(set(self.temperatures)) > 1:
+            raise OptionError(f"each network has its own temperature: use temperatures, {self.temperatures}.")
+        return self.temperatures[0]
 
-    def extra_repr(self) -> str:
-        """Temperatures and weights."""
-        return f"temperatures={self.temperatures}, pooled={self.pooled}, weights={self.weights.tolist()}"
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of this module alone: every pass evaluates the networks, whatever their own mode."""
-        self.training = mode
-        return self
-
-    def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
-        """Probabilities (n, C); nothing is drawn, so the generator, which a mixture hands on, is not read."""
-        logits = self._logits(one_batch(inputs))
-        with without_autocast(logits.device):
-            return self._probabilities(logits)[0]
-
-    def _logits(self, inputs: Inputs) -> Tensor:
-        # Logits (K, n, C).
-        members = []
-        self._check_networks()
-        with undisturbed(*self.networks, passes_only=True):
-            for index, component in enumerate(self.components):
-                with located(f"models[{index}]"):
-                    found = component.observed(inputs)
-                    if isinstance(found, DenseFeatures):
-                        raise DataError(
-                            "temperature scaling gives one row for each input, and this network has outputs at many positions. Use "
-                            "mola.ensemble(models).with_temperature(temperature), which keeps their layout."
-                        )
-                    members.append(found.mean)
-                    check_finite(members[-1])
-        classes = [logits.shape[1] for logits in members]
-        if len(set(classes)) > 1:
-            raise DataError(f"expected networks with the same number of classes, got {classes}.")
-        return torch.stack(members)
-
-    def _probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        # Of the whole (n, C), and of each member (K, n, C).
-        said = self.likelihood.probabilities
+    def _scale(self, rows: MixtureRows) -> list[Tensor] | None:
         if self.pooled:
-            asked = _questions(logits, self.likelihood)
-            pool = pooled_log_probabilities(asked.flatten(1, -2), self.weights).view(asked.shape[1:])
-            probs = torch.softmax(pool / self.temperatures[0], dim=-1)
-            return probs if self.likelihood.competing else probs[..., 1], said(logits)
-        members = said(logits / logits.new_tensor(self.temperatures)[:, None, None])
-        return self._mix(list(members)), members
+            return None
+        return [one.new_full((1, 1), value) for one, value in zip(rows.outputs, self.temperatures, strict=True)]
 
-    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
-        with located(place):
-            logits = self._logits(inputs)
-        with without_autocast(logits.device):
-            probs, members = self._probabilities(logits)
-            weights = self.weights.to(members)
-            spread = mutual_information(members, weights, self.likelihood)
-            if self.pooled:
-                # The share of the plain mixture's entropy: scaled with it, it stays between 0 and the whole.
-                answers = self.likelihood.answer_probabilities
-                total = entropy(answers(self._mix(list(members))))
-                share = torch.where(total > 0, spread / total, torch.zeros_like(total)).clamp(0, 1)
-                spread = entropy(answers(probs)) * share
-            score = max_probability_score(probs, self.likelihood)
-        return Prediction(probs, spread, score, "max-probability", logits, likelihood=self.likelihood)
+    def predictive(self, rows: MixtureRows, seed: int | None = None) -> Predictive:
+        """The predictive distribution of rows that the networks have computed already."""
+        if not self.pooled:
+            return super().predictive(rows, seed)
+        likelihood = self.likelihood
+        assert isinstance(likelihood, DiscreteLikelihood)
+        logits = _pooled_logits(torch.stack(list(rows.outputs)), self.weights, likelihood) / self.temperatures[0]
+        return likelihood.predictive([logits], [None], uniform_weights(1), self.link)
+
+    def _with(self, **changes: Any) -> Any:
+        raise OptionError(
+            "the temperatures were chosen for these networks and weights: call mola.baselines.temperature_scaled again, or use "
+            "mola.ensemble(networks).with_temperature(...)."
+        )
+
+    def __repr__(self) -> str:
+        temperatures = ", ".join(dict.fromkeys(f"{value:.4g}" for value in self.temperatures))
+        mean = "pooled probabilities" if self.pooled else self.mean
+        networks = counted(len(self.components), "network")
+        return f"TemperatureScaled({networks}, temperature {temperatures}, mean of {mean}, weights: {self.weighting})"
 
     def save(self, directory: str | Path) -> Path:
-        """Save all but the networks.
-
-        Args:
-            directory: folder to write to.
-
-        Returns:
-            The folder, for `TemperatureScaled.load(directory, models)`.
-        """
-        self._check_networks(thorough=True)
+        """Save all but the networks, with a checksum of each, for `TemperatureScaled.load(directory, networks)`."""
         document = {
+            "kind": KIND,
             "temperatures": list(self.temperatures),
             "weights": self.weights.tolist(),
+            "mean": self.mean,
             "pooled": self.pooled,
-            "networks": [watch.signature for watch in self._watches],
-            **({} if self.likelihood == CATEGORICAL else {"likelihood": self.likelihood.name}),
+            "networks": [state_checksum(network) for network in self.networks],
+            "likelihood": describe_likelihood(self.likelihood),
         }
-        return storage.write(directory, document, {}, kind="temperature")
+        return write_folder(directory, document, {})
 
     @classmethod
-    def load(cls, directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> TemperatureScaled:
-        """Load what `save` wrote onto the same networks.
-
-        Args:
-            directory: folder that `save` wrote.
-            models: the networks, in the same order.
-
-        Returns:
-            The predictor.
-        """
-        document, _ = storage.read(directory, "temperature", SCHEMA)
-        networks = ensemble(models).networks
-        if len(networks) != len(document["networks"]):
-            raise StorageError(
-                f"{directory} was saved with {counted(len(document['networks']), 'network')}, got {len(networks)}."
-            )
-        for index, (network, saved) in enumerate(zip(networks, document["networks"], strict=True)):
-            require_network(network, saved, f"models[{index}]")
-        meaning = document.get("likelihood", CATEGORICAL.name)  # said only where it is another
+    def load(cls, directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> TemperatureScaled:
+        """Load what `save` wrote onto the same networks, in the same order; `StorageError` for other networks."""
+        document, _ = read_folder(directory, KIND, SCHEMA)
+        given, saved = as_networks(networks), document["networks"]
+        if len(given) != len(saved):
+            raise StorageError(f"{directory} was saved with {counted(len(saved), 'network')}, got {len(given)}.")
+        for index, (network, checksum) in enumerate(zip(given, saved, strict=True)):
+            if state_checksum(network) != checksum:
+                raise StorageError(f"models[{index}]: this is not the network that was saved: its weights differ.")
+        likelihood = rebuild_likelihood(document["likelihood"])
+        options = {name: document[name] for name in ("mean", "pooled")}
         try:
-            loaded = cls(
-                networks, document["temperatures"], document["weights"], pooled=document["pooled"], likelihood=meaning
-            )
+            return cls(given, document["temperatures"], document["weights"], likelihood=likelihood, **options)
         except OptionError as error:
-            raise StorageError(f"the saved document holds a value that cannot be used: {error}") from error
-        loaded._watches = [Watch(*pair) for pair in zip(networks, document["networks"], strict=True)]
-        return loaded
+            raise StorageError(f"{directory} has a value that cannot be used: {error}") from error
 
 
 def temperature_scaled(
-    models: nn.Module | Sequence[nn.Module],
+    networks: nn.Module | Sequence[nn.Module],
     val_loader: Iterable[Any],
+    *,
+    mean: Literal["probabilities", "logits"] = "probabilities",
     mode: Literal["shared", "members", "pooled"] = "shared",
     weights: str | Sequence[float] | Tensor = "uniform",
-    *,
-    progress: bool = True,
     likelihood: str | Likelihood = "categorical",
+    progress: bool = True,
 ) -> TemperatureScaled:
-    """Choose temperatures on validation data, by exact one-dimensional optimisation of the log-likelihood.
+    """Choose temperatures that minimise the negative log-likelihood of validation data.
 
     Args:
-        models: one trained classifier, or K of them; they are not modified.
+        networks: one trained classifier, or K of them; they are not modified.
         val_loader: validation data with labels, read once.
-        mode: "shared" is one temperature that suits the mixture best, "members" one that suits each network by itself,
-            "pooled" one for the logarithm of the averaged probabilities.
+        mean: "probabilities" or "logits": which of them are averaged over the networks.
+        mode: "shared" is one temperature, the best for the mixture; "members" one for each network, the best for it alone; "pooled"
+            one for the logarithms of the averaged probabilities.
         weights: "uniform", or K numbers that sum to 1.
-        progress: whether to show a progress bar on stderr, if that is a terminal.
-        likelihood: what the networks' outputs mean: "categorical" or "bernoulli".
-
-    Returns:
-        The predictor.
+        likelihood: "categorical" or "bernoulli".
+        progress: show a progress bar on stderr, if that is a terminal.
     """
     one_of(mode, MODES, "mode")
-    own = getattr(models, "likelihood", None)  # of an ensemble, where networks were asked for
-    plain = ensemble(models, weights, likelihood=_discrete(own if isinstance(own, Likelihood) else likelihood))
-    with undisturbed(*plain.networks):
-        data = read_held_out(
-            plain.networks,
-            [None] * len(plain.networks),
-            val_loader,
-            where="validation loader",
-            labelled=True,
-            progress=progress,
-            likelihood=plain.likelihood,
-        )
-    data.check_labels("validation loader")
-    assert data.labels is not None  # read_held_out asked for them
-    logits, labels = as_classes(torch.stack(list(data.logits)), data.labels, plain.likelihood)
+    one_of(mean, MEANS, "mean")
+    plain = ensemble(networks, weights, likelihood=_discrete(likelihood))
+    meaning = plain.likelihood
+    assert isinstance(meaning, DiscreteLikelihood)
+    data = plain.read(val_loader, "validation loader", labelled=True, progress=progress)
+    data.check_labels()
+    assert data.labels is not None
+    logits, labels = as_classes(torch.stack(list(data.outputs)), data.labels, meaning)
+    chosen: float | list[float]
     if mode == "members":
-        chosen: Any = fit_member_temperatures(logits, labels)
+        chosen = fit_member_temperatures(logits, labels)
+    elif mean == "logits":
+        chosen = fit_temperature(mixed(plain.weights, list(logits)), labels)
+    elif mode == "pooled":
+        chosen = fit_pooled_temperature(logits, labels, plain.weights)
     else:
-        choose = fit_pooled_temperature if mode == "pooled" else fit_temperature
-        chosen = choose(logits, labels, plain.weights)
-    return TemperatureScaled(
-        plain.networks, chosen, plain.weights, pooled=mode == "pooled", likelihood=plain.likelihood
-    )
+        chosen = fit_temperature(logits, labels, plain.weights)
+    # The mean of logits over one temperature is the same before and after the division.
+    pooled = mode == "pooled" and mean == "probabilities"
+    return TemperatureScaled(plain.networks, chosen, weights, mean=mean, pooled=pooled, likelihood=meaning)
 
 
 def _discrete(likelihood: str | Likelihood) -> Likelihood:
     chosen = as_likelihood(likelihood)
-    if not chosen.discrete or type(chosen) is not LIKELIHOODS.get(chosen.name):
-        known = ", ".join(repr(name) for name, kind in LIKELIHOODS.items() if kind.discrete)
+    if not isinstance(chosen, DiscreteLikelihood):
         raise OptionError(
-            f"a temperature divides logits, and likelihood {chosen.name!r} has none: it is for {known}. Numbers have a noise instead: "
-            f"use mola.scale_noise."
+            f"a temperature divides logits, and likelihood {chosen.name!r} has none: expected 'categorical' or 'bernoulli'. For "
+            f"regression use mola.baselines.scale_noise."
         )
     return chosen

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import mola
-from mola.baselines.sgd import has_statistics, recompute_statistics
-from mola.baselines.swag_path import walk_epoch
+from mola.baselines import Mimo, MultiSwag, Swag
 from mola.lab.activations import Network, Progress
 from mola.lab.runner import environment
 from mola.lab.suite import Budget, Source, SwagBudget
+from mola.lab.training.passes import has_statistics, recompute_statistics
+from mola.lab.training.swag import fit_swag, sgd_epoch
 
 REPEATS = 5
 
@@ -185,7 +186,7 @@ def _entries(
         return entries
     swag_budget = budget.swag
     swags = [_swag(model, fitting[:1], swag_budget) for model in models]
-    mimo = mola.Mimo(models[0], budget.mimo.members, example=fitting[0][0])
+    mimo = Mimo(models[0], budget.mimo.members, example=fitting[0][0])
 
     def walked(name: str, predictor: _Kept, given: Sequence[nn.Module]) -> _Entry:
         part = fitting[: max(2, len(fitting) // 4)]  # training costs three times as much as predicting
@@ -196,16 +197,16 @@ def _entries(
     return [
         *entries,
         walked("SWAG", swags[0], models[:1]),
-        walked("MultiSWAG", mola.MultiSwag(swags), models),
+        walked("MultiSWAG", MultiSwag(swags), models),
         _Entry("MIMO", mimo, (), test=testing),
         fitted("MIMO-MoLA", mimo.networks, structure="full"),
     ]
 
 
-def _swag(model: nn.Module, batch: Loader, budget: SwagBudget) -> mola.Swag:
+def _swag(model: nn.Module, batch: Loader, budget: SwagBudget) -> Swag:
     # A SWAG as large as a real one, from as few steps as will do: its predictions take as long.
     # The smallest rate: the weights must stay such that activations are finite.
-    return mola.Swag.fit(
+    return fit_swag(
         model,
         batch,
         learning_rate=1e-9,
@@ -220,7 +221,7 @@ def _walks(model: nn.Module, batches: Loader, budget: SwagBudget) -> list[_Work]
     # SWAG of one network: an epoch for every snapshot, and a pass for the BatchNorm statistics of every draw.
     network = copy.deepcopy(model).requires_grad_(True)
     optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
-    walks = [_Work(partial(walk_epoch, network, optimiser=optimiser), batches, budget.snapshots)]
+    walks = [_Work(partial(sgd_epoch, network, optimiser=optimiser), batches, budget.snapshots)]
     if has_statistics(network):
         walks.append(_Work(partial(recompute_statistics, network), batches, budget.samples))
     return walks

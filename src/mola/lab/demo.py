@@ -27,12 +27,9 @@ from mola.compare.tally import Answer, tally_set
 from mola.distributed import Team
 from mola.lab.data.embedded import CLASSES, SIDE, Digits, load_digits, natural_patches, two_moons, uniform_noise
 from mola.lab.data.transforms import rotate
+from mola.lab.training import Labelled, Recipe, digits_mlp, member_seeds, mlp, train
 from mola.metrics import mean_confidence
 from mola.posterior import MoLA
-from mola.training import Recipe, train
-from mola.training.labelled import Labelled
-from mola.training.loop import member_seeds
-from mola.training.mlps import digits_mlp, mlp
 
 ANGLES = tuple(range(0, 181, 15))
 """Degrees, as for the paper's rotated MNIST."""

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mola.errors import MissingExtraError, OptionError
+from mola.lab.training import digits_mlp
 from mola.options import one_of
-from mola.training.mlps import digits_mlp
 
 
 def lenet(classes: int = 10, *, bias: bool = True) -> nn.Sequential:

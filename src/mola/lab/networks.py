@@ -11,17 +11,11 @@ from typing import Any
 from mola.distributed import Team
 from mola.errors import OptionError, StorageError
 from mola.lab.suite import DataOptions, Suite, TrainingData, data_checksum
+from mola.lab.training import Labelled, Recipe, TrainingCheckpoint, member_seeds, train
 from mola.saving.schema import check, parse
-from mola.saving.training_checkpoint import TrainingCheckpoint
 from mola.saving.weights import read_metadata, save_weights
-from mola.training import Recipe, train
-from mola.training.labelled import Labelled
-from mola.training.loop import member_seeds
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".th")
-
-UNDER_WAY = ".training.safetensors"
-"""Ending of the files in which older versions kept a training under way."""
 
 Progress = Callable[[str, float], None]
 
@@ -95,8 +89,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
             doing = f"network {index + 1} of {training.count}, epoch {epoch} of {training.recipe.epochs}"
             progress(doing, (index + share) / training.count)
 
-        folder, older = directory / f"{index:02d}.training", directory / f"{index:02d}{UNDER_WAY}"
-        checkpoint = TrainingCheckpoint(folder, "training-checkpoint", identity, older)
+        checkpoint = TrainingCheckpoint(directory / f"{index:02d}.training", "training-checkpoint", identity)
         network = train(
             build,
             moved,
@@ -161,7 +154,7 @@ def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: D
 def find_networks(directory: Path) -> list[Path]:
     """The weights files of a folder, in the order of their names; trainings under way are left out."""
     found = (
-        sorted(path for path in directory.iterdir() if path.suffix in ENDINGS and not path.name.endswith(UNDER_WAY))
+        sorted(path for path in directory.iterdir() if path.suffix in ENDINGS)
         if directory.is_dir()
         else []
     )

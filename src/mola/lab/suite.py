@@ -22,9 +22,8 @@ from mola.errors import OptionError
 from mola.lab.data.images import NORMALISATIONS, Images
 from mola.lab.imported import import_builder
 from mola.lab.measures import Measure
+from mola.lab.training import Labelled, Recipe
 from mola.options import one_of
-from mola.training import Recipe
-from mola.training.labelled import Labelled
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ from mola.compare.methods import Fitted, LastLayer
 from mola.compare.tally import Answer
 from mola.lab.activations import Network, fast_inputs, fast_network, network_checksum
 from mola.lab.suite import MimoBudget, SwagBudget, TrainingData
+from mola.lab.training import Recipe, train_mimo
+from mola.lab.training import fit_swag as fit_swag_path
 from mola.lab.workshop import Context, StoredPrediction, Voice, Workshop
 from mola.likelihoods import CATEGORICAL
-from mola.network import call, undisturbed
-from mola.training import Recipe
+from mola.network import call, evaluating
 
 
 class Shuffled:
@@ -67,7 +68,7 @@ def fit_swag(
     Returns:
         The predictor.
     """
-    return Swag.fit(
+    return fit_swag_path(
         fast_network(network.load().to(device), _example(training)),
         Shuffled(training, budget.batch_size, budget.images),
         learning_rate=budget.learning_rate,
@@ -109,7 +110,8 @@ def fit_mimo(
         network = build().to(device, example.dtype)
     mimo = Mimo(network, budget.members, example=example, seed=seed)
     fast_network(mimo, example)
-    return mimo.fit(
+    return train_mimo(
+        mimo,
         Shuffled(training, recipe.batch_size),
         epochs=budget.epochs,
         batch_repetition=budget.batch_repetition,
@@ -177,7 +179,7 @@ def _voices(swag: Swag) -> Iterator[Voice]:
 
 
 def _probabilities(network: nn.Module, inputs: Tensor) -> Tensor:
-    with undisturbed(network):
+    with evaluating(network):
         return CATEGORICAL.probabilities(call(network, inputs))
 
 

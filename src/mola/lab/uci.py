@@ -22,19 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from mola.baselines.noise import scale_noise
-from mola.baselines.swag import Swag
 from mola.errors import MolaWarning, StorageError
 from mola.fitting import ensemble, fit
 from mola.lab.data.uci import SETS, Split, UciSet, read_uci
 from mola.lab.runner import environment
+from mola.lab.training import DivergedError, Labelled, Recipe, fit_swag, train_mlps
 from mola.likelihoods import Gaussian
 from mola.metrics import auroc
 from mola.prediction import RegressionPrediction
 from mola.saving.files import write_atomically
 from mola.saving.schema import check, parse, sealed
-from mola.saving.training_checkpoint import DivergedError
-from mola.training import Recipe, train_mlps
-from mola.training.labelled import Labelled
 
 FORMAT, VERSION = "mola-uci", 1
 
@@ -264,7 +261,7 @@ class _Work:
         loader = _Shuffled(*self.train, SWAG_BATCH)
         for rate in RATES:
             try:
-                made = Swag.fit(
+                made = fit_swag(
                     self.networks[0],
                     loader,
                     learning_rate=rate,

@@ -16,10 +16,9 @@ from mola.compare.tally import Answer
 from mola.errors import OptionError
 from mola.lab.activations import Activations, Network, fast_inputs
 from mola.lab.suite import DataOptions, Source, Suite, TrainingData, checksum
+from mola.lab.training import Labelled, member_seeds
 from mola.likelihoods import CATEGORICAL
 from mola.outliers import max_probability_score
-from mola.training.labelled import Labelled
-from mola.training.loop import member_seeds
 from mola.uncertainty import entropy
 
 Voice = Callable[[Tensor], Tensor]

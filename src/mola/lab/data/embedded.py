@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mola.errors import MissingExtraError, OptionError
-from mola.training.labelled import Labelled
+from mola.lab.training.recipe import Labelled
 
 SIDE = 8
 CLASSES = 10

@@ -25,8 +25,8 @@ from mola.lab.suites.image_sources import (
     test_images,
     training,
 )
+from mola.lab.training import RECIPES
 from mola.options import one_of
-from mola.training import RECIPES
 
 CORRUPTION_SETS = {"paper": PAPER_CORRUPTIONS, "all": CORRUPTIONS}
 CORRUPTION_SEED = 0

@@ -15,9 +15,7 @@ from mola.lab.data.images import even_places
 from mola.lab.data.sentences import WIDTH, embed
 from mola.lab.measures import Measure, Rejection
 from mola.lab.suite import Batches, Budget, DataOptions, MimoBudget, Source, Suite, SwagBudget, TrainingData, checksum
-from mola.training import Recipe
-from mola.training.labelled import Labelled
-from mola.training.mlps import mlp
+from mola.lab.training import Labelled, Recipe, mlp
 
 BATCH = 256
 INTENTS = 150

@@ -12,8 +12,7 @@ from mola.lab.data.images import Images, normalisation
 from mola.lab.demo import ANGLES, build_network
 from mola.lab.suite import Budget, DataOptions, MimoBudget, Shift, Source, Suite, SwagBudget, TrainingData
 from mola.lab.suites.image_sources import image_source, limited, rotated
-from mola.training import Recipe
-from mola.training.labelled import Labelled
+from mola.lab.training import Labelled, Recipe
 
 OUTLIERS = 500
 """Images in each set of outliers, unless the user asks for another number."""

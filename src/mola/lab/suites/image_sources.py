@@ -14,8 +14,7 @@ from mola.lab.data.catalogue import DATASETS, check_original, has_images, load_i
 from mola.lab.data.images import Images, normalisation, split_validation
 from mola.lab.data.transforms import flip_and_crop, rotate
 from mola.lab.suite import DataOptions, Source, TrainingData, from_memory
-from mola.training import Recipe
-from mola.training.labelled import Labelled
+from mola.lab.training import Labelled, Recipe
 
 Change = Callable[[Images], Images]
 

@@ -34,8 +34,8 @@ from mola.lab.suite import (
     first_labels,
     image_checksum,
 )
+from mola.lab.training import RECIPES
 from mola.options import one_of
-from mola.training import RECIPES
 
 SEVERITIES = (1, 2, 3, 4, 5)
 SPLIT_SEED, CORRUPTION_SEED = 42, 0

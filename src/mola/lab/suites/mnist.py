@@ -6,7 +6,7 @@ from mola.lab.demo import ANGLES
 from mola.lab.models import build_network
 from mola.lab.suite import DataOptions, Shift, Source, Suite
 from mola.lab.suites.image_sources import image_source, in_distribution, outlier_sources, rotated, test_images, training
-from mola.training import RECIPES
+from mola.lab.training import RECIPES
 
 OUTLIERS = {"fashion-mnist": "FMNIST", "emnist-letters": "EMNIST", "kmnist": "KMNIST", "notmnist": "notMNIST"}
 

@@ -1,21 +1,26 @@
-"""How to train: optimiser, schedule and numbers, as values that can be compared and written down."""
+"""How to train: data in memory, and optimiser and schedule as values that can be compared and written down."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 
 from mola.errors import OptionError
 from mola.options import one_of
 
-OPTIMISERS = ("adamw", "adam", "sgd")
+OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+}
 """Adam with decoupled weight decay; Adam with weight decay in the gradient; SGD with Nesterov momentum 0.9."""
 
 SCHEDULES = ("cosine", "steps")
@@ -23,8 +28,23 @@ SCHEDULES = ("cosine", "steps")
 
 
 @dataclass(frozen=True)
+class Labelled:
+    """Inputs (n, ...) and labels: class indices (n,), or what another likelihood reads, (n, C)."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, size: int = 256) -> list[tuple[Tensor, Tensor]]:
+        """The data in their order as a list of (inputs, labels): a loader."""
+        return list(zip(torch.split(self.inputs, size), torch.split(self.labels, size), strict=True))
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """How to train on the cross-entropy."""
+    """How to train: optimiser and schedule with their settings."""
 
     epochs: int
     batch_size: int = 64
@@ -36,14 +56,14 @@ class Recipe:
     schedule: str = "cosine"
     """One of `SCHEDULES`."""
     drops: tuple[float, ...] = ()
-    """For "steps": after which shares of the epochs the learning rate falls."""
+    """For "steps": the shares of the epochs after which the learning rate falls."""
     augment: bool = False
-    """Whether images are flipped at random, and shifted by up to 4 pixels."""
+    """Whether images are flipped at random and shifted by up to 4 pixels."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1 or not self.learning_rate > 0 or not self.weight_decay >= 0:
             raise OptionError(
-                f"epochs, batch_size and learning_rate must be above 0 and weight_decay not below, got {self}."
+                f"epochs, batch_size and learning_rate must be above 0 and weight_decay at least 0, got {self}."
             )
         one_of(self.optimiser, OPTIMISERS, "optimiser")
         one_of(self.schedule, SCHEDULES, "schedule")
@@ -51,20 +71,15 @@ class Recipe:
             raise OptionError(f'drops must be shares between 0 and 1, and belong to schedule="steps"; got {self}.')
 
     def describe(self) -> dict[str, Any]:
-        """The recipe as plain JSON values."""
+        """The recipe as JSON."""
         return {**asdict(self), "drops": list(self.drops)}
 
     def make_optimiser(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """The optimiser of these parameters."""
-        rate, decay = self.learning_rate, self.weight_decay
-        if self.optimiser == "sgd":
-            return torch.optim.SGD(parameters, lr=rate, weight_decay=decay, momentum=0.9, nesterov=True)
-        if self.optimiser == "adam":
-            return torch.optim.Adam(parameters, lr=rate, weight_decay=decay)
-        return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)
+        return OPTIMISERS[self.optimiser](parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def make_schedule(self, optimiser: Optimizer, count: int) -> LRScheduler:
-        """The learning rate over all batches of `count` data, to be stepped after each."""
+        """The learning rate over all batches of `count` data, to be stepped after each batch."""
         steps = self.epochs * math.ceil(count / self.batch_size)
         if self.schedule == "cosine":
             return CosineAnnealingLR(optimiser, steps)

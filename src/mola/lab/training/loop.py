@@ -9,39 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from mola.errors import DataError, StorageError
-from mola.saving.training_checkpoint import TrainingCheckpoint
-from mola.training.labelled import Labelled
-from mola.training.recipe import Recipe
+from mola.lab.training.checkpoint import TrainingCheckpoint
+from mola.lab.training.recipe import Labelled, Recipe
 
 
-def _device(network: nn.Module) -> torch.device:
-    return next(network.parameters()).device
+def member_seeds(members: int, seed: int) -> list[int]:
+    """A seed for each network of an ensemble; a larger ensemble begins with the same seeds.
 
-
-def _random_states(network: nn.Module) -> dict[str, Tensor]:
-    device = _device(network)
-    accelerator = {"random.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"random.cpu": torch.get_rng_state(), **accelerator}
-
-
-def _resume(
-    checkpoint: TrainingCheckpoint, epochs: int, network: nn.Module, optimiser: Optimizer, schedule: LRScheduler
-) -> int:
-    # The number of epochs done: what was saved is restored, torch's random state included.
-    done, states = checkpoint.restore(epochs, network, optimiser, schedule)
-    try:
-        if done:
-            torch.set_rng_state(states["random.cpu"])
-        if "random.cuda" in states and _device(network).type == "cuda":
-            torch.cuda.set_rng_state(states["random.cuda"], _device(network))
-    except (KeyError, RuntimeError, TypeError) as error:
-        raise StorageError(
-            f"{checkpoint.place} is damaged: the random state is missing or invalid. Delete it to train from the start."
-        ) from error
-    return done
+    Drawn rather than counted up, so that ensembles of neighbouring seeds share no member.
+    """
+    return torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def train(
@@ -54,14 +33,14 @@ def train(
     on_epoch: Callable[[int], None] = lambda epoch: None,
     checkpoint: TrainingCheckpoint | None = None,
 ) -> nn.Module:
-    """Build a network and train it. Torch's own random state is left as it was.
+    """Build a network and train it on the cross-entropy. Torch's own random state is left as it was.
 
     Args:
         build: makes a network with fresh weights; called once, after seeding.
         data: training data, shuffled anew for every epoch.
         recipe: how to train.
-        seed: of the initial weights, the order of the data and any dropout or augmentation.
-        prepare: makes a batch of stored inputs what the network sees; it may draw from torch's random state.
+        seed: of the initial weights, the order of the data, dropout and augmentation.
+        prepare: turns a batch of stored inputs into the network's inputs; it may draw from torch's random state.
         on_epoch: called after every epoch with the number of epochs done.
         checkpoint: where to save the training after every epoch, and to resume it from.
 
@@ -69,33 +48,52 @@ def train(
         The network in eval mode, on the device and in the precision of the prepared inputs.
     """
     if not len(data):
-        raise DataError("there are no training data: expected at least one.")
+        raise DataError("there are no training data: expected at least one row.")
     inputs, labels = data.inputs, data.labels
-    accelerators = [inputs.device.index or 0] if inputs.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=accelerators):
+    with torch.random.fork_rng(devices=[inputs.device.index or 0] if inputs.device.type == "cuda" else []):
         torch.manual_seed(seed)
         network = build()
         state = torch.get_rng_state()
-        seen = prepare(inputs[:1])
+        example = prepare(inputs[:1])
         torch.set_rng_state(state)
-        network = network.to(seen.device, seen.dtype).train()
+        network = network.to(example.device, example.dtype).train()
         optimiser = recipe.make_optimiser(network.parameters())
         schedule = recipe.make_schedule(optimiser, len(data))
-        done = 0 if checkpoint is None else _resume(checkpoint, recipe.epochs, network, optimiser, schedule)
-        if done:
-            on_epoch(done)
+        done = steps = 0
+        if checkpoint is not None:
+            done, steps, states = checkpoint.restore(recipe.epochs, network, optimiser, schedule)
+            if done:
+                _set_random_states(states, example.device, checkpoint)
+                on_epoch(done)
         for epoch in range(done + 1, recipe.epochs + 1):
             for rows in torch.split(torch.randperm(len(data)), recipe.batch_size):
                 loss = _step(network, optimiser, prepare(inputs[rows]), labels[rows])
                 schedule.step()
+                steps += 1
             if not math.isfinite(float(loss)):
                 raise DataError(
                     f"the loss is {float(loss)} after epoch {epoch}: lower the learning rate (now {recipe.learning_rate})."
                 )
             if checkpoint is not None:
-                checkpoint.save(epoch, network, optimiser, schedule, _random_states(network))
+                checkpoint.save(epoch, network, optimiser, steps=steps, more=_random_states(example.device))
             on_epoch(epoch)
     return network.eval()
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    accelerator = {"random.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"random.cpu": torch.get_rng_state(), **accelerator}
+
+
+def _set_random_states(states: dict[str, Tensor], device: torch.device, checkpoint: TrainingCheckpoint) -> None:
+    try:
+        torch.set_rng_state(states["random.cpu"])
+        if "random.cuda" in states and device.type == "cuda":
+            torch.cuda.set_rng_state(states["random.cuda"], device)
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise StorageError(
+            f"{checkpoint.folder} is damaged: the random state is missing or invalid. Delete it to train from the start."
+        ) from error
 
 
 def _step(network: nn.Module, optimiser: Optimizer, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -104,14 +102,6 @@ def _step(network: nn.Module, optimiser: Optimizer, inputs: Tensor, labels: Tens
     loss.backward()  # type: ignore[no-untyped-call]
     optimiser.step()
     return loss.detach()
-
-
-def member_seeds(members: int, seed: int) -> list[int]:
-    """A seed for each network of an ensemble; a larger ensemble begins with the same ones.
-
-    Drawn rather than counted up, so that ensembles of neighbouring seeds share no member.
-    """
-    return torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def train_ensemble(
@@ -123,18 +113,15 @@ def train_ensemble(
     seed: int,
     on_epoch: Callable[[int, int], None] = lambda member, epoch: None,
 ) -> list[nn.Module]:
-    """Train networks that differ by their seed alone: a deep ensemble.
+    """Train a deep ensemble: networks that differ by their seed alone.
 
     Args:
         build: makes a network with fresh weights.
         data: training data.
         recipe: how to train.
         members: number of networks.
-        seed: of all the members' seeds.
+        seed: from which the members' seeds are drawn.
         on_epoch: called after every epoch with the member's index and its number of epochs done.
-
-    Returns:
-        The networks.
     """
     return [
         train(build, data, recipe, seed=own, on_epoch=lambda epoch, member=member: on_epoch(member, epoch))  # type: ignore[misc]

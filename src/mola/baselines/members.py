@@ -1,0 +1,78 @@
+"""What the baselines share that average several members: seeds, outputs of one pass, and parts of saved files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mola.errors import OptionError, StorageError
+from mola.likelihoods import LIKELIHOODS, DiscreteLikelihood, Gaussian, Likelihood, as_likelihood
+from mola.network import Inputs, call, check_finite, check_logits
+from mola.numerics import check_seed, to_float64
+from mola.saving.posterior import describe, rebuild
+
+
+def derived_seeds(seed: int, purpose: int, count: int) -> list[int]:
+    """Draw `count` seeds from one seed; a longer list begins with the same seeds, and purposes share none but by chance."""
+    generator = torch.Generator("cpu").manual_seed(check_seed(seed))
+    own = int(torch.randint(2**62, (purpose + 1,), generator=generator)[-1])
+    return torch.randint(2**62, (count,), generator=generator.manual_seed(own)).tolist()
+
+
+def member_output(network: nn.Module, inputs: Inputs, likelihood: Likelihood) -> Tensor:
+    """Probabilities (n, C), or means (n, D) in the targets' units, of one pass of a network that is in eval mode."""
+    outputs = call(network, inputs)
+    outputs = likelihood.check_outputs(outputs, [("", outputs.shape)])
+    check_finite(outputs[:, :0], outputs)
+    check_logits(network, inputs, outputs, likelihood)
+    exact = to_float64(outputs)
+    if isinstance(likelihood, DiscreteLikelihood):
+        point = likelihood.probabilities(exact)
+    else:
+        assert isinstance(likelihood, Gaussian)
+        point = likelihood.in_units(likelihood.means(exact))
+    return point.to(torch.promote_types(outputs.dtype, torch.float32)).to(outputs.device)
+
+
+def homoscedastic(likelihood: str | Likelihood, method: str) -> Likelihood:
+    """The likelihood, or `OptionError` for networks that predict variances, which a mixture of means would drop."""
+    meaning = as_likelihood(likelihood)
+    if isinstance(meaning, Gaussian) and meaning.heteroscedastic:
+        raise OptionError(
+            f"{method} averages means: pass networks that also predict variances to mola.fit or mola.ensemble."
+        )
+    return meaning
+
+
+def describe_likelihood(likelihood: Likelihood) -> dict[str, Any]:
+    """A likelihood as JSON, noise and units included."""
+    return describe(likelihood, LIKELIHOODS, "likelihood")
+
+
+def rebuild_likelihood(entry: Mapping[str, Any]) -> Likelihood:
+    """The likelihood that `describe_likelihood` described; `StorageError` if a setting cannot be used."""
+    try:
+        return rebuild(entry, LIKELIHOODS, "likelihood")
+    except (OptionError, TypeError, ValueError) as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"the saved likelihood cannot be used: {error}") from error
+
+
+def all_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once; buffers that a state dict leaves out are included."""
+    return {name: tensor.detach() for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
+
+
+def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def shape_differences(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Names of tensors that are missing, unknown or of another shape."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    return sorted({name for name, _ in shapes.items() ^ expected.items()})

@@ -1,0 +1,27 @@
+"""Training for benchmarks: networks, ensembles, SWAG and MIMO. The same seed gives the same weights, interrupted or not."""
+
+from mola.lab.training.checkpoint import DivergedError, TrainingCheckpoint
+from mola.lab.training.loop import member_seeds, train, train_ensemble
+from mola.lab.training.mimo import train_mimo
+from mola.lab.training.mlps import digits_mlp, train_mlps
+from mola.lab.training.recipe import RECIPES, Labelled, Recipe
+from mola.lab.training.swag import fit_multi_swag, fit_swag, resample_swag
+from mola.perceptrons import mlp
+
+__all__ = [
+    "RECIPES",
+    "DivergedError",
+    "Labelled",
+    "Recipe",
+    "TrainingCheckpoint",
+    "digits_mlp",
+    "fit_multi_swag",
+    "fit_swag",
+    "member_seeds",
+    "mlp",
+    "resample_swag",
+    "train",
+    "train_ensemble",
+    "train_mimo",
+    "train_mlps",
+]
