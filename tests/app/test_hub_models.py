@@ -219,11 +219,11 @@ def test_mixture_reweighting_and_files(name, tmp_path):
     for index, network in enumerate(networks(name)):
         network.save_pretrained(tmp_path / str(index))
         read.append(type(network).from_pretrained(tmp_path / str(index), dtype=torch.float64))
-    again = mola.load(tmp_path / "posterior", models=read)
+    again = mola.load(tmp_path / "posterior", read)
     torch.testing.assert_close(again(new), posterior(new), rtol=1e-12, atol=0)
     torch.testing.assert_close(again.predict(new).ood_score, posterior.predict(new).ood_score, rtol=1e-10, atol=0)
     with pytest.raises(mola.errors.StorageError, match=r"models\[0\].*not those.*models\[1\]"):
-        mola.load(tmp_path / "posterior", models=read[::-1])
+        mola.load(tmp_path / "posterior", read[::-1])
 
 
 @pytest.mark.parametrize("name", ["distilbert", "gpt2", "vit"])

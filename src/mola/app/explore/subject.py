@@ -6,7 +6,6 @@ here in seconds (`digits_subject`).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -28,7 +27,7 @@ from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import UserSet, some_of
 from mola.compare.demo_result import COOLED, DemoSettings
 from mola.decisions.calibration import Calibration
-from mola.errors import DataError, MolaError, MolaWarning, OptionError, StorageError
+from mola.errors import DataError, MolaError, OptionError, StorageError
 from mola.lab.data.embedded import CLASSES, SIDE, load_digits
 from mola.lab.data.images import even_places
 from mola.lab.demo import build_network, demo_methods, one_thread
@@ -45,7 +44,7 @@ ERROR_RATE = 0.05
 
 EXAMPLES = 10
 MOST_READ = 2000
-"""Inputs that scores are computed for, where they were not kept when fitting."""
+"""Inputs of other reference data that scores are computed for."""
 
 SLACK = 0.01
 """How far values may lie outside 0 to 1 by rounding."""
@@ -87,7 +86,7 @@ class Reference:
 
     @classmethod
     def from_plain(cls, validation: Mapping[str, Any] | None, name: str) -> Reference | None:
-        """What `mola fit` wrote; None if it wrote none, as before it kept more than one quantile.
+        """What `mola fit` wrote; None without validation data.
 
         Args:
             validation: of the results in `job.toml`.
@@ -96,19 +95,17 @@ class Reference:
         Returns:
             The distribution, or None.
         """
-        pairs = (validation or {}).get("outlier_quantiles")
-        if pairs is None or validation is None:
+        if validation is None:
             return None
         try:
-            levels, scores = _columns(pairs)
+            levels, scores = _columns(validation["outlier_quantiles"])
             ordered = all(a < b for a, b in pairwise(levels))
             rising = all(a <= b for a, b in pairwise(scores))
             whole = (levels[0], levels[-1]) == (0.0, 1.0) and bool(np.isfinite(scores).all())
             sound, count = ordered and rising and whole, int(validation["count"])
-            limit = validation.get("outlier_threshold")
-            alarm = None if limit is None else float(limit)
+            alarm = float(validation["outlier_threshold"])
         except (TypeError, ValueError, KeyError, IndexError):
-            sound, count, alarm = False, 0, None
+            sound, count, alarm = False, 0, 0.0
         if not sound or count < 1:
             raise StorageError(
                 "the saved quantiles of the outlier score are invalid: expected pairs of a share and a score, both rising."
@@ -262,8 +259,8 @@ def open_subject(
 ) -> Subject:
     """Open a posterior's folder, find out how outlier scores are distributed, and look for examples.
 
-    The distribution is that of the data named by `reference`; or what fitting kept of the validation data; or it is computed on
-    these, if they can be read. Where neither is to be had, a note says so.
+    The distribution is that of the data named by `reference`, or what fitting kept of the validation data. Where neither is to be
+    had, a note says so.
 
     Args:
         folder: that `mola fit` wrote.
@@ -295,10 +292,8 @@ def open_subject(
     sight = Sight.of(tuple(fitted.example.shape[1:]), Intake.from_plain(fitted.preparation))
     decisions, undecided = None, ""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MolaWarning)  # that the alarm of an older folder promises less
-            rate = ERROR_RATE if error_rate is None else error_rate
-            decisions = make_decisions(fitted, error_rate=rate, certainty=certainty)
+        rate = ERROR_RATE if error_rate is None else error_rate
+        decisions = make_decisions(fitted, error_rate=rate, certainty=certainty)
     except OptionError as error:
         if error_rate is not None:
             raise
@@ -314,16 +309,16 @@ def open_subject(
             progress("reading validation data", 0.3)
             data = fitted.open_set(named, labelled=False, directory=directory, said=reference is not None)
             examples = _examples(sight, data)
-            if found is None:
+            if reference is not None:
                 found = Reference.of(_scores(posterior, thinned(data, MOST_READ), progress), named)
     except OptionError as error:
         if reference is not None or isinstance(error, _NotPixelsError):
             raise
-        notes.append(_left_out(named, error, found))
+        notes.append(_left_out(named, error))
     except MolaError as error:
         if reference is not None:
             raise
-        notes.append(_left_out(named, error, found))
+        notes.append(_left_out(named, error))
     if found is None and not notes:
         notes.append(
             "the posterior was fitted without validation data: name some with --reference to see how outlying a picture is."
@@ -347,9 +342,8 @@ class _NotPixelsError(OptionError):
     pass
 
 
-def _left_out(named: str | None, error: MolaError, found: Reference | None) -> str:
-    what = "examples are" if found is not None else "examples, and the outlier scores to compare with, are"
-    return f"{what} missing, since {named} cannot be read here: {error} Name other data with --reference."
+def _left_out(named: str | None, error: MolaError) -> str:
+    return f"examples are missing, since {named} cannot be read here: {error} Name other data with --reference."
 
 
 def thinned(source: UserSet, count: int) -> UserSet:

@@ -245,6 +245,8 @@ def check_unchanged(files: Sequence[Path], sums: Sequence[str]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = parse(path.read_bytes(), path)
+    except StorageError as error:
+        raise StorageError(f"{path} is not JSON: {error.__cause__}.") from error
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
     if not isinstance(content, dict):
