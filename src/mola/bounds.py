@@ -63,7 +63,7 @@ def component_bounds(posterior: MoLA, rows: MixtureRows) -> Tensor:
     for index, (component, phi) in enumerate(zip(posterior.components, rows.phi, strict=True)):
         layer = component.on(phi.device)
         if layer is None:
-            return torch.ones(len(posterior.components), *rows.outputs[0].shape, dtype=torch.float64)
+            return torch.ones_like(torch.stack(list(rows.outputs)))
         divisor = phi.new_ones(()) if scale is None else scale[index]
         smallest = layer.curvature.smallest_class_variance(component.prior_precision)
         norms = torch.linalg.vector_norm(phi, dim=1, keepdim=True)

@@ -236,7 +236,7 @@ def _sum_up(
     if totals[0].count == 0:
         raise DataError("the training loader: no datum has a label.")
     if positions == "average" and heads[0].dense_axes:
-        number = int(team.sum([torch.tensor(float(used), dtype=torch.float64)])[0])
+        number = int(team.sum([torch.tensor(float(used), dtype=torch.float64, device="cpu")])[0])
         totals = [one.scaled(number / one.count, number) for one in totals]
     return heads, totals
 
@@ -303,9 +303,11 @@ def _over_processes(own: Sums, team: Team) -> Sums:
     shapes: dict[str, list[int]] = {}
     for known in team.collect({name: list(tensor.shape) for name, tensor in own.tensors.items()}):
         shapes |= known
-    parts = [own.tensors.get(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()]
+    parts = [
+        own.tensors.get(name, torch.zeros(shape, dtype=torch.float64, device="cpu")) for name, shape in shapes.items()
+    ]
     labelled = all(team.collect(own.log_likelihood is not None or own.count == 0))
-    scalars = torch.tensor([float(own.count), own.log_likelihood or 0.0], dtype=torch.float64)
+    scalars = torch.tensor([float(own.count), own.log_likelihood or 0.0], dtype=torch.float64, device="cpu")
     scalars, *summed = team.sum([scalars, *parts])
     tensors = dict(zip(shapes, summed, strict=True))
     return Sums(tensors, int(scalars[0]), float(scalars[1]) if labelled else None)
@@ -314,14 +316,14 @@ def _over_processes(own: Sums, team: Team) -> Sums:
 def _warn_of_empty_classes(component: Component) -> None:
     layer = component.layer
     assert layer is not None
-    counts = layer.sums.tensors.get("class_counts")
+    # Without labels, counts are of predicted classes: a class that is never predicted may still have data.
+    counts = None if layer.sums.log_likelihood is None else layer.sums.tensors.get("class_counts")
     if counts is not None and component.likelihood.discrete and len(counts) > 1 and bool((counts == 0).any()):
         empty = (counts == 0).nonzero().flatten().tolist()
         listed = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
         warn(
             f"{len(empty)} of {len(counts)} classes have no training data (class {listed}): distances from them are "
-            "unknown. Are these the "
-            f"data that the networks were trained on?"
+            "unknown. Are these the data that the networks were trained on?"
         )
 
 

@@ -36,7 +36,7 @@ def standard_normals(shape: Sequence[int], generator: Generator) -> Tensor:
     """Draws on the CPU in float64, so that they are the same on every device."""
     if isinstance(generator, np.random.Generator):
         return torch.from_numpy(generator.standard_normal(tuple(shape)))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 @lru_cache(maxsize=32)  # every batch has the same draws, and a trace takes those of an earlier run as constants
@@ -55,7 +55,9 @@ def sobol_normals(count: int, size: int, seed: int) -> Tensor:
     if size == even:
         return normals
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.cat([normals, torch.randn(count, size - even, generator=generator, dtype=torch.float64)], dim=1)
+    return torch.cat(
+        [normals, torch.randn(count, size - even, generator=generator, dtype=torch.float64, device="cpu")], dim=1
+    )
 
 
 def seed_from(generator: torch.Generator | None) -> int | None:
@@ -63,7 +65,7 @@ def seed_from(generator: torch.Generator | None) -> int | None:
     if generator is None:
         return None
     check_generator(generator)
-    return int(torch.randint(2**62, (), generator=generator))
+    return int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
 
 def check_generator(generator: torch.Generator | None) -> None:

@@ -258,7 +258,7 @@ class MoLA(Mixture):
                 raise OptionError(f"likelihood {likelihood.name!r} has no noise.")
             given: Any = likelihood.deviation(1).tolist() if likelihood.noise is None else likelihood.noise
             width = len(given) if component.layer is None else len(component.layer.weights)
-            rows.append(torch.tensor(given, dtype=torch.float64).expand(width).clone())
+            rows.append(torch.tensor(given, dtype=torch.float64, device="cpu").expand(width).clone())
         return torch.stack(rows)
 
     def _why_no_distances(self) -> str:
@@ -703,7 +703,7 @@ class MoLA(Mixture):
 
     def _member_log_likelihoods(self, rows: MixtureRows, labels: Tensor) -> Tensor:
         # Log-likelihood (m, K) of each datum, or of each known question, under each component.
-        one = torch.ones(1, dtype=torch.float64)
+        one = torch.ones(1, dtype=torch.float64, device="cpu")
         found = []
         for index, component in enumerate(self.components):
             # Each component by itself, with the scale and the pooled mean of the whole mixture.
@@ -723,7 +723,8 @@ class MoLA(Mixture):
         """Log marginal likelihoods (K,) of the training labels, one for each component."""
         with torch.no_grad():
             values = [
-                one.log_evidence(torch.tensor(one.prior_precision, dtype=torch.float64)) for one in self.components
+                one.log_evidence(torch.tensor(one.prior_precision, dtype=torch.float64, device="cpu"))
+                for one in self.components
             ]
         return torch.stack(values).cpu()
 

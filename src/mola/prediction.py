@@ -7,6 +7,7 @@ before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -45,7 +46,8 @@ class _Fields:
     def _read(self, name: str) -> Any:
         value = self._fields[name]
         if callable(value):
-            with torch.inference_mode(False), torch.no_grad():
+            # inference_mode(False) enables gradients, which a trace would record; so only where it is needed.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
                 value = self._fields[name] = value()
         return value
 
@@ -131,7 +133,7 @@ class _Fields:
             if not -len(self) <= index < len(self):
                 raise IndexError(f"index {index} is out of range for a prediction of {len(self)} inputs.")
             index = slice(index % len(self), index % len(self) + 1)
-        chosen = torch.arange(len(self))[index]
+        chosen = torch.arange(len(self), device="cpu")[index]
         return self._map(lambda values, axis: values.index_select(axis, chosen.to(values.device)))
 
     def __iter__(self) -> Iterator[Self]:

@@ -16,7 +16,7 @@ STACKING_GAP = 1e-10
 
 def uniform_weights(count: int) -> Tensor:
     """`1 / K` each, as in all of the paper's experiments."""
-    return torch.full((count,), 1 / count, dtype=torch.float64)
+    return torch.full((count,), 1 / count, dtype=torch.float64, device="cpu")
 
 
 def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:

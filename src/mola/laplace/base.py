@@ -13,9 +13,13 @@ eigenvalue that should be zero. *Centred* variances and covariances leave it out
 from __future__ import annotations
 
 import math
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -93,11 +97,14 @@ def check_size(structure: Structure, features: Sequence[int], outputs: int) -> N
 
 
 def _free_memory() -> int | None:
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return int(psutil.virtual_memory().available)
+    # What Linux has left; elsewhere all that the machine has, which errs on the side of trying. None where it is unknown.
+    with suppress(OSError):
+        found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
+        if found is not None:
+            return 1024 * int(found[1])
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
 
 
 @dataclass(frozen=True)
@@ -242,8 +249,8 @@ def hides_shift(sums: Sums) -> bool:
 
 def contrasts(outputs: int) -> Tensor:
     """Orthonormal basis (C, C - 1) of the vectors that sum to zero (Helmert's)."""
-    size = torch.arange(1, outputs, dtype=torch.float64)
-    upper = torch.triu(torch.ones(outputs, outputs - 1, dtype=torch.float64)) / (size * (size + 1)).sqrt()
+    size = torch.arange(1, outputs, dtype=torch.float64, device="cpu")
+    upper = torch.triu(torch.ones(outputs, outputs - 1, dtype=torch.float64, device="cpu")) / (size * (size + 1)).sqrt()
     upper[1:].diagonal().copy_(-(size / (size + 1)).sqrt())
     return upper
 
@@ -251,8 +258,10 @@ def contrasts(outputs: int) -> Tensor:
 def output_bases(outputs: int, *, hidden: bool) -> tuple[Tensor, Tensor]:
     """Orthonormal bases of the output directions that the likelihood sees (C, R), and does not see (C, C - R)."""
     if not hidden:
-        return torch.eye(outputs, dtype=torch.float64), torch.zeros(outputs, 0, dtype=torch.float64)
-    return contrasts(outputs), torch.full((outputs, 1), outputs**-0.5, dtype=torch.float64)
+        return torch.eye(outputs, dtype=torch.float64, device="cpu"), torch.zeros(
+            outputs, 0, dtype=torch.float64, device="cpu"
+        )
+    return contrasts(outputs), torch.full((outputs, 1), outputs**-0.5, dtype=torch.float64, device="cpu")
 
 
 def laplacian(weights: Tensor) -> Tensor:

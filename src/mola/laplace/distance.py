@@ -83,7 +83,7 @@ class ClassDistance:
         within.diagonal().add_(ridge)
         lower, failed = torch.linalg.cholesky_ex(within)
         known = size > rounding and not bool(failed)
-        identity = torch.eye(width, dtype=torch.float64)
+        identity = torch.eye(width, dtype=torch.float64, device="cpu")
         root = torch.linalg.solve_triangular(lower, identity, upper=False).T if known else torch.zeros_like(within)
         # The mean square of the distances to the own class is the trace of (S + ridge)^-1 S = 1 - ridge (S + ridge)^-1.
         square = width - ridge * float(root.square().sum()) if known else 0.0

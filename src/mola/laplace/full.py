@@ -53,7 +53,7 @@ class Full(Structure):
         given = coupling if coupling is not None else separate
         assert given is not None
         outputs, width = given.shape[:2]
-        hessian = torch.zeros(outputs, width, outputs, width, dtype=torch.float64)
+        hessian = torch.zeros(outputs, width, outputs, width, dtype=torch.float64, device="cpu")
         blocks = hessian.diagonal(dim1=0, dim2=2)  # (P, P, C), a view
         if coupling is not None:
             hessian -= coupling.cpu()
@@ -144,7 +144,9 @@ class FullCurvature(Curvature):
         """Diagonal block of the covariance."""
         vectors = self.vectors[output]
         hidden = self.unseen[output].square().sum() / precision
-        return (vectors * self.inverse(precision)) @ vectors.T + hidden * torch.eye(self.features).to(vectors)
+        return (vectors * self.inverse(precision)) @ vectors.T + hidden * torch.eye(
+            self.features, dtype=vectors.dtype, device=vectors.device
+        )
 
     def smallest_class_variance(self, precision: float) -> Tensor:
         """Smallest eigenvalue of each diagonal block."""

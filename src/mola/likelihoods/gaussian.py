@@ -181,7 +181,7 @@ class Gaussian(Likelihood):
         """Noise (D,) in the network's units; a factor for heteroscedastic networks."""
         if self.noise is None:
             if self.heteroscedastic:
-                return torch.ones(width, dtype=torch.float64)
+                return torch.ones(width, dtype=torch.float64, device="cpu")
             raise OptionError(
                 "the noise is unknown: pass mola.likelihoods.Gaussian(noise=...), or fit with batches of (inputs, targets), from "
                 "whose residuals it is estimated. For an ensemble use mola.baselines.scale_noise(ensemble, val_loader)."
@@ -357,7 +357,7 @@ def _numbers(value: Any, argument: str, *, positive: bool) -> tuple[float, ...]:
 def _expanded(values: Any, width: int, argument: str) -> Tensor:
     if len(values) not in (1, width):
         raise OptionError(f"{argument}: expected one number, or {width} (one for each output); got {len(values)}.")
-    return torch.tensor(values, dtype=torch.float64).expand(width)
+    return torch.tensor(values, dtype=torch.float64, device="cpu").expand(width)
 
 
 GAUSSIAN = Gaussian()

@@ -178,7 +178,7 @@ def read_held_out(
             if rows.labels is not None:
                 labels.append(rows.labels.cpu())
     joined = [torch.cat(parts) for parts in outputs]
-    counts = team.sum([torch.tensor([inputs, len(joined[0])], dtype=torch.float64)])[0]
+    counts = team.sum([torch.tensor([inputs, len(joined[0])], dtype=torch.float64, device="cpu")])[0]
     return HeldOut(
         [torch.cat(parts) for parts in phi],
         joined,

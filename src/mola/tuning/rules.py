@@ -387,7 +387,7 @@ def _with_labels(data: HeldOut) -> HeldOut:
         return data
     outputs = data.outputs[0]
     exclusive = data.likelihood.mutually_exclusive
-    labels = torch.zeros(len(outputs), dtype=torch.int64) if exclusive else torch.zeros_like(outputs)
+    labels = torch.zeros(len(outputs), dtype=torch.int64, device="cpu") if exclusive else torch.zeros_like(outputs)
     return replace(data, labels=labels)
 
 
@@ -542,7 +542,7 @@ class Evidence:
                 parts = [posterior.components[index].noise_scaled(math.exp(log_factor)) for index in group]
 
                 def evidence(log_precision: float) -> float:
-                    precision = torch.tensor(math.exp(log_precision), dtype=torch.float64)
+                    precision = torch.tensor(math.exp(log_precision), dtype=torch.float64, device="cpu")
                     return float(sum(one.log_evidence(precision) for one in parts))
 
                 found = maximise(evidence, math.log(1e-16), math.log(1e16))

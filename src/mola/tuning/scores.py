@@ -46,9 +46,10 @@ class Candidates:
         """Broadcast settings against each other. A precision is one number, or one for each component; None is the posterior's."""
         count = len(posterior.components)
         given = [posterior.prior_precision] if precision is None else precision
-        rows = torch.stack([torch.as_tensor(one, dtype=torch.float64).expand(count) for one in given])
+        rows = torch.stack([torch.as_tensor(one, dtype=torch.float64, device="cpu").expand(count) for one in given])
         others = [
-            torch.as_tensor(one, dtype=torch.float64).flatten() for one in (temperature, pooling, exponent, onset)
+            torch.as_tensor(one, dtype=torch.float64, device="cpu").flatten()
+            for one in (temperature, pooling, exponent, onset)
         ]
         size = max(len(rows), *(len(one) for one in others))
         return Candidates(rows.expand(size, count), *(one.expand(size) for one in others))
