@@ -1,0 +1,67 @@
+"""Small networks and data that several test files use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import make_problem
+
+CLASSES = 4
+
+
+def networks(count: int, classes: int = CLASSES) -> list[nn.Module]:
+    """Untrained networks with different weights."""
+    return [make_problem(seed=seed, classes=classes).network for seed in range(count)]
+
+
+def data(seed: int = 9, count: int = 40, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
+    """Random inputs (n, 3), and labels that have nothing to do with them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, generator=generator), torch.randint(classes, (count,), generator=generator)
+
+
+def loader(inputs: Tensor, labels: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(inputs.split(size), labels.split(size), strict=True))
+
+
+def blobs(seed: int = 0, count: int = 160, spread: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Inputs around one corner per class."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    corners = 1.9 * torch.randn(CLASSES, 3, generator=torch.Generator().manual_seed(99))
+    return corners[labels] + spread * torch.randn(count, 3, generator=generator), labels
+
+
+def blob_loader(seed: int = 0, size: int = 50, **options: float) -> list[tuple[Tensor, Tensor]]:
+    return loader(*blobs(seed, **options), size)
+
+
+def trained(seed: int, bias: bool = True, width: int = 8) -> nn.Sequential:
+    """A small ReLU network that has learnt the blobs, in float64."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(3, width, bias=bias), nn.ReLU(), nn.Linear(width, width, bias=bias), nn.ReLU()]
+    network = nn.Sequential(*layers, nn.Linear(width, CLASSES, bias=bias)).double()
+    inputs, labels = blobs()
+    optimiser = torch.optim.Adam(network.parameters(), 0.02)
+    for _ in range(120):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(network(inputs.double()), labels).backward()
+        optimiser.step()
+    return network.eval()
+
+
+def features_of(network: nn.Sequential, inputs: Tensor) -> Tensor:
+    """The inputs of the last layer, without the constant 1."""
+    with torch.no_grad():
+        return network[:-1](inputs)
+
+
+def close(first: Tensor, second: Tensor, tolerance: float = 1e-12) -> bool:
+    return first.shape == second.shape and float((first - second).abs().max()) <= tolerance
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, in units of the largest expected value."""
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))

@@ -1,0 +1,319 @@
+"""Laws that hold for every structure: what must not matter does not, and limits are what they should be."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.errors import OptionError
+from mola.laplace import STRUCTURES as KNOWN
+from mola.laplace import Sums
+from mola.likelihoods import CATEGORICAL, OutputCurvature
+from tests.conftest import CLOSED_FORM_LINKS, make_problem
+from tests.library.problems import blob_loader, blobs, close, data, loader, networks, relative, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*have no training data")
+
+FIELDS = ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance")
+
+
+def same_sums(first, second):
+    assert first.count == second.count
+    assert first.log_likelihood == pytest.approx(second.log_likelihood, rel=1e-12)
+    assert first.tensors.keys() == second.tensors.keys()
+    for name, tensor in second.tensors.items():
+        assert relative(first.tensors[name], tensor) < 1e-12, name
+
+
+class TestSums:
+    def shards(self, structure, parts=(slice(0, 5), slice(5, 30), slice(30, 40))):
+        inputs, labels = data()
+        return [
+            mola.fit(networks(1), loader(inputs[part], labels[part], 7), structure=structure).components[0].layer.sums
+            for part in parts
+        ]
+
+    def test_shards_add_up_in_any_order(self, structure):
+        (whole,) = self.shards(structure, [slice(None)])
+        for one, two, three in itertools.permutations(self.shards(structure)):
+            same_sums((one + two) + three, whole)
+            same_sums(one + (two + three), whole)
+
+    def test_nothing_is_neutral(self, structure):
+        for some in self.shards(structure):
+            same_sums(some + Sums({}), some)
+            same_sums(Sums({}) + some, some)
+
+    def test_adding_in_place_is_adding(self, structure):
+        one, two, _ = self.shards(structure)
+        expected, total = one + two, Sums({})
+        for some in (one, two):
+            total += Sums({name: tensor.clone() for name, tensor in some.tensors.items()}, some.count, some.log_likelihood)
+        same_sums(total, expected)
+
+    def test_a_part_that_some_batches_lack(self, structure):
+        """Curvature with both parts, coupled and separate, from batches that have one each."""
+        built, features = KNOWN[structure](), make_problem().features()
+        separate = OutputCurvature(separate=torch.rand(40, 4))
+        coupled = CATEGORICAL.curvature(torch.randn(40, 4))
+        sums = [Sums(built.sums(features, one), 40) for one in (coupled, separate)]
+        both = Sums(built.sums(features, OutputCurvature(separate.separate, coupled.coupling)), 40)
+        for merged in (sums[0] + sums[1], sums[1] + sums[0]):
+            for name, tensor in both.tensors.items():
+                # Squares of the features are summed twice.
+                twice = 2 if name in ("gram", "squares") else 1
+                assert relative(merged.tensors[name], twice * tensor) < 1e-12, name
+
+    @pytest.mark.parametrize("centred", [False, True])
+    def test_a_vector_of_precisions_equals_one_by_one(self, problem, structure, centred):
+        curvature = mola.fit(problem.network, problem.loader, structure=structure).components[0].layer.curvature
+        features, precisions = problem.features(torch.randn(5, 3)), torch.tensor([1e-9, 1e-3, 0.7, 50.0])
+        together = curvature.variance(features, precisions, centred=centred)
+        assert together.shape == (4, 5, 4)
+        for found, precision in zip(together, precisions.tolist(), strict=True):
+            assert relative(found, curvature.variance(features, precision, centred=centred)) < 1e-12
+
+
+class TestWhatDoesNotMatter:
+    def test_batch_size_and_order(self, structure):
+        inputs, labels = data()
+        order = torch.randperm(40)
+        ways = [loader(inputs, labels, size) for size in (40, 1, 7)] + [loader(inputs[order], labels[order], 7)]
+        first, *others = [mola.fit(networks(2), way, structure=structure) for way in ways]
+        for posterior in others:
+            assert close(posterior(inputs), first(inputs))
+            assert relative(posterior.log_evidence(), first.log_evidence()) < 1e-11
+
+    def test_batches_at_prediction(self, structure):
+        inputs, labels = data()
+        posterior = mola.fit(networks(2), loader(inputs, labels, 7), structure=structure)
+        whole, parts = posterior.predict(inputs), posterior.predict(loader(inputs, labels, 7))
+        for name in FIELDS:
+            assert close(getattr(whole, name), getattr(parts, name)), name
+
+    def test_order_of_components(self, structure):
+        inputs, labels = data()
+        members, weights = networks(3), [0.2, 0.3, 0.5]
+        forward = mola.fit(members, loader(inputs, labels, 7), structure=structure, weights=weights)
+        backward = mola.fit(members[::-1], loader(inputs, labels, 7), structure=structure, weights=weights[::-1])
+        for pooling in (1.0, 0.4):
+            assert close(forward.with_pooling(pooling)(inputs), backward.with_pooling(pooling)(inputs))
+
+    def test_labels_matter_to_the_evidence_alone(self, structure):
+        inputs, labels = data()
+        with_labels = mola.fit(networks(1), loader(inputs, labels, 7), structure=structure)
+        without = mola.fit(networks(1), list(inputs.split(7)), structure=structure)
+        assert torch.equal(with_labels(inputs), without(inputs))
+        with pytest.raises(OptionError, match="training labels"):
+            without.log_evidence()
+
+    @pytest.mark.parametrize("way", ["inference mode", "default device"])
+    def test_surroundings(self, structure, way):
+        inputs, labels = data()
+        members = networks(2)
+        expected = mola.fit(members, loader(inputs, labels, 7), structure=structure).tune(rule="evidence")
+        with torch.inference_mode() if way == "inference mode" else torch.device("meta"):
+            found = mola.fit(members, loader(inputs, labels, 7), structure=structure).tune(rule="evidence")
+            probs = found.predict(inputs).probs
+        assert found.prior_precision == expected.prior_precision
+        assert torch.equal(probs, expected(inputs))
+
+
+class TestLimits:
+    @pytest.mark.parametrize("link", ["probit", "probit-centred", "mean-field", "mc"])
+    def test_infinite_prior_precision_gives_the_ensemble(self, structure, link):
+        inputs, labels = data()
+        members = networks(3)
+        posterior = mola.fit(members, loader(inputs, labels, 7), structure=structure, prior_precision=1e30, link=link)
+        plain = mola.ensemble(members)(inputs)
+        assert close(posterior(inputs), plain, 1e-10)
+        assert close(plain, sum(torch.softmax(network(inputs), 1) for network in members).detach() / 3)
+
+    def test_one_network_alone_is_its_softmax(self):
+        inputs, _ = data()
+        (network,) = networks(1)
+        assert torch.equal(mola.ensemble(network)(inputs), torch.softmax(network(inputs), 1).detach())
+
+    def test_confidence_rises_with_the_prior_precision_towards_the_networks_own(self, structure):
+        inputs, labels = data()
+        posterior = mola.fit(networks(2), loader(inputs, labels, 7), structure=structure)
+        values = (1e-30, 1e-6, 1e-3, 1.0, 1e3)
+        means = [float(posterior.with_prior_precision(p)(inputs).max(1).values.mean()) for p in values]
+        plain = float(mola.ensemble(networks(2))(inputs).max(1).values.mean())
+        assert all(low < high + 1e-9 for low, high in itertools.pairwise([*means, plain]))
+        if structure != "diag":  # its variance has a floor: the Hessian's diagonal, of which no entry is 0
+            assert means[0] == pytest.approx(0.25, abs=1e-3)
+
+    def test_more_data_means_less_variance(self, structure):
+        inputs, labels = data(count=400)
+        few = mola.fit(networks(1), loader(inputs[:40], labels[:40], 40), structure=structure)
+        many = mola.fit(networks(1), loader(inputs, labels, 40), structure=structure)
+        assert float(many.predict(inputs).logit_variance.mean()) < float(few.predict(inputs).logit_variance.mean())
+
+
+class TestMixing:
+    @pytest.mark.filterwarnings("ignore:the same network")
+    @pytest.mark.parametrize("link", [*CLOSED_FORM_LINKS, "mc"])
+    def test_equal_components_are_one_with_any_pooling(self, structure, link):
+        inputs, labels = data()
+        (network,) = networks(1)
+        one = mola.fit(network, loader(inputs, labels, 7), structure=structure, link=link)
+        three = mola.fit([network] * 3, loader(inputs, labels, 7), structure=structure, link=link)
+        expected = one.predict(inputs)
+        for pooling in (1.0, 0.3, 0.0):
+            found = three.with_pooling(pooling).predict(inputs)
+            for name in ("probs", "mutual_information", "ood_score"):
+                assert close(getattr(found, name), getattr(expected, name)), (name, pooling)
+            if link == "probit" and pooling == 1:
+                assert close(one.confidence_bound(inputs), three.confidence_bound(inputs))
+
+    def test_the_mixture_is_the_average_of_its_components(self, structure):
+        inputs, labels = data()
+        members, weights = networks(3), [0.2, 0.3, 0.5]
+        mixture = mola.fit(members, loader(inputs, labels, 7), structure=structure, weights=weights)
+        alone = [mola.fit(member, loader(inputs, labels, 7), structure=structure) for member in members]
+        assert close(mixture(inputs), sum(w * one(inputs) for w, one in zip(weights, alone, strict=True)))
+        assert close(mixture(inputs), mola.Mixture(alone, weights)(inputs))
+        assert close(mixture.log_evidence(), torch.cat([one.log_evidence() for one in alone]))
+
+    def test_networks_of_different_width_mix(self, structure):
+        inputs, labels = data()
+        pair = make_problem(width=9).network, make_problem(width=2, bias=False).network
+        mixture = mola.fit(pair, loader(inputs, labels, 7), structure=structure)
+        alone = [mola.fit(member, loader(inputs, labels, 7), structure=structure) for member in pair]
+        assert close(mixture(inputs), (alone[0](inputs) + alone[1](inputs)) / 2)
+        drawn = mixture.sample(20, generator=torch.Generator().manual_seed(0))
+        assert [one.shape[1] for one in drawn.weights] == [10 if k == 0 else 2 for k in drawn.component.tolist()]
+
+
+class TestPooling:
+    """z_k = m_k / s_k, then z + c (z_k - z): c = 1 mixes probabilities, c = 0 averages logits."""
+
+    def posterior(self, **options):
+        inputs, labels = data()
+        return mola.fit(networks(3), loader(inputs, labels, 7), weights=[0.2, 0.3, 0.5], **options), inputs
+
+    def by_hand(self, posterior, inputs, pooling, temperature=1.0):
+        """The probit mixture from logits and variances, one component and one datum at a time."""
+        said = posterior.predict(inputs)
+        means, variances = said.logit_mean / temperature, said.logit_variance / temperature**2
+        probs = torch.zeros_like(said.probs)
+        for row in range(len(inputs)):
+            centre = sum(w * one[row] for w, one in zip(posterior.weights, means, strict=True))
+            for weight, mean, variance in zip(posterior.weights, means, variances, strict=True):
+                pulled = pooling * mean[row] + (1 - pooling) * centre
+                probs[row] += weight * torch.softmax(pulled / (1 + torch.pi / 8 * variance[row]).sqrt(), 0)
+        return probs
+
+    def test_temperature_1_pooling_1_exponent_0_is_the_paper_s_mixture(self, structure):
+        posterior, inputs = self.posterior(structure=structure)
+        neutral = posterior.with_temperature(1.0).with_pooling(1.0).with_distance_exponent(0.0)
+        assert torch.equal(neutral(inputs), posterior(inputs))
+        assert close(posterior(inputs), self.by_hand(posterior, inputs, 1.0))
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.4])
+    @pytest.mark.parametrize("pooling", [1.0, 0.6, 0.0])
+    def test_by_hand(self, structure, pooling, temperature):
+        posterior, inputs = self.posterior(structure=structure)
+        moved = posterior.with_temperature(temperature).with_pooling(pooling)
+        assert (moved.temperature, moved.pooling) == (temperature, pooling)
+        assert close(moved(inputs), self.by_hand(posterior, inputs, pooling, temperature))
+
+    def test_an_ensemble_without_pooling_of_probabilities_averages_its_logits(self):
+        inputs, _ = data()
+        members = networks(3)
+        expected = torch.softmax(torch.stack([one(inputs) for one in members]).mean(0), 1).detach()
+        assert close(mola.ensemble(members).with_pooling(0.0)(inputs), expected)
+
+    @pytest.mark.parametrize("link", [*CLOSED_FORM_LINKS, "mc"])
+    def test_one_network_has_nothing_to_pool(self, link):
+        inputs, labels = data()
+        posterior = mola.fit(networks(1), loader(inputs, labels, 7), link=link)
+        assert close(posterior.with_pooling(0.2)(inputs), posterior(inputs))
+
+    @pytest.mark.parametrize("pooling", [1.0, 0.5, 0.0])
+    def test_scaled_up_inputs_tend_to_the_uniform_distribution_with_a_distance_exponent(self, pooling):
+        posterior = mola.fit([trained(0), trained(1)], blob_loader(), progress=False)
+        cautious = posterior.with_distance_exponent(0.5).with_pooling(pooling)
+        inputs, _ = blobs(2)
+        for scale in (1e9, 1e20):
+            assert float(cautious(scale * inputs).max()) == pytest.approx(0.25, abs=1e-6)
+
+    @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), "half", True])
+    def test_values_out_of_range_are_refused(self, value):
+        with pytest.raises(OptionError, match="pooling"):
+            self.posterior()[0].with_pooling(value)
+
+
+class TestUncertainty:
+    def test_parts_add_up_and_are_not_negative(self, structure):
+        inputs, labels = data()
+        for link in ("probit", "mean-field", "mc"):
+            posterior = mola.fit(networks(3), loader(inputs, labels, 7), structure=structure, link=link)
+            for moved in (posterior, posterior.with_pooling(0.3).with_temperature(0.5)):
+                prediction = moved.predict(inputs)
+                assert close(prediction.aleatoric + prediction.epistemic, prediction.entropy)
+                assert bool((prediction.aleatoric >= 0).all())
+                assert bool((prediction.epistemic >= 0).all())
+
+    def test_a_single_certain_network_has_no_epistemic_part(self):
+        inputs, _ = data()
+        assert float(mola.ensemble(networks(1)).predict(inputs).epistemic.max()) < 1e-14
+
+    def test_an_ensemble_s_epistemic_part_is_its_mutual_information(self):
+        inputs, _ = data()
+        members = networks(3)
+        probs = torch.stack([torch.softmax(member(inputs), 1) for member in members]).detach()
+        expected = torch.special.entr(probs.mean(0)).sum(1) - torch.special.entr(probs).sum(2).mean(0)
+        assert close(mola.ensemble(members).predict(inputs).epistemic, expected)
+
+    def test_epistemic_part_of_one_component_against_many_draws(self, structure):
+        inputs, labels = data()
+        posterior = mola.fit(networks(1), loader(inputs, labels, 7), structure=structure, prior_precision=0.5)
+        drawn = posterior.sample(20_000, generator=torch.Generator().manual_seed(0)).weights
+        features = torch.cat([posterior.networks[0][:-1](inputs), torch.ones(40, 1)], 1).detach()
+        probs = torch.softmax(torch.einsum("np,scp->snc", features, drawn), 2)
+        share = 1 - torch.special.entr(probs).sum(2).mean(0) / torch.special.entr(probs.mean(0)).sum(1)
+        found = posterior.predict(inputs)
+        assert close(found.epistemic / found.entropy, share, 0.05)
+
+
+class TestOutlierScore:
+    def test_is_the_ranking_by_confidence_as_the_prior_vanishes(self):
+        inputs, labels = data()
+        posterior = mola.fit(networks(3), loader(inputs, labels, 7))
+        tiny = 1 - posterior.with_prior_precision(1e-24)(inputs).max(1).values
+        assert torch.equal(posterior.predict(inputs).ood_score.argsort(), tiny.argsort())
+
+    def test_does_not_depend_on_the_prior_precision(self, structure):
+        inputs, labels = data()
+        posterior = mola.fit(networks(3), loader(inputs, labels, 7), structure=structure)
+        moved = posterior.with_prior_precision(1e-5)
+        assert torch.equal(posterior.predict(inputs).ood_score, moved.predict(inputs).ood_score)
+
+    def test_ignores_the_length_of_the_features(self, structure):
+        network = nn.Sequential(nn.Linear(3, 6, bias=False), nn.ReLU(), nn.Linear(6, 4, bias=False))
+        inputs, labels = data()
+        posterior = mola.fit(network, loader(inputs, labels, 7), structure=structure)
+        assert close(posterior.predict(inputs).ood_score, posterior.predict(1e6 * inputs).ood_score, 1e-9)
+
+    def test_rises_with_distance_from_the_data_in_feature_space(self, structure):
+        """Features never seen in training: the same logits over a longer Mahalanobis norm."""
+        head = nn.Linear(4, 3, bias=False)
+        with torch.no_grad():
+            head.weight[:, 3] = 0  # the fourth feature changes no logit
+        inputs = torch.randn(500, 4) * torch.tensor([1.0, 1.0, 1.0, 0.01])
+        posterior = mola.fit(head, list(inputs.split(100)), structure=structure)
+        odd = inputs[:20].clone()
+        odd[:, 3] = 5.0
+        plain, outlying = posterior.predict(inputs[:20]), posterior.predict(odd)
+        assert torch.equal(plain.label, outlying.label)
+        assert bool((outlying.ood_score > plain.ood_score).all())
+
+    def test_an_ensemble_s_score_is_named(self):
+        inputs, _ = data()
+        prediction = mola.ensemble(networks(2)).predict(inputs)
+        assert prediction.ood_score_name == "max-probability"
+        assert close(prediction.ood_score, 1 - prediction.confidence)
