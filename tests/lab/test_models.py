@@ -9,6 +9,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
+from mola.saving.weights_files import load_weights, read_metadata, read_state, save_weights
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -27,8 +28,7 @@ from mola.lab.models import (
     resnet110,
     wrn16_4,
 )
-from mola.saving.weights_files import load_weights, read_metadata, read_state, save_weights
-from mola.training.mlps import mlp
+from mola.lab.training import mlp
 from tests.conftest import require_shared
 
 LOCAL = [name for name in MODELS if name != "wrn-50-2"]
