@@ -30,9 +30,7 @@ from mola.lab.runner import run_suite
 from mola.lab.suite import DataOptions, Shift, Suite, TrainingData, from_memory
 from mola.lab.suites.cifar10 import corrupted
 from mola.lab.suites.registry import SUITES, find_suite
-from mola.training import Recipe
-from mola.training.labelled import Labelled
-from mola.training.mlps import mlp
+from mola.lab.training import Labelled, Recipe, mlp
 from tests.forked_python import run_python, run_team
 
 CLASSES, SIDE = 3, 4

@@ -98,8 +98,8 @@ def test_runs_have_networks_of_their_own(finished):
 
 def test_what_is_trained_is_taken_up(plan, finished, monkeypatch):
     folder, records = finished
-    monkeypatch.setattr("mola.baselines.swag_path.walk_epoch", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("mola.baselines.mimo._loss", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("mola.lab.training.swag.sgd_epoch", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("mola.lab.training.mimo._loss", lambda *_: pytest.fail("trained again"))
     again = {(record.method, record.run): record for record in run(plan, folder, fresh=True)}
     for key, record in again.items():
         assert record.labelled == records[key].labelled
