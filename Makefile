@@ -12,9 +12,9 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 SHELL := /bin/bash
 CALMLY := 2> >(grep -v '^WARNING: Location' >&2)
 
-.PHONY: help setup demo explore test test-slow test-all test-wheel check bench fuzz crash docs clean
+.PHONY: help setup demo explore test test-slow test-all test-numerical test-processors test-minimum test-wheel check bench fuzz crash docs clean
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
 
 setup: $(READY)  ## make the virtual environment, with everything in it
 
@@ -59,6 +59,28 @@ test-slow: $(READY)  ## the others: in a browser (chromium), on real data, long 
 # In one run: what both would collect, load and fit is there once, and no worker waits at the end of the first.
 test-all: $(READY)  ## all tests
 	$(PYTEST)
+
+# Processor levels: PyTorch, oneDNN and MKL choose their code by these variables. `native` is what the machine has.
+native :=
+avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+plain := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+LEVELS ?= native avx2 plain
+THREADS ?= 1 2
+PART ?= not browser and not slow
+SEED ?= 1
+
+test-numerical: $(READY)  ## tests that compare numbers computed in two ways, at the plainest processor level: a minute
+	$(plain) OMP_NUM_THREADS=1 $(PYTEST) -m 'numerical and not browser and not slow'
+
+# All runs are made, and the target fails if one did. `make test-processors PART=numerical` runs the numerical tests only.
+test-processors: $(READY)  ## the tests at three processor levels with one and two threads, then in random order: seven times as long
+	@failed=; \
+	$(foreach level,$(LEVELS),$(foreach threads,$(THREADS), \
+		echo "== $(level), $(threads) thread(s)"; \
+		$($(level)) OMP_NUM_THREADS=$(threads) $(PYTEST) -m '$(PART)' || failed="$$failed $(level)-$(threads)";)) \
+	echo "== random order, hypothesis seed $(SEED)"; \
+	$(PYTEST) -m '$(PART)' --random-order --random-order-seed=$(SEED) --hypothesis-seed=$(SEED) || failed="$$failed random-order"; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 test-wheel: $(READY)  ## what users get: the wheel, installed into an empty environment and used from an empty folder
 	$(BIN)/python tests/installed.py

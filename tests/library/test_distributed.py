@@ -69,7 +69,7 @@ def check_laws(found, expected):
     for name, one in expected.items():
         for other in found[1:]:
             assert torch.equal(other[name], found[0][name]), f"{name} differs between ranks"
-        kind = "search" if name.endswith("stacking") else "float64"
+        kind = "search" if name.endswith(("stacking", "ensemble")) else "float64"  # weights found by stacking
         assert_close(found[0][name], one, kind, scale=max(1.0, float(one.abs().max())), name=name)
     assert len(expected) > 300
 
