@@ -65,9 +65,12 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests and sort the longest files first.
 
-    Tests on real data are slow: unpacking takes longer than most tests. Files that use `tests/closeness.py` are numerical.
+    Tests on real data are slow: unpacking takes longer than most tests. Files that use `tests/closeness.py` are numerical, and files
+    named `test_export*` need the extra `export`.
     """
     for item in items:
+        if item.path.name.startswith("test_export"):
+            item.add_marker("export")
         if item.get_closest_marker("real_data"):
             item.add_marker("slow")
         if getattr(getattr(item, "module", None), "assert_close", None) is closeness.assert_close:

@@ -240,6 +240,7 @@ def test_a_graph_is_right_or_nan(structure, bias):
         assert bool(torch.isfinite(found["probabilities"][:3]).all()), name
 
 
+@pytest.mark.export
 @pytest.mark.parametrize("link", ["probit", "mean-field", "bridge"])
 def test_a_trace_is_right_or_nan(link):
     posterior = fitted("kron", bias=False, link=link)

@@ -6,6 +6,7 @@ Fitted by several processes it says the same, too: tests/library/test_distribute
 import shutil
 import warnings
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +26,7 @@ class Every(nn.Module):
         return torch.stack([one(values) for one in self.posteriors])
 
 
+@pytest.mark.export
 def test_all_say_what_the_original_says(structure, tmp_path):
     members, moved = networks(2), []
     fitted = mola.fit(members, list(batches(data(3))), structure=structure, progress=False)

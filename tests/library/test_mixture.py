@@ -517,6 +517,7 @@ def test_a_copy_is_whole_and_apart(structure, how):
             twin.predict(X)
 
 
+@pytest.mark.export
 @pytest.mark.parametrize(("structure", "used"), [("kron", False), ("kron", True), (None, False)])
 def test_an_exported_posterior_gives_the_same_for_any_batch_size(structure, used):
     """With the other structures: test_export.py, and for one size test_five_ways.py."""
@@ -532,6 +533,7 @@ def test_an_exported_posterior_gives_the_same_for_any_batch_size(structure, used
         torch.testing.assert_close(exported(inputs), posterior(inputs), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.export
 def test_a_mixture_of_modules_can_be_exported():
     mixture = mola.Mixture([mola.fit(three(), LOADER), mola.ensemble(make_network()), Probabilities()], [0.5, 0.3, 0.2])
     program = torch.export.export(mixture.eval(), (X,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
