@@ -1,4 +1,4 @@
-"""A scikit-learn classifier and a regressor for tables: a small ensemble with Laplace approximations, standardised and tuned inside.
+"""A scikit-learn classifier and regressor for tables: small ensembles with Laplace approximations, standardised and tuned inside.
 
 `mola.MolaClassifier` and `mola.MolaRegressor` are imported from here on first use: scikit-learn is an extra.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Self
@@ -14,20 +14,16 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mola.errors import DataError, MissingExtraError, MolaWarning, OptionError
 from mola.fitting import fit
-from mola.laplace import Scale
-from mola.likelihood import BERNOULLI, CATEGORICAL, Gaussian, Likelihood
-from mola.options import one_of, whole_number
+from mola.likelihoods import BERNOULLI, CATEGORICAL, Gaussian, Likelihood
+from mola.options import is_real, whole_number
+from mola.perceptrons import Loss, train_mlps
 from mola.posterior import MoLA
-from mola.prediction import Prediction
-from mola.regression import RegressionMoLA
-from mola.regression_prediction import RegressionPrediction
-from mola.training import Recipe, train_mlps
-from mola.training.labelled import Labelled
-from mola.tuning.choosing import RULES
-from mola.tuning.rules import Evidence, Rule
+from mola.scaling import FeatureScale
+from mola.tuning.rules import as_rule
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -39,92 +35,167 @@ except ImportError as error:
 
 Array = np.ndarray[Any, Any]
 
-STEPS, SMALLEST, LARGEST = 16, 32, 1024
-"""A batch size that is not given makes about so many steps of an epoch, between these sizes."""
+STEPS, MIN_BATCH, MAX_BATCH = 16, 32, 1024
+"""The default batch size makes about this number of steps per epoch, between these sizes."""
 
-ROUNDING = 1e-13
-"""A column whose standard deviation is at most this share of its mean is constant: float64 makes so much of nothing."""
+CONSTANT = 1e-13
+"""A column whose standard deviation is at most this share of its mean is constant up to the rounding of float64."""
 
 ROWS = 4096
-"""Predictions are made for so many rows at a time."""
+"""Rows of one batch in fit and predict."""
 
 
-YES = 0.5
-"""Probability above which a label is yes."""
-
-
-class _Networks:
-    # What both estimators share: checked settings, standardised rows, and how networks are trained.
-
+class _Perceptrons(BaseEstimator):  # type: ignore[misc]
     hidden: Any
     members: int
     epochs: int
     batch_size: int | None
     learning_rate: float
     weight_decay: float
+    structure: Any
     rule: Any
+    prior_precision: float
+    validation_fraction: float
+    random_state: Any
     mean_: Array
     scale_: Array
+    posterior_: MoLA
+    _likelihood: Likelihood
 
-    def _chosen_rule(self) -> Rule | None:
-        if self.rule is None or hasattr(self.rule, "choose"):
-            return self.rule
-        return RULES[one_of(self.rule, RULES, "rule")]
-
-    def _checked_hidden(self) -> list[int]:
-        widths: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
-        if not widths or not all(isinstance(width, Integral) and int(width) > 0 for width in widths):
+    def _fit(
+        self,
+        table: Array,
+        labels: Array,
+        outputs: int,
+        likelihood: Likelihood,
+        loss: Loss,
+        rule: Any,
+    ) -> Self:
+        hidden: list[Any] = [self.hidden] if isinstance(self.hidden, Integral) else list(self.hidden)
+        if not hidden or not all(isinstance(width, Integral) and int(width) > 0 for width in hidden):
             raise OptionError(f"hidden must be one or more widths above 0, such as (64,), got {self.hidden!r}.")
-        whole_number(self.members, "members")
-        return [int(width) for width in widths]
+        for name in ("members", "epochs"):
+            whole_number(getattr(self, name), name)
+        batch_size = min(max(len(table) // STEPS, MIN_BATCH), MAX_BATCH) if self.batch_size is None else self.batch_size
+        whole_number(batch_size, "batch_size")
+        if not (is_real(self.learning_rate) and self.learning_rate > 0 and self.weight_decay >= 0):
+            raise OptionError("learning_rate must be above 0 and weight_decay at least 0.")
+        needs_data = rule not in (None, "evidence") and getattr(rule, "needs_data", True)
+        if rule is not None:
+            rule = as_rule(rule, likelihood, [] if needs_data else None)
+        if needs_data and not (is_real(self.validation_fraction) and 0 < self.validation_fraction < 1):
+            raise OptionError(
+                f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}. To set no data aside, use "
+                f'rule="evidence" or rule=None.'
+            )
+        random = check_random_state(self.random_state)
+        seed = int(random.randint(2**31 - 1))
+        self.mean_, self.scale_ = _moments(table)
+        self._likelihood = likelihood
+        inputs, targets = self._standardised(table), torch.from_numpy(labels)
 
-    def _recipe(self, count: int) -> Recipe:
-        size = min(max(count // STEPS, SMALLEST), LARGEST) if self.batch_size is None else self.batch_size
-        return Recipe(self.epochs, size, self.learning_rate, self.weight_decay)
+        def posterior(rows: Any) -> MoLA:
+            networks = train_mlps(
+                inputs[rows],
+                targets[rows],
+                outputs,
+                loss,
+                hidden=[int(width) for width in hidden],
+                members=self.members,
+                seed=seed,
+                epochs=self.epochs,
+                batch_size=batch_size,
+                learning_rate=self.learning_rate,
+                weight_decay=self.weight_decay,
+            )
+            return fit(
+                networks,
+                batches(rows),
+                structure=self.structure,
+                link=getattr(self, "link", "probit"),
+                prior_precision=self.prior_precision,
+                likelihood=likelihood,
+                progress=False,
+            )
+
+        def batches(rows: Any) -> list[tuple[Tensor, Tensor]]:
+            return list(zip(torch.split(inputs[rows], ROWS), torch.split(targets[rows], ROWS), strict=True))
+
+        if not needs_data:
+            final = posterior(slice(None))
+            self.posterior_ = final if rule is None else final.tune(rule=rule, progress=False)
+            self.tuning_ = self.posterior_.tuning
+            return self
+        aside = torch.from_numpy(self._set_aside(labels, random))
+        with warnings.catch_warnings():
+            # They are in tuning_.notes. On small tables the search often ends at a limit, and a cross-validation would repeat the
+            # warning for every fold.
+            warnings.simplefilter("ignore", MolaWarning)
+            start = posterior(~aside)
+            tuned = start.tune(batches(aside), rule=rule, progress=False)
+        self.posterior_, self.tuning_ = _with_tuning_of(start, tuned, posterior(slice(None))), tuned.tuning
+        return self
+
+    def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
+        aside = np.zeros(len(labels), dtype=bool)
+        share = min(max(1, round(self.validation_fraction * len(labels))), len(labels) - 1)
+        aside[random.permutation(len(labels))[:share]] = True
+        return aside
 
     def _standardised(self, rows: Array) -> Tensor:
         return torch.from_numpy((rows - self.mean_) / self.scale_)
 
+    def _batches(self, X: Any) -> list[Tensor]:  # noqa: N803
+        check_is_fitted(self)
+        return list(torch.split(self._standardised(validate_data(self, X, dtype=np.float64, reset=False)), ROWS))
 
-class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A mixture of Laplace approximations on multilayer perceptrons, for rows of numbers.
+    def prediction(self, X: Any) -> Any:  # noqa: N803
+        """Everything that the posterior predicts for each row: a `mola.Prediction` or `mola.RegressionPrediction`."""
+        batches = self._batches(X)
+        return self.posterior_.predict(batches)
 
-    `fit` standardises the features, trains `members` networks (AdamW with a learning rate that falls to 0 along a half
-    cosine), fits their posterior, and chooses its prior precision by the evidence: no data are lost to validation. Other
-    rules need data that the networks have not seen: a stratified share is set aside, networks trained on the rest choose the
-    prior precision on it, and with it a temperature and how logits are cooled by distance, if the rule does; networks trained on
-    all data take these over. Everything is computed in float64; the same
-    `random_state` gives the same bits. Sample weights are not accepted: the curvature has no place for them.
+    def ood_score(self, X: Any) -> Array:  # noqa: N803
+        """Outlier score (n,) of each row: higher = more outlying. It does not depend on the prior precision."""
+        return self.prediction(X).ood_score.numpy()
 
-    Labels y may be (n,), one of several classes for each row, or (n, L) of 0 and 1, yes or no for each of L labels: then the
-    likelihood is Bernoulli's, probabilities and predictions are (n, L), and `classes_` are the columns.
+
+class MolaClassifier(ClassifierMixin, _Perceptrons):  # type: ignore[misc]
+    """A mixture of Laplace approximations on multilayer perceptrons, for classification of tables.
+
+    `fit` standardises the features, trains `members` networks (AdamW, with a learning rate that falls to 0 along a half
+    cosine), fits their posterior and chooses its prior precision by the evidence, so that no data are needed for
+    validation. Other rules need data that the networks have not seen: a stratified share is set aside, networks trained
+    on the rest are tuned on it, and networks trained on all data take over the prior precision and the scaling of the
+    logits. Everything is computed in float64; the same `random_state` gives the same bits. Sample weights are not
+    supported: the curvature cannot represent them.
+
+    Labels y are (n,), one of several classes for each row, or (n, L) of 0 and 1 for multi-label data: then the
+    likelihood is Bernoulli, probabilities and predictions are (n, L), and `classes_` are the columns.
 
     Args:
         hidden: widths of the hidden layers.
         members: number of networks; 1 gives a last-layer Laplace approximation.
         epochs: passes over the data for each network.
-        batch_size: rows of a training step; None takes about a sixteenth of the data, between 32 and 1024.
+        batch_size: rows of a training step; None uses about a sixteenth of the data, between 32 and 1024.
         learning_rate: at the start.
         weight_decay: decoupled, as in AdamW.
-        structure: of the curvature: "kron", "kron-exact", "kron-diag", "diag" or "full", or a `mola.Structure`.
-        link: from logits to probabilities: "probit", "probit-centered", "mean-field", "bridge" or "mc", or a `mola.Link`.
-        rule: how the prior precision is chosen: "evidence"; "nll", "brier", "ece", "threshold" (the paper's) or "distance" (its
-            caution spent far from the training data) on data set aside; a rule object such as `mola.ConfidenceThreshold(0.9)` or
-            `mola.Distance(price=0.02)`; or None to keep `prior_precision`. What it found is
-            in `tuning_`, its remarks in `tuning_.notes`.
+        structure: "kron", "kron-exact", "kron-diag", "diag" or "full", or an object of `mola.structures`.
+        link: "probit", "probit-centred", "mean-field", "bridge" or "mc", or an object of `mola.links`.
+        rule: how to choose the prior precision: "evidence"; "nll", "brier", "ece", "threshold" or "distance" on data
+            set aside; an object of `mola.rules`; or None to keep `prior_precision`.
         prior_precision: lambda, where `rule` is None.
-        validation_fraction: share of each class set aside for the rule, at least one row of each class that has two. With
-            "evidence" or None nothing is set aside.
+        validation_fraction: share of each class set aside for the rule, at least one row of each class that has two.
+            With "evidence" or None nothing is set aside.
         random_state: seed of the split and the networks, as everywhere in scikit-learn.
 
     Attributes:
         classes_: the labels, sorted.
-        posterior_: the `mola.MoLA` over standardised features, for everything that this class does not show.
-        tuning_: how the prior precision was chosen (`mola.Tuning`), if it was.
+        posterior_: the `mola.MoLA` over standardised features.
+        tuning_: how the prior precision was chosen, with notes; None if it was not.
         mean_: of each feature.
-        scale_: standard deviation of each feature; 1 for a constant one.
+        scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
-        feature_names_in_: their names, where X had them.
+        feature_names_in_: names of the features, where X had them.
     """
 
     def __init__(
@@ -143,7 +214,6 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
         validation_fraction: float = 0.2,
         random_state: Any = None,
     ) -> None:
-        # Keep the settings; `fit` checks them.
         self.hidden = hidden
         self.members = members
         self.epochs = epochs
@@ -158,7 +228,6 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
         self.random_state = random_state
 
     def __sklearn_tags__(self) -> Any:
-        # What the estimator takes, for scikit-learn: several labels, too.
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_label = True
         return tags
@@ -167,142 +236,82 @@ class MolaClassifier(_Networks, ClassifierMixin, BaseEstimator):  # type: ignore
         """Train the networks and fit the posterior.
 
         Args:
-            X: (n, features), numbers without gaps.
+            X: (n, features), without missing values.
             y: (n,) labels of any kind, of at least two classes; or (n, L), 0 or 1 for each of L labels.
-
-        Returns:
-            The fitted estimator.
         """
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True)  # noqa: N806
         check_classification_targets(y)
-        several = type_of_target(y) == "multilabel-indicator"
-        if several:
-            labels: Array = np.asarray(y, dtype=np.float64)
+        if type_of_target(y) == "multilabel-indicator":
+            labels: Array = np.array(y, dtype=np.float64)
             self.classes_ = np.arange(labels.shape[1])
-        else:
-            y = column_or_1d(y, warn=True)
-            self.classes_, labels = np.unique(y, return_inverse=True)
-        self._likelihood: Likelihood = BERNOULLI if several else CATEGORICAL
-        if len(self.classes_) < 2 and not several:
-            raise DataError(
-                f"expected labels of at least 2 classes, got {len(self.classes_)} class: {self.classes_.tolist()}."
-            )
-        rule, hidden = self._chosen_rule(), self._checked_hidden()
-        random = check_random_state(self.random_state)
-        seed = int(random.randint(2**31 - 1))
-        self.mean_, self.scale_ = _moments(X)
-        kind = np.float64 if several else np.int64
-        every = Labelled(self._standardised(X), torch.from_numpy(np.ascontiguousarray(labels, dtype=kind)))
-        if rule is None or isinstance(rule, Evidence):
-            posterior = self._posterior(every, hidden, seed)
-            self.posterior_ = (posterior if rule is None else posterior.tune(rule=rule, progress=False)).eval()
-            self.tuning_ = self.posterior_.tuning
-            return self
-        aside = torch.from_numpy(self._set_aside(labels, random))
-        train, held_out = _rows(every, ~aside), _rows(every, aside)
-        with warnings.catch_warnings():
-            # Kept in tuning.notes. On small tables the search often ends at a limit, and in a cross-validation the same
-            # words would come for every fold.
-            warnings.simplefilter("ignore", MolaWarning)
-            tuned = self._posterior(train, hidden, seed).tune(held_out.batches(ROWS), rule=rule, progress=False)
-        final = _taken_over(tuned, self._posterior(every, hidden, seed))
-        self.posterior_, self.tuning_ = final.eval(), tuned.tuning
-        return self
-
-    def _posterior(self, data: Labelled, hidden: Sequence[int], seed: int) -> MoLA:
-        sizes = data.inputs.shape[1], hidden, len(self.classes_)
-        loss = "cross-entropy" if self._likelihood.competing else "binary-cross-entropy"
-        networks = train_mlps(*sizes, data, self._recipe(len(data)), members=self.members, seed=seed, loss=loss)
-        return fit(
-            networks,
-            data.batches(ROWS),
-            structure=self.structure,
-            link=self.link,
-            prior_precision=self.prior_precision,
-            likelihood=self._likelihood,
-            progress=False,
-        )
+            return self._fit(X, labels, labels.shape[1], BERNOULLI, _binary_cross_entropy, self.rule)
+        self.classes_, labels = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        if len(self.classes_) < 2:
+            raise DataError(f"expected labels of at least 2 classes, got 1 class: {self.classes_.tolist()}.")
+        return self._fit(X, labels.astype(np.int64), len(self.classes_), CATEGORICAL, _cross_entropy, self.rule)
 
     def _set_aside(self, labels: Array, random: np.random.RandomState) -> Array:
-        # Which rows are for the rule: the same share of every class, at least one, never all of it.
-        if not 0 < self.validation_fraction < 1:
-            raise OptionError(
-                f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}. To set nothing aside, "
-                f'choose rule="evidence" or rule=None.'
-            )
+        if labels.ndim > 1:  # most combinations of labels may occur only once
+            return super()._set_aside(labels, random)
+        # The same share of every class, at least one row, never all of them.
         aside = np.zeros(len(labels), dtype=bool)
-        if labels.ndim > 1:  # nearly every combination of labels may be there once
-            aside[random.permutation(len(labels))[: round(self.validation_fraction * len(labels))]] = True
-        for label in np.unique(labels) if labels.ndim == 1 else ():
+        for label in np.unique(labels):
             rows = random.permutation(np.flatnonzero(labels == label))
             share = max(1, round(self.validation_fraction * len(rows)))
             aside[rows[: min(share, len(rows) - 1)]] = True
         if not aside.any():
             raise DataError(
-                f"expected a class with at least 2 rows, to set some aside for rule={self.rule!r}; got {len(labels)} rows of "
-                f'as many classes. Give more data, or choose rule="evidence".'
+                f"expected a class with at least 2 rows, to set some aside for rule={self.rule!r}; got {len(labels)} rows, each "
+                f'of its own class. Pass more data, or use rule="evidence".'
             )
         return aside
 
-    def _predictions(self, X: Any) -> Iterator[Prediction]:  # noqa: N803
-        check_is_fitted(self)
-        rows = validate_data(self, X, dtype=np.float64, reset=False)
-        yield from self.posterior_.predict_batches(list(torch.split(self._standardised(rows), ROWS)))
-
-    def prediction(self, X: Any) -> Prediction:  # noqa: N803
-        """Everything the posterior says of each row: probabilities, entropy and its epistemic part, outlier score."""
-        return Prediction.concatenate(list(self._predictions(X)))
-
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
-        """Probabilities (n, C), in the order of `classes_`; of several labels, those of yes (n, L)."""
-        check_is_fitted(self)
-        rows = self._standardised(validate_data(self, X, dtype=np.float64, reset=False))
-        return torch.cat([self.posterior_(part) for part in torch.split(rows, ROWS)]).numpy()
+        """Probabilities (n, C), in the order of `classes_`; for multi-label data those of 1, (n, L)."""
+        batches = self._batches(X)
+        return self.posterior_.predict_proba(batches)
 
     def predict(self, X: Any) -> Array:  # noqa: N803
-        """The most probable label of each row; of several labels, (n, L) of 0 and 1."""
+        """The most probable label of each row; for multi-label data (n, L) of 0 and 1."""
         probs = self.predict_proba(X)
-        if not self._likelihood.competing:
-            return (probs > YES).astype(np.int64)
+        if self._likelihood == BERNOULLI:
+            return (probs > 0.5).astype(np.int64)
         return self.classes_[probs.argmax(1)]
 
-    def ood_score(self, X: Any) -> Array:  # noqa: N803
-        """How outlying each row is (n,): higher = more outlying. It does not depend on the prior precision."""
-        return self.prediction(X).ood_score.numpy()
 
+class MolaRegressor(RegressorMixin, _Perceptrons):  # type: ignore[misc]
+    """A mixture of Laplace approximations on multilayer perceptrons, for regression of tables.
 
-class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[misc]
-    """A mixture of Laplace approximations on multilayer perceptrons that predict numbers, for rows of numbers.
-
-    `fit` standardises features and targets, sets a share of the rows aside, trains `members` networks on the rest by the squared
-    error (AdamW with a learning rate that falls to 0 along a half cosine), fits their posterior, and chooses its prior precision and
-    noise on the rows set aside; networks trained on all rows take these over. With `rule="evidence"` nothing is set aside; the noise
-    is then that of the training data, and too small where networks fit them too well. Everything is computed in float64; the same
-    `random_state` gives the same bits.
+    `fit` standardises features and targets, sets a share of the rows aside, trains `members` networks on the rest by
+    the squared error (AdamW, with a learning rate that falls to 0 along a half cosine), fits their posterior, and
+    chooses its prior precision and noise on the rows set aside; networks trained on all rows take these over. With
+    `rule="evidence"` nothing is set aside; the noise is then estimated from the training data, and too small where the
+    networks overfit. Everything is computed in float64; the same `random_state` gives the same bits.
 
     Args:
         hidden: widths of the hidden layers.
         members: number of networks; 1 gives a last-layer Laplace approximation.
         epochs: passes over the data for each network.
-        batch_size: rows of a training step; None takes about a sixteenth of the data, between 32 and 1024.
+        batch_size: rows of a training step; None uses about a sixteenth of the data, between 32 and 1024.
         learning_rate: at the start.
         weight_decay: decoupled, as in AdamW.
-        structure: of the curvature: "kron-exact" (for constant noise, the exact posterior), "kron", "kron-diag", "diag" or "full",
-            or a `mola.Structure`.
-        rule: how prior precision and noise are chosen: "nll" or "crps" on rows set aside, "distance" (the standard deviation grows
-            with the distance from the training data, too), "evidence", a rule object, or None to keep `prior_precision` and `noise`.
+        structure: "kron-exact" (for constant noise, the exact posterior), "kron", "kron-diag", "diag" or "full", or an
+            object of `mola.structures`.
+        rule: how to choose prior precision and noise: "nll" or "crps" on rows set aside, "distance" (the standard
+            deviation also grows with the distance from the training data), "evidence", an object of `mola.rules`, or
+            None to keep `prior_precision`.
         prior_precision: lambda, where `rule` is None.
-        noise: standard deviation of the targets around the mean; None chooses it.
+        noise: standard deviation of the targets around the mean; None estimates it.
         validation_fraction: share of the rows set aside for the rule. With "evidence" or None nothing is set aside.
         random_state: seed of the split and the networks, as everywhere in scikit-learn.
 
     Attributes:
-        posterior_: the `mola.RegressionMoLA` over standardised features, in the targets' units.
-        tuning_: how prior precision and noise were chosen (`mola.Tuning`), if they were.
+        posterior_: the `mola.MoLA` over standardised features, in the targets' units.
+        tuning_: how prior precision and noise were chosen, with notes; None if they were not.
         mean_: of each feature.
-        scale_: standard deviation of each feature; 1 for a constant one.
+        scale_: standard deviation of each feature; 1 for a constant feature.
         n_features_in_: number of features.
-        feature_names_in_: their names, where X had them.
+        feature_names_in_: names of the features, where X had them.
     """
 
     def __init__(
@@ -321,7 +330,6 @@ class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[m
         validation_fraction: float = 0.2,
         random_state: Any = None,
     ) -> None:
-        # Keep the settings; `fit` checks them.
         self.hidden = hidden
         self.members = members
         self.epochs = epochs
@@ -335,153 +343,84 @@ class MolaRegressor(_Networks, RegressorMixin, BaseEstimator):  # type: ignore[m
         self.validation_fraction = validation_fraction
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803  (scikit-learn's name)
-        """Train the networks and fit the posterior.
-
-        Args:
-            X: (n, features), numbers without gaps.
-            y: (n,) or (n, outputs), numbers without gaps.
-
-        Returns:
-            The fitted estimator.
-        """
-        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)  # noqa: N806
-        self._single = y.ndim == 1
-        targets = np.array(y, dtype=np.float64).reshape(
-            len(X), -1
-        )  # a copy: torch does not take memory that is read-only
-        rule, hidden = self._chosen_rule(), self._checked_hidden()
-        random = check_random_state(self.random_state)
-        seed = int(random.randint(2**31 - 1))
-        self.mean_, self.scale_ = _moments(X)
-        location, scale = _moments(targets)
-        meaning = Gaussian(self.noise, location=location.tolist(), scale=scale.tolist())
-        if len(X) < 2 or (targets == targets[0]).all():  # nothing to learn: the constant, with noise of its rounding
-            meaning = replace(meaning, noise=self.noise or tuple((1e-6 * np.maximum(1.0, np.abs(location))).tolist()))
-            rule = None
-        every = Labelled(self._standardised(X), torch.from_numpy(targets))
-        if rule is None or isinstance(rule, Evidence):
-            posterior = self._posterior(every, hidden, seed, meaning)
-            self.posterior_ = (posterior if rule is None else posterior.tune(rule=rule, progress=False)).eval()
-            self.tuning_ = self.posterior_.tuning
-            return self
-        if not 0 < self.validation_fraction < 1:
-            raise OptionError(
-                f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}. To set nothing aside, choose "
-                f'rule="evidence" or rule=None.'
-            )
-        aside = torch.zeros(len(X), dtype=torch.bool)
-        share = min(max(1, round(self.validation_fraction * len(X))), len(X) - 1)
-        aside[torch.from_numpy(random.permutation(len(X))[:share].copy())] = True
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MolaWarning)  # kept in tuning.notes
-            before = self._posterior(_rows(every, ~aside), hidden, seed, meaning)
-            tuned = before.tune(_rows(every, aside).batches(ROWS), rule=rule, progress=False)
-        noise = tuned.noise.square().mean(0).sqrt() if self.noise is None else None
-        final = _taken_over(tuned, self._posterior(every, hidden, seed, meaning))
-        assert isinstance(final, RegressionMoLA)
-        self.posterior_ = (final if noise is None else final.with_noise(noise.tolist())).eval()
-        self.tuning_ = tuned.tuning
-        return self
-
-    def _posterior(self, data: Labelled, hidden: Sequence[int], seed: int, meaning: Gaussian) -> RegressionMoLA:
-        width = data.labels.shape[1]
-        location, scale = meaning.widths(width)
-        standard = Labelled(data.inputs, (data.labels - location) / scale)
-        networks = train_mlps(
-            data.inputs.shape[1],
-            hidden,
-            width,
-            standard,
-            self._recipe(len(data)),
-            members=self.members,
-            seed=seed,
-            loss="squared-error",
-        )
-        made = fit(
-            networks,
-            data.batches(ROWS),
-            structure=self.structure,
-            prior_precision=self.prior_precision,
-            likelihood=meaning,
-            progress=False,
-        )
-        assert isinstance(made, RegressionMoLA)
-        return made
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
 
-    def _rows_of(self, X: Any) -> Tensor:  # noqa: N803
-        check_is_fitted(self)
-        return self._standardised(validate_data(self, X, dtype=np.float64, reset=False))
+    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803  (scikit-learn's name)
+        """Train the networks and fit the posterior.
 
-    def prediction(self, X: Any) -> RegressionPrediction:  # noqa: N803
-        """Everything the posterior says of each row: mean, variance and its parts, intervals, outlier score."""
-        parts = self.posterior_.predict_batches(list(torch.split(self._rows_of(X), ROWS)))
-        return RegressionPrediction.concatenate(list(parts))  # type: ignore[arg-type]
+        Args:
+            X: (n, features), without missing values.
+            y: (n,) or (n, outputs), without missing values.
+        """
+        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)  # noqa: N806
+        self._single = y.ndim == 1
+        targets: Array = np.array(y, dtype=np.float64).reshape(len(X), -1)  # a copy: torch refuses read-only memory
+        location, scale = _moments(targets)
+        noise, rule = self.noise, self.rule
+        if (targets == targets[0]).all():  # nothing to learn: predict the constant, with noise of its rounding
+            noise = noise or tuple((1e-6 * np.maximum(1.0, np.abs(location))).tolist())
+            rule = None
+        likelihood = Gaussian(noise, location=location.tolist(), scale=scale.tolist())
+        centre, width = torch.from_numpy(location), torch.from_numpy(scale)
+
+        def squared_error(outputs: Tensor, some: Tensor) -> Tensor:
+            return 0.5 * (outputs - (some - centre) / width).square().sum(1)
+
+        return self._fit(X, targets, targets.shape[1], likelihood, squared_error, rule)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:  # noqa: N803
-        """The mean of each row's prediction, and with `return_std` its standard deviation, as scikit-learn's Gaussian processes do.
+        """The mean of each row's prediction, and with `return_std` also its standard deviation, as scikit-learn's Gaussian processes.
 
         Args:
             X: (n, features).
-            return_std: whether to give (mean, standard deviation).
+            return_std: whether to return (mean, standard deviation).
 
         Returns:
             (n,), or (n, outputs) where y had several.
         """
-        rows = self._rows_of(X)
         if not return_std:
-            return self._shaped(torch.cat([self.posterior_(part) for part in torch.split(rows, ROWS)]))
-        said = self.prediction(X)
-        return self._shaped(said.mean), self._shaped(said.std)
+            return self._shaped(torch.cat([self.posterior_(part) for part in self._batches(X)]))
+        prediction = self.prediction(X)
+        return self._shaped(prediction.mean), self._shaped(prediction.std)
 
     def predict_interval(self, X: Any, probability: float = 0.9) -> tuple[Array, Array]:  # noqa: N803
         """Lower and upper ends between which targets lie with that probability."""
         lower, upper = self.prediction(X).interval(probability)
         return self._shaped(lower), self._shaped(upper)
 
-    def ood_score(self, X: Any) -> Array:  # noqa: N803
-        """How outlying each row is (n,): higher = more outlying."""
-        return self.prediction(X).ood_score.numpy()
-
     def _shaped(self, values: Tensor) -> Array:
         return (values[:, 0] if self._single else values).numpy()
 
 
-def _taken_over(tuned: MoLA, final: MoLA) -> MoLA:
-    # The posterior of other networks with what was chosen for these: prior precision, temperature, cooling by distance.
-    # What is usual was measured on data that no network for all data has left unseen. So it is taken over as a ratio to
-    # the training data: held-out data are that much farther than those, and the networks for all data have training
-    # data of their own.
+def _cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, labels, reduction="none")
+
+
+def _binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    return -BERNOULLI.log_likelihood(outputs, labels)
+
+
+def _with_tuning_of(start: MoLA, tuned: MoLA, final: MoLA) -> MoLA:
+    # What was tuned on held-out data, for networks trained on all data, which have no held-out data. Reference distances are
+    # carried over relative to the training data's: held-out data are that much farther away.
+    scaling, before, now = tuned.scaling, start.scaling.reference, final.scaling.reference
+    if scaling.reference is not None and before is not None and now is not None:
+        scales = zip(scaling.reference.scales, before.scales, now.scales, strict=True)
+        carried = tuple(FeatureScale(*map(_by_ratio, *three)) for three in scales)
+        scaling = replace(scaling, reference=replace(scaling.reference, scales=carried))
     final = final.with_prior_precision(tuned.prior_precision)
-    cooling = tuned.cooling
-    if cooling.usual is None or not final.has_distances:
-        return final.with_temperature(cooling.temperature)
-    triples = zip(cooling.usual.scales, _training_scales(tuned), _training_scales(final), strict=True)
-    scales = tuple(Scale(*map(_by_ratio, *triple)) for triple in triples)
-    return final._with(cooling=replace(cooling, usual=replace(cooling.usual, scales=scales)))
-
-
-def _training_scales(posterior: MoLA) -> list[Scale]:
-    geometries = [one.curvature.geometry for one in posterior.components if one.curvature is not None]
-    return [one.training_scale for one in geometries if one is not None]
+    if isinstance(start.likelihood, Gaussian) and start.likelihood.estimated:
+        final = final.with_noise(tuned.noise.square().mean(0).sqrt())
+    return final._with(scaling=scaling)
 
 
 def _by_ratio(held_out: float, before: float, now: float) -> float:
-    # Held-out data relative to training data, for other training data; as it was where features are all alike in
-    # training.
     return held_out * now / before if before > 0 and now > 0 else held_out
 
 
-def _rows(data: Labelled, chosen: Tensor) -> Labelled:
-    return Labelled(data.inputs[chosen], data.labels[chosen])
-
-
 def _moments(rows: Array) -> tuple[Array, Array]:
-    # Mean and standard deviation of each column; 1 for one that is constant up to rounding.
     mean, scale = rows.mean(0), rows.std(0)
-    return mean, np.where(scale <= ROUNDING * np.abs(mean), 1.0, scale)
+    return mean, np.where(scale <= CONSTANT * np.abs(mean), 1.0, scale)

@@ -27,7 +27,7 @@ def diabetes():
 
 
 @pytest.mark.parametrize("rule", ["nll", "distance", "evidence", None])
-def test_intervals_hold_what_they_promise(diabetes, rule):
+def test_intervals_have_their_coverage(diabetes, rule):
     train, test, targets, truth = diabetes
     regressor = quick(rule=rule).fit(train, targets)
     assert regressor.score(test, truth) > 0.3
@@ -58,3 +58,10 @@ def test_the_same_seed_gives_the_same_bits_and_settings_are_kept(diabetes):
     assert float(quick(noise=50.0).fit(train, targets).posterior_.noise[0]) == 50.0
     with pytest.raises(OptionError, match="validation_fraction"):
         quick(validation_fraction=1.5).fit(train, targets)
+
+
+def test_constant_targets():
+    rows = np.random.default_rng(0).normal(size=(40, 3))
+    mean, std = quick().fit(rows, np.full(40, 7.0)).predict(rows, return_std=True)
+    assert np.allclose(mean, 7.0, atol=0.1)
+    assert np.isfinite(std).all()

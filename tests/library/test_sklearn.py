@@ -16,10 +16,9 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import mola
-from mola.errors import DataError, OptionError
-from mola.training import Recipe, train_ensemble, train_mlps
-from mola.training.labelled import Labelled
-from mola.training.mlps import mlp
+from mola.errors import DataError, MolaWarning, OptionError
+from mola.perceptrons import mlp, train_mlps
+from mola.sklearn import _cross_entropy
 from tests.forked_python import run_python
 
 
@@ -38,21 +37,41 @@ def blobs(count=120, seed=0):
     return rows, np.array(["ape", "bee", "cat"])[labels]
 
 
+def slow_mlps(inputs, labels, outputs, hidden, members, seed, epochs, batch_size, rate=3e-3, decay=1e-2):
+    """One network after the other."""
+    networks = []
+    for own in torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed)).tolist():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(own)
+            network = mlp(inputs.shape[1], hidden, outputs).to(inputs.dtype)
+            optimiser = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=decay)
+            steps = epochs * -(-len(inputs) // batch_size)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+            for _ in range(epochs):
+                for rows in torch.split(torch.randperm(len(inputs)), batch_size):
+                    optimiser.zero_grad()
+                    torch.nn.functional.cross_entropy(network(inputs[rows]), labels[rows]).backward()
+                    optimiser.step()
+                    schedule.step()
+            networks.append(network.eval())
+    return networks
+
+
 def test_networks_trained_side_by_side_are_those_trained_one_by_one():
-    data = Labelled(torch.randn(70, 5), torch.randint(3, (70,)))
-    recipe = Recipe(6, 32, 1e-2)
+    inputs, labels = torch.randn(70, 5), torch.randint(3, (70,))
+    settings = {"hidden": (8, 6), "members": 3, "epochs": 6, "batch_size": 32, "seed": 4}
+    rates = {"learning_rate": 1e-2, "weight_decay": 1e-2}
     before = torch.get_rng_state()
-    together = train_mlps(5, (8, 6), 3, data, recipe, members=3, seed=4)
+    together = train_mlps(inputs, labels, 3, _cross_entropy, **settings, **rates)
     assert torch.equal(torch.get_rng_state(), before)
-    alone = train_ensemble(lambda: mlp(5, (8, 6), 3), data, recipe, members=3, seed=4)
-    for one, other in zip(together, alone, strict=True):
+    for one, other in zip(together, slow_mlps(inputs, labels, 3, **settings, rate=1e-2), strict=True):
         assert not one.training
         for name, value in one.state_dict().items():
             torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-10, atol=1e-12)
     with pytest.raises(DataError, match="no training data"):
-        train_mlps(5, (8,), 3, Labelled(data.inputs[:0], data.labels[:0]), recipe, members=1, seed=0)
-    with pytest.raises(DataError, match=r"loss is .* lower the learning rate"):
-        train_mlps(5, (8,), 3, Labelled(data.inputs * float("inf"), data.labels), recipe, members=1, seed=0)
+        train_mlps(inputs[:0], labels[:0], 3, _cross_entropy, **settings, **rates)
+    with pytest.raises(DataError, match="lower the learning rate"):
+        train_mlps(inputs * float("inf"), labels, 3, _cross_entropy, **settings, **rates)
 
 
 def test_it_is_the_posterior_of_its_networks_on_standardised_rows():
@@ -62,7 +81,9 @@ def test_it_is_the_posterior_of_its_networks_on_standardised_rows():
     assert model.classes_.tolist() == ["ape", "bee", "cat"]
     scaled = torch.tensor(StandardScaler().fit_transform(rows))
     targets = torch.tensor(np.searchsorted(model.classes_, labels))
-    posterior = mola.fit(model.posterior_.networks, [(scaled, targets)]).tune(rule=mola.Evidence())
+    posterior = mola.fit(model.posterior_.networks, [(scaled, targets)], progress=False).tune(
+        rule=mola.rules.Evidence()
+    )
     np.testing.assert_allclose(model.predict_proba(rows), posterior(scaled).numpy(), rtol=1e-10)
     np.testing.assert_allclose(model.ood_score(rows), posterior.predict(scaled).ood_score.numpy(), rtol=1e-8)
     assert (model.predict(rows) == model.classes_[posterior(scaled).argmax(1).numpy()]).all()
@@ -75,7 +96,7 @@ def test_the_same_share_of_every_class_is_set_aside_and_never_all_of_it():
     assert [int(aside[labels == label].sum()) for label in range(4)] == [30, 3, 1, 0]
     rows = np.random.RandomState(0).randn(len(labels), 3) + labels[:, None]
     model = quick(rule="nll", validation_fraction=0.3).fit(rows, labels)
-    assert model.posterior_.components[0].curvature.factors.count == 113
+    assert model.posterior_.components[0].layer.sums.count == 113
 
 
 def test_the_prior_precision_is_chosen_by_networks_that_did_not_see_the_data_set_aside():
@@ -84,34 +105,31 @@ def test_the_prior_precision_is_chosen_by_networks_that_did_not_see_the_data_set
     model = quick(rule="brier").fit(rows, labels)
     random = np.random.RandomState(0)
     seed = random.randint(2**31 - 1)
-    targets = np.searchsorted(model.classes_, labels)
-    aside = torch.from_numpy(quick()._set_aside(targets, random))
-    data = Labelled(torch.tensor(StandardScaler().fit_transform(rows)), torch.tensor(targets))
-    recipe = Recipe(20, 32)
-    rest = Labelled(data.inputs[~aside], data.labels[~aside])
-    networks = train_ensemble(lambda: mlp(4, (16,), 3), rest, recipe, members=2, seed=seed)
+    labels = np.searchsorted(model.classes_, labels)
+    aside = torch.from_numpy(quick()._set_aside(labels, random))
+    inputs, targets = torch.tensor(StandardScaler().fit_transform(rows)), torch.tensor(labels)
+    settings = {"outputs": 3, "hidden": (16,), "members": 2, "seed": seed, "epochs": 20, "batch_size": 32}
+    networks = slow_mlps(inputs[~aside], targets[~aside], **settings)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mola.MolaWarning)
-        tuned = mola.fit(networks, [(rest.inputs, rest.labels)]).tune(
-            [(data.inputs[aside], data.labels[aside])], rule=mola.ValidationScore("brier")
-        )
+        warnings.simplefilter("ignore", MolaWarning)
+        held_out = [(inputs[aside], targets[aside])]
+        tuned = mola.fit(networks, [(inputs[~aside], targets[~aside])], held_out, rule="brier", progress=False)
     assert model.posterior_.prior_precision == pytest.approx(tuned.prior_precision, rel=1e-6)
     assert model.tuning_.rule == tuned.tuning.rule
-    final = train_ensemble(lambda: mlp(4, (16,), 3), data, recipe, members=2, seed=seed)
-    expected = mola.fit(final, [(data.inputs, data.labels)]).with_prior_precision(tuned.prior_precision)
-    expected = expected.with_temperature(tuned.temperature)
-    np.testing.assert_allclose(model.predict_proba(rows), expected(data.inputs).numpy(), rtol=1e-6)
+    final = mola.fit(slow_mlps(inputs, targets, **settings), [(inputs, targets)], progress=False)
+    expected = final.with_prior_precision(tuned.prior_precision).with_temperature(tuned.temperature)
+    np.testing.assert_allclose(model.predict_proba(rows), expected(inputs).numpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("rule", ["nll", "brier", "ece", "threshold", mola.ConfidenceThreshold(0.8)])
+@pytest.mark.parametrize("rule", ["nll", "brier", "ece", "threshold", mola.rules.Threshold(0.8)])
 def test_rules_are_those_of_tune(rule):
     rows, labels = blobs()
     model = quick(rule=rule).fit(rows, labels)
-    assert model.tuning_.rule.startswith("ConfidenceThreshold" if "hres" in str(rule) else "ValidationScore")
+    assert model.tuning_.rule.startswith("Threshold" if "hres" in str(rule) else "Score")
     assert quick(rule=None, prior_precision=0.5).fit(rows, labels).posterior_.prior_precision == (0.5, 0.5)
 
 
-@pytest.mark.parametrize("rule", ["distance", mola.Distance(price=0.05)])
+@pytest.mark.parametrize("rule", ["distance", mola.rules.Distance(price=0.05)])
 def test_caution_by_distance_is_taken_over(rule):
     """Exponent and temperature as chosen; held-out rows are as many times as far as training rows, for whichever networks."""
     rows, labels = blobs()
@@ -135,8 +153,8 @@ def test_caution_by_distance_is_taken_over(rule):
         ({"hidden": ()}, "hidden must be one or more widths"),
         ({"hidden": (8, -1)}, "hidden must be one or more widths"),
         ({"members": 0}, "members must be"),
-        ({"epochs": 0}, "epochs, batch_size"),
-        ({"rule": "nil"}, "rule must be one of .*'nll'"),
+        ({"epochs": 0}, "epochs must be"),
+        ({"rule": "nil"}, "rule must be one of"),
         ({"structure": "cron"}, "structure must be one of"),
         ({"validation_fraction": 0.0}, 'between 0 and 1.*rule="evidence"'),
         ({"validation_fraction": 1.0}, "between 0 and 1"),
@@ -157,7 +175,7 @@ def test_data_that_cannot_be_used_are_refused():
         quick().fit(*blobs(30), sample_weight=np.ones(30))
 
 
-def test_units_and_offsets_of_features_do_not_matter():
+def test_units_and_offsets_of_features_have_no_effect():
     """Also those that float32 could not hold: one part in 10^9 of a large offset."""
     rows, labels = blobs()
     model, moved = quick().fit(rows, labels), quick().fit(rows * 1e-3 + 1e6, labels)
@@ -205,13 +223,22 @@ def test_sensible_on_a_real_table_and_aware_of_what_is_none():
     assert roc_auc_score(truth, np.r_[model.ood_score(test), model.ood_score(shuffled)]) > 0.9
 
 
+def test_multi_label_data():
+    rows, _ = blobs()
+    labels = (rows[:, :3] > 0).astype(int)
+    model = quick(epochs=40).fit(rows, labels)
+    assert model.predict_proba(rows).shape == labels.shape
+    assert (model.predict(rows) == labels).mean() > 0.8
+    assert quick(rule="nll").fit(rows, labels).posterior_.likelihood.name == "bernoulli"
+
+
 def test_without_scikit_learn_the_error_names_the_extra():
     code = (
         "import sys; sys.modules['sklearn'] = None\n"
         "import mola\n"
         "assert 'MolaClassifier' in dir(mola)\n"
         "try:\n    mola.MolaClassifier\n"
-        "except mola.MissingExtraError as error:\n    print(error)"
+        "except mola.errors.MissingExtraError as error:\n    print(error)"
     )
     said = run_python("-c", code).stdout
     assert "pip install 'mola-torch[sklearn]'" in said

@@ -1,0 +1,116 @@
+"""Multilayer perceptrons for tables, trained side by side: each layer of all K networks is one batched product.
+
+Side by side or one by one, the networks are the same up to rounding: each has its own seed, for its initial weights and
+its order of the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from mola.errors import DataError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From outputs (n, C) and labels to the loss (n,) of each datum."""
+
+
+def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, bias: bool = True) -> nn.Sequential:
+    """Linear layers with ReLU between them; inputs of any shape are flattened.
+
+    Args:
+        inputs: number of input values.
+        hidden: widths of the hidden layers; the last is the number of features.
+        outputs: number of outputs.
+        bias: without biases the network is positively homogeneous, and the far-field theory holds exactly.
+    """
+    widths = [inputs, *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for width, following in zip(widths, hidden, strict=False):
+        layers += [nn.Linear(width, following, bias=bias), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], outputs, bias=bias))
+
+
+def train_mlps(
+    inputs: Tensor,
+    labels: Tensor,
+    outputs: int,
+    loss: Loss,
+    *,
+    hidden: Sequence[int],
+    members: int,
+    seed: int,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    weight_decay: float,
+    optimiser: Callable[..., Optimizer] = torch.optim.AdamW,
+) -> list[nn.Sequential]:
+    """Train K perceptrons with a learning rate that falls to 0 along a half cosine; torch's random state is kept.
+
+    Args:
+        inputs: (n, features).
+        labels: (n,) or (n, C).
+        outputs: number of outputs.
+        loss: what is minimised.
+        hidden: widths of the hidden layers.
+        members: K.
+        seed: of all members; a larger ensemble begins with the same members.
+        epochs: passes over the data, shuffled anew for every epoch and member.
+        batch_size: rows of a training step.
+        learning_rate: at the start.
+        weight_decay: of the optimiser.
+        optimiser: from parameters, `lr` and `weight_decay` to an optimiser.
+
+    Returns:
+        The networks in eval mode, in the precision of the inputs.
+    """
+    if not len(inputs):
+        raise DataError("there are no training data: expected at least one row.")
+    # Seeds are drawn, not counted up, so that ensembles of neighbouring seeds share no member.
+    seeds = torch.randint(2**31, (members,), generator=torch.Generator().manual_seed(seed)).tolist()
+    networks, orders = [], []
+    with torch.random.fork_rng(devices=[]):
+        for own in seeds:
+            torch.manual_seed(own)
+            networks.append(mlp(inputs.shape[1], hidden, outputs).to(inputs.dtype))
+            orders.append(torch.Generator())
+            orders[-1].set_state(torch.get_rng_state())
+    layers = list(zip(*([one for one in network if isinstance(one, nn.Linear)] for network in networks), strict=True))
+    stacked = [
+        (
+            nn.Parameter(torch.stack([layer.weight.detach().T for layer in same])),  # (K, in, out)
+            nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in same])),  # (K, 1, out)
+        )
+        for same in layers
+    ]
+    parameters = [part for pair in stacked for part in pair]
+    stepper = optimiser(parameters, lr=learning_rate, weight_decay=weight_decay)
+    steps = epochs * math.ceil(len(inputs) / batch_size)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(stepper, steps)
+    for epoch in range(1, epochs + 1):
+        shuffled = torch.stack([torch.randperm(len(inputs), generator=order) for order in orders])
+        for rows in torch.split(shuffled, batch_size, dim=1):
+            stepper.zero_grad()
+            values = inputs[rows]
+            for index, (weight, bias) in enumerate(stacked):
+                values = torch.baddbmm(bias, functional.relu(values) if index else values, weight)
+            losses = loss(values.flatten(0, 1), labels[rows].flatten(0, 1)).view(rows.shape).mean(1)
+            losses.sum().backward()  # type: ignore[no-untyped-call]
+            stepper.step()
+            schedule.step()
+        if not math.isfinite(float(losses.detach().sum())):
+            raise DataError(
+                f"the loss is {losses.tolist()} after epoch {epoch}: lower the learning rate (now {learning_rate})."
+            )
+    with torch.no_grad():
+        for (weight, bias), same in zip(stacked, layers, strict=True):
+            for member, layer in enumerate(same):
+                layer.weight.copy_(weight[member].T)
+                layer.bias.copy_(bias[member, 0])
+    return [network.eval() for network in networks]

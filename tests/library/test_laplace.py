@@ -1,0 +1,176 @@
+"""Every structure against its dense definition, in float64."""
+
+import pytest
+import torch
+
+import mola
+from tests.conftest import make_problem
+from tests.library.problems import close, relative
+from tests.reference import dense
+
+PRIORS = (1e-3, 0.7, 50.0)
+
+
+def fitted(problem, structure, prior=0.7):
+    return mola.fit(problem.network, problem.loader, structure=structure, prior_precision=prior)
+
+
+def layer_of(problem, structure, prior=0.7):
+    return fitted(problem, structure, prior).components[0].layer
+
+
+def dense_covariance(problem, structure, prior):
+    precision = dense.precision(structure, problem.weights, problem.features(), problem.labels, prior)
+    return torch.linalg.inv(precision)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_logits_have_the_dense_moments(problem, structure, prior):
+    curvature = layer_of(problem, structure).curvature
+    covariance = dense_covariance(problem, structure, prior)
+    features = problem.features(torch.randn(5, 3))
+    expected = torch.stack([dense.logit_covariance(covariance, phi, 4) for phi in features])
+    centre = torch.eye(4) - 1 / 4
+    for centred, truth in ((False, expected), (True, centre @ expected @ centre)):
+        assert relative(curvature.covariance(features, prior, centred=centred), truth) < 1e-10
+        assert relative(curvature.variance(features, prior, centred=centred), truth.diagonal(dim1=1, dim2=2)) < 1e-10
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_log_evidence_is_the_dense_one(problem, structure, prior):
+    precision = dense.precision(structure, problem.weights, problem.features(), problem.labels, prior)
+    expected = dense.log_evidence(precision, problem.weights, problem.features(), problem.labels, prior)
+    assert relative(fitted(problem, structure, prior).log_evidence()[0], expected) < 1e-10
+
+
+def test_log_evidence_has_the_derivative_of_differences(problem, structure):
+    (component,) = fitted(problem, structure).components
+    at = torch.tensor(0.7, requires_grad=True)
+    component.log_evidence(at).backward()
+    with torch.no_grad():
+        above, below = (component.log_evidence(torch.tensor(0.7 + step)) for step in (1e-5, -1e-5))
+    assert float(at.grad) == pytest.approx(float(above - below) / 2e-5, rel=1e-6)
+
+
+def test_marginal_covariance_of_a_class(problem, structure):
+    curvature = layer_of(problem, structure).curvature
+    covariance = dense_covariance(problem, structure, 0.7)
+    width = problem.weights.shape[1]
+    for c in range(4):
+        block = covariance[c * width : (c + 1) * width, c * width : (c + 1) * width]
+        assert relative(curvature.class_covariance(0.7, c), block) < 1e-10
+        assert relative(curvature.smallest_class_variance(0.7)[c], torch.linalg.eigvalsh(block)[0]) < 1e-10
+
+
+def test_mahalanobis_is_relative_to_the_mean_outer_product(problem, structure):
+    trained, asked = problem.features(), problem.features(torch.randn(5, 3))
+    moment = trained.T @ trained / len(trained)
+    if structure == "diag":
+        moment = torch.diag(moment.diagonal())
+    expected = (asked @ torch.linalg.inv(moment) * asked).sum(1).sqrt()
+    assert relative(layer_of(problem, structure).curvature.mahalanobis(asked), expected) < 1e-6  # up to its ridge
+
+
+def test_a_divided_curvature_is_that_of_less_data(problem, structure):
+    """H / 3 with the prior precision p is a third of H with 3 p."""
+    curvature, features = layer_of(problem, structure).curvature, problem.features()
+    found = curvature.divided(3.0).variance(features, 0.5)
+    full = structure in ("kron-exact", "diag", "full")
+    if full:
+        assert relative(found, 3 * curvature.variance(features, 1.5)) < 1e-10
+    else:  # the damping is split between the factors, and one of them is divided
+        assert bool((found > curvature.variance(features, 0.5)).all())
+
+
+def test_draws_of_weights_have_the_posterior_s_moments(problem, structure):
+    count = 15_000
+    drawn = fitted(problem, structure).sample(count, generator=torch.Generator().manual_seed(1)).weights.flatten(1)
+    root = torch.linalg.cholesky(dense_covariance(problem, structure, 0.7))
+    # Whitened draws: the mean is 0 and the covariance is I, each entry to within a few standard errors.
+    white = torch.linalg.solve_triangular(root, (drawn - problem.weights.flatten()).T, upper=False)
+    assert float(white.mean(1).abs().max()) < 6 / count**0.5
+    assert float((white @ white.T / count - torch.eye(len(white))).abs().max()) < 6 * 2**0.5 / count**0.5
+
+
+def test_draws_of_logits_have_the_centred_covariance(problem, structure):
+    curvature = layer_of(problem, structure).curvature
+    features = problem.features(torch.randn(3, 3))
+    noise = torch.randn(50_000, curvature.noise_size)
+    deviations = curvature.perturb(features, 0.7, noise)
+    centred = deviations - deviations.mean(2, keepdim=True)
+    found = centred.mT @ centred / len(noise)
+    assert relative(found, curvature.covariance(features, 0.7, centred=True)) < 0.04
+
+
+@pytest.mark.parametrize("name", ["kron-exact", "full"])
+@pytest.mark.parametrize("prior", [1e-12, 1e-6, 1.0])
+def test_the_common_shift_has_the_prior_s_variance_alone(problem, name, prior):
+    """However much larger it is than what the data determine."""
+    curvature, features = layer_of(problem, name).curvature, problem.features(torch.randn(5, 3))
+    ones = torch.full((4,), 0.5)
+    common = torch.einsum("i,nij,j->n", ones, curvature.covariance(features, prior), ones)
+    assert relative(common, features.square().sum(1) / prior) < 1e-9
+    hidden = torch.einsum("nij,j->ni", curvature.covariance(features, prior, centred=True), ones)
+    assert float(hidden.abs().max()) < 1e-9 * float(curvature.variance(features, prior, centred=True).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_shift_stays_hidden_for_networks_in_low_precision(structure, dtype):
+    problem = make_problem(count=500)
+    network = problem.network.to(dtype)
+    loader = [(inputs.to(dtype), labels) for inputs, labels in problem.loader]
+    curvature = mola.fit(network, loader, structure=structure).components[0].layer.curvature
+    features = torch.randn(5, 7)
+    covariance = curvature.covariance(features, 1e-12, centred=True)
+    assert float(covariance.sum(1).abs().max()) < 1e-9 * float(covariance.abs().max())
+
+
+def test_kron_exact_is_full_for_one_datum():
+    problem = make_problem(count=1)
+    with pytest.warns(mola.errors.MolaWarning, match="no training data"):
+        found, expected = (fitted(problem, name).log_evidence() for name in ("kron-exact", "full"))
+    assert close(found, expected, 1e-10)
+
+
+def test_kron_exact_is_full_where_the_output_curvature_is_constant():
+    problem = make_problem()
+    with torch.no_grad():
+        problem.network[-1].weight.zero_()
+        problem.network[-1].bias.copy_(torch.tensor([0.3, -1.0, 0.0, 2.0]))
+    assert relative(*(fitted(problem, name).log_evidence() for name in ("kron-exact", "full"))) < 1e-12
+
+
+def test_the_damped_covariance_lies_below_the_exact_one(problem):
+    damped, exact = (dense_covariance(problem, name, 0.7) for name in ("kron", "kron-exact"))
+    assert float(torch.linalg.eigvalsh(exact - damped).min()) > -1e-12
+    features = problem.features()
+    one, two = (layer_of(problem, name).curvature.variance(features, 0.7) for name in ("kron", "kron-exact"))
+    assert bool((one <= two).all())
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.95])
+def test_a_running_average_is_algorithm_1_to_the_letter(problem, beta):
+    structure = mola.structures.Kron(running_average=beta)
+    layer = mola.fit(problem.network, problem.loader, structure=structure).components[0].layer
+    a, b = torch.zeros(4, 4), torch.zeros(2 * (problem.weights.shape[1],))
+    for inputs, _ in problem.loader:
+        batch_a, batch_b = dense.kron_factors(problem.weights, problem.features(inputs))
+        a, b = beta * a + (1 - beta) * batch_a, beta * b + (1 - beta) * batch_b
+    root, prior = len(problem.inputs) ** 0.5, 0.7**0.5
+    left, right = (torch.linalg.inv(root * one + prior * torch.eye(len(one))) for one in (a, b))
+    features = problem.features()
+    scale = (features @ right * features).sum(1)
+    assert relative(layer.curvature.covariance(features, 0.7), scale[:, None, None] * left) < 1e-10
+
+
+@pytest.mark.parametrize("beta", [0, 1, -0.5, float("nan"), "most", True])
+def test_a_running_average_out_of_range_is_refused(beta):
+    with pytest.raises(mola.errors.OptionError, match="running_average"):
+        mola.structures.Kron(running_average=beta)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e-31, "1", True, None])
+def test_prior_precisions_that_cannot_be_used_are_refused(value):
+    problem = make_problem()
+    with pytest.raises(mola.errors.OptionError, match="prior_precision"):
+        fitted(problem, "kron", value)
