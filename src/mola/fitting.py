@@ -279,7 +279,7 @@ def _heads(
 ) -> tuple[list[Head], Iterator[Any]]:
     # The heads, from one watched pass over the first batch. A rank without data learns them from the others.
     found: list[Head] | None = None
-    batches: Iterator[Any] = iter(loader)
+    batches: Iterator[Any] = iter(())
     if team.size == 1 or batch_count(loader) != 0:
         first, batches = peek(loader, "training loader")
         inputs = as_batch(first, "batch 0 of the training loader").inputs

@@ -185,6 +185,10 @@ def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[
     if isinstance(inputs, (Tensor, tuple, dict)) or hasattr(inputs, "keys"):
         yield "the inputs", one_batch(inputs)
         return
+    if isinstance(inputs, np.ndarray):
+        raise DataError(
+            "expected a tensor, got a NumPy array: use predict_proba(array), or predict(torch.from_numpy(array))."
+        )
     if required:
         _, inputs_again = peek(inputs, "prediction loader")
     else:

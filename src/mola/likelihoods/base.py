@@ -246,14 +246,13 @@ def pooled(members: Sequence[Tensor], weights: Tensor, pooling: float | Tensor) 
 
 def matrix_of(outputs: Tensor, ran: Ran, expected: str) -> Tensor:
     """Return outputs that are a matrix, or raise `HeadError`."""
-    if outputs.dim() == 1 and not ran:
-        raise HeadError(
-            f"expected {expected}, got shape {tuple(outputs.shape)}. A single input needs a batch dimension: inputs[None]."
-        )
     if outputs.dim() != 2:
-        last = f" Its last linear layer, {ran[-1][0]!r}, returns shape {tuple(ran[-1][1])}." if ran else ""
+        last = (
+            f" Its last linear layer, {ran[-1][0]!r}, returns shape {tuple(ran[-1][1])}." if ran and ran[-1][0] else ""
+        )
+        single = " A single input needs a batch dimension: inputs[None]." if outputs.dim() == 1 else ""
         raise HeadError(
-            f"expected {expected}, got shape {tuple(outputs.shape)}.{last} Pass a network that returns the output of its last "
+            f"expected {expected}, got shape {tuple(outputs.shape)}.{last}{single} Pass a network that returns the output of its last "
             f"linear layer without reshaping it."
         )
     return outputs
