@@ -1,0 +1,274 @@
+"""Fitting end to end: any iterable is a loader, any network is left as it was, and heads may be named."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import mola
+from mola.errors import DataError, HeadError, OptionError
+from mola.network import Resized
+from tests.witness import describe, unchanged
+
+X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.arange(20) % 3
+SIZES = [6, 1, 8, 5]
+LOADER = list(zip(X.split(SIZES), Y.split(SIZES), strict=True))
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:only .* of the labels:mola.errors.MolaWarning", "ignore:the prior prec:mola.errors.MolaWarning"
+)
+
+
+def make_network(width=4):
+    layers = nn.Linear(5, width), nn.BatchNorm1d(width), nn.Dropout(), nn.Tanh(), nn.Linear(width, 3)
+    return nn.Sequential(*layers).double()
+
+
+@pytest.fixture
+def networks():
+    return [make_network(4).train(), make_network(6).eval()]
+
+
+def sums(posterior):
+    return [component.layer.sums.tensors for component in posterior.components]
+
+
+def close(found, expected):
+    for one, other in zip(sums(found), sums(expected), strict=True):
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(tensor, other[name], rtol=1e-12, atol=1e-12)
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+
+
+class Once:
+    """An iterable that may be read once."""
+
+    opened = False
+
+    def __iter__(self):
+        assert not self.opened, "read twice"
+        self.opened = True
+        return iter(LOADER)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
+
+
+LOADERS = {
+    "list": lambda: LOADER,
+    "tuple": lambda: tuple(LOADER),
+    "generator": lambda: (batch for batch in LOADER),
+    "read once": Once,
+    "DataLoader": lambda: DataLoader(TensorDataset(X, Y), batch_size=6),
+    "shuffling DataLoader": lambda: DataLoader(TensorDataset(X, Y), batch_size=6, shuffle=True),
+    "iterable dataset": lambda: DataLoader(Stream(), batch_size=6),
+    "lists": lambda: [list(batch) for batch in LOADER],
+    "mappings": lambda: [{"input": x, "labels": y} for x, y in LOADER],
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_any_iterable_is_a_loader_and_is_read_once_for_all_networks(kind, networks):
+    with torch.random.fork_rng():  # a shuffling loader draws
+        posterior = mola.fit(networks, LOADERS[kind]())
+    assert posterior.components[0].layer.sums.count == 20
+    close(posterior, mola.fit(networks, [(X, Y)]))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "tuple"])  # to predict, a tuple is one batch
+def test_any_iterable_serves_to_tune_reweight_and_predict(kind, networks):
+    posterior, rule = mola.fit(networks, LOADER), mola.rules.Threshold(confidence=0.36)
+    expected, stacked = posterior.tune(LOADER, rule=rule), posterior.reweight(LOADER)
+    with unchanged(*networks), torch.random.fork_rng():
+        tuned = posterior.tune(LOADERS[kind](), rule=rule)
+        reweighted = posterior.reweight(LOADERS[kind]())
+        probs = posterior.predict(LOADERS[kind]()).probs
+    assert tuned.prior_precision == pytest.approx(expected.prior_precision, rel=1e-9)
+    torch.testing.assert_close(reweighted.weights, stacked.weights, rtol=0, atol=1e-6)
+    order = [posterior.predict(X).probs, probs]
+    if kind == "shuffling DataLoader":
+        order = [values[values[:, 0].argsort()] for values in order]
+    torch.testing.assert_close(*order, rtol=1e-12, atol=1e-12)
+
+
+def test_unlabelled_batches_give_the_same_curvature_and_no_evidence(networks):
+    labelled = mola.fit(networks, LOADER)
+    for loader in ([x for x, _ in LOADER], [(x,) for x, _ in LOADER], [(x, None) for x, _ in LOADER]):
+        posterior = mola.fit(networks, loader)
+        assert torch.equal(posterior(X), labelled(X))
+        with pytest.raises(OptionError, match="needs training labels"):
+            posterior.log_evidence()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_labels_of_any_integer_type_are_the_same_labels(dtype):
+    network = make_network()
+    expected = mola.fit(network, LOADER).log_evidence()
+    assert torch.equal(mola.fit(network, [(x, y.to(dtype)) for x, y in LOADER]).log_evidence(), expected)
+
+
+def test_sums_do_not_grow_with_the_data(structure):
+    network = make_network()
+    one, seven = (sums(mola.fit(network, [(X, Y)] * times, structure=structure))[0] for times in (1, 7))
+    assert {name: tensor.shape for name, tensor in one.items()} == {
+        name: tensor.shape for name, tensor in seven.items()
+    }
+
+
+def fails(at, error):
+    for index, batch in enumerate(LOADER):
+        if index == at:
+            raise error
+        yield batch
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt("disk"), RuntimeError("disk")], ids=repr)
+def test_an_exception_of_the_loader_comes_through_and_all_is_restored(at, error, networks):
+    with unchanged(*networks), pytest.raises(type(error), match="disk") as caught:
+        mola.fit(networks, fails(at, error))
+    assert caught.value is error
+    posterior = mola.fit(networks, LOADER)
+    for read in (posterior.tune, posterior.reweight, posterior.predict):
+        with unchanged(*networks), pytest.raises(type(error), match="disk"):
+            read(fails(at, error))
+
+
+@pytest.mark.parametrize("at", range(1, 11))
+def test_an_exception_of_any_pass_leaves_every_network_as_it_was(at, networks):
+    passes = 0
+
+    def strike(*_):
+        nonlocal passes
+        passes += 1
+        if passes == at:
+            raise RuntimeError("struck")
+
+    for network in networks:
+        network[0].register_forward_hook(strike)
+    with unchanged(*networks), pytest.raises((RuntimeError, DataError), match="struck"):
+        mola.fit(networks, LOADER)
+    assert passes == at
+
+
+def test_results_do_not_depend_on_the_random_state(networks):
+    random.seed(3)
+    first = mola.fit(networks, LOADER, link="mc").predict(X)
+    random.seed(4)
+    torch.manual_seed(99)
+    again = mola.fit(networks, LOADER, link="mc").predict(X)
+    assert torch.equal(again.probs, first.probs)
+    assert torch.equal(again.mutual_information, first.mutual_information)
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_name_for_all_or_one_for_each():
+    first, second = nn.Sequential(), nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    first.add_module("body", nn.Linear(5, 4))
+    first.add_module("head", nn.Linear(4, 3))
+    posterior = mola.fit([first, second], LOADER, head=["head", "1"])
+    assert [component.head.name for component in posterior.components] == ["head", "1"]
+    assert mola.fit(first, LOADER, head="head").components[0].head.name == "head"
+    with pytest.raises(HeadError, match=r"models\[1\].*'head'.*no module of that name"):
+        mola.fit([first, second], LOADER, head="head")
+    with pytest.raises(HeadError, match=r"output of layer 'head'"):
+        mola.fit(first, LOADER, head="body")
+
+
+def test_networks_are_not_copied():
+    class Precious(nn.Sequential):
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+        def __reduce_ex__(self, protocol):
+            raise AssertionError("pickled")
+
+    network = Precious(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    posterior = mola.fit(network, LOADER, LOADER, rule="nll")
+    posterior.predict(LOADER)
+    assert posterior.networks[0] is network
+    assert posterior.components[0].head.layer is network[2]
+
+
+def test_a_network_that_enables_gradients_is_fitted_all_the_same(structure):
+    class Proud(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3, bias=False)
+
+        @torch.enable_grad()
+        def forward(self, inputs):
+            return self.head(torch.relu(self.body(inputs)))
+
+    posterior = mola.fit(Proud(), LOADER, LOADER, structure=structure, rule="nll")
+    assert not any(tensor.requires_grad for tensor in sums(posterior)[0].values())
+    assert not posterior(X).requires_grad
+    assert not posterior.predict(X).epistemic.requires_grad
+
+
+class Recycles(nn.Module):
+    """Writes its features into the same memory in every pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.memory = torch.empty(1000, 4)
+
+    def forward(self, inputs):
+        return self.head(self.memory[: len(inputs)].copy_(torch.relu(self.body(inputs))))
+
+
+def test_a_network_may_reuse_its_memory():
+    network = Recycles()
+    posterior = mola.fit(network, LOADER)
+    close(posterior, mola.fit(network, [(X, Y)]))
+    whole = posterior.predict(X).computed()
+    torch.testing.assert_close(posterior.predict(LOADER).epistemic, whole.epistemic)
+    rules = [posterior.tune(loader, rule="nll").prior_precision for loader in (LOADER, [(X, Y)])]
+    assert rules[0] == pytest.approx(rules[1])
+
+
+def test_networks_for_images_of_different_sizes_in_one_mixture():
+    x, y = torch.rand(12, 3, 8, 8), torch.arange(12) % 3
+    networks = [
+        Resized(nn.Sequential(nn.Flatten(), nn.Linear(3 * size**2, 5), nn.Tanh(), nn.Linear(5, 3)), size, crop=0.75)
+        for size in (4, 6)
+    ]
+    posterior = mola.fit(networks, [(x, y)])
+    inner = [mola.fit(one.network, [(one.inputs(x), y)]) for one in networks]
+    expected = torch.stack([one(network.inputs(x)) for one, network in zip(inner, networks, strict=True)]).mean(0)
+    torch.testing.assert_close(posterior(x), expected)
+
+
+# --- the witness of these tests ---------------------------------------------------------------------------------------
+
+CHANGES = {
+    "mode": lambda network: network[2].train(),
+    "parameter": lambda network: network[0].weight.data.add_(1e-7),
+    "parameter exchanged": lambda network: setattr(network[0], "weight", nn.Parameter(network[0].weight.data.clone())),
+    "requires_grad": lambda network: network[0].bias.requires_grad_(False),
+    "buffer": lambda network: network[1].running_var.add_(1e-12),
+    "hook": lambda network: network[3].register_forward_hook(print),
+    "attribute": lambda network: setattr(network[3], "seen", 1),
+    "gradient": lambda network: setattr(network[0].bias, "grad", torch.zeros_like(network[0].bias)),
+    "random state": lambda network: torch.rand(1),
+    "type": lambda network: network.float(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_witness_notices(change):
+    network = make_network().eval()
+    assert describe(network) == describe(network)
+    with pytest.raises(AssertionError, match="changed"), unchanged(network):
+        CHANGES[change](network)
