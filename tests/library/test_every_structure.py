@@ -1,4 +1,4 @@
-"""One table: every structure x likelihood x layout of the outputs, against the Hessian that autograd makes of the network's own loss.
+"""Every structure x likelihood x layout of the outputs, against the Hessian of the network's own loss by autograd.
 
 The loss is that of the whole last layer, called as it is: a linear layer on rows or on the positions of a sequence, or a 1x1
 convolution on images. Its second derivative is the Hessian of `full`, its diagonal that of `diag`; the Kronecker structures are
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import mola
 from tests.conftest import STRUCTURES
+from tests.library.problems import relative
 from tests.reference import dense
 
 FEATURES, OUTPUTS, PRIOR = 3, 3, 0.7
@@ -54,7 +55,7 @@ def first(values, layout):
 
 
 def labels_for(likelihood, outputs, layout):
-    """Labels as users give them; some are missing, where that can be said."""
+    """Labels as users give them; some are missing, where the likelihood allows it."""
     shape = last(outputs, layout).shape[:-1]
     generator = torch.Generator().manual_seed(2)
     if likelihood == "categorical":
@@ -110,7 +111,7 @@ class Case:
         )
         self.weights = torch.cat([weight, bias], 1)
         self.mean = self.weights[:OUTPUTS]
-        """The rows that are uncertain: of networks that say variances, those of the means."""
+        """The rows that are uncertain: without those that give variances."""
 
     def loss_of(self, flat):
         """Of the head with other weights, called as the network calls it."""
@@ -150,8 +151,8 @@ class Case:
 
     def fit(self, structure):
         meant = {
-            "gaussian": mola.Gaussian(noise=NOISE.tolist()),
-            "heteroscedastic": mola.Gaussian(heteroscedastic=True),
+            "gaussian": mola.likelihoods.Gaussian(noise=NOISE.tolist()),
+            "heteroscedastic": mola.likelihoods.Gaussian(heteroscedastic=True),
         }
         return mola.fit(
             self.network,
@@ -163,11 +164,6 @@ class Case:
         )
 
 
-def relative(found, expected):
-    assert found.shape == expected.shape
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -176,20 +172,19 @@ def test_structure_likelihood_and_layout_are_those_of_the_second_derivative(stru
     posterior, precision = case.fit(structure), case.precision(structure)
     covariance = torch.linalg.inv(precision)
     (component,) = posterior.components
-    spectrum = component.curvature.spectrum
-    assert component.curvature.count == len(case.features)
+    curvature = component.layer.curvature
+    assert component.layer.sums.count == len(case.features)
     expected = torch.stack([dense.logit_covariance(covariance, phi, OUTPUTS) for phi in case.every])
-    ready = spectrum.posterior(PRIOR)
-    assert relative(ready.covariance(case.every), expected) < 1e-10
+    assert relative(curvature.covariance(case.every, PRIOR), expected) < 1e-10
     own = expected.diagonal(dim1=1, dim2=2)
-    assert relative(ready.variance(case.every), own) < 1e-10
+    assert relative(curvature.variance(case.every, PRIOR), own) < 1e-10
     determinant = torch.linalg.slogdet(precision).logabsdet
-    assert relative(spectrum.log_determinant(torch.tensor(PRIOR)), determinant) < 1e-10
+    assert relative(curvature.log_determinant(torch.tensor(PRIOR)), determinant) < 1e-10
     size = case.mean.numel()
     penalty = PRIOR * case.mean.square().sum() - size * math.log(PRIOR)
     evidence = -case.loss_of(case.mean.flatten()) - (penalty + determinant) / 2
     assert relative(posterior.log_evidence()[0], evidence) < 1e-10
-    # And what is said of inputs, in their own layout.
+    # Predictions, in the layout of the inputs.
     said = posterior.predict(case.inputs)
     variance = said.within if likelihood in ("gaussian", "heteroscedastic") else said.logit_variance[0]
     assert relative(last(variance, layout).flatten(0, -2), own) < 1e-10
@@ -197,7 +192,7 @@ def test_structure_likelihood_and_layout_are_those_of_the_second_derivative(stru
 
 def test_the_table_notices_a_wrong_curvature(monkeypatch):
     """One over the noise, in place of its square: else the table would prove nothing."""
-    monkeypatch.setattr(mola.Gaussian, "output_scale", lambda self, width: 1 / self.deviation(width))
+    monkeypatch.setattr(mola.likelihoods.Gaussian, "output_scale", lambda self, width: 1 / self.deviation(width))
     case = Case("gaussian", "image")
-    found = case.fit("full").components[0].curvature.spectrum.log_determinant(torch.tensor(PRIOR))
+    found = case.fit("full").components[0].layer.curvature.log_determinant(torch.tensor(PRIOR))
     assert relative(found, torch.linalg.slogdet(case.precision("full")).logabsdet) > 1e-3

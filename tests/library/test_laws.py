@@ -50,7 +50,9 @@ class TestSums:
         one, two, _ = self.shards(structure)
         expected, total = one + two, Sums({})
         for some in (one, two):
-            total += Sums({name: tensor.clone() for name, tensor in some.tensors.items()}, some.count, some.log_likelihood)
+            total += Sums(
+                {name: tensor.clone() for name, tensor in some.tensors.items()}, some.count, some.log_likelihood
+            )
         same_sums(total, expected)
 
     def test_a_part_that_some_batches_lack(self, structure):

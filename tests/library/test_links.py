@@ -1,0 +1,214 @@
+"""Links against Monte Carlo, against each other, and at the edges of floating point."""
+
+import math
+
+import pytest
+import torch
+
+import mola
+from mola.errors import OptionError
+from mola.likelihoods import BERNOULLI, CATEGORICAL, GAUSSIAN
+from mola.links import LINKS, Bridge, CentredProbit, MeanField, MonteCarlo, Probit, as_link
+from tests.conftest import CLOSED_FORM_LINKS, make_problem
+
+ALL_LINKS = [*CLOSED_FORM_LINKS, "mc"]
+
+
+class AnySpread:
+    """Any covariance (C, C), the same for each of n data, by the protocol that links use."""
+
+    def __init__(self, covariance, count):
+        self.full, self.count = covariance, count
+        centre = torch.eye(len(covariance), dtype=covariance.dtype) - 1 / len(covariance)
+        self.centred = centre @ covariance @ centre
+        values, vectors = torch.linalg.eigh(self.centred)
+        self.root, self.noise_size = vectors * values.clamp_min(0).sqrt(), len(covariance)
+
+    def covariance(self, *, centred=False):
+        return (self.centred if centred else self.full).expand(self.count, -1, -1)
+
+    def variance(self, *, centred=False):
+        return self.covariance(centred=centred).diagonal(dim1=1, dim2=2)
+
+    def perturb(self, noise):
+        return (noise @ self.root.T).expand(self.count, -1, -1)
+
+
+def probabilities(link, mean, covariance, likelihood=CATEGORICAL):
+    mean = torch.as_tensor(mean)
+    return as_link(link)(mean, AnySpread(torch.as_tensor(covariance), len(mean)), likelihood)
+
+
+def random_covariance(classes, seed=0):
+    root = torch.randn(classes, classes, generator=torch.Generator().manual_seed(seed))
+    return root @ root.T
+
+
+@pytest.mark.parametrize("name", ALL_LINKS)
+def test_probabilities_are_probabilities(name):
+    probs = probabilities(name, torch.randn(20, 5), random_covariance(5))
+    assert bool((probs >= 0).all())
+    assert torch.allclose(probs.sum(1), torch.ones(20))
+
+
+@pytest.mark.parametrize("name", ALL_LINKS)
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8, 1e60])
+def test_safe_for_huge_logits_and_variances(name, scale):
+    extremes = torch.tensor([[1e4, -1e4, 0.0], [1e4, 1e4, -1e4], [0.0, 0.0, 0.0], [-1e4, -1e4, -1e4]])
+    probs = probabilities(name, extremes, scale * torch.eye(3))
+    assert bool(torch.isfinite(probs).all())
+    assert torch.allclose(probs.sum(1), torch.ones(4))
+    assert probs[0].argmax() == 0 or scale > 1e8
+    assert torch.allclose(probs[2], torch.full((3,), 1 / 3), atol=0.1 if name == "mc" else 1e-12)
+
+
+@pytest.mark.parametrize("name", ["probit", "probit-centred", "mean-field", "mc"])
+def test_without_variance_it_is_the_softmax(name):
+    mean = torch.randn(20, 5)
+    assert torch.allclose(probabilities(name, mean, torch.zeros(5, 5)), torch.softmax(mean, 1), atol=1e-14)
+    assert torch.allclose(as_link(name)(mean, None, CATEGORICAL), torch.softmax(mean, 1), atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["probit-centred", "mean-field", "bridge", "mc"])
+def test_links_by_contrasts_ignore_a_common_shift(name):
+    mean, covariance = torch.randn(20, 5), random_covariance(5)
+    plain = probabilities(name, mean, covariance)
+    assert torch.allclose(plain, probabilities(name, mean + 3.0, covariance + 100.0), atol=1e-9)
+
+
+def test_the_probit_does_not():
+    mean, covariance = torch.randn(20, 5), random_covariance(5)
+    gap = probabilities("probit", mean, covariance) - probabilities("probit", mean, covariance + 100.0)
+    assert float(gap.abs().max()) > 0.01
+
+
+def test_formulas_written_out():
+    mean, covariance = torch.randn(1, 4), random_covariance(4)
+    m = mean[0]
+    z = torch.stack([m[i] / math.sqrt(1 + math.pi / 8 * covariance[i, i]) for i in range(4)])
+    assert torch.allclose(probabilities(Probit(), mean, covariance)[0], torch.softmax(z, 0))
+    centre = torch.eye(4) - 0.25
+    centred, own = centre @ m, (centre @ covariance @ centre).diagonal()
+    expected = torch.softmax(centred / (1 + math.pi / 8 * own).sqrt(), 0)
+    assert torch.allclose(probabilities(CentredProbit(), mean, covariance)[0], expected)
+    pairs = torch.zeros(4)
+    for i in range(4):
+        for j in range(4):
+            spread = covariance[i, i] + covariance[j, j] - 2 * covariance[i, j]
+            pairs[i] += torch.exp(-(m[i] - m[j]) / torch.sqrt(1 + math.pi / 8 * spread))
+    assert torch.allclose(probabilities(MeanField(), mean, covariance)[0], (1 / pairs) / (1 / pairs).sum())
+    # The bridge with a covariance for which its own projection and the projection on contrasts agree.
+    covariance = centre @ covariance @ centre + 2.0
+    ones = torch.ones(4)
+    total = ones @ covariance @ ones
+    projected = covariance - torch.outer(covariance @ ones, ones @ covariance) / total
+    shifted = m - covariance @ ones * m.sum() / total
+    alpha = (1 - 2 / 4 + shifted.exp() / 16 * (-shifted).exp().sum()) / projected.diagonal()
+    assert torch.allclose(probabilities(Bridge(), mean, covariance)[0], alpha / alpha.sum())
+
+
+def test_binary_mean_field_is_close_to_the_integral():
+    mean, covariance = torch.tensor([[0.0, 2.0], [0.0, -1.0], [0.0, 4.0]]), torch.diag(torch.tensor([0.0, 3.0]))
+    exact = probabilities(MonteCarlo(samples=400_000), mean, covariance)
+    assert float((probabilities("mean-field", mean, covariance) - exact).abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("over", ["logits", "weights"])
+def test_monte_carlo_converges_to_the_integral(structure, over):
+    """Against weights drawn from the posterior."""
+    problem = make_problem(classes=3)
+    posterior = mola.fit(problem.network, problem.loader, structure=structure, prior_precision=0.5)
+    inputs = torch.randn(4, 3)
+    drawn = posterior.sample(10_000, generator=torch.Generator().manual_seed(5)).weights
+    brute = torch.softmax(torch.einsum("np,scp->snc", problem.features(inputs), drawn), 2).mean(0)
+    found = posterior.with_link(MonteCarlo(10_000, over=over))(inputs)
+    assert float((found - brute).abs().max()) < 5 * 0.5 / 10_000**0.5 * 2**0.5
+
+
+def test_links_by_contrasts_beat_the_probit_where_the_common_variance_is_large():
+    problem = make_problem(classes=5)
+    posterior = mola.fit(problem.network, problem.loader, structure="full", prior_precision=0.05)
+    inputs = torch.randn(60, 3)
+    judge = posterior.with_link(MonteCarlo(20_000))(inputs)
+    error = {name: float((posterior.with_link(name)(inputs) - judge).abs().mean()) for name in CLOSED_FORM_LINKS}
+    assert error["mean-field"] < error["probit"]
+    assert error["probit-centred"] < error["probit"]
+
+
+@pytest.mark.parametrize("link", [*LINKS, Bridge(normalised=True), MonteCarlo(20, "weights")])
+def test_links_see_the_gaussian_of_the_quotient(structure, link):
+    """Half of the weights give at any features what the weights give at half of the features."""
+    problem = make_problem()
+    posterior = mola.fit(problem.network, problem.loader, structure=structure, prior_precision=2.0, link=link)
+    (component,), phi = posterior.components, problem.features()
+    mean, spread = phi @ problem.weights.T, component.spread(phi)
+    halved = posterior.link(mean / 2, component.spread(phi / 2), CATEGORICAL)
+    two, four = torch.full((len(phi), 1), 2.0), torch.tensor([[4.0]])
+    for quotient in (spread.divided(two), spread.divided(four).divided(1 / two)):
+        assert torch.allclose(posterior.link(mean / 2, quotient, CATEGORICAL), halved, atol=1e-10)
+    whole = posterior.link(mean, spread, CATEGORICAL)
+    assert torch.allclose(whole, halved, atol=1e-10) == (link == Bridge(normalised=True))
+
+
+class TestSeeds:
+    def test_the_seed_decides(self):
+        given = torch.randn(20, 5), random_covariance(5)
+        first, again, other = (probabilities(MonteCarlo(50, seed=seed), *given) for seed in (1, 1, 2))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+    @pytest.mark.parametrize("over", ["logits", "weights"])
+    def test_the_generator_is_used(self, problem, structure, over):
+        posterior = mola.fit(problem.network, problem.loader, structure=structure, link=MonteCarlo(20, over=over))
+        inputs = torch.randn(9, 3)
+
+        def with_seed(seed):
+            called = posterior(inputs, generator=torch.Generator().manual_seed(seed))
+            predicted = posterior.predict(inputs, generator=torch.Generator().manual_seed(seed)).probs
+            assert torch.equal(called, predicted)
+            return called
+
+        assert torch.equal(with_seed(1), with_seed(1))
+        assert not torch.equal(with_seed(1), with_seed(2))
+        generator = torch.Generator().manual_seed(1)
+        assert not torch.equal(posterior(inputs, generator=generator), posterior(inputs, generator=generator))
+
+    @pytest.mark.parametrize("over", ["logits", "weights"])
+    def test_a_datum_s_draws_do_not_depend_on_its_batch(self, problem, structure, over):
+        posterior = mola.fit(problem.network, problem.loader, structure=structure, link=MonteCarlo(64, over=over))
+        inputs = torch.randn(9, 3)
+        apart = torch.cat([posterior(part) for part in inputs.split(2)])
+        assert torch.allclose(posterior(inputs), apart, atol=1e-14)
+
+    def test_samples_of_weights_follow_the_generator(self, problem, structure):
+        posterior = mola.fit(problem.network, problem.loader, structure=structure)
+        first, again, other = (
+            posterior.sample(5, generator=torch.Generator().manual_seed(seed)).weights for seed in (3, 3, 4)
+        )
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+
+class TestWrongUse:
+    def test_names(self):
+        assert {name: as_link(name).name for name in LINKS} == {name: name for name in LINKS}
+        link = MonteCarlo(7)
+        assert as_link(link) is link
+        with pytest.raises(OptionError, match="probit"):
+            as_link("probitt")
+        with pytest.raises(OptionError, match="link"):
+            as_link(Probit)
+
+    @pytest.mark.parametrize("likelihood", [BERNOULLI, GAUSSIAN])
+    def test_links_that_do_not_apply(self, likelihood):
+        with pytest.raises(OptionError, match=likelihood.name):
+            as_link("bridge", likelihood)
+
+    @pytest.mark.parametrize("options", [{"samples": 0}, {"samples": 1.5}, {"over": "noise"}, {"seed": -1}])
+    def test_monte_carlo(self, options):
+        with pytest.raises(OptionError, match=next(iter(options))):
+            MonteCarlo(**options)
+
+    def test_the_bridge_of_an_ensemble(self):
+        with pytest.raises(OptionError, match="covariance"):
+            mola.ensemble(make_problem().network).with_link("bridge")(torch.randn(3, 3))
