@@ -201,8 +201,8 @@ def test_neither_padding_nor_batches_matter(name):
     some = mola.fit(networks(name), batches(train, 4, trimmed=True))
     whole = mola.fit(networks(name), [train])
     for one, other in zip(some.components, whole.components, strict=True):
-        for key, tensor in one.curvature.factors.tensors().items():
-            torch.testing.assert_close(tensor, other.curvature.factors.tensors()[key], rtol=1e-9, atol=1e-12)
+        for key, tensor in one.layer.sums.tensors.items():
+            torch.testing.assert_close(tensor, other.layer.sums.tensors[key], rtol=1e-9, atol=1e-12)
     alone = some.predict(batches(new, 1, trimmed=True))
     together = whole.predict(without_labels(new))
     torch.testing.assert_close(alone.probs, together.probs, rtol=1e-8, atol=1e-10)
@@ -262,7 +262,7 @@ def test_batches_of_a_tokenizer_and_its_collator():
         got = mola.fit(networks(name), loader, loader)
         expected = mola.fit(networks(name), [{**whole, "labels": labels}], [{**whole, "labels": labels}])
         torch.testing.assert_close(got.predict(loader).probs, expected.predict(whole).probs, rtol=1e-6, atol=1e-9)
-        assert (got.components[0].curvature.factors.count, len(got.predict(whole))) == (24, 24)
+        assert (got.components[0].layer.sums.count, len(got.predict(whole))) == (24, 24)
 
 
 class Strict(nn.Module):

@@ -193,7 +193,7 @@ def test_labels_in_a_csv_of_images(run, desk):
     assert "perhaps" in outcome.output
     folder = open_posterior(desk / "from-csv")
     assert folder.classes == NAMES
-    assert folder.posterior.components[0].curvature.count == 40
+    assert folder.posterior.components[0].layer.sums.count == 40
     found = folder.open_set("images.csv", labelled=True)
     expected = draw(40, 3)[1]
     expected[np.arange(40) % 3 != 0, 2] = np.nan  # empty cells

@@ -14,8 +14,7 @@ import mola
 from mola.app.cli import app
 from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.numbers import networks_alone, noise_factors, untuned_noise
-from mola.lab.training import Recipe, train_mlps
-from mola.lab.training.labelled import Labelled
+from mola.lab.training import Labelled, Recipe, train_mlps
 
 LOCATION, SCALE = 20.0, 4.0
 

@@ -85,7 +85,7 @@ def test_label_maps_are_fitted_and_exported(desk, monkeypatch, tmp_path):
     opened = open_posterior(tmp_path / "posterior", "cpu", trust=True)
     network = opened.posterior.networks[0]
     expected = mola.fit(network, [(values, labels.long())], positions="average", ignore_index=255, progress=False)
-    assert opened.posterior.components[0].curvature.count == 40
+    assert opened.posterior.components[0].layer.sums.count == 40
     assert torch.allclose(
         opened.posterior.log_evidence(), expected.with_prior_precision(opened.posterior.prior_precision).log_evidence()
     )
@@ -243,7 +243,7 @@ def test_what_cannot_be_written_is_named(desk, fitted, monkeypatch, tmp_path, ou
         (("--positions", "some"), "positions must be 'all', 'average' or a number"),
         (("--positions", "0"), "positions must be a whole number of at least 1"),
         (("--ignore-index", "7"), "labels must lie in [0, 2]"),
-        (("--ignore-index", "7"), "name a label that does not count: ignore_index=255"),
+        (("--ignore-index", "7"), "ignore_index=255"),
     ],
 )
 def test_wrong_use_is_named(desk, monkeypatch, tmp_path, more, words):

@@ -53,7 +53,7 @@ CASES = {
     "one-hot in floats": ("three", ROWS, ONE_HOT.astype(np.float32), (), "not one-hot", "class of each input"),
     "numbers for softmax": ("three", ROWS, ROWS[:, 0], (), "likelihood='gaussian'", "whole numbers"),
     "one output for softmax": ("one", ROWS, INDICES, (), "at least 2 classes", "at least 2 classes"),
-    "indices for bernoulli": ("three", ROWS, INDICES, ("bernoulli",), "are for likelihood='categorical'", TOLD),
+    "indices for bernoulli": ("three", ROWS, INDICES, ("bernoulli",), "use likelihood='categorical'", TOLD),
     "indices for one logit": ("one", ROWS, INDICES, ("bernoulli",), "must be 0 or 1, got", TOLD),
     "a label for too few outputs": (
         "three", ROWS, (ROWS[:, :2] > 0).astype(float), ("bernoulli",), "shape (60, 3), 0 or 1", "shape (60, 3), 0 or 1",
@@ -63,7 +63,7 @@ CASES = {
     "nan targets": (
         "one", ROWS, np.full((COUNT, 1), math.nan), ("gaussian",), "targets must be finite", UNUSED,
     ),
-    "a constant target": ("one", ROWS, np.full((COUNT, 1), 2.0), ("gaussian",), "the same, 2, for all 60", "nothing to learn"),
+    "a constant target": ("one", ROWS, np.full((COUNT, 1), 2.0), ("gaussian",), "constant, 2,", "constant"),
     "one output where two are needed": (
         "one", ROWS, ROWS[:, :1], ("gaussian", "--heteroscedastic"), "two outputs for each target", "two outputs for each target",
     ),
@@ -71,7 +71,7 @@ CASES = {
         "two", ROWS, ROWS[:, :1], ("gaussian",), "mola.likelihoods.Gaussian(heteroscedastic=True)", "heteroscedastic",
     ),
     "label maps of another size": (
-        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 10, 14)), (), "taking the nearest position", "nearest position",
+        "pixels", PICTURES, RANDOM.integers(3, size=(COUNT, 10, 14)), (), "nearest position", "nearest position",
     ),
     "one-hot label maps": (
         "pixels", PICTURES, RANDOM.integers(2, size=(COUNT, 3, 5, 7)), (), "not one-hot", "not one-hot",
