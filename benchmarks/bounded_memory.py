@@ -26,7 +26,7 @@ from mola.lab.activations import Activations, Network
 from mola.lab.plan import Plan
 from mola.lab.runner import run_suite
 from mola.lab.suite import Shift, Source, Suite
-from mola.training import Recipe
+from mola.lab.training import Recipe
 
 WIDTH, CLASSES, PIECE = 2048, 100, 4096
 LIMIT = 2e9

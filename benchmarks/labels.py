@@ -21,8 +21,7 @@ import mola
 from mola import metrics
 from mola.lab.data.embedded import load_digits, natural_patches
 from mola.lab.data.transforms import rotate
-from mola.training import Recipe, train_mlps
-from mola.training.labelled import Labelled
+from mola.lab.training import Labelled, Recipe, train_mlps
 
 NAMES = ("even", "above four", "loop")
 LOOPS = torch.tensor([0, 6, 8, 9])

@@ -33,7 +33,7 @@ from mola.compare.report.style import (
     quiet_axes,
 )
 from mola.lab.data.embedded import two_moons
-from mola.training.mlps import mlp
+from mola.lab.training import mlp
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODES, POINTS, PRECISION = 5, 200, 0.1

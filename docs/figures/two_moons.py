@@ -19,10 +19,8 @@ import mola
 from mola.compare.report.style import INK, NARROW, WIDE, Figure, Shape, as_png, canvas, colours, drawing
 from mola.errors import MolaWarning
 from mola.lab.data.embedded import two_moons
+from mola.lab.training import Labelled, Recipe, mlp, train_ensemble
 from mola.metrics import mean_confidence, negative_log_likelihood
-from mola.training import Recipe, train_ensemble
-from mola.training.labelled import Labelled
-from mola.training.mlps import mlp
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NETWORKS, POINTS, EPOCHS = 5, 200, 150

@@ -9,7 +9,6 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from mola.saving.weights_files import load_weights, read_metadata, read_state, save_weights
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -29,6 +28,7 @@ from mola.lab.models import (
     wrn16_4,
 )
 from mola.lab.training import mlp
+from mola.saving.weights import load_weights, read_metadata, read_state, save_weights
 from tests.closeness import assert_close
 from tests.conftest import require_shared
 

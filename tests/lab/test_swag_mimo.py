@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import mola
+from mola.baselines import MultiSwag, mimo_mola
 from mola.compare.store import Store
+from mola.errors import OptionError, StorageError
 from mola.lab.activations import Activations, open_networks
 from mola.lab.cost import _Work, measure_cost
 from mola.lab.networks import Training, find_networks, train_networks
@@ -64,7 +66,7 @@ def test_swag_in_a_suite_is_the_library_s_swag(plan, finished):
     _, records = finished
     training = SUITE.training_data(DataOptions(), SUITE.recipe)
     swags = [fit_swag(network, training, BUDGET.swag, None) for network in plan.members("beyond", 1)]
-    for name, predictor in (("SWAG", swags[0]), ("MultiSWAG", mola.MultiSwag(swags))):
+    for name, predictor in (("SWAG", swags[0]), ("MultiSWAG", MultiSwag(swags))):
         record = records[name, 1]
         probs = {one: predictor.predict(list(plan.sources[one].open())) for one in ("test", "strange", "noise 1")}
         for one in ("test", "noise 1"):
@@ -84,7 +86,7 @@ def test_mimo_in_a_suite_is_the_library_s_mimo(plan, finished):
     test, train, val = (list(plan.sources[name].open()) for name in ("test", "train", "validation"))
     found = records["MIMO", 1].labelled["test"].metrics["nll"]
     assert_close(found, negative_log_likelihood(mimo.predict(test).probs, labels), scale=1.0)
-    posterior = mola.mimo_mola(mimo, train, val, progress=False)
+    posterior = mimo_mola(mimo, train, val, progress=False)
     record = records["MIMO-MoLA", 1]
     assert record.chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
     expected = negative_log_likelihood(posterior.predict(test).probs, labels)
@@ -145,21 +147,21 @@ def test_damaged_opinions_are_named(plan, finished):
     for path, content in whole.items():
         path.write_bytes(content[:50])
     try:
-        with pytest.raises(mola.StorageError, match="Delete it: it will be made again"):
+        with pytest.raises(StorageError, match="Delete it: it will be made again"):
             run(plan, folder, fresh=True)
     finally:
         for path, content in whole.items():
             path.write_bytes(content)
 
 
-@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_whole_networks_in_a_suite_are_the_library_s(plan, tmp_path):
     records = {record.method: record for record in run(replace(plan, runs=1, groups=("whole",)), tmp_path)}
     models = [network.load() for network in plan.members("whole", 0)]
     train, val, test = (list(plan.sources[name].open()) for name in ("train", "validation", "test"))
     labels = torch.cat([labels for _, labels in test])
     for name, options in (("MoLA (all layers)", {"structure": "kron"}), ("MoLA (subnetwork)", {"subnetwork": 303})):
-        posterior = mola.fit_whole(models, train, val, progress=False, **options)
+        posterior = mola.whole.fit(models, train, val, progress=False, **options)
         expected = negative_log_likelihood(posterior.predict(test).probs, labels)
         assert records[name].labelled["test"].metrics["nll"] == pytest.approx(expected, rel=1e-4)
         assert records[name].chosen["prior_precision"] == pytest.approx(list(posterior.prior_precision), rel=1e-4)
@@ -242,13 +244,13 @@ def test_a_fit_is_extended_along_the_line_through_medians():
     ],
 )
 def test_budgets_that_cannot_be(text, says):
-    with pytest.raises(mola.OptionError, match=says):
+    with pytest.raises(OptionError, match=says):
         changed(MimoBudget(), text)
 
 
 @pytest.mark.parametrize("text", ["snapshots=1", "samples=0", "images=0", "batch_size=0", "learning_rate=0"])
 def test_swag_budgets_that_cannot_be(text):
-    with pytest.raises(mola.OptionError, match="must be"):
+    with pytest.raises(OptionError, match="must be"):
         changed(SwagBudget(1e-2), text)
 
 
@@ -260,5 +262,5 @@ def test_a_budget_changed_in_words():
 
 def test_a_suite_without_training_data_says_so(plan, tmp_path):
     plan = replace(plan, suite=replace(SUITE, training_data=None), runs=1)
-    with pytest.raises(mola.OptionError, match="no training data to train SWAG or MIMO with"):
+    with pytest.raises(OptionError, match="no training data to train SWAG or MIMO with"):
         run(plan, tmp_path)

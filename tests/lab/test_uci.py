@@ -10,9 +10,9 @@ import torch
 from mola.errors import DataError, OptionError, StorageError
 from mola.lab import uci
 from mola.lab.data.uci import SETS, read_uci
+from mola.lab.training import Recipe
 from mola.lab.uci import METHODS, UciOrder, read_records, run_uci
 from mola.lab.uci_tables import PUBLISHED, Estimate, as_good, estimates, gap_findings, gap_table, score_table
-from mola.training import Recipe
 from tests.conftest import require_shared
 
 

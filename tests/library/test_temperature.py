@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 import torch
 from scipy import optimize, special
+from torch import nn
 
 import mola
+from mola.baselines import (
+    TemperatureScaled,
+    fit_member_temperatures,
+    fit_pooled_temperature,
+    fit_temperature,
+    temperature_scaled,
+)
+from mola.errors import DataError, MolaWarning, OptionError, StorageError
 from tests.conftest import make_problem
 
 
@@ -30,7 +39,7 @@ def draw(members, count=60, classes=4, scale=3.0, seed=0):
 def test_the_temperature_is_scipys_and_the_best_of_a_fine_grid(members, seed):
     logits, labels = draw(members, seed=seed)
     weights = torch.arange(1.0, members + 1) / sum(range(1, members + 1))
-    found = mola.fit_temperature(logits, labels, weights)
+    found = fit_temperature(logits, labels, weights)
 
     def loss(log_t):
         return nll(logits.numpy(), labels.numpy(), weights.numpy(), np.exp(log_t))
@@ -54,46 +63,37 @@ def test_two_minima_and_the_lower_is_taken():
         inner = (losses[1:-1] < losses[:-2]) & (losses[1:-1] < losses[2:])
         if inner.sum() == 2 and 0 < losses.argmin() < len(grid) - 1:
             seen += 1
-            found = mola.fit_temperature(logits, labels)
+            found = fit_temperature(logits, labels)
             assert nll(logits.numpy(), labels.numpy(), [0.5, 0.5], found) <= losses.min() + 1e-12
     assert seen >= 2
 
 
 def test_it_scales_with_the_logits_and_ignores_shifts():
     logits, labels = draw(2)
-    base = mola.fit_temperature(logits, labels)
-    assert mola.fit_temperature(1000 * logits, labels) == pytest.approx(1000 * base, rel=1e-9)
+    base = fit_temperature(logits, labels)
+    assert fit_temperature(1000 * logits, labels) == pytest.approx(1000 * base, rel=1e-9)
     shifts = torch.randn(2, logits.shape[1], 1)
-    assert mola.fit_temperature(logits + shifts, labels) == pytest.approx(base, rel=1e-9)
-
-
-def test_data_drawn_at_a_temperature_give_it_back():
-    logits = 4 * torch.randn(1, 40_000, 5, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(0)
-    labels = torch.distributions.Categorical(logits=logits[0] / 1.7).sample()
-    assert mola.fit_temperature(logits, labels) == pytest.approx(1.7, abs=0.05)
+    assert fit_temperature(logits + shifts, labels) == pytest.approx(base, rel=1e-9)
 
 
 def test_members_are_fitted_apart_and_the_pool_after_averaging():
     logits, labels = draw(3)
-    assert mola.fit_member_temperatures(logits, labels) == [mola.fit_temperature(one, labels) for one in logits]
+    assert fit_member_temperatures(logits, labels) == [fit_temperature(one, labels) for one in logits]
     weights = torch.tensor([0.5, 0.3, 0.2])
     pool = torch.einsum("k,knc->nc", weights, logits.softmax(-1)).log()
-    assert mola.fit_pooled_temperature(logits, labels, weights) == pytest.approx(
-        mola.fit_temperature(pool, labels), rel=1e-9
-    )
+    assert fit_pooled_temperature(logits, labels, weights) == pytest.approx(fit_temperature(pool, labels), rel=1e-9)
 
 
 def test_labels_that_are_all_right_take_the_end_of_the_range_with_a_warning():
     logits, _ = draw(1)
-    with pytest.warns(mola.MolaWarning, match="goes to 0"):
-        found = mola.fit_temperature(logits, logits[0].argmax(1))
+    with pytest.warns(MolaWarning, match="goes to 0"):
+        found = fit_temperature(logits, logits[0].argmax(1))
     assert float((logits[0] / found).softmax(-1).amax(1).min()) > 0.99
-    with pytest.warns(mola.MolaWarning, match="goes to infinity"):
-        found = mola.fit_temperature(logits, logits[0].argmin(1))
+    with pytest.warns(MolaWarning, match="goes to infinity"):
+        found = fit_temperature(logits, logits[0].argmin(1))
     assert float((logits[0] / found).softmax(-1).amax()) < 0.26
-    with pytest.warns(mola.MolaWarning, match="every temperature"):
-        assert mola.fit_temperature(torch.ones(1, 5, 3), torch.zeros(5, dtype=torch.long)) == 1.0
+    with pytest.warns(MolaWarning, match="every temperature"):
+        assert fit_temperature(torch.ones(1, 5, 3), torch.zeros(5, dtype=torch.long)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_labels_that_are_all_right_take_the_end_of_the_range_with_a_warning():
     ],
 )
 def test_bad_data_are_refused(logits, labels, words):
-    with pytest.raises(mola.DataError, match=words):
-        mola.fit_temperature(logits, labels)
+    with pytest.raises(DataError, match=words):
+        fit_temperature(logits, labels)
 
 
 def problems():
@@ -124,7 +124,7 @@ def problems():
 def test_the_predictor_is_the_formula(mode):
     made = problems()
     networks, loader, inputs = [one.network for one in made], made[0].loader, made[1].inputs
-    predictor = mola.temperature_scaled(networks, loader, mode=mode, weights=[0.5, 0.3, 0.2], progress=False)
+    predictor = temperature_scaled(networks, loader, mode=mode, weights=[0.5, 0.3, 0.2], progress=False)
     with torch.no_grad():
         logits = [network(inputs) for network in networks]
         if mode == "pooled":
@@ -145,56 +145,17 @@ def test_the_predictor_is_the_formula(mode):
 
 
 @pytest.mark.parametrize("mode", ["shared", "members", "pooled"])
-def test_its_temperatures_do_best_on_the_validation_data(mode):
-    made = problems()
-    networks, first = [one.network for one in made], made[0]
-    predictor = mola.temperature_scaled(networks, first.loader, mode=mode, progress=False)
-
-    def loss(temperatures):
-        if mode == "members":
-            parts = zip(networks, temperatures, strict=True)
-            scaled = [mola.TemperatureScaled(network, one) for network, one in parts]
-        else:
-            scaled = [mola.TemperatureScaled(networks, temperatures, pooled=mode == "pooled")]
-        return [-float(one(first.inputs).gather(1, first.labels[:, None]).log().mean()) for one in scaled]
-
-    best = loss(predictor.temperatures)
-    for factor in (0.9, 0.99, 1.01, 1.1):
-        for at, other in zip(best, loss([factor * value for value in predictor.temperatures]), strict=True):
-            assert at < other
-
-
-def test_networks_and_random_state_are_left_alone():
-    problem = problems()[0]
-    network = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout(), problem.network).train()
-    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    state = torch.get_rng_state()
-    predictor = mola.temperature_scaled(network, problem.loader, progress=False).eval()
-    predictor.predict(problem.inputs)
-    assert all(module.training for module in network.modules())
-    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
-    assert torch.equal(state, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("mode", ["shared", "members", "pooled"])
 def test_files(tmp_path, mode):
     made = problems()
     networks = [one.network for one in made]
-    predictor = mola.temperature_scaled(networks, made[0].loader, mode=mode, progress=False)
+    predictor = temperature_scaled(networks, made[0].loader, mode=mode, progress=False)
     predictor.save(tmp_path)
-    again = mola.TemperatureScaled.load(tmp_path, networks)
+    again = TemperatureScaled.load(tmp_path, networks)
     assert torch.equal(again(made[0].inputs), predictor(made[0].inputs))
-    with pytest.raises(mola.StorageError, match="3 networks, got 2"):
-        mola.TemperatureScaled.load(tmp_path, networks[:2])
-    with pytest.raises(mola.StorageError, match=r"models\[0\]: this is not the network"):
-        mola.TemperatureScaled.load(tmp_path, networks[::-1])
-
-
-def test_another_kind_of_folder_is_refused(tmp_path):
-    problem = make_problem()
-    mola.fit(problem.network, problem.loader, progress=False).save(tmp_path)
-    with pytest.raises(mola.StorageError, match="holds a saved posterior, expected a saved temperature"):
-        mola.TemperatureScaled.load(tmp_path, problem.network)
+    with pytest.raises(StorageError, match="3 networks, got 2"):
+        TemperatureScaled.load(tmp_path, networks[:2])
+    with pytest.raises(StorageError, match=r"models\[0\]: this is not the network"):
+        TemperatureScaled.load(tmp_path, networks[::-1])
 
 
 @pytest.mark.parametrize(
@@ -202,16 +163,77 @@ def test_another_kind_of_folder_is_refused(tmp_path):
     [
         (0.0, False, "above 0"),
         (float("nan"), False, "finite"),
-        ([1.0, 2.0], False, "expected one number, or 3"),
-        ([1.0, 2.0, 3.0], True, "a pool has one temperature"),
+        ([1.0, 2.0], False, "expected one value, or 3"),
+        ([1.0, 2.0, 3.0], True, "one temperature"),
     ],
 )
 def test_bad_temperatures_are_refused(temperatures, pooled, words):
-    with pytest.raises(mola.OptionError, match=words):
-        mola.TemperatureScaled([one.network for one in problems()], temperatures, pooled=pooled)
+    with pytest.raises(OptionError, match=words):
+        TemperatureScaled([one.network for one in problems()], temperatures, pooled=pooled)
 
 
-def test_an_unknown_mode_is_refused():
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+def test_the_mean_of_logits_is_an_ensemble_with_pooling_0_and_a_temperature(likelihood, tmp_path):
+    made = problems()
+    networks, inputs, labels = [one.network for one in made], made[0].inputs, made[0].labels
+    weights = [0.5, 0.3, 0.2]
+    if likelihood == "bernoulli":
+        with torch.no_grad():
+            labels = torch.bernoulli((sum(network(inputs) for network in networks) / 6).sigmoid())
+        labels[0, 1] = torch.nan
+    options = {"weights": weights, "likelihood": likelihood, "progress": False}
+    predictor = temperature_scaled(networks, [(inputs, labels)], mean="logits", **options)
+    plain = mola.ensemble(networks, weights, likelihood=likelihood).with_pooling(0.0)
+    expected = plain.with_temperature(predictor.temperature)
+    torch.testing.assert_close(predictor(inputs), expected(inputs))
+    torch.testing.assert_close(
+        predictor.predict(inputs).mutual_information, expected.predict(inputs).mutual_information
+    )
+    again = TemperatureScaled.load(predictor.save(tmp_path), networks)
+    assert torch.equal(again(inputs), predictor(inputs))
+    assert "mean of logits" in repr(again)
+
+    def loss(posterior):
+        probs = posterior(inputs)
+        if likelihood == "categorical":
+            return float(nn.functional.nll_loss(probs.log(), labels))
+        known = ~labels.isnan()
+        return float(nn.functional.binary_cross_entropy(probs[known], labels[known]))
+
+    for factor in (0.9, 0.99, 1.01, 1.1):
+        assert loss(plain.with_temperature(factor * predictor.temperature)) > loss(predictor)
+
+
+@pytest.mark.parametrize("mode", ["shared", "members", "pooled"])
+def test_binary_labels_are_two_classes(mode):
+    torch.manual_seed(0)
+    networks = [nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)) for _ in range(2)]
+    twins = [nn.Sequential(network, PairOfLogits()) for network in networks]
+    inputs = 2 * torch.randn(60, 3)
+    with torch.no_grad():
+        labels = torch.bernoulli(sum(network(inputs)[:, 0] for network in networks).sigmoid()).long()
+    one = temperature_scaled(networks, [(inputs, labels)], mode=mode, likelihood="bernoulli", progress=False)
+    two = temperature_scaled(twins, [(inputs, labels)], mode=mode, progress=False)
+    assert one.temperatures == pytest.approx(two.temperatures, rel=1e-8)
+    torch.testing.assert_close(one(inputs)[:, 0], two(inputs)[:, 1])
+    found, expected = one.predict(inputs), two.predict(inputs)
+    torch.testing.assert_close(found.mutual_information[:, 0], expected.mutual_information)
+
+
+class PairOfLogits(nn.Module):
+    def forward(self, logits):
+        return torch.cat([torch.zeros_like(logits), logits], 1)
+
+
+def test_regressions_and_other_settings_are_refused():
     problem = make_problem()
-    with pytest.raises(mola.OptionError, match="mode must be one of"):
-        mola.temperature_scaled(problem.network, problem.loader, mode="share")
+    with pytest.raises(OptionError, match="scale_noise"):
+        temperature_scaled(problem.network, problem.loader, likelihood="gaussian")
+    with pytest.raises(OptionError, match="mode must be one of"):
+        temperature_scaled(problem.network, problem.loader, mode="share")
+    with pytest.raises(OptionError, match="mean must be one of"):
+        temperature_scaled(problem.network, problem.loader, mean="logit")
+    with pytest.raises(OptionError, match="temperature_scaled again"):
+        TemperatureScaled(problem.network, 2.0).with_weights([1.0])
+    with pytest.raises(OptionError, match="its own temperature"):
+        _ = TemperatureScaled([problem.network, make_problem(1).network], [1.0, 2.0]).temperature

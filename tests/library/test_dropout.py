@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import mola
+from mola.baselines import McDropout
+from mola.errors import DataError, OptionError, StorageError
 from tests.conftest import make_problem
 
 
@@ -30,7 +31,7 @@ def test_it_is_the_sum_over_all_masks():
             exact += chance * probs
             squares += chance * probs**2
     error = ((squares - exact**2) / samples).sqrt()
-    found = mola.McDropout(model, samples)(inputs)
+    found = McDropout(model, samples)(inputs)
     assert float(((found - exact) / error).abs().max()) < 5
     assert float(((found - exact) / error).abs().mean()) > 0.1  # and the draws are draws
 
@@ -44,7 +45,7 @@ def test_each_kind_of_layer_drops_as_torchs_own(layer):
     seen = []
     model[3].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     inputs, samples = torch.randn(1, 6), 400
-    mola.McDropout(model, samples)(inputs)
+    McDropout(model, samples)(inputs)
     ours = torch.cat(seen)
     theirs = layer.train()(inputs.view(1, 3, 2, 1).expand(samples, -1, -1, -1)).flatten(1)
     for power in (1, 2):
@@ -59,10 +60,10 @@ def test_each_kind_of_layer_drops_as_torchs_own(layer):
 
 def test_seeds_reproduce_and_batches_do_not_matter():
     inputs, model = make_problem().inputs, network(width=20)
-    predictor = mola.McDropout(model, 7, seed=3)
+    predictor = McDropout(model, 7, seed=3)
     expected = predictor(inputs)
-    assert torch.equal(expected, mola.McDropout(model, 7, seed=3)(inputs))
-    assert not torch.equal(expected, mola.McDropout(model, 7, seed=4)(inputs))
+    assert torch.equal(expected, McDropout(model, 7, seed=3)(inputs))
+    assert not torch.equal(expected, McDropout(model, 7, seed=4)(inputs))
     torch.manual_seed(99)
     assert torch.equal(expected, predictor(inputs))
     torch.testing.assert_close(predictor.predict([(part,) for part in inputs.split(3)]).probs, expected)
@@ -81,14 +82,14 @@ def test_the_network_is_untouched_and_batchnorm_stays_in_eval_mode():
     inputs, model = make_problem().inputs, network()
     model[1].train()
     before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
-    predictor = mola.McDropout(model, 5).eval()
+    predictor = McDropout(model, 5).eval()
     predictor.predict(inputs)
     assert model.training
     assert model[3].training
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert not model[3]._forward_hooks
-    with pytest.raises(mola.DataError, match="failed on inputs"):
+    with pytest.raises(DataError, match="failed on inputs"):
         predictor(inputs[:, :2])
     assert not model[3]._forward_hooks
     # Eval mode of BatchNorm: a row's prediction does not depend on the other rows.
@@ -110,29 +111,29 @@ def test_transformers_with_padding_drop_too():
     torch.manual_seed(0)
     model, words, padding = Reader().eval(), torch.randn(5, 7, 8), torch.zeros(5, 7, dtype=torch.bool)
     padding[:, 5:] = True
-    said = mola.McDropout(model, 20).predict({"words": words, "padding": padding})
+    said = McDropout(model, 20).predict({"words": words, "padding": padding})
     assert float(said.mutual_information.min()) > 1e-3
     assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_files(tmp_path):
     inputs, model = make_problem().inputs, network()
-    predictor = mola.McDropout(model, 5, seed=2)
+    predictor = McDropout(model, 5, seed=2)
     predictor.save(tmp_path)
-    assert torch.equal(mola.McDropout.load(tmp_path, model)(inputs), predictor(inputs))
-    with pytest.raises(mola.StorageError, match="not the network that was saved"):
-        mola.McDropout.load(tmp_path, network(width=4))
+    assert torch.equal(McDropout.load(tmp_path, model)(inputs), predictor(inputs))
+    with pytest.raises(StorageError, match="not the network that was saved"):
+        McDropout.load(tmp_path, network(width=4))
     model[0].weight.data = model[0].weight.data.flip(0)
-    with pytest.raises(mola.StorageError, match="not the network that was saved"):
-        mola.McDropout.load(tmp_path, model)  # the same numbers in another order
+    with pytest.raises(StorageError, match="not the network that was saved"):
+        McDropout.load(tmp_path, model)  # the same numbers in another order
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(mola.OptionError, match="no dropout layer"):
-        mola.McDropout(make_problem().network)
-    with pytest.raises(mola.OptionError, match="no dropout layer with a probability above 0"):
-        mola.McDropout(network(p=0.0))
-    with pytest.raises(mola.OptionError, match="samples must be"):
-        mola.McDropout(network(), 0)
-    with pytest.raises(mola.OptionError, match="seed must be"):
-        mola.McDropout(network(), 3, seed=-1)
+    with pytest.raises(OptionError, match="no dropout layer"):
+        McDropout(make_problem().network)
+    with pytest.raises(OptionError, match="no dropout layer with a probability above 0"):
+        McDropout(network(p=0.0))
+    with pytest.raises(OptionError, match="samples must be"):
+        McDropout(network(), 0)
+    with pytest.raises(OptionError, match="seed must be"):
+        McDropout(network(), 3, seed=-1)

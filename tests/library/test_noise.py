@@ -1,0 +1,110 @@
+"""Noise scaling: the best noise of each output, for every kind of regression predictor, in memory and on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola import normal_mixtures
+from mola.baselines import McDropout, scale_noise
+from mola.errors import DataError, OptionError, StorageError
+from mola.likelihoods import Bernoulli, Gaussian
+from mola.saving.schema import sealed
+
+
+def network(outputs=2, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, outputs)).eval()
+
+
+def data(outputs=2, count=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, generator=generator)
+    return x, x[:, :outputs].sin() + 0.3 * torch.randn(count, outputs, generator=generator)
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian(), Gaussian(noise=3.0), Gaussian(location=[7.0, 5.0], scale=3.0)])
+def test_the_noise_is_the_best_for_each_output(likelihood):
+    plain, (x, y) = mola.ensemble([network(seed=seed) for seed in range(3)], likelihood=likelihood), data(seed=4)
+    scaled = scale_noise(plain, [(x[:40], y[:40]), (x[40:], y[40:])])
+    assert plain.likelihood == likelihood
+    assert scaled.likelihood.estimated
+
+    def losses(posterior):
+        found = posterior.predict(x)
+        parts = found.weights, found.component_mean, found.component_variance
+        return -normal_mixtures.log_density(*parts, y).mean(0)
+
+    best = losses(scaled)
+    for factor in (0.9, 0.999, 1.001, 1.1):
+        assert bool((losses(plain.with_noise(factor * scaled.noise[0])) >= best - 1e-9).all())
+
+
+def test_heteroscedastic_networks_get_a_factor():
+    (x, y), nets = data(1), [network(2, seed) for seed in range(2)]
+    scaled = scale_noise(mola.ensemble(nets, likelihood=Gaussian(heteroscedastic=True)), [(x, y)])
+    assert (
+        scaled.predict(x).log_prob(y).mean()
+        > mola.ensemble(nets, likelihood=Gaussian(noise=3.0, heteroscedastic=True)).predict(x).log_prob(y).mean()
+    )
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "scaled", "bernoulli"])
+def test_saved_dropout_predicts_the_same(tmp_path, kind):
+    x, y = data()
+    likelihood = Bernoulli() if kind == "bernoulli" else Gaussian(noise=[0.4, 0.9], location=[7.0, 7.0], scale=3.0)
+    predictor = McDropout(network(), 4, seed=5, likelihood=likelihood)
+    if kind == "scaled":
+        predictor = scale_noise(predictor, [(x, 7 + 3 * y)])
+    again = McDropout.load(predictor.save(tmp_path), predictor.network)
+    assert again.likelihood == predictor.likelihood
+    found, expected = again.predict(x), predictor.predict(x)
+    if kind == "bernoulli":
+        assert torch.equal(found.probs, expected.probs)
+        return
+    assert torch.equal(found.log_prob(7 + 3 * y), expected.log_prob(7 + 3 * y))
+    assert 5 < float(found.mean.mean()) < 9  # in the targets' units
+    torch.testing.assert_close(found.variance, found.aleatoric + found.between)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [("noise", -1.0), ("noise", [0.5, "loud"]), ("scale", [0.0]), ("heteroscedastic", True), ("loudness", 3.0)],
+)
+def test_damaged_likelihoods_are_refused(tmp_path, entry, value):
+    predictor = McDropout(network(), 3, likelihood=Gaussian(noise=0.4))
+    predictor.save(tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    document = json.loads(path.read_text())
+    del document["sha256"]
+    document["likelihood"][entry] = value
+    path.write_text(json.dumps(sealed(document)))
+    with pytest.raises(StorageError):
+        McDropout.load(tmp_path, predictor.network)
+
+
+def test_wrong_use_is_refused():
+    (x, y), nets = data(), [network()]
+    ensemble = mola.ensemble(nets, likelihood="gaussian")
+    with pytest.raises(DataError, match="batch 1 of the validation loader: targets must be finite"):
+        scale_noise(ensemble, [(x, y), (x, y * math.nan)])
+    with pytest.raises(DataError, match=r"batch 0 of the validation loader: expected targets of shape \(60, 2\)"):
+        scale_noise(ensemble, [(x, y[:, 0])])
+    with pytest.raises(DataError, match="no targets"):
+        scale_noise(ensemble, [x])
+    with pytest.raises(DataError, match="exactly"):
+        scale_noise(ensemble, [(x, nets[0](x).detach())])
+    dense = mola.ensemble(nn.Conv2d(3, 2, 1), likelihood="gaussian")
+    with pytest.raises(OptionError, match="dense"):
+        scale_noise(dense, [(torch.randn(2, 3, 4, 4), torch.randn(2, 2, 4, 4))])
+    with pytest.raises(OptionError, match=r"posterior\.tune"):
+        scale_noise(mola.fit(nets, [(x, y)], likelihood="gaussian", progress=False), [(x, y)])
+    with pytest.raises(OptionError, match="temperature_scaled"):
+        scale_noise(mola.ensemble(nets), [(x, y)])
+    with pytest.raises(OptionError, match="averages means"):
+        McDropout(nets[0], likelihood=Gaussian(heteroscedastic=True))
