@@ -1,14 +1,22 @@
 """Posteriors as files that run without this library: ONNX and torch.export.
 
-A graph holds the K networks and, as constants, all that the closed-form Bayesian head needs at one prior precision.
+A file holds the networks and, as constants, all that the Bayesian head needs. Its graph is a trace of `posterior.predict`'s own code.
 """
 
-from mola.export.graph import NUMBERS as NUMBERS
-from mola.export.graph import OUTPUTS as OUTPUTS
-from mola.export.graph import Exported as Exported
-from mola.export.graph import Pixels as Pixels
-from mola.export.onnx_file import export_onnx as export_onnx
-from mola.export.reading import LoadedExport as LoadedExport
-from mola.export.reading import load_exported as load_exported
-from mola.export.torch_file import export_torch as export_torch
-from mola.export.tracing import Written as Written
+from mola.export.graph import OUTPUTS, REGRESSION_OUTPUTS, Pixels
+from mola.export.onnx_file import onnx
+from mola.export.reading import LoadedExport, load
+from mola.export.torch_file import torch_export
+from mola.export.writing import NamedTensor, Written
+
+__all__ = [
+    "OUTPUTS",
+    "REGRESSION_OUTPUTS",
+    "LoadedExport",
+    "NamedTensor",
+    "Pixels",
+    "Written",
+    "load",
+    "onnx",
+    "torch_export",
+]

@@ -1,8 +1,9 @@
-"""A fitted posterior as a plain ONNX file: the networks, the Bayesian head and what is known of both, for any runtime."""
+"""A posterior as one ONNX file: networks, Bayesian head and their description, for any runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from mola.errors import ExportError, MissingExtraError, OptionError
-from mola.export.information import Thresholds, as_properties
-from mola.export.tracing import (
-    Settings,
-    Traced,
-    Written,
-    check_agreement,
-    check_path,
-    quietly,
-    reason,
-    root_of,
-    trace,
-    write_file,
-)
+from mola.export.writing import Options, Run, Traced, Written, quietly, reason, write
 from mola.network import Inputs
 from mola.posterior import MoLA
 
-OPSET = 18
-"""The newest version of ONNX's operators that torch writes without converting."""
+OPSET, NEWEST_OPSET = 18, 23
+"""Versions of ONNX's operators: the newest that torch writes without converting, and the newest that it converts to."""
 
 LARGEST = 2**31 - 1
 """Bytes of one ONNX file: what protobuf can hold."""
 
 
-def export_onnx(
+def onnx(
     posterior: MoLA,
     path: str | Path,
     example: Inputs,
@@ -52,53 +41,41 @@ def export_onnx(
 ) -> Written:
     """Write a posterior as one ONNX file, from inputs to probabilities and uncertainty, that runs without PyTorch.
 
-    Outputs are those of `posterior.predict`, the epistemic part on the same draws included. The batch may have any size.
-    Numbers that are not finite are not refused in a file: NaN in gives NaN out. Class names, inputs, prior precisions,
-    weights, link, structure and rule are inside, as JSON under names that begin with "mola.".
+    Outputs are named as the fields of `posterior.predict` and equal them, draws included. The batch may have any size.
+    NaN in gives NaN out. Classes, inputs, prior precisions, weights, link, structure and rule are in the file as JSON,
+    under names that begin with "mola.".
 
     Args:
         posterior: made by `mola.fit`, `mola.ensemble` or `mola.load`; it and its networks are not changed.
         path: of the file; what was there before stays until all is written.
-        example: one batch of inputs: a tensor (its input is called "input"), a tuple (inputs are called as in the
-            network's `forward`), or a mapping (as its keys).
+        example: one batch of inputs: a tensor (the input is named "input"), a tuple (inputs are named as in the
+            networks' `forward`), or a mapping (as its keys).
         classes: names, in the order of the networks' outputs.
-        outputs: which of `mola.export.OUTPUTS`, or of `mola.export.NUMBERS` where outputs are numbers; None: all that the posterior
-            has. "mutual_information" is the one that costs something, and "distance" is there where distances from the training
-            classes are known.
-        float16: networks in half precision. Inputs and outputs stay in float32, and so does the Bayesian head.
+        outputs: fields of the prediction; None is `mola.export.OUTPUTS`, or `mola.export.REGRESSION_OUTPUTS`.
+            "logit_mean" and "logit_variance", or "within", "between" and those of the components, can be added.
+            "epistemic" and "aleatoric" cost most.
+        float16: networks in half precision. Inputs and outputs stay in float32, and the head computes in float64.
         opset: version of ONNX's operators.
-        preparation: a module that the input goes through first, such as `mola.export.Pixels`.
+        preparation: a module that the one input goes through first, such as `mola.export.Pixels`.
         metadata: of your own: strings, or JSON.
-        ood_threshold: score above which you call an input an outlier.
-        answer_threshold: confidence above which you answer, of `mola.abstain_threshold`.
-        set_threshold: probability from which on classes are in a set, `least_probability` of `mola.prediction_sets`.
-        check: run the file in onnxruntime against PyTorch before it is written.
+        ood_threshold: score above which an input is an outlier.
+        answer_threshold: confidence above which to answer, of `mola.abstain_threshold`.
+        set_threshold: probability from which on classes are in a set, of `mola.prediction_sets`.
+        check: run the file and compare it with the posterior before it is written.
 
     Returns:
-        Path, size, inputs, outputs and the largest differences.
+        Path, size, inputs, outputs and the largest differences. `ExportError` if a network cannot be traced or the file
+        disagrees with the posterior.
     """
-    path = check_path(path)
-    onnx = _require("onnx")
-    _require("onnxscript")
-    if check:
-        _require("onnxruntime")
-    thresholds = Thresholds(ood_threshold, answer_threshold, set_threshold)
-    settings = Settings(classes, outputs, float16, preparation, metadata, thresholds)
-    properties = as_properties({}, metadata)  # before the work, which takes longer
-    traced = trace(posterior, example, settings)
-    properties |= as_properties(traced.document, None)
-    content = _serialised(traced, opset, properties)
-    try:
-        onnx.checker.check_model(content, full_check=True)
-    except Exception as error:
-        raise ExportError(
-            f"torch wrote an ONNX graph that is not valid: {reason(error)}. Try another opset, or export_torch."
-        ) from error
-    differences = None
-    if check:
-        session = onnx_session(content)
-        differences = check_agreement(traced, example, lambda tensors: run_session(session, tensors), "onnxruntime")
-    return write_file(path, content, traced, differences)
+    for package in ("onnx", "onnxscript", *(["onnxruntime"] if check else [])):
+        _require(package)
+    if not isinstance(opset, int) or not OPSET <= opset <= NEWEST_OPSET:
+        raise OptionError(f"opset: expected a version from {OPSET} to {NEWEST_OPSET}, got {opset!r}.")
+    thresholds = {"ood_threshold": ood_threshold, "answer_threshold": answer_threshold, "set_threshold": set_threshold}
+    options = Options(classes, outputs, float16, preparation, metadata, thresholds, check)
+    return write(
+        posterior, path, example, options, partial(_serialise, opset=opset), lambda one: read(one)[0], "onnxruntime"
+    )
 
 
 def _require(package: str) -> Any:
@@ -108,28 +85,43 @@ def _require(package: str) -> Any:
         raise MissingExtraError(feature="ONNX export", package=package, extra="export") from error
 
 
-def _serialised(traced: Traced, opset: int, properties: Mapping[str, str]) -> bytes:
-    if not isinstance(opset, int) or not OPSET <= opset <= 23:
-        raise OptionError(f"opset: expected a version from {OPSET} to 23, got {opset!r}.")
+def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    from onnxscript import FLOAT, ir, opset18
+
+    op: Any = opset18
+
+    def scalar_tensor(value: Any, dtype: int = -1, **_: Any) -> Any:
+        if isinstance(value, (bool, int, float)):
+            value = op.Constant(value=ir.tensor(np.asarray(value)))
+        return op.Cast(value, to=FLOAT.dtype if dtype == -1 else dtype)
+
+    def erf(values: Any) -> Any:
+        return op.CastLike(op.Erf(op.Cast(values, to=FLOAT.dtype)), values)
+
+    # torch writes scalars by way of float32, where the smallest float64 is 0; onnxruntime has no erf in float64.
+    return {torch.ops.aten.scalar_tensor.default: scalar_tensor, torch.ops.aten.erf.default: erf}
+
+
+def _serialise(traced: Traced, properties: dict[str, str], opset: int) -> bytes:
     names = traced.graph.signature.names
-    shapes = {"tensors": tuple({0: "batch"} for _ in names)}
     try:
         with quietly():
-            written = torch.onnx.export(
+            written: Any = torch.onnx.export(
                 traced.program,
                 dynamo=True,
                 input_names=list(names),
                 output_names=list(traced.graph.outputs),
                 opset_version=opset,
-                dynamic_shapes=shapes,
+                dynamic_shapes={"tensors": tuple({0: "batch"} for _ in names)},
+                custom_translation_table=_translations(),
                 verbose=False,
             )
     except Exception as error:
         raise ExportError(
-            f"a network has a step that ONNX cannot express: {reason(root_of(error))}. Replace that step, or export with "
-            f"mola.export_torch, which takes all of PyTorch's."
+            f"a network has a step that ONNX cannot express: {reason(error)}. Replace that step, or use mola.export.torch_export, "
+            f"which has all of PyTorch's."
         ) from error
-    model = written.model  # type: ignore[union-attr]
+    model = written.model
     model.metadata_props.update(properties)
     model.producer_name, model.producer_version = "mola", str(traced.document["version"])
     model.doc_string = (
@@ -138,37 +130,40 @@ def _serialised(traced: Traced, opset: int, properties: Mapping[str, str]) -> by
     for value in [*model.graph.inputs, *model.graph.outputs]:
         value.doc_string = None
     for node in model.graph.all_nodes():
-        node.metadata_props.clear()  # source lines and paths of the machine it was made on
+        node.metadata_props.clear()  # source lines and paths of the machine where it was made
         node.doc_string = None
-    numbers = sum(
-        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
-    )
-    if numbers > LARGEST:
+    size = sum(one.const_value.nbytes for one in model.graph.initializers.values() if one.const_value is not None)
+    if size > LARGEST:
         raise ExportError(
-            f"the networks have {numbers / 1e9:.2f} GB of weights, and one ONNX file holds 2 GB. Use float16=True, or "
-            f"mola.export_torch."
+            f"the networks have {size / 1e9:.2f} GB of weights, and one ONNX file can hold 2 GB. Use float16=True, or "
+            f"mola.export.torch_export."
         )
-    return written.model_proto.SerializeToString(deterministic=True)  # type: ignore[union-attr]
+    content: bytes = written.model_proto.SerializeToString(deterministic=True)
+    try:
+        _require("onnx").checker.check_model(content, full_check=True)
+    except Exception as error:
+        raise ExportError(
+            f"torch wrote an ONNX graph that is not valid: {reason(error)}. Try another opset, or mola.export.torch_export."
+        ) from error
+    return content
 
 
-def onnx_session(content: bytes | str) -> Any:
-    """An onnxruntime session on the CPU, of a file's path or bytes."""
+def read(content: bytes) -> tuple[Run, dict[str, str]]:
+    """The graph, in onnxruntime on the CPU, and the properties of an ONNX file."""
     runtime = _require("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     try:
-        return runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise ExportError(
-            f"onnxruntime cannot run the file: {reason(error)}. A newer onnxruntime may, or another opset."
+            f"onnxruntime cannot run the file: {reason(error)}. Try a newer onnxruntime, or another opset."
         ) from error
+    inputs, outputs = ([one.name for one in found] for found in (session.get_inputs(), session.get_outputs()))
 
+    def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        arrays = [np.ascontiguousarray(tensor.detach().cpu().numpy()) for tensor in tensors]
+        found = session.run(outputs, dict(zip(inputs, arrays, strict=True)))
+        return {name: torch.from_numpy(value) for name, value in zip(outputs, found, strict=True)}
 
-def run_session(session: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Outputs by name."""
-    feeds = {
-        one.name: np.ascontiguousarray(tensor.detach().cpu().numpy())
-        for one, tensor in zip(session.get_inputs(), tensors, strict=True)
-    }
-    names = [one.name for one in session.get_outputs()]
-    return {name: torch.from_numpy(value) for name, value in zip(names, session.run(names, feeds), strict=True)}
+    return run, session.get_modelmeta().custom_metadata_map
