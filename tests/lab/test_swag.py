@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import mola
-from mola.baselines import McDropout, MultiSwag, Swag
+from mola.baselines import McDropout, MultiSwag, Swag, scale_noise
 from mola.baselines.swag import Moments
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
 from mola.lab.training import fit_multi_swag, fit_swag, resample_swag
 from mola.lab.training.swag import choose_learning_rate
+from mola.likelihoods import Bernoulli, Gaussian
 from mola.rules import Threshold
 from mola.saving.files import LOADERS
 from tests.conftest import make_problem
@@ -465,3 +466,26 @@ def test_every_kind_of_folder_names_what_loads_it(tmp_path):
         mola.load(tmp_path, torch.nn.Linear(2, 2))
     with pytest.raises(StorageError, match=r"saved mc-dropout.*baselines\.McDropout\.load"):
         Swag.load(tmp_path, torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "bernoulli"])
+def test_regression_and_labels(kind, tmp_path):
+    problem = make_problem()
+    networks = [nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)) for _ in range(2)]
+    x, y = problem.inputs, problem.inputs[:, :2].sin()
+    likelihood = Gaussian(noise=[0.4, 0.9], location=7.0, scale=3.0) if kind == "gaussian" else Bernoulli()
+    loader = [(x, 7 + 3 * y if kind == "gaussian" else (y > 0).double())]
+    options = {"learning_rate": 1e-2, "epochs": 3, "rank": 2, "samples": 2, "likelihood": likelihood}
+    mixture = fit_multi_swag(networks, loader, progress=False, **options)
+    mixture = scale_noise(mixture, loader) if kind == "gaussian" else mixture
+    mixture.save(tmp_path)
+    found, expected = MultiSwag.load(tmp_path, networks).predict(x), mixture.predict(x)
+    if kind == "gaussian":
+        assert found.component_mean.shape == (4, 40, 2)
+        assert torch.equal(found.log_prob(loader[0][1]), expected.log_prob(loader[0][1]))
+        assert 5 < float(found.mean.mean()) < 9
+        with pytest.raises(OptionError, match="one learning_rate"):
+            fit_swag(networks[0], loader, loader, **(options | {"learning_rate": [1e-2, 1e-3]}))
+    else:
+        assert torch.equal(found.probs, expected.probs)
+        assert found.probs.shape == (40, 2)
