@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, NamedTuple
 
@@ -68,6 +68,8 @@ class Evaluation:
     rows: Mapping[tuple[str, str], Mapping[str, Estimate]]
     counts: Mapping[tuple[str, str], int]
     """Number of inputs of each row."""
+    bins: Mapping[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
+    """Labelled classes: (15, 3), number of predictions, sum of confidences and correct predictions in each bin of confidence."""
 
     def __getitem__(self, place: tuple[str, str]) -> Mapping[str, Estimate]:
         if place not in self.rows:
@@ -161,6 +163,7 @@ def evaluate(
     reader = _Reader(positions, ignore_index, progress, Team.single() if team is None else team)
     rows: dict[tuple[str, str], Mapping[str, Estimate]] = {}
     counts: dict[tuple[str, str], int] = {}
+    bins: dict[tuple[str, str], Tensor] = {}
     for predictor, one in named.items():
         mixture = one if hasattr(one, "predict_batches") else Mixture([one], likelihood=likelihood)
         spread = "confidence" if mixture.likelihood.discrete else "std"
@@ -170,7 +173,9 @@ def evaluate(
             inliers = read if inliers is None else inliers
             counts[predictor, data] = read.inputs
             rows[predictor, data] = _metrics(read) if data in labelled else _against(inliers, read, spread)
-    return Evaluation(rows, counts)
+            if "confidence" in read.scores:
+                bins[predictor, data] = metrics.bin_sums(read.scores["confidence"], read.scores["correct"])
+    return Evaluation(rows, counts, bins)
 
 
 def _name_of(predictor: Any) -> str:
