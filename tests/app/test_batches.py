@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import mola
-from mola.app.jobs.batches import BatchPredictor
 from mola.app.jobs import batches
+from mola.app.jobs.batches import BatchPredictor
 from tests.own_work import CLASSES, build
 
 COLUMNS = [f"x{index}" for index in range(108)]
@@ -130,7 +130,9 @@ def test_what_is_wrong_with_a_batch_is_said_and_nothing_is_lost_or_wrapped_aroun
     # A column that is kept would be hidden by a prediction of the same name.
     clashing = BatchPredictor(source, inputs=COLUMNS, keep=["label"], shape=(3, 6, 6), **more)
     for batch in (frame.assign(label=9), {name: frame[name].to_numpy() for name in COLUMNS} | {"label": frame["id"]}):
-        with pytest.raises(mola.errors.OptionError, match="keep: 'label' is also the name of a column of the predictions"):
+        with pytest.raises(
+            mola.errors.OptionError, match="keep: 'label' is also the name of a column of the predictions"
+        ):
             clashing(batch)
     with pytest.raises(mola.errors.DataError, match="row 1 of the batch is None"):
         BatchPredictor(source, inputs="x", **more)({"x": np.array([np.zeros(3), None], dtype=object)})
@@ -211,9 +213,7 @@ def test_arrow_tables(desk, source_of):
     found = predictor(arrow.Table.from_pandas(frame, preserve_index=False)).to_pandas()
     pd.testing.assert_frame_equal(found, predictor(frame), check_dtype=False)
     # Empty partitions have the types of full ones, and record batches stay what they are, as Spark's `mapInArrow` asks.
-    predictor = BatchPredictor(
-        source_of("folder")[0], inputs=COLUMNS, keep=["id"], shape=(3, 6, 6), probabilities=True
-    )
+    predictor = BatchPredictor(source_of("folder")[0], inputs=COLUMNS, keep=["id"], shape=(3, 6, 6), probabilities=True)
     for kind in (arrow.Table, arrow.RecordBatch):
         batch = kind.from_pandas(frame, preserve_index=False)
         full, empty = predictor(batch), predictor(batch.slice(0, 0))

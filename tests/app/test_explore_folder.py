@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest

@@ -237,7 +237,9 @@ def test_ensembles_temperatures_and_swag(name):
         scaled(new), (logits[0] / float(scaled.temperatures[0])).softmax(-1), rtol=1e-6, atol=1e-9
     )
     # A path of vanishing steps has the network itself as its mean, and no spread.
-    still = mola.baselines.Swag.fit(networks(name)[0], list(batches(train, 10)), learning_rate=1e-12, epochs=2, rank=2, samples=3)
+    still = mola.baselines.Swag.fit(
+        networks(name)[0], list(batches(train, 10)), learning_rate=1e-12, epochs=2, rank=2, samples=3
+    )
     torch.testing.assert_close(still(new), logits[0].softmax(-1), rtol=1e-4, atol=1e-6)
 
 

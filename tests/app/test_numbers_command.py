@@ -90,7 +90,7 @@ def test_numbers_from_fit_to_rows_and_scores(place, monkeypatch):
 
 def test_what_means_nothing_for_numbers_is_refused(place, monkeypatch):
     for options, words in (
-        (("--rule", "threshold"), "means nothing for likelihood 'gaussian'"),
+        (("--rule", "threshold"), "does not apply to likelihood 'gaussian'"),
         (("--link", "mc"), "mc"),
         (("--noise", "0"), "noise must be"),
     ):
@@ -241,7 +241,8 @@ def test_the_networks_alone_are_the_ensemble_itself(fitted, monkeypatch):
     alone = networks_alone(said, 2, untuned_noise(posterior))
     assert torch.allclose(alone.component_noise[:, 0].double().sqrt(), plain.noise, rtol=1e-4)
     scaled = mola.baselines.scale_noise(
-        mola.ensemble(posterior.networks, likelihood=mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE)), [sets["val"]]
+        mola.ensemble(posterior.networks, likelihood=mola.likelihoods.Gaussian(location=LOCATION, scale=SCALE)),
+        [sets["val"]],
     )
     one = networks_alone(posterior.predict(sets["val"][0]), 2, untuned_noise(posterior))
     noise = one.component_noise[:, 0].double().sqrt() * noise_factors(one, sets["val"][1])

@@ -91,11 +91,11 @@ def test_label_maps_are_fitted_and_exported(desk, monkeypatch, tmp_path):
     )
     assert opened.posterior.predict(values).probs.shape == (40, 3, 8, 10)
     # All outputs at many positions: tests/library/test_dense.py.
-    asked = ("--onnx", tmp_path / "maps.onnx", "--outputs", "probabilities")
+    asked = ("--onnx", tmp_path / "maps.onnx", "--outputs", "probs")
     result = run(desk, monkeypatch, "export", tmp_path / "posterior", *asked)
     assert result.exit_code == 0, result.output
     said = mola.export.load(tmp_path / "maps.onnx")(values)
-    assert torch.allclose(said["probabilities"], opened.posterior.predict(values).probs, atol=1e-5)
+    assert torch.allclose(said["probs"], opened.posterior.predict(values).probs, atol=1e-5)
     assert run(desk, monkeypatch, "info", tmp_path / "posterior").exit_code == 0
 
 

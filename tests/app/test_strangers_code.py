@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,7 @@ from mola.app.jobs.networks import build_networks
 from mola.errors import OptionError, StorageError
 from mola.hub import FORMAT
 from mola.lab.imported import import_builder, import_function
-from mola.saving.schema import sealed
-from tests.own_work import job_for, make_desk
-
-
-def forge(job, text):
-    """Let a folder say what a stranger likes, in both of its documents and with a checksum that is right."""
-    job.write_text(text)
-    path = job.with_name("posterior.json")
-    document = {name: one for name, one in json.loads(path.read_text()).items() if name != "sha256"}
-    path.write_text(json.dumps(sealed(document | {"job": tomllib.loads(text)})))
-
+from tests.own_work import job_for, make_desk, with_job
 
 OWN_WORD_OR_TRUST = r"name it on your command: --(network|val) \S+\. .*add --trust"
 PLACED = (
@@ -94,7 +83,7 @@ def place(bundle, tmp_path, monkeypatch):
                 text = text.replace(f"{desk.module}:build", honest)
             elif code:
                 text = text.replace(f"{desk.module}:build", f"{code}:build")
-            forge(job, text)
+            with_job(job.parent, text)
             return Path(path)
 
         def own(self):
@@ -238,7 +227,9 @@ def test_a_path_is_no_module(place, name):
     place.module("dl/evil.py")
     folder = place.posterior("dl/posterior")
     job = place.root / folder / "job.toml"
-    forge(job, re.sub(r"network = \[.*\]", lambda _: f"network = [{json.dumps(name)}]", job.read_text(), count=1))
+    with_job(
+        job.parent, re.sub(r"network = \[.*\]", lambda _: f"network = [{json.dumps(name)}]", job.read_text(), count=1)
+    )
     with pytest.raises(OptionError, match="unknown network"):
         open_posterior(folder)
     with pytest.raises(
@@ -404,6 +395,6 @@ def test_a_program_is_not_read_because_a_folder_names_it(place):
     (place.root / "dl" / "evil.pt2").write_bytes(b"unread")
     job = place.root / folder / "job.toml"
     text = re.sub(r"weights = \[[^]]*\]", "weights = []", job.read_text(), count=1)
-    forge(job, re.sub(r"network = \[.*\]", 'network = ["../evil.pt2"]', text, count=1))
+    with_job(job.parent, re.sub(r"network = \[.*\]", 'network = ["../evil.pt2"]', text, count=1))
     with pytest.raises(OptionError, match=r"evil\.pt2 is an exported program.*add --trust"):
         open_posterior(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from mola.app.jobs.networks import build_networks
 from mola.app.jobs.preparation import Intake
 from mola.app.jobs.sets import BUILT_IN, open_set
 from mola.errors import MolaWarning, OptionError, StorageError
-from mola.export.writing import quietly
 from mola.lab.corruptions.catalogue import CORRUPTIONS
 from mola.lab.data.catalogue import DATASETS
 from mola.lab.data.images import NORMALISATIONS, normalisation
@@ -22,9 +20,9 @@ from mola.lab.models import MODELS
 from mola.laplace import STRUCTURES, as_structure
 from mola.likelihoods import CATEGORICAL
 from mola.links import LINKS, as_link
-from mola.weights import check_weighting
 from mola.options import one_of
 from mola.tuning.rules import RULES, as_rule
+from mola.weights import check_weighting
 
 TAKERS = {
     "structure": (STRUCTURES, as_structure),
@@ -99,7 +97,7 @@ def test_a_tuple_that_the_network_does_not_take_is_explained():
     ensemble = mola.ensemble(nn.Linear(3, 2))
     x = torch.randn(4, 3)
     for use in (ensemble, ensemble.predict):
-        with pytest.raises(mola.errors.DataError, match=r"A tuple holds the network's arguments.*pass the inputs alone"):
+        with pytest.raises(mola.errors.DataError, match=r"A tuple holds .*pass the inputs alone"):
             use((x, torch.arange(4)))
 
 
@@ -165,7 +163,7 @@ def test_a_rule_that_lacks_something_is_refused_before_the_training_data_are_rea
 def test_a_posterior_shows_what_it_is_made_of(parts):
     networks, train, _ = parts
     text = repr(mola.fit(networks, train, structure="diag", rule="evidence"))
-    for words in ("2 networks (Sequential)", "40 training data", "diag", "probit", "Evidence", "uniform"):
+    for words in ("2 networks (Sequential)", "40 training data", "diag", "probit", "evidence", "uniform"):
         assert words in text
     assert "None" not in text
     assert "0.25, 0.75 (given)" in repr(mola.fit(networks, train, weights=[0.25, 0.75]))
@@ -205,15 +203,3 @@ def test_a_folder_of_another_kind_is_not_replaced(parts, tmp_path):
                 with pytest.raises(StorageError, match=f"holds a saved {kind}, which a {other} does not replace"):
                     another.save(tmp_path / kind)
         assert {path.name: path.read_bytes() for path in (tmp_path / kind).iterdir()} == before
-
-
-def test_what_an_optimiser_of_graphs_could_not_fold_is_no_news_and_all_else_is(caplog):
-    logger = logging.getLogger("onnxscript.optimizer._constant_folding")
-    with quietly():
-        logger.warning("Evaluation failed: %s", "no such operation")
-        logger.warning("the graph is wrong")
-    logger.warning("Evaluation failed: %s", "somebody else's")
-    assert [record.getMessage() for record in caplog.records] == [
-        "the graph is wrong",
-        "Evaluation failed: somebody else's",
-    ]

@@ -75,7 +75,7 @@ class FitResult:
         folder: where the posterior lies.
         document: what was written to `job.toml`.
         account: what was left out.
-        notes: what tuning had to say.
+        notes: summary and notes of the tuning.
         replaced: whether there was a posterior in the folder before.
     """
 
@@ -232,7 +232,7 @@ def run_fit(
         if bundle:
             _forget_others(output, built.files)
     progress("done", 1.0)
-    notes = posterior.tuning.notes if posterior.tuning is not None else ()
+    notes = () if posterior.tuning is None else (posterior.tuning.summary, *posterior.tuning.notes)
     return FitResult(output, document, account, notes, replaced)
 
 

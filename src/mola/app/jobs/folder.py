@@ -431,7 +431,7 @@ def read_information(folder: Path) -> dict[str, Any]:
         "distance_exponent": scaling["exponent"],
         "has_distances": any(name.endswith(f".{COUNTS}") for name in tensors),
         "rule": None if tuning is None else tuning["rule"],
-        "notes": [] if tuning is None else tuning["notes"],
+        "notes": [] if tuning is None else [tuning["summary"], *tuning["notes"]],
         "outputs": parts[0]["head"]["outputs"],
         "features": [part["head"]["width"] for part in parts],
         "heads": [part["head"]["name"] for part in parts],
