@@ -1,0 +1,174 @@
+"""The Lemma, the Theorem and the exact far-field limit, on bias-free ReLU networks and beyond."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.errors import BoundError, OptionError
+from tests.conftest import make_problem
+from tests.library.problems import close, data, loader
+from tests.reference import dense
+
+DELTAS = [1.0, 10.0, 1e3, 1e6]
+
+
+def bias_free(seed, classes=4, head_bias=False):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(3, 12, bias=False), nn.ReLU(), nn.Linear(12, 8, bias=False), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(8, classes, bias=head_bias))
+
+
+def fitted(members, **options):
+    return mola.fit(members, loader(*data(), 7), **options), data()[0]
+
+
+@pytest.fixture(params=[1e-3, 1.0, 100.0])
+def far(request, structure):
+    members = [bias_free(seed) for seed in range(3)]
+    return fitted(members, structure=structure, prior_precision=request.param)
+
+
+@pytest.mark.parametrize("pooling", [1.0, 0.4, 0.0])
+def test_confidence_far_away_meets_the_limit_and_stays_below_the_bound(far, pooling):
+    posterior, inputs = far
+    posterior = posterior.with_pooling(pooling)
+    for delta in DELTAS:
+        there = posterior.predict(delta * inputs)
+        assert bool((there.confidence <= posterior.confidence_bound(delta * inputs) + 1e-12).all())
+    assert close(there.probs, posterior.far_field_limit(inputs), 1e-5)
+    assert close(posterior(1e9 * inputs), posterior.far_field_limit(inputs), 1e-7)
+
+
+def test_the_plain_ensemble_is_certain_there(far):
+    posterior, inputs = far
+    certain = mola.ensemble(list(posterior.networks)).predict(1e6 * inputs).confidence
+    limit = posterior.far_field_limit(inputs).max(1).values
+    active = posterior.networks[0][:-1](inputs).abs().sum(1) > 0
+    assert float(limit[active].mean()) < float(certain[active].mean()) - 0.01
+
+
+def test_the_lemma_bounds_each_component(far):
+    posterior, inputs = far
+    bounds = posterior.confidence_bound(1e6 * inputs, lemma=True)
+    for bound, component in zip(bounds, posterior.components, strict=True):
+        alone = mola.MoLA([component]).predict(1e6 * inputs).confidence
+        assert bool((alone <= bound + 1e-12).all())
+
+
+def test_the_bound_against_its_definition(structure):
+    problem = make_problem(bias=False)
+    posterior = mola.fit(problem.network, problem.loader, structure=structure, prior_precision=0.7)
+    precision = dense.precision(structure, problem.weights, problem.features(), problem.labels, 0.7)
+    width = problem.weights.shape[1]
+    blocks = torch.linalg.inv(precision).view(4, width, 4, width)
+    b = [
+        float(problem.weights[c].norm())
+        / math.sqrt(math.pi / 8 * float(torch.linalg.eigvalsh(blocks[c, :, c].contiguous())[0]))
+        for c in range(4)
+    ]
+    inputs = torch.randn(10, 3)
+    for c, found in zip(posterior(inputs).argmax(1).tolist(), posterior.confidence_bound(inputs), strict=True):
+        expected = 1 / (1 + sum(math.exp(-(b[i] + b[c])) for i in range(4) if i != c))
+        assert float(found) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_theorem_is_the_weighted_sum_of_lemmas(structure):
+    posterior, inputs = fitted([bias_free(seed) for seed in range(2)], structure=structure, weights=[0.3, 0.7])
+    alone = [mola.MoLA([component]) for component in posterior.components]
+    predicted = posterior(inputs).argmax(1)
+    agree = (alone[0](inputs).argmax(1) == predicted) & (alone[1](inputs).argmax(1) == predicted)
+    mixed = 0.3 * alone[0].confidence_bound(inputs) + 0.7 * alone[1].confidence_bound(inputs)
+    assert int(agree.sum()) > 3
+    assert close(posterior.confidence_bound(inputs)[agree], mixed[agree])
+
+
+def test_the_limit_with_a_bias_in_the_head_alone(structure):
+    posterior, inputs = fitted([bias_free(seed, head_bias=True) for seed in range(2)], structure=structure)
+    for pooling in (1.0, 0.5):
+        moved = posterior.with_pooling(pooling)
+        assert close(moved(1e9 * inputs), moved.far_field_limit(inputs), 1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("pooling", [1.0, 0.5])
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+def test_the_limit_where_a_network_s_features_are_all_0(bias, pooling, exponent):
+    """Its logits stay where they are, and so does its share of pooled ones."""
+    members = [bias_free(seed, head_bias=bias) for seed in range(2)]
+    with torch.no_grad():
+        for layer in (members[1][0], members[1][2]):
+            layer.weight.copy_(torch.ones_like(layer.weight))
+    inputs, labels = data()
+    posterior = mola.fit(members, loader(inputs, labels, 7), weights=[0.7, 0.3])
+    moved = posterior.with_pooling(pooling).with_distance_exponent(exponent)
+    asked = inputs[inputs.sum(1) < 0]
+    assert not bool(members[1][:-1](asked).any())
+    assert close(moved(1e12 * asked), moved.far_field_limit(asked), 1e-6)
+
+
+def test_limits_of_the_bound(structure):
+    posterior, inputs = fitted(bias_free(0), structure=structure)
+    certain = posterior.with_prior_precision(1e30).confidence_bound(inputs)
+    assert close(certain, torch.ones(40), 1e-8)
+    if structure in ("kron-exact", "full"):  # in the others, data put a floor under lambda_min
+        nothing = posterior.with_prior_precision(1e-12).confidence_bound(inputs)
+        assert close(nothing, torch.full((40,), 0.25), 1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_the_limit_does_not_depend_on_the_temperature(far, temperature):
+    posterior, inputs = far
+    assert close(posterior.with_temperature(temperature).far_field_limit(inputs), posterior.far_field_limit(inputs))
+
+
+def test_with_a_distance_exponent_limit_and_bound_are_uniform():
+    posterior, inputs = fitted([bias_free(seed) for seed in range(2)])
+    asked = inputs[(posterior.networks[0][:-1](inputs).sum(1) > 0) & (posterior.networks[1][:-1](inputs).sum(1) > 0)]
+    for pooling in (1.0, 0.3):
+        cautious = posterior.with_distance_exponent(1.0).with_pooling(pooling)
+        assert close(cautious.far_field_limit(asked), torch.full((len(asked), 4), 0.25), 1e-12)
+        for scale in (1e9, 1e18, 1e30):
+            assert close(cautious(scale * asked), torch.full((len(asked), 4), 0.25), 1e-6)
+            assert close(cautious.confidence_bound(scale * asked), torch.full((len(asked),), 0.25), 1e-6)
+
+
+def test_networks_in_float32(structure):
+    members = [bias_free(seed).float() for seed in range(2)]
+    inputs, labels = data()
+    posterior = mola.fit(members, loader(inputs.float(), labels, 7), structure=structure, prior_precision=0.1)
+    there = posterior.predict(1e6 * inputs.float())
+    assert close(there.probs, posterior.far_field_limit(inputs.float()), 1e-4)
+    assert bool((there.confidence <= posterior.confidence_bound(1e6 * inputs.float()) + 1e-6).all())
+
+
+def test_many_inputs_at_once(monkeypatch):
+    posterior, _ = fitted(bias_free(0))
+    inputs = torch.randn(100, 3)
+    whole = posterior.with_distance_exponent(1.0).far_field_limit(inputs), posterior.confidence_bound(inputs)
+    monkeypatch.setattr("mola.posterior.ROW_NUMBERS", 200)
+    parts = posterior.with_distance_exponent(1.0).far_field_limit(inputs), posterior.confidence_bound(inputs)
+    for one, two in zip(whole, parts, strict=True):
+        assert close(one, two)
+
+
+class TestWrongUse:
+    def test_a_network_that_does_not_scale_has_no_limit(self):
+        problem = make_problem()
+        with pytest.raises(BoundError, match="without biases"):
+            mola.fit(problem.network, problem.loader).far_field_limit(torch.randn(5, 3))
+
+    @pytest.mark.parametrize("method", ["confidence_bound", "far_field_limit"])
+    def test_other_links_have_no_bound(self, method):
+        problem = make_problem()
+        posterior = mola.fit(problem.network, problem.loader, link="mean-field")
+        with pytest.raises(BoundError, match="with_link"):
+            getattr(posterior, method)(torch.randn(5, 3))
+
+    def test_an_ensemble_has_the_trivial_bound_and_no_limit(self):
+        ensemble = mola.ensemble(bias_free(0))
+        assert ensemble.confidence_bound(torch.randn(5, 3)).tolist() == [1.0] * 5
+        with pytest.raises(OptionError, match="ensemble"):
+            ensemble.far_field_limit(torch.randn(5, 3))

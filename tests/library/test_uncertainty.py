@@ -1,0 +1,89 @@
+"""Entropies of sure predictions to relative rounding: the epistemic part is a share of them."""
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.likelihoods import BERNOULLI
+from mola.numerics import sobol_normals
+from mola.uncertainty import entropy, epistemic_share, expected_sigmoid, softmax_and_entropy
+
+
+def reference(logits):
+    """-sum p ln p in float64; good to 1e-7 above the entropies of 1e-9 that are compared here."""
+    return torch.special.entr(logits.double().softmax(-1)).sum(-1)
+
+
+@pytest.mark.parametrize("classes", [2, 7])
+def test_entropies_of_sure_predictions_have_all_digits_of_float32(classes):
+    logits = torch.cat([torch.randn(500, classes) * scale for scale in (1e-3, 1.0, 5.0, 10.0, 20.0)]).float()
+    wanted = reference(logits)
+    kept = wanted > 1e-9
+    assert float(wanted[kept].min()) < 1e-6  # some are sure
+    probs, found = softmax_and_entropy(logits)
+    torch.testing.assert_close(probs, logits.softmax(-1), rtol=1e-5, atol=0)
+    for values in (found, entropy(probs)):
+        torch.testing.assert_close(values[kept].double(), wanted[kept], rtol=1e-5, atol=0)
+    plain = torch.special.entr(probs).sum(-1)
+    assert float(((plain - wanted) / wanted)[kept].abs().max()) > 1e-3  # what it is for
+
+
+@pytest.mark.parametrize(
+    "logits", [[0.0, 0.0], [0.0] * 5, [3.0, 3.0, 0.0], [40.0, 40.0, 0.0], [500.0, 0.0, 0.0], [-1e12, 1e12, 1e12]]
+)
+def test_ties_and_certainty(logits):
+    logits = torch.tensor(logits, dtype=torch.float32)
+    probs, found = softmax_and_entropy(logits)
+    for values in (found, entropy(probs)):
+        torch.testing.assert_close(values.double(), reference(logits), rtol=1e-6, atol=1e-30)
+
+
+def test_the_epistemic_part_agrees_across_precisions_where_the_draws_are_sure_and_the_link_is_not():
+    network = nn.Linear(4, 3).float()
+    labels = torch.arange(200) % 3
+    inputs = torch.randn(200, 4, dtype=torch.float32) + 3 * torch.eye(3, 4, dtype=torch.float32)[labels]
+    with torch.no_grad():
+        network.weight.copy_(4 * torch.eye(3, 4))
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        posterior = mola.fit(
+            network.to(dtype), [(inputs.to(dtype), labels)], prior_precision=0.1, link="mean-field", progress=False
+        )
+        found.append(posterior.predict(3 * inputs.to(dtype)).mutual_information.double())
+    assert float((found[0] - found[1]).abs().max()) < 5e-6
+
+
+@pytest.mark.parametrize("mean", [-40.0, -3.0, 0.0, 0.7, 5.0, 1e4])
+@pytest.mark.parametrize("deviation", [1e-6, 0.5, 3.0, 50.0, 1e5])
+def test_the_expected_sigmoid_and_entropy_are_their_integrals(mean, deviation):
+    """Against a fine sum, in pieces around 0 where the integrand changes and over the Gaussian elsewhere."""
+    nodes = torch.cat([torch.linspace(-60, 60, 400_001), mean + deviation * torch.linspace(-12, 12, 400_001)])
+    nodes = nodes.sort().values
+    middle, width = (nodes[1:] + nodes[:-1]) / 2, nodes.diff()
+    density = torch.exp(-0.5 * ((middle - mean) / deviation) ** 2) / (deviation * (2 * torch.pi) ** 0.5) * width
+    yes = torch.sigmoid(middle)
+    softplus = nn.functional.softplus
+    entropies = yes * softplus(-middle) + (1 - yes) * softplus(middle)
+    found = expected_sigmoid(torch.tensor([mean]), torch.tensor([deviation**2]))
+    assert float(found[0]) == pytest.approx(float((density * yes).sum()), abs=1e-6)
+    assert float(found[1]) == pytest.approx(float((density * entropies).sum()), abs=1e-6)
+
+
+def test_labels_without_covariance_have_the_mutual_information_of_the_members():
+    means, weights = torch.randn(3, 20, 4), torch.tensor([0.2, 0.3, 0.5])
+    probs = torch.sigmoid(means)
+    both = torch.stack([1 - probs, probs], -1)
+    total = torch.special.entr(torch.einsum("k,kncb->ncb", weights, both)).sum(-1)
+    within = torch.einsum("k,knc->nc", weights, torch.special.entr(both).sum(-1))
+    found = epistemic_share(BERNOULLI, list(means), [None] * 3, weights)
+    assert torch.allclose(found, 1 - within / total, atol=1e-9)
+
+
+def test_draws_do_not_depend_on_the_default_type_of_torch():
+    found = []
+    for kind in (torch.float32, torch.float64):
+        torch.set_default_dtype(kind)
+        sobol_normals.cache_clear()
+        found.append(sobol_normals(16, 5, 3))
+    assert torch.equal(*found)
