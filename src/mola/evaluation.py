@@ -33,10 +33,11 @@ from mola.network import (
     check_loader,
     check_positions,
     drawn_positions,
+    evaluating,
     peek,
 )
 from mola.outliers import max_probability_score
-from mola.prediction import RegressionPrediction
+from mola.prediction import Prediction, RegressionPrediction
 
 INTERVAL = 0.9
 """Probability of the intervals whose coverage is measured."""
@@ -140,7 +141,8 @@ def evaluate(
     deviation) and of `ood_score`, against the test data.
 
     Args:
-        predictors: a posterior, an ensemble, or any callable from inputs to probabilities (n, C); or several, by name.
+        predictors: a posterior, an ensemble, an exported model, or any callable from inputs to probabilities (n, C); or
+            several, by name.
         test_loader: batches of (inputs, labels). Every loader is read once for each predictor.
         ood: loaders of outliers by name; labels are ignored.
         shifted: loaders of labelled data by name, such as corrupted images.
@@ -165,7 +167,7 @@ def evaluate(
     counts: dict[tuple[str, str], int] = {}
     bins: dict[tuple[str, str], Tensor] = {}
     for predictor, one in named.items():
-        mixture = one if hasattr(one, "predict_batches") else Mixture([one], likelihood=likelihood)
+        mixture = one if isinstance(one, Mixture) else _Callable([one], likelihood=likelihood)
         spread = "confidence" if mixture.likelihood.discrete else "std"
         inliers = None
         for data, loader in {**labelled, **outliers}.items():
@@ -180,6 +182,24 @@ def evaluate(
 
 def _name_of(predictor: Any) -> str:
     return getattr(predictor, "__name__", type(predictor).__name__)
+
+
+class _Callable(Mixture):
+    # A predictor from elsewhere. It may return outputs by name, as exported models do.
+
+    def _predict_batch(self, inputs: Any, seed: int | None, place: str) -> Any:
+        with evaluating(*self.children()), torch.no_grad():
+            found = self.predictors[0](inputs)
+        named = found if isinstance(found, Mapping) else {"probs": found}
+        if "probs" not in named:
+            raise DataError(
+                f"{place}: expected probabilities, or outputs with the name 'probs'; got {', '.join(named)}."
+            )
+        checked = Mixture([lambda _: named["probs"]], likelihood=self.likelihood)._predict_batch(inputs, seed, place)
+        if "ood_score" not in named:
+            return checked
+        fields: dict[str, Any] = {"probs": checked.probs, "ood_score": torch.as_tensor(named["ood_score"])}
+        return Prediction(fields, likelihood=self.likelihood)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from sklearn.metrics import log_loss, roc_auc_score
 from torch import nn
 
@@ -213,6 +215,43 @@ def test_any_callable_is_a_predictor(evaluated):
     assert mola.evaluate(by_name["numpy"], test)["<lambda>", "test"] == found["DE", "test"]
     with pytest.raises(DataError, match=r"mola\.ensemble"):
         mola.evaluate(network(), test)
+
+
+def test_outputs_by_name_as_those_of_exported_models(evaluated):
+    pairs, predictors, found = evaluated
+
+    def exported(inputs):
+        prediction = predictors["MoLA"].predict(inputs)
+        return {"probs": prediction.probs, "ood_score": prediction.ood_score}
+
+    other = mola.evaluate(exported, loader(pairs["test"]), ood={"far": loader(pairs["far"])})
+    assert other["exported", "test"] == found["MoLA", "test"]
+    assert other["exported", "far"] == found["MoLA", "far"]
+    with pytest.raises(DataError, match="'probs'; got mean"):
+        mola.evaluate(lambda inputs: {"mean": inputs}, loader(pairs["test"]))
+
+
+def process(rank, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    team = mola.distributed.Team()
+    ensemble, test, far = (
+        mola.ensemble(network()),
+        loader(table(150, 5)),
+        loader(table(60, 6, 2.0)),
+    )  # one batch of outliers
+    found = mola.evaluate(ensemble, team.shard(test), ood={"far": team.shard(far)}, team=team)
+    alone = mola.evaluate(ensemble, test, ood={"far": far})
+    assert found.counts == alone.counts
+    for place, row in alone.rows.items():
+        for name, estimate in row.items():
+            assert found[place][name] == pytest.approx(estimate, abs=1e-12)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_processes_evaluate_together(tmp_path):
+    mp.spawn(process, (tmp_path / "meeting",), nprocs=2)
 
 
 def test_loaders_are_read_once_for_each_predictor(posterior):
