@@ -1,27 +1,21 @@
-"""Fit a Laplace approximation over all weights of each network: one pass over the training data, or two for a subnetwork.
-
-Before the pass, the layers that look like linear maps are tried on a few data: a layer with a forward pass of its own is not taken
-for one.
-"""
+"""Fit a Laplace approximation over all weights of each network: one pass over the training data, or two for a subnetwork."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from tqdm.auto import tqdm
 
-from mola.component import per_component
+from mola.distributed import Team, check_sampler
 from mola.errors import DataError, OptionError, located
-from mola.fitting import ensemble
-from mola.laplace import check_precision
-from mola.likelihood import CATEGORICAL, Likelihood, as_likelihood
-from mola.links import Link
-from mola.mixture import check_weighting
+from mola.fitting import as_networks
+from mola.laplace import Sums, check_precision, check_size
+from mola.likelihoods import CATEGORICAL, Likelihood, as_likelihood
+from mola.links import Link, as_link
 from mola.network import (
     Inputs,
     as_batch,
@@ -29,286 +23,210 @@ from mola.network import (
     call,
     check_finite,
     check_loader,
+    check_logits,
+    evaluating,
     peek,
-    undisturbed,
+    state_checksum,
 )
-from mola.network.calling import Differentiable
-from mola.network.fingerprint import Watch
 from mola.options import one_of
-from mola.tuning.choosing import check_rule
-from mola.tuning.rules import Rule
-from mola.whole.component import WeightDraws, WholeComponent, WholeCurvature, as_whole_link
-from mola.whole.jacobians import (
-    Layer,
-    WeightLayout,
-    layer_rows,
-    portions,
-    size_of,
-    some_of,
-    trainable_layout,
-    usable,
-    watched,
-)
-from mola.whole.posterior import WholeMoLA
-from mola.whole.sums import DenseSum, DiagonalSum, KroneckerSum, Sum, check_dense_size, require_curvlinops
+from mola.posterior import per_component
+from mola.tuning.rules import Rule, as_rule
+from mola.weights import check_weighting
+from mola.whole.jacobians import Layout, curvature_roots, find_layout, jacobian_rows, size_of, some_of
+from mola.whole.posterior import WholeMoLA, make_component
+from mola.whole.structures import WholeDiag, WholeFull, WholeKron, WholeStructure
+
+STRUCTURES: dict[str, Callable[[Layout, int], WholeStructure]] = {
+    "kron": WholeKron,
+    "diag": WholeDiag,
+    "full": WholeFull,
+}
 
 
-def settled(network: nn.Module, layout: WeightLayout, inputs: Inputs) -> tuple[WeightLayout, int]:
-    """Keep the layers whose rows are right; the parameters of others join the rest.
-
-    A layer may be called twice, not at all (its weight used by hand), or with the data in another dimension than the first.
-    Its rows for the first and the last datum are compared with what automatic differentiation says.
-
-    Args:
-        network: in eval mode.
-        layout: as `trainable_layout` found it.
-        inputs: one batch; a few of its data are looked at.
-
-    Returns:
-        The layout with the layers' positions, and the number of classes C.
-    """
-    size = size_of(inputs)
-    count = min(3, size)
-    own = dict(network.named_parameters(remove_duplicate=False))
-    shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
-    kept = []
-    with torch.inference_mode(False), torch.enable_grad(), watched(network, layout.layers) as seen:
-        few = usable(tree_map(lambda value: some_of(value, slice(count), size), inputs))
-        logits = call(Differentiable(network), few)
-        CATEGORICAL.check_outputs(logits)
-        check_finite(logits.detach())
-        fitting = [layer for layer in layout.layers if _fits(seen[layer.name], network, layer, count)]
-        # Not the sum of the logits: that of centred ones is 0, and says nothing.
-        direction = torch.arange(1, logits.shape[1] + 1, device=logits.device).cos().to(logits)
-        found = layer_rows(network, tuple(fitting), seen, logits, direction.expand_as(logits)[None], keep_graph=True)
-        score = logits @ direction
-        for layer, piece in zip(fitting, found, strict=True):
-            rows = piece.product()[:, 0]
-            if all(_agrees(rows[datum], layer, score[datum], own) for datum in (0, count - 1)):
-                kept.append(replace(layer, positions=seen[layer.name][0][1][0].numel() // layer.rows))
-    return layout.with_layers(kept, shapes), logits.shape[1]
-
-
-def _agrees(row: Tensor, layer: Layer, score: Tensor, parameters: Mapping[str, Tensor]) -> bool:
-    wanted = [parameters[name] for name in layer.parameters]
-    exact = torch.autograd.grad(score, wanted, retain_graph=True, allow_unused=True, materialize_grads=True)
-    joined = layer.join(dict(zip(layer.parameters, exact, strict=True)))
-    # In half precision both are rounded a few times on the way.
-    rounding = 16 * torch.finfo(joined.dtype).eps
-    largest = float(joined.abs().max())
-    return torch.allclose(row, joined.to(row), rtol=max(1e-3, rounding), atol=max(1e-4, rounding) * largest)
-
-
-def _fits(calls: list[tuple[Tensor, Tensor]], network: nn.Module, layer: Layer, count: int) -> bool:
-    dimensions = 4 if isinstance(network.get_submodule(layer.name), nn.Conv2d) else 2
-    return len(calls) == 1 and len(calls[0][0]) == count and calls[0][0].dim() >= dimensions
-
-
-STRUCTURES = ("kron", "diag", "full")
-
-
-def fit_whole(
-    models: nn.Module | Sequence[nn.Module],
+def fit(
+    networks: nn.Module | Sequence[nn.Module],
     train_loader: Iterable[Any],
     val_loader: Iterable[Any] | None = None,
     *,
+    rule: Rule | str | None = None,
     structure: str | None = None,
     subnetwork: int | float | None = None,
+    link: str | Link = "probit",
+    likelihood: str | Likelihood = "categorical",
     prior_precision: float | Sequence[float] = 1.0,
     weights: str | Sequence[float] | Tensor = "uniform",
-    link: str | Link | WeightDraws = "probit",
-    rule: Rule | str | None = None,
-    samples: int = 30,
-    seed: int = 0,
+    team: Team | None = None,
     progress: bool = True,
-    likelihood: str | Likelihood = "categorical",
 ) -> WholeMoLA:
     """Put a Laplace approximation on all weights of each trained network, not on its last layer alone.
 
-    The posterior of the weights that require gradients is Gaussian around the trained ones, with the precision `H + lambda
-    I`, where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not modified.
+    The posterior of the weights that require gradients is Gaussian around the trained ones, with the precision `H + lambda I`,
+    where H is the generalised Gauss-Newton matrix summed over the training data. The networks are not modified.
 
     Args:
-        models: one trained classifier, or K of them; architectures may differ, the number of classes may not.
-        train_loader: any iterable of batches: `(x, y)`, `[x, y]`, `x` alone, or a mapping with the labels under "labels".
-            A subnetwork takes two passes, so that an iterator will not do.
-        val_loader: if given, the prior precision is tuned on it at once, by `rule`.
-        structure: "kron" (K-FAC of every linear and convolutional layer, the diagonal for all other parameters, such as
-            BatchNorm's; needs the extra `curvature`), "diag" (the exact diagonal) or "full" (small networks only). None
-            is "kron", or "full" for a subnetwork.
-        subnetwork: how many weights, or which share of them (a fraction between 0 and 1), are uncertain: those with the
-            largest marginal variance under the diagonal approximation (Daxberger et al., 2021), with every correlation
-            between them. The others stay as they were trained, and so do weights that no training datum depends on
-            (units that never fire), as long as there are others.
+        networks: one trained classifier, or K of them; architectures may differ, the number of classes may not.
+        train_loader: any iterable of batches: `(x, y)`, `x` alone, or a mapping with the labels under "labels". A subnetwork takes two
+            passes: not an iterator.
+        val_loader: validation data; if given, the posterior is tuned on them.
+        rule: how to tune, as for `mola.fit`.
+        structure: "kron" (K-FAC of every linear and convolutional layer, the diagonal for all other parameters), "diag" (the exact
+            diagonal) or "full" (small networks only). None is "kron", or "full" for a subnetwork.
+        subnetwork: how many weights, or which fraction of them, are uncertain: those with the largest marginal variance under the
+            diagonal approximation (Daxberger et al., 2021), with all their correlations. The others stay as they were trained.
+            Weights that no training datum depends on, such as those of units that never fire, are chosen last.
+        link: "probit", "probit-centred", "mean-field", "bridge" or "mc" on the linearised logits, or an object of `mola.links`;
+            `MonteCarlo(over="weights")` runs the networks with drawn weights, without linearisation.
+        likelihood: "categorical" alone; `mola.fit` takes others.
         prior_precision: lambda, one number or K.
         weights: "uniform", "evidence", or K numbers that sum to 1.
-        link: "probit", "probit-centered", "mean-field", "bridge" or "mc", on the linearised logits, or a `Link`; or
-            "samples": the average of networks run with drawn weights, not linearised.
-        rule: how the prior precision is chosen, as for `mola.fit`.
-        samples: number of draws of "samples".
-        seed: of these draws.
-        progress: whether to show a progress bar on stderr, if that is a terminal.
-        likelihood: "categorical": curvature over whole networks is for classes; `mola.fit` takes other likelihoods.
-
-    Returns:
-        The posterior.
+        team: processes to fit with, from `mola.distributed.join()`, each with its own shard; all get the posterior of all data.
+        progress: show a progress bar on stderr, if that is a terminal.
     """
-    if as_likelihood(likelihood) != CATEGORICAL:
-        raise OptionError(
-            f"likelihood {as_likelihood(likelihood).name!r}: fit_whole is for classes, whose curvature it sums over whole networks. "
-            f"mola.fit(models, train_loader, likelihood=...) takes it, on last layers."
-        )
-    networks = ensemble(models).networks
-    name = _structure(structure, subnetwork)
+    team, meaning = Team.single() if team is None else team, as_likelihood(likelihood)
+    if meaning != CATEGORICAL:
+        raise OptionError(f"likelihood {meaning.name!r}: mola.whole.fit is for classes. Use mola.fit, on last layers.")
+    models = as_networks(networks)
+    name, chosen_link = _check_structure(structure, subnetwork), as_link(link, meaning)
+    weighting = check_weighting(weights, len(models))
+    precisions = [check_precision(value) for value in per_component(prior_precision, len(models), "prior_precision")]
+    check_loader(train_loader, "training loader")
     if val_loader is not None:
-        check_loader(val_loader, "the validation loader")  # now, and not after the pass over the training data
-    check_rule(rule, val_loader)
-    weighting, chosen_link = check_weighting(weights, len(networks)), as_whole_link(link, samples, seed)
-    precisions = [check_precision(value) for value in per_component(prior_precision, len(networks), "prior_precision")]
-    if name == "kron":
-        require_curvlinops()
-    if name == "subnetwork" and iter(train_loader) is train_loader:
+        check_loader(val_loader, "validation loader")
+    if rule is not None or val_loader is not None:
+        as_rule(rule, meaning, val_loader)
+    if subnetwork is not None and iter(train_loader) is train_loader:
         raise DataError(
             "a subnetwork takes two passes over the training data, got an iterator. Pass a DataLoader or a list of batches."
         )
-    with torch.inference_mode(False), undisturbed(*networks):
-        first, batches = peek(train_loader, "the training loader")
-        layouts, classes = _layouts(networks, as_batch(first, "batch 0 of the training loader").inputs)
-        _check_size(name, layouts, subnetwork)
-        reading = _Reading(networks, layouts, classes, batch_count(train_loader), progress=progress)
-        if name == "subnetwork":
-            diagonals = [DiagonalSum(network, own) for network, own in zip(networks, layouts, strict=True)]
-            reading.run(batches, diagonals, "training loader, pass 1 of 2")
-            counted = reading.count
-            places = [_largest(one.total, subnetwork) for one in diagonals]
-            sums: list[Sum] = [
-                DenseSum(network, own, place) for network, own, place in zip(networks, layouts, places, strict=True)
-            ]
-            reading.run(train_loader, sums, "training loader, pass 2 of 2")
-            if reading.count != counted:
-                raise DataError(
-                    f"a subnetwork takes two passes over the training data, which gave {counted} data the first time and "
-                    f"{reading.count} the second. Pass a DataLoader or a list of batches, which give the same data every time."
-                )
+    if team.size > 1:
+        check_sampler(train_loader)
+    with torch.inference_mode(False), torch.no_grad(), evaluating(*models):
+        first, batches = peek(train_loader, "training loader")
+        layouts, classes = _layouts(models, as_batch(first, "batch 0 of the training loader").inputs)
+        identity = {"networks": [state_checksum(one) for one in models] if team.size > 1 else []}
+        team.agree({**identity, "layouts": [asdict(one) for one in layouts], "structure": [name, subnetwork]}, "fit")
+        structures = [STRUCTURES[name](layout, classes) for layout in layouts]
+        if subnetwork is None:
+            check_size(structures[0], [layout.size for layout in layouts], classes)
+            sums = _sum_up(models, structures, batches, train_loader, team, progress=progress)
         else:
-            kinds: dict[str, Callable[[nn.Module, WeightLayout], Sum]] = {
-                "kron": KroneckerSum,
-                "diag": DiagonalSum,
-                "full": DenseSum,
-            }
-            sums = [kinds[name](network, own) for network, own in zip(networks, layouts, strict=True)]
-            reading.run(batches, sums, "training loader")
-    components = [
-        WholeComponent(
-            network,
-            WholeCurvature(own, one.spectrum(), own.vector(network), classes, reading.count, score, Watch(network)),
-            precision,
-        )
-        for network, own, one, score, precision in zip(
-            networks, layouts, sums, reading.log_likelihoods, precisions, strict=True
-        )
-    ]
-    posterior = WholeMoLA(components, name, chosen_link, weighting)
+            sizes = [_subnetwork_size(layout.size, subnetwork) for layout in layouts]
+            check_size(structures[0], sizes, classes)
+            diagonals = [WholeDiag(layout, classes) for layout in layouts]
+            before = _sum_up(models, diagonals, batches, train_loader, team, progress=progress)
+            pairs = zip(before, sizes, strict=True)
+            places = [_largest_variances(one.tensors["diagonal"], size) for one, size in pairs]
+            structures = [WholeFull(layout, classes, own) for layout, own in zip(layouts, places, strict=True)]
+            sums = _sum_up(models, structures, iter(train_loader), train_loader, team, progress=progress)
+            if sums[0].count != before[0].count:
+                raise DataError(
+                    f"a subnetwork takes two passes over the training data, which gave {before[0].count} data the first time and "
+                    f"{sums[0].count} the second. Pass a DataLoader or a list of batches, which give the same data every time."
+                )
+        parts = zip(models, structures, sums, precisions, strict=True)
+        components = [make_component(*part, meaning) for part in parts]
+    posterior = WholeMoLA(components, chosen_link, weighting)
     if val_loader is None and rule is None:
         return posterior
-    return posterior.tune(val_loader, rule, progress=progress)
+    return posterior.tune(val_loader, rule=rule, progress=progress, team=team)
 
 
-def _structure(structure: str | None, subnetwork: float | None) -> str:
+def _check_structure(structure: str | None, subnetwork: float | None) -> str:
     if subnetwork is None:
         return one_of("kron" if structure is None else structure, STRUCTURES, "structure")
     if structure not in (None, "full"):
         raise OptionError(
             f"a subnetwork has the full covariance of its weights: leave structure out, or pass 'full'; got {structure!r}."
         )
-    whole = isinstance(subnetwork, int) and not isinstance(subnetwork, bool) and subnetwork >= 1
-    share = isinstance(subnetwork, float) and 0 < subnetwork < 1
-    if not whole and not share:
+    is_count = isinstance(subnetwork, int) and not isinstance(subnetwork, bool) and subnetwork >= 1
+    if not is_count and not (isinstance(subnetwork, float) and 0 < subnetwork < 1):
         raise OptionError(
-            f"subnetwork must be a whole number of weights, or a share of them between 0 and 1; got {subnetwork!r}."
+            f"subnetwork must be a number of weights, or a fraction of them between 0 and 1; got {subnetwork!r}."
         )
-    return "subnetwork"
+    return "full"
 
 
-def _count(size: int, subnetwork: float) -> int:
-    return min(size, subnetwork) if isinstance(subnetwork, int) else max(1, round(subnetwork * size))
+def _subnetwork_size(weights: int, subnetwork: float) -> int:
+    if isinstance(subnetwork, float):
+        return max(1, round(subnetwork * weights))
+    if subnetwork > weights:
+        raise OptionError(
+            f"subnetwork={subnetwork}: expected at most {weights}, the number of weights that require gradients."
+        )
+    return subnetwork
 
 
-def _largest(diagonal: Tensor, subnetwork: float | None) -> Tensor:
-    # Places, rising, of the weights with the largest marginal variance 1 / (h + lambda): of those with the smallest h.
-    # Weights with h = 0 come last: no training datum depends on them (a third of a trained LeNet's belong to units that
-    # never fire), so that the data say nothing of them at all, and they would take every place.
-    assert subnetwork is not None
+def _largest_variances(diagonal: Tensor, count: int) -> Tensor:
+    # Places, in increasing order, of the largest marginal variances 1 / (h + lambda): the smallest h. Weights with h = 0 come last: no
+    # training datum depends on them (a third of a trained LeNet's belong to units that never fire), and they would take every place.
     order = torch.sort(torch.where(diagonal > 0, diagonal, torch.inf), stable=True).indices
-    return order[: _count(len(diagonal), subnetwork)].sort().values
+    return order[:count].sort().values.cpu()
 
 
-def _check_size(name: str, layouts: Sequence[WeightLayout], subnetwork: float | None) -> None:
-    largest = max(layout.size for layout in layouts)
-    if name == "full":
-        check_dense_size(largest, len(layouts), "Use structure 'kron' or 'diag', or a subnetwork=1000.")
-    if name == "subnetwork":
-        assert subnetwork is not None
-        if isinstance(subnetwork, int) and subnetwork > largest:
-            raise OptionError(
-                f"subnetwork={subnetwork} asks for more weights than there are: {largest} require gradients."
-            )
-        check_dense_size(_count(largest, subnetwork), len(layouts), "Use a smaller subnetwork, or structure 'kron'.")
-
-
-def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[WeightLayout], int]:
-    layouts, classes = [], []
+def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[Layout], int]:
+    layouts, classes, size = [], [], size_of(inputs)
     for index, network in enumerate(networks):
         with located(f"batch 0 of the training loader, models[{index}]"):
-            layout, count = settled(network, trainable_layout(network), inputs)
-        layouts.append(layout)
-        classes.append(count)
+            outputs = call(network, inputs)
+            if outputs.dim() != 2 or len(outputs) != size:
+                raise DataError(
+                    f"expected logits of shape ({size}, C), got {tuple(outputs.shape)}. For dense outputs use mola.fit."
+                )
+            check_finite(outputs[:, :0], outputs)
+            check_logits(network, inputs, outputs, CATEGORICAL)
+            layouts.append(find_layout(network, inputs, size))
+        classes.append(outputs.shape[1])
     if len(set(classes)) > 1:
         raise DataError(f"expected networks with the same number of classes, got {classes}.")
     return layouts, classes[0]
 
 
-class _Reading:
-    # Passes over the training data: every network sees each batch in turn.
+def _sum_up(
+    networks: Sequence[nn.Module],
+    structures: Sequence[WholeStructure],
+    batches: Iterator[Any],
+    loader: Iterable[Any],
+    team: Team,
+    *,
+    progress: bool,
+) -> list[Sums]:
+    totals, labelled = [Sums({}) for _ in networks], None
+    shown: dict[str, Any] = {"total": batch_count(loader), "disable": None if progress else True, "leave": False}
+    for index, raw in enumerate(tqdm(batches, desc="training loader", **shown)):
+        place = f"batch {index} of the training loader"
+        batch = as_batch(raw, place)
+        if labelled not in (None, batch.labels is not None):
+            raise DataError(f"{place} {'has no' if labelled else 'has'} labels, unlike the batches before it.")
+        labelled = batch.labels is not None
+        for position, (network, structure) in enumerate(zip(networks, structures, strict=True)):
+            with located(f"{place}, models[{position}]"):
+                own = _batch_sums(network, structure, batch.inputs, batch.labels, place)
+            totals[position] = structure.accumulate(totals[position], own)
+    if team.size == 1:
+        return totals
+    shared = []
+    for one in totals:
+        scalars = torch.tensor([one.count, one.log_likelihood or 0.0, one.log_likelihood is None], dtype=torch.float64)
+        scalars, *tensors = team.sum([scalars, *one.tensors.values()])
+        known = None if float(scalars[2]) else float(scalars[1])
+        shared.append(Sums(dict(zip(one.tensors, tensors, strict=True)), int(scalars[0]), known))
+    return shared
 
-    def __init__(
-        self,
-        networks: Sequence[nn.Module],
-        layouts: Sequence[WeightLayout],
-        classes: int,
-        total: int | None,
-        *,
-        progress: bool,
-    ) -> None:
-        self.networks, self.layouts, self.classes = networks, layouts, classes
-        self.total, self.progress = total, progress
-        self.count = 0
-        self.log_likelihoods: list[float | None] = []
 
-    def run(self, loader: Iterable[Any], sums: Sequence[Sum], where: str) -> None:
-        """Read the loader once."""
-        self.count, scores, labelled = 0, [0.0] * len(sums), set()
-        bar = tqdm(loader, desc=where, total=self.total, disable=None if self.progress else True, leave=False)
-        for index, raw in enumerate(bar):
-            place = f"batch {index} of the training loader"
-            batch = as_batch(raw, place)
-            labelled.add(batch.labels is not None)
-            if len(labelled) > 1:
-                raise DataError(
-                    f"{place} {'has no' if batch.labels is None else 'has'} labels, unlike the batches before it."
-                )
-            for position, one in enumerate(sums):
-                with located(f"{place}, models[{position}]"):
-                    logits = torch.cat(list(self._logits(position, one, batch.inputs)))
-                if batch.labels is not None:
-                    labels = CATEGORICAL.check_labels(batch.labels, logits, place)
-                    scores[position] += float(CATEGORICAL.log_likelihood(logits.double(), labels).sum())
-            self.count += len(logits)
-        self.log_likelihoods = [score if labelled == {True} else None for score in scores]
-
-    def _logits(self, position: int, one: Sum, inputs: Inputs) -> Iterator[Tensor]:
-        for _, some in portions(inputs, self.layouts[position], self.classes, one.explicit):
-            logits = one.add(some)
-            CATEGORICAL.check_outputs(logits)
-            check_finite(logits)
-            yield logits
+def _batch_sums(
+    network: nn.Module, structure: WholeStructure, inputs: Inputs, labels: Tensor | None, place: str
+) -> Sums:
+    size, roots = size_of(inputs), curvature_roots(CATEGORICAL)
+    step, total, outputs = structure.layout.data_at_once(structure.outputs, structure.columns), Sums({}), []
+    for start in range(0, size, step):
+        rows = jacobian_rows(network, structure.layout, some_of(inputs, slice(start, start + step), size), roots)
+        check_finite(rows.outputs[:, :0], rows.outputs)
+        outputs.append(rows.outputs)
+        total = structure.accumulate(
+            total, Sums({key: one.cpu() for key, one in structure.sums(rows).items()}, len(rows.outputs))
+        )
+    if labels is None:
+        return Sums(total.tensors, total.count, None)
+    logits = torch.cat(outputs)
+    log_likelihood = CATEGORICAL.log_likelihood(logits, CATEGORICAL.check_labels(labels, logits, place)).sum()
+    return Sums(total.tensors, total.count, float(log_likelihood))

@@ -1,368 +1,316 @@
 """WholeMoLA: a mixture of Laplace approximations over whole networks, or over subnetworks.
 
-Its prior precision is tuned like that of a `MoLA`, but every candidate takes Jacobians: they are made once for all
-candidates of a grid.
+It is a `MoLA` whose features are Jacobians. These are too large to keep, so held-out data keep their inputs, and the Jacobians
+of a few data at a time are computed for all candidates of a search together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from torch.utils._pytree import tree_map
 
-from mola.cooling import Cooling
 from mola.distributed import Team
-from mola.errors import DataError, OptionError, located
-from mola.laplace import LogitMoments, Spread
-from mola.links import Link
-from mola.network import Inputs, as_batch, check_loader, one_batch, undisturbed
-from mola.network.calling import copied
-from mola.numerics import exact, seed_from
-from mola.posterior import LaplaceMixture
+from mola.errors import DataError, OptionError
+from mola.laplace import LastLayerSpread
+from mola.likelihoods import DiscreteLikelihood, Likelihood
+from mola.likelihoods.base import mixed
+from mola.links import MonteCarlo
+from mola.network import Captured, Inputs, Layout, as_batch, check_loader, evaluating
+from mola.numerics import Generator
+from mola.outliers import MAX_PROBABILITY, max_probability_score
+from mola.posterior import Component, LastLayer, MixtureRows, MoLA
 from mola.prediction import Prediction
-from mola.tuning.candidates import HeldOut, Problem, Tuning, read_held_out
-from mola.uncertainty import max_probability_score, mutual_information
-from mola.whole import files
-from mola.whole.component import (
-    JointSpread,
-    WeightDraws,
-    WholeComponent,
-    as_whole_link,
-    contrasts,
-    plain,
-    seen_and_shift,
-)
-from mola.whole.jacobians import Directions
-from mola.whole.spectra import WeightSpectrum
+from mola.tuning.held_out import Features, HeldOut, read_held_out
+from mola.uncertainty import mutual_information
+from mola.whole.jacobians import each_logit, jacobian_rows, run_with, size_of, some_of
+from mola.whole.structures import WholeCurvature, WholeStructure
+
+
+class InputRows:
+    """A few data in the place of features: their Jacobians are computed when they are needed.
+
+    Args:
+        component: whose network is linearised.
+        inputs: of the data.
+        outputs: logits (n, C) of the network, in float64.
+    """
+
+    def __init__(self, component: WholeComponent, inputs: Inputs, outputs: Tensor) -> None:
+        self.component, self.inputs, self.outputs, self.device = component, inputs, outputs, outputs.device
+
+    @cached_property
+    def coordinates(self) -> Tensor:
+        """Jacobians (n, C, D) in the eigenbasis of the curvature."""
+        curvature, structure = self.component.curvature_on(self.device), self.component.structure
+        if not len(self.outputs):
+            return self.outputs.new_zeros(0, curvature.outputs, len(curvature.values))
+        network = self.component.network
+        with evaluating(network):
+            rows = jacobian_rows(network, structure.layout, self.inputs, each_logit)
+        with torch.no_grad():
+            return curvature.coordinates(rows)
+
+    def __getitem__(self, rows: slice) -> InputRows:
+        return InputRows(self.component, some_of(self.inputs, rows, len(self.outputs)), self.outputs[rows])
+
+
+@dataclass(frozen=True)
+class WholeSpread(LastLayerSpread):
+    """The spread of linearised logits; draws of the weights run the network itself."""
+
+    def by_weights(self, count: int, generator: Generator) -> Tensor:
+        """Deviations (n, count, C) of the logits of networks with drawn weights: nothing is linearised."""
+        rows: Any = self.phi
+        component, found = rows.component, []
+        layout, network = component.structure.layout, component.network
+        mean = layout.vector(network)
+        with evaluating(network):
+            for _ in range(count):
+                drawn = mean + self.curvature.sample(float(self.precision), 1, generator)[0].to(mean)
+                found.append(
+                    run_with(network, layout.tensors(network, drawn), rows.inputs).to(rows.outputs) - rows.outputs
+                )
+        deviations = torch.stack(found, 1)
+        return deviations if self.divisor is None else deviations / self.divisor[..., None]
+
+
+class WholeComponent(Component):
+    """One network with a Laplace approximation of all its weights, or of some, at one prior precision."""
+
+    def at(self, prior_precision: float) -> WholeComponent:
+        """The same network at another prior precision."""
+        return WholeComponent(self.network, None, self.layer, prior_precision, self.likelihood)
+
+    @property
+    def structure(self) -> WholeStructure:
+        """Of the curvature, with the layout of the weights."""
+        layer = self.require_layer("a posterior over whole networks")
+        assert isinstance(layer.structure, WholeStructure)
+        return layer.structure
+
+    def curvature_on(self, device: torch.device) -> WholeCurvature:
+        """The curvature on a device."""
+        layer = self.on(device)
+        assert layer is not None and isinstance(layer.curvature, WholeCurvature)
+        return layer.curvature
+
+    def spread(self, phi: Any, precision: float | Tensor | None = None) -> WholeSpread:
+        """How the logits of `InputRows` spread."""
+        if not isinstance(phi, InputRows):
+            raise OptionError(
+                "a posterior over whole networks predicts from inputs, got features of a last layer. Pass the loader, or the inputs."
+            )
+        chosen: Any = self.prior_precision if precision is None else precision
+        return WholeSpread(self.curvature_on(phi.device), phi, chosen)  # type: ignore[arg-type]
+
+
+def make_component(
+    network: nn.Module, structure: WholeStructure, sums: Any, prior_precision: float, likelihood: Likelihood
+) -> WholeComponent:
+    """Solve the eigenproblem of the sums of one network."""
+    weights = structure.uncertain(structure.layout.vector(network).cpu())
+    layer = LastLayer(structure, sums, weights, structure.solve(sums), None)
+    return WholeComponent(network, None, layer, prior_precision, likelihood)
+
+
+@dataclass(frozen=True)
+class CapturedInputs(Captured):
+    """One pass of a network, with the inputs."""
+
+    inputs: Inputs = None
+    component: WholeComponent | None = None
+    most: int = 1
+    """Data whose Jacobians are held at once."""
+
+    def chunks(self, size: int) -> Iterator[tuple[slice, Any, Tensor]]:
+        """Yield a range of data, their `InputRows` and outputs (m, C) in float64."""
+        assert self.component is not None
+        size, total, every = max(1, min(size, self.most)), len(self), self.rows(slice(None))[1]
+        for start in range(0, max(total, 1), size):
+            part = slice(start, min(start + size, total))
+            yield part, InputRows(self.component, some_of(self.inputs, part, total), every[part]), every[part]
 
 
 @dataclass(frozen=True)
 class HeldInputs(HeldOut):
     """Held-out data with their inputs, which stay in memory while candidates are compared."""
 
-    batches: Sequence[Inputs] = field(default_factory=tuple)
+    batches: Sequence[tuple[Inputs, int]] = ()
+    """Inputs and number of data of each batch."""
+    components: Sequence[WholeComponent] = ()
+    most: int = 1
+    """Data whose Jacobians are held at once."""
+
+    def chunks(self, size: int) -> Iterator[tuple[Features, Tensor | None]]:
+        """A few data at a time: `InputRows` and outputs of every network, and labels."""
+        size, start = max(1, min(size, self.most)), 0
+        for inputs, count in self.batches:
+            for first in range(0, count, size):
+                part = slice(first, min(first + size, count))
+                whole, some = slice(start + part.start, start + part.stop), some_of(inputs, part, count)
+                outputs = [one[whole] for one in self.outputs]
+                rows: Any = [InputRows(one, some, own) for one, own in zip(self.components, outputs, strict=True)]
+                yield (rows, outputs), None if self.labels is None else self.labels[whole]
+            start += count
 
 
-def _inputs_of(data: HeldOut) -> Sequence[Inputs]:
-    if not isinstance(data, HeldInputs):
-        raise DataError(
-            "these held-out data were read by a posterior over last layers, without their inputs: pass the loader itself."
-        )
-    return data.batches
+class WholeMoLA(MoLA):
+    """A mixture of Laplace approximations over all weights of its networks. Made by `mola.whole.fit` or `mola.whole.load`.
 
-
-@dataclass(frozen=True, kw_only=True)
-class WholeProblem(Problem):
-    """A mixture over whole networks whose prior precision is to be chosen.
-
-    The Jacobians of a batch are made once for all candidates of a grid, and again for those by which it grows.
+    Networks are linearised around the trained weights, in eval mode. With the link `mola.links.MonteCarlo(over="weights")` they
+    are run with drawn weights instead. Every call takes the Jacobians of its data: C backward passes of each network.
     """
 
-    spectra: Sequence[WeightSpectrum]
-    link: Link | WeightDraws
-    components: Sequence[WholeComponent]
-
-    def _tried(self, data: HeldOut, precisions: Sequence[float]) -> Iterator[tuple[slice, slice, Tensor]]:
-        batches = _inputs_of(data)
-        mixing, start = torch.stack([self.weights_at(precision) for precision in precisions]), 0
-        bar = tqdm(batches, desc="candidates", disable=None if self.progress else True, leave=False)
-        for inputs in bar:
-            with undisturbed(*(component.network for component in self.components)), torch.no_grad():
-                members = [at_candidates(component, inputs, precisions, self.link) for component in self.components]
-            for index, probs in enumerate(zip(*members, strict=True)):
-                mixed = sum(weight * one for weight, one in zip(mixing[index], probs, strict=True))
-                assert isinstance(mixed, Tensor)
-                yield slice(index, index + 1), slice(start, start + len(mixed)), mixed.T[None]
-            start += len(mixed)
-
-
-def at_candidates(
-    component: WholeComponent,
-    inputs: Inputs,
-    precisions: Sequence[float],
-    link: Link | WeightDraws,
-    temperature: float = 1.0,
-) -> list[Tensor]:
-    """Probabilities (n, C) of one component at every candidate, in float64 on the CPU."""
-    if isinstance(link, WeightDraws):
-        drawn = [component.draws(inputs, link.samples, link.seed, precision).mean(0) for precision in precisions]
-        return [probs.cpu().double() for probs in drawn]
-    tried = _Tried(component, inputs, precisions)
-    mean = tried.mean(link)
-    rows = torch.arange(len(mean), device="cpu")
-    moments = [LogitMoments(mean, _AtCandidate(tried, index, rows)) for index in range(len(precisions))]
-    return [link(one if temperature == 1 else one.divided(mean.new_tensor(temperature))) for one in moments]
-
-
-class _Tried:
-    # One component at one batch under every candidate. What a link asks for is made then, for all candidates at once.
-    # In float64 on the CPU.
-
-    def __init__(self, component: WholeComponent, inputs: Inputs, precisions: Sequence[float]) -> None:
-        self.component, self.inputs, self.precisions = component, inputs, precisions
-
-    def mean(self, link: Link) -> Tensor:
-        """Logits (n, C), from the pass that makes what the link will ask for, as far as it says."""
-        if link.needs_covariance:
-            return self.joints[0]
-        return (self.variances if link.cooled_by == "variance" else self.contrast_variances)[0]
-
-    @cached_property
-    def variances(self) -> tuple[Tensor, Tensor]:
-        """Logits (n, C), and variances (L, n, C) of the logits."""
-        return self._along(plain)
-
-    @cached_property
-    def contrast_variances(self) -> tuple[Tensor, Tensor]:
-        """Logits (n, C), and variances (L, n, C) of the centred logits."""
-        return self._along(contrasts)
-
-    def _along(self, directions: Directions) -> tuple[Tensor, Tensor]:
-        grid = torch.tensor(self.precisions, dtype=torch.float64, device="cpu")
-        mean, variances = self.component.variances(self.inputs, grid, directions)
-        return exact(mean).cpu(), exact(variances).cpu()
-
-    @cached_property
-    def joints(self) -> tuple[Tensor, list[Tensor]]:
-        """Logits (n, C), and for each candidate their covariance (n, C, C) along `seen_and_shift`."""
-        portions = [
-            (
-                exact(logits).cpu(),
-                [exact(self.component.covariance(rows, spectrum, one)).cpu() for one in self.precisions],
-            )
-            for logits, rows, spectrum in self.component.rows(self.inputs, seen_and_shift)
-        ]
-        mean = torch.cat([logits for logits, _ in portions])
-        return mean, [torch.cat(parts) for parts in zip(*(found for _, found in portions), strict=True)]
-
-
-class _AtCandidate(Spread):
-    def __init__(self, tried: _Tried, index: int, rows: Tensor) -> None:
-        self.tried, self.index, self.own = tried, index, rows
-
-    def variance(self) -> Tensor:
-        """Variance (n, C) of each logit."""
-        return self.tried.variances[1][self.index, self.own]
-
-    def contrast_variance(self) -> Tensor:
-        """Variance (n, C) of each centred logit."""
-        return self.tried.contrast_variances[1][self.index, self.own]
-
-    @property
-    def _joint(self) -> JointSpread:
-        return JointSpread(self.tried.joints[1][self.index][self.own])
-
-    @property
-    def width(self) -> int:
-        """Numbers of each covariance."""
-        return self._joint.width
-
-    @property
-    def noise_size(self) -> int:
-        """Number of independent normals that one draw of the logits takes."""
-        return self._joint.noise_size
-
-    def average_contrast_variance(self) -> Tensor:
-        """Ones (C,), as for `JointSpread`."""
-        return torch.ones(self.tried.component.curvature.classes, dtype=torch.float64, device="cpu")
-
-    def contrast_covariance(self) -> Tensor:
-        """Covariance (n, C, C) of the centred logits."""
-        return self._joint.contrast_covariance()
-
-    def perturb(self, noise: Tensor) -> Tensor:
-        """Deviations (n, S, C) of the logits, up to a common shift."""
-        return self._joint.perturb(noise)
-
-    def __getitem__(self, rows: slice) -> _AtCandidate:
-        return _AtCandidate(self.tried, self.index, self.own[rows])
-
-
-class WholeMoLA(LaplaceMixture[WholeComponent]):
-    """A mixture of Laplace approximations over all weights of its networks. Made by `mola.fit_whole` or `WholeMoLA.load`.
-
-    Calling it gives probabilities (n, C); `predict` gives a `Prediction`. Networks are linearised around the trained
-    weights, in eval mode; with the link "samples", they are run with drawn weights instead (BatchNorm with its trained
-    statistics).
-
-    Jacobians of the validation data are made once for a rule's grid, whatever its size, and once more for each decade by
-    which the grid has to grow. With the link "samples" every candidate runs every draw: give the rule a short grid, or tune
-    with a closed-form link first.
-
-    Args:
-        components: the networks with their curvature.
-        structure: "kron", "diag", "full" or "subnetwork".
-        link: from logits to probabilities, or "samples".
-        weights: "uniform", "evidence", or K numbers that sum to 1.
-        tuning: how the prior precision was chosen, if it was.
-        cooling: what logits are divided by before they become probabilities; a temperature alone.
-    """
-
-    link: Link | WeightDraws
-
-    def __init__(
-        self,
-        components: Sequence[WholeComponent],
-        structure: str,
-        link: str | Link | WeightDraws = "probit",
-        weights: str | Sequence[float] | Tensor = "uniform",
-        tuning: Tuning | None = None,
-        cooling: Cooling | None = None,
-    ) -> None:
-        super().__init__(components, link, weights, tuning, cooling)
-        self.structure = structure
-
-    def _check_cooling(self) -> None:
-        super()._check_cooling()
-        if self.temperature != 1 and isinstance(self.link, WeightDraws):
-            raise OptionError(
-                "a temperature divides logits, and link 'samples' averages probabilities: choose a closed-form link first, such as "
-                "with_link('probit')."
-            )
-
-    def _parts(self) -> dict[str, Any]:
-        return super()._parts() | {"structure": self.structure}
-
-    @staticmethod
-    def _as_link(link: str | Link | WeightDraws) -> Link | WeightDraws:
-        return as_whole_link(link)
-
-    def with_link(self, link: str | Link | WeightDraws, samples: int = 30, seed: int = 0) -> WholeMoLA:
-        """The same mixture with another link; `samples` and `seed` are for "samples"."""
-        return self._with(link=as_whole_link(link, samples, seed))
+    components: tuple[WholeComponent, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many weights of each network are uncertain."""
-        return tuple(len(component.curvature.spectrum.values) for component in self.components)
+        """Number of uncertain weights of each network."""
+        return tuple(component.require_layer("a size").weights.numel() for component in self.components)
 
-    def _described(self) -> str:
-        return f"{self.structure} over {', '.join(f'{size:,}' for size in dict.fromkeys(self.sizes))} weights"
+    def subnetwork(self, index: int = 0) -> dict[str, Tensor]:
+        """For each parameter of a network that is not frozen, a mask of its uncertain weights."""
+        if not 0 <= index < len(self.components):
+            raise OptionError(f"expected the index of one of {len(self.components)} networks, got {index}.")
+        network, structure = self.components[index].network, self.components[index].structure
+        places = torch.arange(structure.layout.size)
+        mask = torch.isin(places, structure.uncertain(places))
+        return structure.layout.tensors(network, mask)
+
+    @property
+    def _draws_weights(self) -> bool:
+        return isinstance(self.link, MonteCarlo) and self.link.over == "weights"
+
+    def _most(self) -> int:
+        if self._draws_weights:
+            return 2**31
+        layers = [one.require_layer("a prediction") for one in self.components]
+        parts = [
+            one.structure.layout.data_at_once(layer.curvature.outputs, layer.curvature.features)
+            for one, layer in zip(self.components, layers, strict=True)
+        ]
+        return max(1, min(parts) // len(parts))
+
+    def _why_no_distances(self) -> str:
+        return "a posterior over whole networks has no distances from the training data: mola.fit has them."
 
     # --- predict ----------------------------------------------------------------------------------------------------
 
-    def forward(self, inputs: Inputs, generator: torch.Generator | None = None) -> Tensor:
-        """Probabilities (n, C).
+    def _captured(self, inputs: Inputs) -> list[Captured]:
+        captured, most = super()._captured(inputs), self._most()
+        return [
+            CapturedInputs(one.features, one.outputs, None, None, inputs, component, most)
+            for one, component in zip(captured, self.components, strict=True)
+        ]
 
-        Args:
-            inputs: a tensor, a tuple of positional or a mapping of keyword arguments of the networks.
-            generator: source of randomness for links that draw; None uses the link's own seed.
+    @property
+    def ood_score_name(self) -> str:
+        """Name of the outlier score."""
+        return MAX_PROBABILITY
 
-        Returns:
-            Probabilities, in float64 for networks in float64, else in float32.
-        """
-        if not isinstance(self.link, WeightDraws):
-            return super().forward(inputs, generator)
-        drawn = self._draws(one_batch(inputs), self.link, seed_from(generator))
-        return self._mix([probs.mean(0) for probs in drawn])
+    def _make_prediction(
+        self,
+        chunks: Callable[[], Iterator[MixtureRows]],
+        like: Captured,
+        layout: Layout | None,
+        seed: int | None = None,
+        held_bytes: int = 0,
+    ) -> Prediction:
+        # All fields in one pass: Jacobians are the cost.
+        found = [self._fields(rows, seed) for rows in chunks()]
+        kind, device = torch.promote_types(like.outputs.dtype, torch.float32), like.outputs.device
+        joined = {name: torch.cat([part[name] for part in found], int(name.startswith("logit"))) for name in found[0]}
+        fields: dict[str, Any] = {name: values.to(kind).to(device) for name, values in joined.items()}
+        return Prediction(fields, likelihood=self.likelihood)
 
-    def _draws(self, inputs: Inputs, link: WeightDraws, seed: int | None) -> list[Tensor]:
-        drawn = []
-        self._look()
-        with undisturbed(*self.networks, passes_only=True), torch.no_grad():
-            for index, component in enumerate(self.components):
-                with located(f"models[{index}]"):
-                    drawn.append(component.draws(inputs, link.samples, link.seed if seed is None else seed))
-        return drawn
+    def _fields(self, rows: MixtureRows, seed: int | None) -> dict[str, Tensor]:
+        likelihood, link = self.likelihood, self.link
+        assert isinstance(likelihood, DiscreteLikelihood)
+        if self._draws_weights:
+            assert isinstance(link, MonteCarlo)
+            first = link.seed if seed is None else seed
+            spreads = [one for one in self._spreads(rows) if one is not None]
+            deviations = torch.stack([one.by_weights(link.samples, np.random.default_rng(first)) for one in spreads])
+            scale: Any = self._scale(rows)
+            means, _ = likelihood.scaled(
+                rows.outputs, [None] * len(deviations), self.weights, scale, self.scaling.pooling
+            )
+            drawn = torch.stack(list(means))[:, :, None] + (
+                deviations if scale is None else deviations / scale[..., None]
+            )
+            members = likelihood.probabilities(drawn).movedim(2, 1).flatten(0, 1)  # (K S, n, C)
+            shares = (self.weights / link.samples).repeat_interleave(link.samples).to(members)
+            probs, information = mixed(shares, list(members)), mutual_information(members, shares, likelihood)
+            variance = deviations.var(2, unbiased=False)
+        else:
+            probs, information = self.predictive(rows, seed).point(), self._mutual_information(rows, seed)
+            variance = self._logit_variance(rows)
+        return {
+            "probs": probs,
+            "mutual_information": information,
+            "ood_score": max_probability_score(probs, likelihood),
+            "logit_mean": torch.stack(list(rows.outputs)),
+            "logit_variance": variance,
+        }
 
-    def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Prediction:
-        if not isinstance(self.link, WeightDraws):
-            return super()._predict_batch(inputs, seed, place)
-        with located(place):
-            drawn = torch.cat(self._draws(inputs, self.link, seed))
-        shares = (self.weights / self.link.samples).repeat_interleave(self.link.samples).to(drawn)
-        probs = torch.einsum("s,snc->nc", shares, drawn)
-        return Prediction(probs, mutual_information(drawn, shares), max_probability_score(probs), "max-probability")
+    def confidence_bound(self, inputs: Inputs, *, lemma: bool = False) -> NoReturn:
+        """Not defined: the paper's bounds are those of last layers."""
+        raise OptionError("the confidence bound holds for Laplace approximations of last layers: use mola.fit.")
+
+    def far_field_limit(self, inputs: Tensor) -> NoReturn:
+        """Not defined: the paper's limit is that of last layers."""
+        raise OptionError("the far-field limit holds for Laplace approximations of last layers: use mola.fit.")
 
     # --- tune -------------------------------------------------------------------------------------------------------
 
-    def _held_out(self, loader: Iterable[Any], where: str, *, labelled: bool, progress: bool, team: Team) -> HeldInputs:
-        check_loader(loader, f"the {where}")
-        batches: list[Inputs] = []
+    def read(
+        self,
+        loader: Iterable[Any] | HeldOut,
+        where: str,
+        *,
+        labelled: bool,
+        progress: bool = False,
+        team: Team | None = None,
+    ) -> HeldOut:
+        """Run the networks once over a loader and keep inputs, outputs and labels."""
+        if isinstance(loader, HeldOut):
+            return super().read(loader, where, labelled=labelled)
+        check_loader(loader, where)
+        kept: list[tuple[Inputs, int]] = []
 
         def remembered() -> Iterator[Any]:
             for index, raw in enumerate(loader):
-                # Copied: a loader may use its memory again for the next batch.
-                batches.append(copied(as_batch(raw, f"batch {index} of the {where}").inputs))
+                batch = as_batch(raw, f"batch {index} of the {where}")
+                # Copies: a loader may reuse its memory for the next batch.
+                copies = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch.inputs)
+                kept.append((copies, size_of(copies)))
                 yield raw
 
         heads = [None] * len(self.components)
-        data = read_held_out(
-            self.networks, heads, remembered(), where=where, labelled=labelled, progress=progress, team=team
-        )
-        return HeldInputs(data.features, data.logits, data.labels, batches, team=team)
-
-    def _problem(self, **shared: Any) -> WholeProblem:
-        spectra = [component.curvature.spectrum for component in self.components]
-        return WholeProblem(spectra=spectra, link=self.link, components=self.components, **shared)
-
-    def _members_on(self, data: HeldOut) -> Iterable[Tensor]:
-        batches = _inputs_of(data)
-        for component in self.components:
-            with undisturbed(component.network):
-                parts = [
-                    at_candidates(component, one, [component.precision], self.link, self.temperature)[0]
-                    for one in batches
-                ]
-            yield torch.cat(parts) if parts else torch.zeros(0, component.curvature.classes, dtype=torch.float64)
-
-    def subnetwork(self, index: int = 0) -> dict[str, Tensor]:
-        """Which weights of a network are uncertain.
-
-        Args:
-            index: of the network.
-
-        Returns:
-            For each parameter that is not fixed, a tensor of its shape that is true where the weight is uncertain.
-        """
-        if not 0 <= index < len(self.components):
-            raise DataError(f"expected the index of one of {len(self.components)} networks, got {index}.")
-        component = self.components[index]
-        layout, chosen = component.curvature.layout, component.curvature.chosen
-        marks = torch.ones(layout.size, dtype=torch.float64)
-        if chosen is not None:
-            marks = torch.zeros(layout.size, dtype=torch.float64).index_fill(0, chosen, 1.0)
-        return {name: values > 0 for name, values in layout.tensors(component.network, marks).items()}
+        options: dict[str, Any] = {"where": where, "labelled": labelled, "progress": progress, "team": team}
+        data = read_held_out(self.networks, heads, remembered(), self.likelihood, **options)
+        if sum(size for _, size in kept) != len(data):
+            raise DataError(
+                f"the {where}: expected one row of logits for each datum. Put the data in the first dimension of every input."
+            )
+        own = {
+            name: getattr(data, name)
+            for name in ("phi", "outputs", "labels", "likelihood", "independent", "where", "team")
+        }
+        return HeldInputs(**own, batches=kept, components=self.components, most=self._most())
 
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> Path:
-        """Save all but the networks: spectra, prior precisions, weights, link, and what tells each network.
+        """Save all but the networks, for `mola.whole.load(directory, networks)`; see `MoLA.save`."""
+        from mola.whole.files import save_whole
 
-        Args:
-            directory: folder to write to; what it held before stays readable until all is written.
-
-        Returns:
-            The folder, for `mola.WholeMoLA.load(directory, models)`.
-        """
-        self.check_networks()
-        return files.write(
-            directory,
-            self.components,
-            self.structure,
-            self.link,
-            self.weights,
-            self.weighting,
-            self.tuning,
-            self._cooling,
-        )
-
-    @classmethod
-    def load(cls, directory: str | Path, models: nn.Module | Sequence[nn.Module]) -> WholeMoLA:
-        """Load what `save` wrote onto the same networks.
-
-        Args:
-            directory: folder that `save` wrote.
-            models: the networks, in the same order.
-
-        Returns:
-            The posterior; `StorageError` if the files are damaged, or a network is another.
-        """
-        components, structure, parts = files.read(directory, models)
-        return cls(components, structure, *parts)
+        return save_whole(self, directory)
