@@ -1,0 +1,433 @@
+"""Laplace over whole networks: every structure against dense matrices by automatic differentiation."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+
+import mola
+from mola.errors import DataError, OptionError, StorageError, StructureTooLargeError
+from mola.links import MonteCarlo
+from mola.rules import Evidence, Outliers, Score, Threshold
+from mola.weights import stacking_weights
+
+STRUCTURES = [{"structure": "kron"}, {"structure": "diag"}, {"structure": "full"}, {"subnetwork": 25}]
+DRAWS = MonteCarlo(samples=3, over="weights", seed=2)
+pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # tiny data: the grid grows, labels are random
+
+
+def convolutional(seed=0, classes=4):
+    """Convolution, in-place ReLU, BatchNorm, two linear layers: 168 parameters, 6 of them BatchNorm's."""
+    torch.manual_seed(seed)
+    network = nn.Sequential(
+        nn.Conv2d(1, 3, 3, stride=2, padding=1),
+        nn.ReLU(inplace=True),
+        nn.BatchNorm2d(3),
+        nn.Flatten(),
+        nn.Linear(27, 4),
+        nn.Tanh(),
+        nn.Linear(4, classes),
+    )
+    network(torch.randn(30, 1, 6, 6))  # statistics that are not those of the start
+    return network.eval()
+
+
+def data(seed=1, count=17, classes=4):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 1, 6, 6, generator=generator), torch.randint(classes, (count,), generator=generator)
+
+
+def batches(inputs, labels, size):
+    return list(zip(inputs.split(size), labels.split(size), strict=True))
+
+
+def fit(network, loader, **options):
+    return mola.whole.fit(network, loader, **{"progress": False, **options})
+
+
+def jacobian(posterior, network, inputs):
+    """(n, C, D) in the posterior's order of weights, by reverse-mode automatic differentiation of the whole batch."""
+    free = {name: value.detach() for name, value in network.named_parameters()}
+    found = jacrev(lambda parameters: functional_call(network, parameters, inputs))(free)
+    structure = posterior.components[0].layer.structure
+    places, start = {}, 0
+    for name, value in network.named_parameters():
+        places[name] = torch.arange(start, start + value.numel(), dtype=torch.float64).view_as(value)
+        start += value.numel()
+    holder = copy.deepcopy(network)
+    for name, value in holder.named_parameters():
+        value.data = places[name]
+    order = structure.uncertain(structure.layout.vector(holder)).long()
+    return torch.cat([found[name].flatten(2) for name in free], dim=2)[:, :, order]
+
+
+def ggn(posterior, network, inputs):
+    rows, probs = jacobian(posterior, network, inputs), torch.softmax(network(inputs).detach(), 1)
+    hessian = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None]
+    return torch.einsum("ncp,ncd,ndq->pq", rows, hessian, rows)
+
+
+def matrix_of(posterior):
+    """The curvature as a dense matrix, in the posterior's order of weights."""
+    structure, curvature = posterior.components[0].layer.structure, posterior.components[0].layer.curvature
+    basis = torch.stack([structure.uncertain(curvature.rotated_back(one)) for one in torch.eye(len(curvature.values))], 1)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(len(basis)), rtol=0, atol=1e-10)
+    return basis * curvature.values @ basis.T
+
+
+# --- curvature --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", STRUCTURES[1:], ids=str)
+def test_full_diag_and_subnetwork_are_those_of_the_dense_ggn(options):
+    network, (inputs, labels) = convolutional(), data()
+    posterior = fit(network, batches(inputs, labels, 5), **options)
+    dense = ggn(posterior, network, inputs)
+    expected = torch.diag(dense.diagonal()) if options == {"structure": "diag"} else dense
+    torch.testing.assert_close(matrix_of(posterior), expected, rtol=1e-10, atol=1e-11)
+
+
+def test_kron_is_the_kfac_of_curvlinops_and_batchnorm_is_diagonal():
+    curvlinops = pytest.importorskip("curvlinops")
+    network, (inputs, labels) = convolutional(), data()
+    posterior = fit(network, batches(inputs, labels, 5), structure="kron")
+    found, layers = matrix_of(posterior), [(0, slice(0, 30)), (4, slice(30, 142)), (6, slice(142, 162))]
+    for index, block in layers:
+        parameters = list(network[index].parameters())
+        operator = curvlinops.KFACLinearOperator(
+            network,
+            nn.CrossEntropyLoss(reduction="sum"),
+            parameters,
+            [(inputs, labels)],
+            fisher_type="type-2",
+            kfac_approx="expand",
+            separate_weight_and_bias=False,
+            check_deterministic=False,
+        )
+        operator.compute_kronecker_factors()
+        state = operator.state_dict()
+        above, across = state["gradient_covariances"][str(index)], state["input_covariances"][str(index)]
+        torch.testing.assert_close(found[block, block], torch.kron(above, across), rtol=1e-7, atol=1e-9)
+    exact = ggn(posterior, network, inputs).diagonal()[162:]
+    torch.testing.assert_close(found[162:, 162:], torch.diag(exact), rtol=1e-10, atol=1e-12)
+
+
+def test_kron_of_one_datum_is_exact_in_every_linear_layer():
+    torch.manual_seed(0)
+    network, inputs = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3, bias=False)), torch.randn(1, 3)
+    posterior = fit(network, [inputs], structure="kron")
+    dense, found = ggn(posterior, network, inputs), matrix_of(posterior)
+    for block in (slice(16), slice(16, None)):
+        torch.testing.assert_close(found[block, block], dense[block, block], rtol=1e-10, atol=1e-13)
+    assert float(dense[:16, 16:].abs().max()) > 1e-3
+    assert float(found[:16, 16:].abs().max()) < 1e-12
+
+
+def test_subnetwork_has_the_largest_variances_and_dead_units_come_last():
+    torch.manual_seed(0)
+    network, inputs = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(9, 3)
+    with torch.no_grad():
+        network[0].bias[:2] = -100.0  # 2 dead units: 8 weights into them, 6 out of them
+    full = fit(network, [inputs], structure="full")
+    variance = ggn(full, network, inputs).diagonal()
+    alive = int((variance > 0).sum())
+    assert alive == len(variance) - 14
+    for count in (5, alive, alive + 3):
+        posterior = fit(network, [inputs], subnetwork=count)
+        chosen = posterior.components[0].layer.structure.chosen
+        kept = variance[chosen]
+        assert posterior.sizes == (count,)
+        assert sum(int(mask.sum()) for mask in posterior.subnetwork().values()) == count
+        assert int((kept > 0).sum()) == min(count, alive)
+        others = torch.ones_like(variance, dtype=torch.bool).index_fill(0, chosen, False) & (variance > 0)  # noqa: FBT003
+        assert not others.any() or float(kept[kept > 0].max()) <= float(variance[others].min())
+    everything = fit(network, [inputs], subnetwork=len(variance))
+    torch.testing.assert_close(everything(inputs), full(inputs), rtol=1e-9, atol=1e-12)
+    assert fit(network, [inputs], subnetwork=0.2).sizes == (round(0.2 * len(variance)),)
+
+
+class Odd(nn.Module):
+    """Tokens through one layer, a layer called twice, a weight used by hand, a free parameter, an unused layer; centred logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.twice, self.unused = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(2, 2, bias=False)
+        self.norm, self.by_hand, self.head = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, inputs):
+        inside = self.norm(torch.tanh(self.lift(inputs)) * self.scale)
+        inside = torch.tanh(self.twice(torch.tanh(self.twice(inside))))
+        logits = self.head((self.by_hand(inside) + inside @ self.by_hand.weight.T).mean(1))
+        return {"logits": logits - logits.mean(1, keepdim=True)}
+
+
+def test_any_network_is_right_only_plain_layers_are_factored():
+    torch.manual_seed(3)
+    network, inputs = Odd(), torch.randn(6, 5, 3)
+    posterior = fit(network, [inputs[:4], inputs[4:]], structure="full")
+    assert [layer.name for layer in posterior.components[0].layer.structure.layout.layers] == ["lift", "unused", "head"][::2]
+    plain = nn.Module.__call__
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = network
+
+        def forward(self, given):
+            return plain(self.network, given)["logits"]
+
+    wrapped = fit(Logits(), [inputs], structure="full")
+    torch.testing.assert_close(matrix_of(wrapped), ggn(wrapped, wrapped.networks[0], inputs), rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(matrix_of(posterior), matrix_of(wrapped), rtol=1e-9, atol=1e-10)
+    assert torch.isfinite(fit(network, [inputs], structure="kron")(inputs)).all()
+
+
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", STRUCTURES, ids=str)
+def test_linearised_covariance_is_j_sigma_j(options):
+    network, (inputs, labels), new = convolutional(), data(), data(seed=5, count=6)[0]
+    posterior = fit(network, batches(inputs, labels, 5), prior_precision=0.7, **options)
+    rows, matrix = jacobian(posterior, network, new), matrix_of(posterior)
+    inverse = torch.linalg.inv(matrix + 0.7 * torch.eye(len(matrix)))
+    expected, centre = torch.einsum("ncp,pq,ndq->ncd", rows, inverse, rows), torch.eye(4) - 0.25
+    (part,) = posterior._chunks(posterior._captured(new))
+    (spread,) = posterior._spreads(part)
+    torch.testing.assert_close(spread.covariance(), expected, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(spread.covariance(centred=True), centre @ expected @ centre, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(
+        spread.variance(centred=True), (centre @ expected @ centre).diagonal(dim1=1, dim2=2), rtol=1e-8, atol=1e-10
+    )
+    drawn = spread.perturb(torch.eye(3))
+    torch.testing.assert_close(torch.einsum("nsc,nsd->ncd", drawn, drawn), centre @ expected @ centre, rtol=1e-6, atol=1e-7)
+    prediction, variance = posterior.predict(new), expected.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(prediction.logit_variance[0], variance, rtol=1e-8, atol=1e-10)
+    probs = torch.softmax(network(new).detach() / (1 + torch.pi / 8 * variance).sqrt(), 1)
+    torch.testing.assert_close(posterior(new), probs, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(prediction.probs, probs, rtol=1e-9, atol=1e-12)
+    # Columns of unit noise, one at a time, are columns of a root of the covariance of the weights.
+    curvature = posterior.components[0].layer.curvature
+    scaled = [curvature.rotated_back(one) for one in torch.diag(curvature.inverse(0.7).sqrt())]
+    root = torch.stack([posterior.components[0].layer.structure.uncertain(one) for one in scaled], 1)
+    torch.testing.assert_close(root @ root.T, inverse, rtol=1e-8, atol=1e-9)
+
+
+def test_only_the_last_layer_free_is_the_last_layer_method():
+    network, (inputs, labels), new = convolutional(), data(), data(seed=4)[0]
+    network.requires_grad_(False)
+    network[-1].requires_grad_(True)
+    whole = fit(network, batches(inputs, labels, 5), structure="full", prior_precision=0.2)
+    last = mola.fit(network, batches(inputs, labels, 5), structure="full", prior_precision=0.2, progress=False)
+    assert whole.sizes == (20,)
+    torch.testing.assert_close(whole.predict(new).logit_variance, last.predict(new).logit_variance, rtol=1e-8, atol=1e-10)
+    for link in ("probit", "probit-centred", "mean-field", "bridge"):
+        torch.testing.assert_close(whole.with_link(link)(new), last.with_link(link)(new), rtol=1e-8, atol=1e-10)
+    scaled = [one.with_temperature(0.5)(new) for one in (whole, last)]
+    torch.testing.assert_close(*scaled, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(whole.log_evidence(), last.log_evidence(), rtol=1e-9, atol=1e-9)
+    rule = Score("nll", grid=[1e-3, 0.1, 1.0, 10.0])
+    curves = [one.tune(batches(inputs, labels, 5), rule=rule, progress=False).tuning.curve for one in (whole, last)]
+    assert curves[0]["nll"] == pytest.approx(curves[1]["nll"], rel=1e-8)
+
+
+@pytest.mark.parametrize("options", STRUCTURES, ids=str)
+def test_batches_do_not_matter_and_a_strong_prior_leaves_the_ensemble(options):
+    networks, (inputs, labels) = [convolutional(seed) for seed in (0, 1)], data()
+    once, turned = fit(networks, [(inputs, labels)], **options), torch.randperm(len(inputs))
+    again = fit(networks, batches(inputs[turned], labels[turned], 4), **options)
+    torch.testing.assert_close(once(inputs), again(inputs), rtol=1e-8, atol=1e-10)
+    for posterior in (once, once.with_link(DRAWS), once.with_link("mc")):
+        parts = torch.cat([posterior(some) for some in inputs.split(3)])
+        torch.testing.assert_close(parts, posterior(inputs), rtol=1e-9, atol=1e-12)
+    plain, sure = mola.ensemble(networks)(inputs), once.with_prior_precision(1e12)
+    torch.testing.assert_close(sure(inputs), plain, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(sure.with_link(DRAWS)(inputs), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_of_weights_converge_to_the_integral():
+    torch.manual_seed(0)
+    network, inputs = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)), torch.randn(9, 2)
+    link = MonteCarlo(samples=1500, over="weights")
+    posterior = fit(network, [inputs], structure="full", prior_precision=2.0, link=link)
+    matrix = matrix_of(posterior)
+    root = torch.linalg.cholesky(torch.linalg.inv(matrix + 2 * torch.eye(len(matrix))))
+    layout = posterior.components[0].layer.structure.layout
+    drawn = layout.vector(network) + torch.randn(3000, len(matrix)) @ root.T
+    runs = [torch.softmax(functional_call(network, layout.tensors(network, one), inputs), 1) for one in drawn]
+    expected = torch.stack(runs).mean(0).detach()
+    assert float((posterior(inputs) - expected).abs().max()) < 0.03
+    assert float((posterior.with_prior_precision(1e8)(inputs) - expected).abs().max()) > 0.05
+    prediction = posterior.predict(inputs)
+    torch.testing.assert_close(prediction.probs, posterior(inputs), rtol=1e-9, atol=1e-12)
+    assert float(prediction.mutual_information.min()) > 0
+    few = posterior.with_link(DRAWS)
+    assert torch.equal(few(inputs), few(inputs))
+    generator = torch.Generator().manual_seed(1)
+    other = few(inputs, generator=generator)
+    assert not torch.equal(few(inputs), other)
+    assert torch.equal(other, few(inputs, generator=generator.manual_seed(1)))
+
+
+# --- tuning -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", ["probit", "probit-centred", "mean-field", DRAWS], ids=str)
+def test_tuning_scores_what_the_predictor_returns(link):
+    networks, (inputs, labels), grid = [convolutional(seed) for seed in (0, 1)], data(count=9), [0.01, 3.0, 500.0]
+    for options in STRUCTURES:
+        posterior = fit(networks, [(inputs, labels)], link=link, **options)
+        probs = [posterior.with_prior_precision(precision)(inputs) for precision in grid]
+        tuned = posterior.tune(iter(batches(inputs, labels, 4)), rule=Score("nll", grid=grid), progress=False)
+        losses = [float(-one.gather(1, labels[:, None]).log().mean()) for one in probs]
+        if tuned.temperature == 1:
+            assert tuned.tuning.curve["nll"] == pytest.approx(losses, rel=1e-8)
+            best = grid[losses.index(min(losses))]
+            assert tuned.prior_precision == (best, best)
+
+
+def test_the_papers_rule_the_evidence_and_outliers():
+    network, (inputs, labels) = convolutional(), data()
+    posterior = fit(network, batches(inputs, labels, 5), structure="full", prior_precision=0.4)
+    rule = Threshold(confidence=0.29, grid=[1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0])
+    tuned = posterior.tune(batches(inputs, labels, 5), rule=rule, progress=False)
+    curve = dict(zip(tuned.tuning.curve["prior_precision"], tuned.tuning.curve["confidence"], strict=True))
+    assert curve[tuned.prior_precision[0]] >= 0.29
+    assert all(value < 0.29 for precision, value in curve.items() if precision < tuned.prior_precision[0])
+    weights = torch.cat([value.detach().flatten() for value in network.parameters()])
+    score = -nn.functional.cross_entropy(network(inputs).detach(), labels, reduction="sum")
+    expected = score - 0.2 * weights.square().sum() + len(weights) / 2 * torch.tensor(0.4).log()
+    expected -= torch.logdet(ggn(posterior, network, inputs) + 0.4 * torch.eye(len(weights))) / 2
+    torch.testing.assert_close(posterior.log_evidence()[0], expected, rtol=1e-10, atol=1e-9)
+    best = posterior.tune(rule=Evidence(), progress=False)
+    for factor in (0.9, 1.1):
+        moved = best.with_prior_precision(best.prior_precision[0] * factor)
+        assert float(moved.log_evidence()) < float(best.log_evidence())
+    exposed = posterior.tune([(inputs, labels)], rule=Outliers([5 * inputs], grid=[0.01, 1.0, 100.0]), progress=False)
+    assert exposed.prior_precision[0] in (0.01, 1.0, 100.0)
+    with pytest.raises(OptionError, match="no distances"):
+        posterior.tune([(inputs, labels)], rule="distance", progress=False)
+
+
+def test_stacking_weights_are_those_of_the_members():
+    networks, (inputs, labels), (new, truth) = [convolutional(seed) for seed in (0, 1)], data(), data(seed=7, count=40)
+    posterior = fit(networks, [(inputs, labels)], structure="diag", prior_precision=[0.5, 2.0])
+    pairs = zip(networks, (0.5, 2.0), strict=True)
+    members = [fit(one, [(inputs, labels)], structure="diag", prior_precision=value)(new) for one, value in pairs]
+    expected = stacking_weights(torch.stack([probs[torch.arange(40), truth] for probs in members], 1))
+    found = posterior.reweight(batches(new, truth, 15), progress=False)
+    torch.testing.assert_close(found.weights, expected, rtol=1e-6, atol=1e-6)
+    last = mola.fit(networks, [(inputs, labels)], progress=False)
+    with pytest.raises(OptionError, match="features of a last layer"):
+        posterior.reweight(last.read([(new, truth)], "validation loader", labelled=True))
+
+
+# --- files and manners ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", STRUCTURES, ids=str)
+def test_save_and_load(tmp_path, options):
+    networks, (inputs, labels) = [convolutional(seed) for seed in (0, 1)], data()
+    posterior = fit(networks, [(inputs, labels)], link=DRAWS, weights=[0.3, 0.7], prior_precision=0.3, **options)
+    posterior = posterior.with_temperature(0.8)
+    copies = copy.deepcopy(networks)
+    for network in copies:
+        network.requires_grad_(False)  # the fit has decided what is uncertain
+    again = mola.whole.load(posterior.save(tmp_path / "saved"), copies)
+    assert (again.structure, again.prior_precision, again.link) == (posterior.structure, (0.3, 0.3), DRAWS)
+    for link in (DRAWS, "mean-field"):
+        torch.testing.assert_close(again.with_link(link)(inputs), posterior.with_link(link)(inputs), rtol=0, atol=1e-14)
+    torch.testing.assert_close(again.log_evidence(), posterior.log_evidence())
+    with pytest.raises(StorageError, match="weights differ"):
+        mola.whole.load(tmp_path / "saved", networks[::-1])
+    with pytest.raises(StorageError, match="2 networks, got 1"):
+        mola.whole.load(tmp_path / "saved", networks[0])
+    with pytest.raises(StorageError, match=r"mola\.whole\.load"):
+        mola.load(tmp_path / "saved", networks)
+    mola.fit(networks, [(inputs, labels)], progress=False).save(tmp_path / "last")
+    with pytest.raises(StorageError, match=r"mola\.load"):
+        mola.whole.load(tmp_path / "last", networks)
+
+
+def test_it_mixes_with_other_predictors():
+    network, (inputs, labels) = convolutional(), data()
+    whole, last = fit(network, [(inputs, labels)]), mola.fit(network, [(inputs, labels)], progress=False)
+    mixed = mola.Mixture([whole, last, mola.ensemble(network)], [0.5, 0.3, 0.2])
+    expected = 0.5 * whole(inputs) + 0.3 * last(inputs) + 0.2 * torch.softmax(network(inputs).detach(), 1)
+    torch.testing.assert_close(mixed(inputs), expected)
+    torch.testing.assert_close(whole.predict(batches(inputs, labels, 5)).probs, whole(inputs))
+    assert whole.predict_proba(inputs.numpy()).shape == (17, 4)
+    assert whole(inputs[:0]).shape == (0, 4)
+
+
+@pytest.mark.parametrize("options", [*STRUCTURES, {"link": DRAWS}], ids=str)
+def test_networks_are_left_as_they_were(options):
+    network, (inputs, labels) = convolutional(), data()
+    network.train()
+    network[0].weight.grad = torch.ones_like(network[0].weight)
+    before, state = copy.deepcopy(network.state_dict()), torch.random.get_rng_state()
+    with torch.inference_mode():
+        posterior = fit(network, [(inputs.clone(), labels)], **options)
+        posterior(inputs.clone())
+    posterior.predict(inputs)
+    assert network.training
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert torch.equal(network[0].weight.grad, torch.ones_like(network[0].weight))
+    assert network[-1].weight.grad is None
+    assert not any(module._forward_hooks for module in network.modules())
+    nn.functional.cross_entropy(network(inputs), labels).backward()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", STRUCTURES[:3], ids=str)
+def test_networks_in_lower_precision(options, kind):
+    network, (inputs, labels) = convolutional(classes=3).to(kind), data(classes=3)
+    exact, inputs = copy.deepcopy(network).double(), inputs.to(kind)
+    for precision in (1.0, 1e-6):
+        pair = [fit(one, [(inputs.to(one[0].weight.dtype), labels)], prior_precision=precision, **options) for one in (network, exact)]
+        found, expected = pair[0].predict(inputs), pair[1].predict(inputs.double())
+        assert found.probs.dtype == torch.float32
+        assert float((found.logit_variance.double() / expected.logit_variance).log().abs().max()) < 0.01
+        assert float((found.probs - expected.probs).abs().max()) < (0.03 if kind == torch.bfloat16 else 1e-3)
+
+
+def test_bad_input_is_explained(monkeypatch):
+    network, (inputs, labels) = convolutional(), data()
+    loader = [(inputs, labels)]
+    for error, words, given, options in [
+        (OptionError, "no parameter that requires gradients", loader, {"networks": convolutional().requires_grad_(False)}),
+        (OptionError, "one of kron, diag, full", loader, {"structure": "kfac"}),
+        (OptionError, "full covariance", loader, {"structure": "diag", "subnetwork": 3}),
+        *((OptionError, "subnetwork must be", loader, {"subnetwork": wrong}) for wrong in (0, -1, 1.5, 0.0, True, "all")),
+        (OptionError, "at most 168", loader, {"subnetwork": 10**6}),
+        (OptionError, "is for classes", loader, {"likelihood": "gaussian"}),
+        (DataError, "two passes", iter(loader), {"subnetwork": 3}),
+        (DataError, r"batch 1 .*models\[0\].*NaN", [*loader, (inputs * torch.nan, labels)], {}),
+        (DataError, "unlike the batches before", [*loader, inputs], {}),
+        (DataError, r"labels must lie in \[0, 3\]", [(inputs, labels + 1)], {}),
+        (DataError, "same number of classes", loader, {"networks": [network, convolutional(classes=3)]}),
+        (DataError, "For dense outputs use mola.fit", loader, {"networks": nn.Conv2d(1, 4, 3)}),
+    ]:
+        with pytest.raises(error, match=words):
+            fit(**{"network": options.pop("networks", network), "loader": given, **options})
+    unlabelled = fit(network, [inputs], structure="diag")
+    for words, use in [
+        ("needs training labels", unlabelled.log_evidence),
+        ("confidence bound", lambda: unlabelled.confidence_bound(inputs)),
+        ("far-field limit", lambda: unlabelled.far_field_limit(inputs)),
+        ("index", lambda: unlabelled.subnetwork(1)),
+    ]:
+        with pytest.raises(OptionError, match=words):
+            use()
+    with pytest.raises(DataError, match="no labels"):
+        unlabelled.tune([inputs], rule="nll", progress=False)
+    with pytest.raises(DataError, match="batch 0 of the prediction loader"):
+        unlabelled.predict([inputs * torch.nan])
+    monkeypatch.setattr("mola.laplace.base._free_memory", lambda: 10_000)
+    for options in ({"structure": "full"}, {"subnetwork": 100}):
+        with pytest.raises(StructureTooLargeError, match="are free"):
+            fit(network, loader, **options)
