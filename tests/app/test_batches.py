@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import mola
-from mola.app.jobs import batches
 from mola.app.jobs.batches import BatchPredictor
 from tests.own_work import CLASSES, build
 
@@ -160,8 +159,8 @@ def test_what_is_wrong_with_a_batch_is_said_and_nothing_is_lost_or_wrapped_aroun
 def test_a_source_is_read_once_and_again_when_it_changes(desk, source_of, tmp_path, monkeypatch):
     source = Path(shutil.copytree(source_of("hub")[0], tmp_path / "moved"))
     reads = []
-    read = batches.load_from_hub_folder
-    monkeypatch.setattr(batches, "load_from_hub_folder", lambda *given: reads.append(1) or read(*given))
+    read = mola.hub.load
+    monkeypatch.setattr(mola.hub, "load", lambda *given: reads.append(1) or read(*given))
     inputs = desk.inputs("test")[0].numpy()
     for _ in range(3):
         pickle.loads(pickle.dumps(BatchPredictor(source, build=build)))(inputs)

@@ -96,7 +96,7 @@ def test_fit_says_what_it_did(desk, tmp_path, mola_command):
         one.remove(path)
     alone = mola_command(*one)
     assert re.search(r"^ *network ", alone[1], re.MULTILINE)
-    assert "target confidence 90 %, as given" in " ".join(alone[1].split())
+    assert "target confidence 90.00% as given" in " ".join(alone[1].split())
 
 
 def test_a_posterior_may_be_replaced_which_is_said_and_nothing_else(desk, tmp_path, mola_command):

@@ -63,7 +63,7 @@ def data(kind, count, seed):
     batch = inputs(kind, count, seed)
     with torch.no_grad():
         labels = build(kind, 1)(**batch).logits.argmax(-1)
-    return batch | {"labels": (labels + (torch.arange(count) % 5 == 0)) % CLASSES}
+    return batch | {"labels": (labels + (torch.arange(count) % 5 == 0) * (1 + torch.arange(count) % 2)) % CLASSES}
 
 
 def inputs(kind, count, seed):

@@ -16,6 +16,7 @@ from torch import nn
 
 import mola
 from mola.errors import DataError, HeadError
+from mola.lab.training import fit_swag
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Random weights on random labels: searches for a prior precision or a temperature run to the end of their range.
@@ -222,7 +223,7 @@ def test_mixture_reweighting_and_files(name, tmp_path):
     again = mola.load(tmp_path / "posterior", read)
     torch.testing.assert_close(again(new), posterior(new), rtol=1e-12, atol=0)
     torch.testing.assert_close(again.predict(new).ood_score, posterior.predict(new).ood_score, rtol=1e-10, atol=0)
-    with pytest.raises(mola.errors.StorageError, match=r"models\[0\].*not those.*models\[1\]"):
+    with pytest.raises(mola.errors.StorageError, match=r"models\[0\].*differ.*models\[1\]"):
         mola.load(tmp_path / "posterior", read[::-1])
 
 
@@ -237,9 +238,7 @@ def test_ensembles_temperatures_and_swag(name):
         scaled(new), (logits[0] / float(scaled.temperatures[0])).softmax(-1), rtol=1e-6, atol=1e-9
     )
     # A path of vanishing steps has the network itself as its mean, and no spread.
-    still = mola.baselines.Swag.fit(
-        networks(name)[0], list(batches(train, 10)), learning_rate=1e-12, epochs=2, rank=2, samples=3
-    )
+    still = fit_swag(networks(name)[0], list(batches(train, 10)), learning_rate=1e-12, epochs=2, rank=2, samples=3)
     torch.testing.assert_close(still(new), logits[0].softmax(-1), rtol=1e-4, atol=1e-6)
 
 
@@ -280,7 +279,7 @@ class Strict(nn.Module):
 
 def test_an_entry_that_forward_does_not_take_is_named():
     batch = data("resnet")
-    with pytest.raises(DataError, match=r"takes no argument \['idx'\].*leave that out"):
+    with pytest.raises(DataError, match=r"no argument \['idx'\]"):
         mola.fit(Strict(networks("resnet")[0]), [{**batch, "idx": batch["labels"]}])
 
 
