@@ -156,8 +156,8 @@ def evaluate(
     labelled, outliers = {"test": test_loader, **(shifted or {})}, dict(ood or {})
     if not named or "test" in (shifted or {}) or labelled.keys() & outliers.keys():
         raise OptionError(
-            f"expected at least one predictor, and a different name for each data set ('test' is the test data); got the predictors "
-            f"{list(named)} and the data {[*(shifted or {}), *outliers]}."
+            f"expected at least one predictor, and a different name for each data set ('test' is the test data); got the "
+            f"predictors {list(named)} and the data {[*(shifted or {}), *outliers]}."
         )
     for name, loader in {**labelled, **outliers}.items():
         check_loader(loader, f"{name} loader")
@@ -239,12 +239,13 @@ class _Reader:
             scores.append(scored)
             outliers.append(found)
             count, labels[index] = count + len(prediction), None
-        before = sum(self.team.collect(count)[: self.team.rank])
-        joined = [self._joined(parts, before) for parts in ((scores, outliers) if labelled else (outliers,))]
-        scored, found = (joined[0] if labelled else {"inputs": torch.zeros(0)}), joined[-1]
-        return _Read(
-            scored, scored.pop("inputs").long(), found, found.pop("inputs").long(), sum(self.team.collect(count))
-        )
+        counts = self.team.collect(count)
+        before = sum(counts[: self.team.rank])
+        scored = self._joined(scores, before) if labelled else {"inputs": torch.zeros(0)}
+        found = self._joined(outliers, before)
+        if labelled and not len(scored["inputs"]):
+            raise DataError(f"the {where}: no datum has a label.")
+        return _Read(scored, scored.pop("inputs").long(), found, found.pop("inputs").long(), sum(counts))
 
     def _joined(self, parts: list[dict[str, Tensor]], before: int) -> dict[str, Tensor]:
         names = next(filter(None, self.team.collect(list(parts[0]) if parts else None)), None)
@@ -264,7 +265,7 @@ class _Reader:
         inputs = torch.arange(len(prediction))
         if layout is not None:
             inputs = inputs.repeat_interleave(layout.count)
-            labels = None if labels is None else layout.labels(labels.cpu(), outputs.shape[prediction.axis], place)
+            labels = None if labels is None else layout.labels(labels.cpu(), outputs[0].shape[prediction.axis], place)
         kept = self._kept(layout, labels, first)
         labels = None if labels is None else _without(labels, self.ignore_index, layout)[kept]
 
@@ -284,7 +285,9 @@ class _Reader:
         found["spread"] = max_probability_score(probs, likelihood)
         if labels is None:
             return {}, found
-        checked = likelihood.check_labels(labels, probs, place)
+        checked = (
+            likelihood.check_labels(labels, probs, place) if len(labels) else labels
+        )  # a batch may be ignored altogether
         predictive = (CategoricalPredictive if likelihood.mutually_exclusive else BernoulliPredictive)(probs)
         if not likelihood.mutually_exclusive:  # one score for each known question
             numbers = numbers[:, None].expand_as(checked)[~checked.isnan()]

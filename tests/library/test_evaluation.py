@@ -202,6 +202,11 @@ def test_dense_outputs_leave_out_ignored_positions():
     drawn = mola.evaluate(posterior, loader((images, labels), 5), positions=7)["MoLA", "test"]
     assert drawn["nll"].value == pytest.approx(row["nll"].value, rel=0.2)
     assert drawn["nll"].error > row["nll"].error / 2
+    blank = torch.full((2, 6, 5), -100)
+    padded = mola.evaluate(posterior, [*loader((images, labels), 5), (images[:2], blank)])["MoLA", "test"]
+    assert padded["nll"] == pytest.approx(row["nll"])
+    with pytest.raises(DataError, match="no datum has a label"):
+        mola.evaluate(posterior, [(images[:2], blank)])
 
 
 def test_any_callable_is_a_predictor(evaluated):
