@@ -133,8 +133,10 @@ def _noted(note: str) -> str:
 
 
 def grid_value(index: int) -> float:
-    """The prior precision at an index of the paper's grid, which may grow beyond its ends."""
-    return float(10 ** (-4 + 7 * index / HIGH))
+    """The prior precision at an index of the paper's grid, which grows by 14 values per decade beyond its ends."""
+    if index < LOW:
+        return float(1e-4 * 10 ** (index / 14))
+    return float(10 ** (-4 + 7 * index / HIGH) if index <= HIGH else 1e3 * 10 ** ((index - HIGH) / 14))
 
 
 class PrecisionSearch:
