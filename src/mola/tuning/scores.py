@@ -128,7 +128,7 @@ def predictive_at(posterior: MoLA, rows: MixtureRows, candidates: Candidates) ->
         spreads.append(component.spread(phi, float(precision[0]) if single else precision))
     scale = None
     if bool((candidates.temperature != 1).any() or (candidates.exponent != 0).any()):
-        factors = _factors(posterior, rows, candidates)  # (L, K, n, 1)
+        factors = _factors(posterior, rows, candidates, weights)  # (L, K, n, 1)
         scale = list((factors[0] if single else factors.movedim(1, 0)).unbind(0))
     pooling: Any = candidates.pooling[:, None, None]
     if bool((candidates.pooling == 1).all()):
@@ -148,11 +148,10 @@ def predictive_at(posterior: MoLA, rows: MixtureRows, candidates: Candidates) ->
     )  # type: ignore[type-var]
 
 
-def _factors(posterior: MoLA, rows: MixtureRows, candidates: Candidates) -> Tensor:
+def _factors(posterior: MoLA, rows: MixtureRows, candidates: Candidates, weights: Tensor) -> Tensor:
     count, number = len(rows.outputs[0]), len(posterior.components)
     if not bool((candidates.exponent != 0).any()):
         return candidates.temperature[:, None, None, None].expand(-1, number, count, 1)
-    weights = posterior.weights
     log_distance, log_norm = posterior.log_distances(rows)
     relative = posterior.scaling.log_distance(log_distance, weights)
     discrete = posterior.likelihood.discrete
