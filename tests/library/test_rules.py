@@ -1,0 +1,446 @@
+"""Choosing the prior precision: each rule against doing it by hand."""
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+
+import mola
+from mola import metrics
+from mola.errors import MolaWarning, OptionError
+from mola.links import Probit
+from mola.rules import Distance, Evidence, Outliers, Score, Threshold
+from mola.tuning.rules import grid_value, maximise
+from mola.tuning.scores import Candidates, averages, scores
+from tests.conftest import CLOSED_FORM_LINKS, make_problem
+from tests.library.problems import data, loader, networks
+
+GRID = tuple(10.0**power for power in torch.linspace(-4, 3, 9).tolist())
+SCORES = {"nll": metrics.negative_log_likelihood, "brier": metrics.brier, "ece": metrics.expected_calibration_error}
+
+quiet = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+
+
+class Counted(list):
+    """A loader that counts how often it is read."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+
+@functools.cache
+def trained_once():
+    inputs, _ = data(count=300)
+    labels = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
+    members = networks(3)
+    for member in members:
+        optimiser = torch.optim.Adam(member.parameters(), lr=0.05)
+        for _ in range(400):
+            optimiser.zero_grad()
+            torch.nn.functional.cross_entropy(member(inputs[:200]), labels[:200]).backward()
+            optimiser.step()
+    return members, inputs, labels
+
+
+@pytest.fixture
+def trained():
+    """Three networks that fit their data: validation confidence means something."""
+    members, inputs, labels = copy.deepcopy(trained_once())
+    return members, loader(inputs[:200], labels[:200], 50), Counted(loader(inputs[200:], labels[200:], 40))
+
+
+def joined(validation):
+    return [torch.cat(parts) for parts in zip(*list.__iter__(validation), strict=True)]
+
+
+def by_hand(posterior, validation, score):
+    """Every candidate, the slow way: a new posterior and a prediction for each."""
+    inputs, labels = joined(validation)
+    return torch.tensor([score(posterior.with_prior_precision(value)(inputs), labels) for value in GRID])
+
+
+def timid(members, by):
+    """The same networks with logits divided by a number: as accurate, and less confident."""
+    made = copy.deepcopy(members)
+    with torch.no_grad():
+        for network in made:
+            for parameter in network[-1].parameters():
+                parameter /= by
+    return made
+
+
+class TestByHand:
+    @quiet
+    @pytest.mark.parametrize("link", [*CLOSED_FORM_LINKS, "mc"])
+    def test_threshold(self, trained, structure, link):
+        members, train, validation = trained
+        posterior = mola.fit(members, train, structure=structure, link=link)
+        confidences = by_hand(posterior, validation, lambda probs, _: metrics.mean_confidence(probs))
+        threshold = float(confidences.median()) - 1e-12
+        tuned = posterior.tune(validation, rule=Threshold(threshold, grid=GRID))
+        curve = tuned.tuning.curve
+        assert curve["prior_precision"] == GRID
+        assert torch.allclose(torch.tensor(curve["confidence"]), confidences, atol=1e-12)
+        expected = min(value for value, found in zip(GRID, confidences, strict=True) if found >= threshold)
+        assert tuned.prior_precision == (expected,) * 3
+
+    @quiet
+    @pytest.mark.parametrize("score", SCORES)
+    def test_scores(self, trained, structure, score):
+        members, train, validation = trained
+        posterior = mola.fit(members, train, structure=structure, weights=[0.5, 0.25, 0.25])
+        expected = by_hand(posterior, validation, SCORES[score])
+        tuned = posterior.tune(validation, rule=Score(score, grid=GRID))
+        if tuned.temperature == 1:
+            assert torch.allclose(torch.tensor(tuned.tuning.curve[score]), expected, atol=1e-10)
+            assert tuned.prior_precision[0] == GRID[int(expected.argmin())]
+
+    @quiet
+    @pytest.mark.parametrize("weights", ["uniform", "evidence"])
+    @pytest.mark.parametrize("link", ["probit", "probit-centred", "mean-field", "mc"])
+    def test_candidates_together_are_those_one_by_one(self, trained, structure, link, weights):
+        """Prior precision, temperature, pooling and distance, each against a posterior of its own."""
+        members, train, validation = trained
+        posterior = mola.fit(members, train, structure=structure, link=link, weights=weights)
+        data = posterior.read(validation, "validation loader", labelled=True)
+        settings = {
+            "precision": [0.1, [0.2, 1.0, 5.0], 30.0],
+            "temperature": [1.0, 0.5, 2.0],
+            "pooling": [1.0, 0.3, 0.0],
+            "exponent": [0.0, 1.0, 2.0],
+            "onset": [1.0, 1.0, 1.5],
+        }
+        found = averages(scores(posterior, data, Candidates.of(posterior, **settings)))
+        inputs, labels = joined(validation)
+        for place in range(3):
+            precision, temperature, pooling, exponent, onset = (values[place] for values in settings.values())
+            one = posterior.with_prior_precision(precision).with_temperature(temperature).with_pooling(pooling)
+            probs = one.with_distance_exponent(exponent, onset=onset)(inputs)
+            for name, function in SCORES.items():
+                assert float(found[name][place]) == pytest.approx(function(probs, labels), abs=1e-10), name
+
+    @quiet
+    def test_brier_threshold_must_be_met_too(self, trained):
+        members, train, validation = trained
+        posterior = mola.fit(members, train)
+        grid = [grid_value(index) for index in range(-60, 100, 2)]
+        plain = posterior.tune(validation, rule=Threshold(0.5, grid=grid))
+        curve = plain.tuning.curve
+        limit = curve["brier"][40]
+        both = posterior.tune(validation, rule=Threshold(0.5, brier=limit, grid=grid))
+        rows = zip(curve["prior_precision"], curve["confidence"], curve["brier"], strict=True)
+        expected = next(value for value, confidence, brier in rows if confidence >= 0.5 and brier <= limit)
+        assert both.prior_precision[0] == expected > plain.prior_precision[0]
+
+    @quiet
+    def test_in_a_tie_one_class_is_predicted_and_not_whichever_is_right(self, trained):
+        members, train, validation = trained
+        for member in members:
+            member[-1].weight.data.zero_()
+            member[-1].bias.data.zero_()
+        tuned = mola.fit(members, train).tune(validation, rule=Score("ece", grid=GRID))
+        share = float((joined(validation)[1] == 0).double().mean())
+        assert 0.1 < share < 0.4
+        assert tuned.tuning.curve["ece"] == pytest.approx([abs(1 / 4 - share)] * len(GRID))
+
+    @quiet
+    def test_outliers(self, trained):
+        members, train, validation = trained
+        posterior = mola.fit(members, train)
+        outliers = [30 * torch.randn(50, 3)]
+        plain = posterior.tune(validation, rule=Score("nll"))
+        exposed = posterior.tune(validation, rule=Outliers(outliers, weight=10.0))
+        assert exposed.prior_precision[0] < plain.prior_precision[0]
+        assert float(exposed(outliers[0]).max(1).values.mean()) < float(plain(outliers[0]).max(1).values.mean())
+        inputs, labels = joined(validation)
+
+        def objective(one):
+            uniform = -one(outliers[0]).log().mean()
+            return metrics.negative_log_likelihood(one(inputs), labels) + 10.0 * float(uniform)
+
+        assert objective(exposed) == pytest.approx(min(exposed.tuning.curve["objective"]), rel=1e-9)
+        assert objective(exposed) <= objective(plain)
+
+
+class TestSearch:
+    @quiet
+    @pytest.mark.parametrize("rule", [Threshold(), Score("nll"), Score("brier")], ids=["threshold", "nll", "brier"])
+    def test_the_search_finds_the_best_of_the_whole_grid(self, trained, structure, rule):
+        members, train, validation = trained
+        posterior = mola.fit(members, train, structure=structure)
+        grid = [grid_value(index) for index in range(-100, 120)]
+        fast = posterior.tune(validation, rule=rule)
+        slow = posterior.tune(validation, rule=type(rule)(**(vars(rule) | {"grid": grid})))
+        if isinstance(rule, Threshold):
+            assert fast.prior_precision[0] == pytest.approx(slow.prior_precision[0], rel=1e-9)
+        else:
+            assert min(fast.tuning.curve[rule.score]) <= (1 + 1e-6) * min(slow.tuning.curve[rule.score])
+
+    def test_the_default_grid_grows_past_an_end_that_wins(self, trained):
+        members, train, validation = trained
+        posterior = mola.fit(members, train)
+        with pytest.warns(MolaWarning, match="outside the grid") as caught:
+            low = posterior.tune(validation, rule=Threshold(0.3))
+        assert caught[0].filename == __file__
+        assert low.prior_precision[0] < 1e-4
+        assert any("outside the grid" in note for note in low.tuning.notes)
+        confidence = low.tuning.curve["confidence"]
+        assert 0.3 <= min(value for value in confidence if value >= 0.3) < 0.31
+
+    @quiet
+    def test_growth_stops_where_the_prior_does_not_matter_any_more(self, trained):
+        """The diagonal posterior has a floor under its variance: below some lambda nothing changes."""
+        members, train, validation = trained
+        posterior = mola.fit(members, train, structure="diag")
+        tuned = posterior.tune(validation, rule=Threshold(0.26))
+        assert 1e-24 < tuned.prior_precision[0] < 1e-4
+        inputs, _ = joined(validation)
+        assert torch.allclose(tuned(inputs), posterior.with_prior_precision(1e-24)(inputs), atol=1e-5)
+
+    def test_a_threshold_that_nothing_meets_is_a_warning(self, trained):
+        members, train, validation = trained
+        with pytest.warns(MolaWarning, match="no effect"):
+            tuned = mola.fit(members, train).tune(validation, rule=Threshold(0.99999))
+        inputs, _ = joined(validation)
+        assert torch.allclose(tuned(inputs), mola.ensemble(members)(inputs), atol=1e-4)
+
+    def test_underconfident_networks_are_named_by_the_threshold(self, trained):
+        members, train, validation = trained
+        with pytest.warns(MolaWarning, match="underconfident.*rule='nll'"):
+            mola.fit(timid(members, 8), train).tune(validation, rule="threshold")
+
+    @pytest.mark.parametrize(
+        "rule", [Threshold(0.6), Score("brier"), Distance(price=0.1)], ids=["threshold", "score", "distance"]
+    )
+    @quiet
+    def test_validation_data_are_read_once(self, trained, rule):
+        members, train, validation = trained
+        posterior = mola.fit(members, train)
+        passes = []
+        handle = members[0].register_forward_hook(lambda *_: passes.append(1))
+        posterior.tune(validation, rule=rule)
+        handle.remove()
+        assert validation.reads == 1
+        assert len(passes) == len(validation)
+
+
+class TestThreshold:
+    @quiet
+    def test_the_default_lies_below_the_networks_own_accuracy(self, trained):
+        members, train, validation = trained
+        tuned = mola.fit(members, train, validation, rule="threshold")
+        inputs, labels = joined(validation)
+        accuracy = sum(metrics.accuracy(member(inputs), labels) for member in members) / 3
+        assert accuracy - 0.01 <= metrics.mean_confidence(tuned(inputs)) < accuracy + 0.02
+        below = tuned.prior_precision[0] / (grid_value(1) / grid_value(0)) * 0.999
+        assert metrics.mean_confidence(tuned.with_prior_precision(below)(inputs)) < accuracy - 0.01
+        assert f"{accuracy:.2%}" in tuned.tuning.rule
+        assert f"{accuracy - 0.01:.2%}" in tuned.tuning.rule
+
+    @quiet
+    def test_few_validation_data_are_named_where_chance_is_larger_than_the_margin(self, trained):
+        members, train, validation = trained
+        inputs, labels = joined(validation)
+        right = torch.stack([member(inputs).argmax(1) == labels for member in members]).double().mean(0)
+        error = max(float(right.std(correction=0)) / math.sqrt(len(right)), 1 / (len(right) + 2))
+        posterior = mola.fit(members, train)
+        for margin, named in ((0.99 * error, True), (1.01 * error, False)):
+            notes = posterior.tune(validation, rule=Threshold(margin=margin)).tuning.notes
+            assert any("few validation data" in note for note in notes) == named
+        given = posterior.tune(validation, rule=Threshold(0.7)).tuning.notes
+        assert not any("few validation data" in note for note in given)
+
+    @quiet
+    def test_a_given_confidence_needs_no_labels(self, trained):
+        members, train, validation = trained
+        posterior = mola.fit(members, train)
+        inputs, _ = joined(validation)
+        with_labels = posterior.tune(validation, rule=Threshold(0.8))
+        assert posterior.tune([inputs], rule=Threshold(0.8)).prior_precision == with_labels.prior_precision
+        with pytest.raises(mola.errors.DataError, match="labels"):
+            posterior.tune([inputs], rule="threshold")
+
+
+class TestTemperature:
+    @quiet
+    @pytest.mark.parametrize("score", ["nll", "brier"])
+    @pytest.mark.parametrize("grid", [None, (0.5, 1.0, 2.0)])
+    def test_underconfident_networks_are_sharpened_and_the_curve_is_at_the_temperature(self, trained, score, grid):
+        members, train, validation = trained
+        posterior = mola.fit(timid(members, 8), train)
+        tuned = posterior.tune(validation, rule=Score(score, grid=grid))
+        assert 0.1 <= tuned.temperature < 0.7
+        assert any("underconfident" in note for note in tuned.tuning.notes)
+        inputs, labels = joined(validation)
+        curve, chosen = tuned.tuning.curve, tuned.prior_precision[0]
+        place = curve["prior_precision"].index(chosen)
+        assert curve[score][place] == min(curve[score])
+        assert SCORES[score](tuned(inputs), labels) == pytest.approx(curve[score][place], rel=1e-9)
+        plain = tuned.with_temperature(1.0)
+        assert SCORES[score](tuned(inputs), labels) < SCORES[score](plain(inputs), labels)
+
+    @quiet
+    @pytest.mark.parametrize("rule", ["nll", "brier", "ece"])
+    def test_overconfident_networks_are_not_sharpened(self, trained, rule):
+        members, train, validation = trained
+        assert mola.fit(timid(members, 0.25), train).tune(validation, rule=rule).temperature == 1
+
+    @quiet
+    def test_a_link_that_does_not_depend_on_temperatures_gets_none(self, trained):
+        members, train, validation = trained
+        posterior = mola.fit(timid(members, 8), train, link=mola.links.Bridge(normalised=True))
+        assert posterior.tune(validation, rule="nll").temperature == 1
+
+    def test_without_covariance_it_is_temperature_scaling(self):
+        members, (asked, _) = networks(3), data()
+        expected = sum(torch.softmax(one(asked) / 2.5, 1) for one in members) / 3
+        assert torch.allclose(mola.ensemble(members).with_temperature(2.5)(asked), expected)
+
+    @quiet
+    def test_a_link_of_ones_own_is_tuned_too(self, trained):
+        class Halved(Probit):
+            def __call__(self, mean, spread, likelihood, seed=None):
+                return likelihood.probabilities(mean / (2 * (1 + spread.variance())))
+
+        members, train, validation = trained
+        tuned = mola.fit(members, train, link=Halved()).tune(validation, rule=Score("nll", grid=GRID))
+        assert tuned.temperature < 1
+        inputs, labels = joined(validation)
+        for place in (2, 6):
+            probs = tuned.with_prior_precision(GRID[place])(inputs)
+            expected = metrics.negative_log_likelihood(probs, labels)
+            assert tuned.tuning.curve["nll"][place] == pytest.approx(expected, rel=1e-9)
+
+
+class TestEvidence:
+    def test_it_is_maximised_to_convergence(self, structure):
+        problem = make_problem()
+        posterior = mola.fit(problem.network, problem.loader, structure=structure)
+        tuned = posterior.tune(rule=Evidence())
+        best = float(tuned.log_evidence()[0])
+        for factor in (1e-3, 0.99, 1.01, 1e3):
+            moved = posterior.with_prior_precision(tuned.prior_precision[0] * factor)
+            assert float(moved.log_evidence()[0]) < best
+        at = torch.tensor(tuned.prior_precision[0], requires_grad=True)
+        posterior.components[0].log_evidence(at).backward()
+        assert abs(float(at.grad * at.detach())) < 1e-4
+
+    def test_shared_and_apart(self, structure):
+        inputs, labels = data()
+        posterior = mola.fit(networks(3), loader(inputs, labels, 7), structure=structure)
+        shared, apart = posterior.tune(rule=Evidence()), posterior.tune(rule=Evidence(shared=False))
+        assert len(set(shared.prior_precision)) == 1
+        assert len(set(apart.prior_precision)) == 3
+        for precision, member in zip(apart.prior_precision, posterior.networks, strict=True):
+            alone = mola.fit(member, loader(inputs, labels, 7), structure=structure).tune(rule=Evidence())
+            assert precision == pytest.approx(alone.prior_precision[0], rel=1e-9)
+        assert float(apart.log_evidence().sum()) > float(shared.log_evidence().sum())
+        for factor in (0.98, 1.02):
+            moved = posterior.with_prior_precision(shared.prior_precision[0] * factor)
+            assert float(moved.log_evidence().sum()) < float(shared.log_evidence().sum())
+
+    def test_maximise_finds_a_known_maximum(self):
+        assert maximise(lambda value: -((value - 1.37) ** 2), -30, 30) == pytest.approx(1.37, abs=1e-6)
+
+
+class TestValues:
+    @quiet
+    def test_tuning_returns_a_new_posterior_that_shares_the_networks(self, trained):
+        members, train, validation = trained
+        posterior = mola.fit(members, train)
+        tuned = posterior.tune(validation, rule=Threshold(0.6))
+        assert posterior.prior_precision == (1.0,) * 3
+        assert posterior.tuning is None
+        assert all(a is b for a, b in zip(tuned.networks, members, strict=True))
+        assert tuned.components[0].layer is posterior.components[0].layer
+
+    @quiet
+    def test_a_rule_resets_what_another_chose(self, trained):
+        members, train, validation = trained
+        posterior = mola.fit(members, train).with_temperature(0.5).with_pooling(0.5).with_distance_exponent(1.0)
+        tuned = posterior.tune(validation, rule="threshold")
+        assert (tuned.temperature, tuned.pooling, tuned.distance_exponent) == (1, 1, 0)
+
+    @quiet
+    @pytest.mark.parametrize(
+        ("name", "rule"),
+        [
+            ("threshold", Threshold()),
+            ("nll", Score("nll")),
+            ("brier", Score("brier")),
+            ("ece", Score("ece")),
+            ("evidence", Evidence()),
+            ("distance", Distance()),
+        ],
+    )
+    def test_a_rule_may_be_named(self, trained, name, rule):
+        members, train, validation = trained
+        data = None if name == "evidence" else validation
+        posterior = mola.fit(members, train)
+        assert posterior.tune(data, rule=name).tuning == posterior.tune(data, rule=rule).tuning
+
+    @quiet
+    def test_a_rule_of_ones_own(self, trained):
+        def fixed(posterior, data):
+            assert len(data) == 100
+            return mola.rules.Tuning("fixed", (2.0,) * len(posterior.components), pooling=0.5)
+
+        members, train, validation = trained
+        tuned = mola.fit(members, train).tune(validation, rule=fixed)
+        assert tuned.prior_precision == (2.0,) * 3
+        assert tuned.pooling == 0.5
+
+    @quiet
+    def test_a_choice_is_described_in_a_sentence_and_survives_json(self, trained):
+        members, train, validation = trained
+        tuning = mola.fit(members, train).tune(validation, rule="nll").tuning
+        first, *notes = str(tuning).splitlines()
+        assert first == tuning.summary
+        assert f"{tuning.prior_precision[0]:.3g}" in first
+        assert notes == list(tuning.notes)
+        assert "curve" not in repr(tuning)
+        assert mola.rules.Tuning.from_json(tuning.as_json()) == tuning
+
+
+class TestWrongUse:
+    def test_data_and_rules_that_do_not_go_together(self, trained):
+        members, train, validation = trained
+        posterior = mola.fit(members, train)
+        with pytest.raises(OptionError, match="training data alone"):
+            posterior.tune(validation, rule=Evidence())
+        with pytest.raises(OptionError, match="needs validation data"):
+            posterior.tune()
+        with pytest.raises(OptionError, match="'nil'.*'nll'"):
+            posterior.tune(validation, rule="nil")
+        with pytest.raises(OptionError, match="Evidence"):
+            posterior.tune(validation, rule=Score)
+        with pytest.raises(OptionError, match="crps.*categorical"):
+            posterior.tune(validation, rule="crps")
+        with pytest.raises(OptionError, match="ensemble"):
+            mola.ensemble(members).tune(validation)
+
+    @pytest.mark.parametrize(
+        ("make", "word"),
+        [
+            (lambda: Score("auc"), "score"),
+            (lambda: Threshold(1.5), "confidence"),
+            (lambda: Threshold(margin=95), "margin"),
+            (lambda: Threshold(brier=-1), "brier"),
+            (lambda: Outliers([], weight=-1), "weight"),
+            (lambda: Distance(price=2), "price"),
+        ],
+    )
+    def test_options(self, make, word):
+        with pytest.raises(OptionError, match=word):
+            make()
+
+    @pytest.mark.parametrize("grid", [[], [0.0, 1.0], [-1.0], [float("nan")], ["a"], 3.0])
+    def test_grids(self, trained, grid):
+        members, train, validation = trained
+        with pytest.raises(OptionError, match="grid"):
+            mola.fit(members, train).tune(validation, rule=Score(grid=grid))
