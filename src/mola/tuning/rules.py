@@ -641,9 +641,10 @@ class Distance:
         if not posterior.likelihood.discrete:
             return self._regression(posterior.tuned(base), data, base)
         plain = self._scored(posterior, data, base, [0.0])
-        limits, origin = self._limits(posterior, data, {name: float(values[0]) for name, values in plain.items()})
+        before = {name: float(values[0]) for name, values in plain.items()}
+        limits, origin, few = self._limits(posterior, data, before)
         chosen, tried = _largest_exponent(lambda some: self._scored(posterior, data, base, some), limits)
-        notes = (*base.notes, *_distance_notes(posterior))
+        notes = (*base.notes, *few, *_distance_notes(posterior))
         summary = _distance_summary(tried, chosen, origin)
         if chosen == 0:
             warn(summary)
@@ -667,19 +668,24 @@ class Distance:
 
     def _limits(
         self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
-    ) -> tuple[Callable[[dict[str, float]], bool], str]:
+    ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
         if is_real(self.price):
             price = float(self.price or 0)
             most = plain["nll"] * (1 + price)
-            return lambda row: row["nll"] <= most, f"at most {100 * price:.4g} % more log loss"
-        target = Threshold().target(data)[0]
+            return lambda row: row["nll"] <= most, f"at most {100 * price:.4g} % more log loss", ()
+        target, _, few = Threshold().target(data)
         if self.price is None:
-            return lambda row: row["confidence"] >= target, f"mean confidence at the paper's threshold, {target:.2%}"
+            return (
+                lambda row: row["confidence"] >= target,
+                f"mean confidence at the paper's threshold, {target:.2%}",
+                few,
+            )
         paper = Threshold()(posterior, data)
         loss = float(_curve_of(posterior, data)(paper.prior_precision[:1])["nll"][0])
         return (
             lambda row: row["confidence"] >= target and row["nll"] <= loss,
             f"no more log loss than the paper's rule, and mean confidence at least {target:.2%}",
+            few,
         )
 
     def _regression(self, posterior: MoLA, data: HeldOut, base: Tuning) -> Tuning:
