@@ -415,11 +415,11 @@ class TestWrongUse:
             posterior.tune(validation, rule=Evidence())
         with pytest.raises(OptionError, match="needs validation data"):
             posterior.tune()
-        with pytest.raises(OptionError, match="'nil'.*'nll'"):
+        with pytest.raises(OptionError, match=r"'nil'.*'nll'"):
             posterior.tune(validation, rule="nil")
         with pytest.raises(OptionError, match="Evidence"):
             posterior.tune(validation, rule=Score)
-        with pytest.raises(OptionError, match="crps.*categorical"):
+        with pytest.raises(OptionError, match=r"crps.*categorical"):
             posterior.tune(validation, rule="crps")
         with pytest.raises(OptionError, match="ensemble"):
             mola.ensemble(members).tune(validation)

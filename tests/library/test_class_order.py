@@ -1,0 +1,115 @@
+"""Labels in another class order are refused with that order; labels that fit no better than chance are warned of."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.errors import DataError, MolaWarning
+from mola.tuning.class_order import CHANCE, check_class_order, check_label_order
+
+CLASSES = 3
+ORDERS = [order for order in itertools.permutations(range(CLASSES)) if order != tuple(range(CLASSES))]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*outside the grid", "ignore:.*no effect")
+
+
+def draw(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, CLASSES, (count,), generator=generator)
+    inputs = torch.randn(count, 4, generator=generator, dtype=torch.float64) * 0.8
+    return inputs + 2 * torch.eye(CLASSES, 4, dtype=torch.float64)[labels], labels
+
+
+def trained(seed, inputs, labels):
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, CLASSES)).double()
+    optimiser = torch.optim.Adam(network.parameters(), 0.02)
+    for _ in range(100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(network(inputs), labels).backward()
+        optimiser.step()
+    return network.eval()
+
+
+@pytest.fixture(scope="module")
+def posterior():
+    inputs, labels = draw(200, 1)
+    return mola.fit([trained(seed, inputs, labels) for seed in (0, 1)], [(inputs, labels)], progress=False)
+
+
+READERS = {
+    **{
+        rule: lambda posterior, data, rule=rule: posterior.tune(data, rule=rule, progress=False)
+        for rule in ("threshold", "nll", "brier", "ece", "distance")
+    },
+    "outliers": lambda posterior, data: posterior.tune(data, rule=mola.rules.Outliers([torch.randn(20, 4)])),
+    "fit": lambda posterior, data: mola.fit(posterior.networks, [draw(200, 1)], data, progress=False),
+    "reweight": lambda posterior, data: posterior.reweight(data, progress=False),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_labels_in_another_order_are_refused_with_that_order(posterior, reader):
+    inputs, labels = draw(150, 2)
+    READERS[reader](posterior, [(inputs, labels)])
+    for order in ORDERS:
+        moved = torch.tensor(order)[labels]  # class c is now called order[c]
+        words = ", ".join(f"{label} -> {order.index(label)}" for label in range(CLASSES))
+        with pytest.raises(DataError, match=f"another order.*models.*{words}"):
+            READERS[reader](posterior, [(inputs, moved)])
+
+
+def test_one_network_of_another_order_among_several_is_named(posterior):
+    inputs, labels = draw(200, 1)
+    turned = trained(3, inputs, (labels + 1) % CLASSES)
+    with pytest.raises(DataError, match=r"models\[1\]"):
+        mola.fit([posterior.networks[0], turned], [(inputs, labels)], [draw(150, 2)], progress=False)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_labels_no_better_than_chance_are_warned_of(posterior, reader):
+    labels = torch.randint(0, CLASSES, (150,), generator=torch.Generator().manual_seed(5))
+    with pytest.warns(MolaWarning, match="chance"):
+        READERS[reader](posterior, [(draw(150, 2)[0], labels)])
+
+
+def test_the_target_confidence_is_no_less_than_chance(posterior):
+    inputs, _ = draw(150, 2)
+    predicted = posterior.networks[0](inputs).argmax(1)
+    never = torch.where(torch.arange(150) % 2 == 0, predicted + 1, predicted + 2) % CLASSES  # always wrong, in no order
+    with pytest.warns(MolaWarning, match="chance"):
+        tuned = posterior.tune([(inputs, never)], rule="threshold", progress=False)
+    assert "33.33%" in tuned.tuning.rule
+
+
+def test_predictions_that_have_nothing_to_do_with_the_labels_are_no_other_order():
+    """Few data and many orders: one of them always does well."""
+    generator = torch.Generator().manual_seed(0)
+    refused = rounds = 0
+    for classes, count in itertools.product((2, 3, 5, 10), (2, 5, 10, 20, 50)):
+        for _ in range(200):
+            rounds += 1
+            pairs = torch.randint(0, classes, (2, count), generator=generator)
+            try:
+                check_class_order(pairs[0], [pairs[1]], "loader")
+            except DataError:
+                refused += 1
+    assert refused <= 1 + 2 * CHANCE * rounds
+    with pytest.raises(DataError, match="0 -> 1, 1 -> 0"):
+        check_class_order(torch.tensor([0, 1] * 20), [torch.tensor([1, 0] * 20)], "loader")
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_columns_of_labels_in_another_order(missing):
+    torch.manual_seed(0)
+    probs = torch.rand(200, 4)
+    labels = torch.bernoulli(probs)
+    if missing:
+        labels[torch.rand(200, 4) < 0.3] = torch.nan
+    check_label_order(labels, probs, "loader")
+    check_label_order(torch.bernoulli(torch.full((200, 4), 0.5)), probs, "loader")  # of nothing: no order
+    with pytest.raises(DataError, match=r"\[2, 0, 3, 1\]"):
+        check_label_order(labels[:, [2, 0, 3, 1]], probs, "loader")

@@ -1,0 +1,377 @@
+"""Distances from the training classes, and logits that are divided by them: against formulas, and by laws."""
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.errors import MolaWarning, OptionError
+from mola.laplace import ClassDistance, Sums, distance_sums
+from mola.links import LINKS, Bridge
+from mola.rules import Distance, Score
+from tests.conftest import STRUCTURES
+from tests.library.problems import CLASSES, blob_loader, blobs, close, features_of, trained
+from tests.reference import distance as reference
+
+pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # small problems, at the ends of grids
+
+
+@pytest.fixture(scope="module")
+def networks():
+    return [trained(seed) for seed in range(3)]
+
+
+def fitted(networks, **options):
+    return mola.fit(networks, blob_loader(), progress=False, **options)
+
+
+def tuned(networks, rule="nll", **options):
+    return fitted(networks, **options).tune(blob_loader(1), rule=rule, progress=False)
+
+
+def log_loss(posterior, inputs, labels):
+    return -float(posterior(inputs).gather(1, labels[:, None]).log().mean())
+
+
+def reference_distances(network, asked):
+    inputs, labels = blobs()
+    rows = (features_of(network, some).numpy() for some in (inputs, asked))
+    trained_on, wanted = rows
+    return reference.distances(trained_on, labels.numpy(), wanted)
+
+
+def solved(features, labels, classes=CLASSES):
+    return ClassDistance.solve(Sums(distance_sums(features, labels, classes, predicted=False), len(features)))
+
+
+class TestAgainstTheFormulas:
+    def test_distances_and_norms(self, networks):
+        asked = 3 * torch.randn(20, 3)
+        for component, network in zip(fitted(networks).components, networks, strict=True):
+            logs, norms = component.layer.distance.logs(features_of(network, asked))
+            assert np.allclose(logs.exp().numpy(), reference_distances(network, asked), rtol=1e-9)
+            assert torch.allclose(norms.exp(), features_of(network, asked).norm(dim=1), rtol=1e-12)
+
+    def test_a_class_without_data_is_not_near(self):
+        rows, labels, asked = torch.randn(300, 6), torch.randint(40, (300,)), torch.randn(10, 6)
+        found = solved(rows, labels, 41).logs(asked)[0].exp()
+        assert np.allclose(found.numpy(), reference.distances(rows.numpy(), labels.numpy(), asked.numpy()), rtol=1e-9)
+
+    @pytest.mark.parametrize("structure", STRUCTURES)
+    @pytest.mark.parametrize("pooling", [1.0, 0.4])
+    def test_probabilities(self, networks, structure, pooling):
+        weights, asked = [0.5, 0.3, 0.2], 4 * torch.randn(30, 3)
+        posterior = tuned(networks, structure=structure, weights=weights).with_prior_precision(0.3)
+        posterior = posterior.with_temperature(0.8).with_distance_exponent(1.5).with_pooling(pooling)
+        prediction = posterior.predict(asked)
+        distance = [reference_distances(one, asked) for one in networks]
+        norms = [features_of(one, asked).norm(dim=1).numpy() for one in networks]
+        scales = posterior.scaling.reference.scales
+        divisors = reference.divisors(distance, norms, [tuple(scale) for scale in scales], weights, 0.8, 1.5)
+        assert max(one.max() for one in divisors) > 2  # some inputs are far
+        means = [mean.numpy() / by[:, None] for mean, by in zip(prediction.logit_mean, divisors, strict=True)]
+        centre = sum(weight * mean for weight, mean in zip(weights, means, strict=True))
+        probs = 0.0
+        for weight, mean, variance, by in zip(weights, means, prediction.logit_variance, divisors, strict=True):
+            pulled = (centre + pooling * (mean - centre)) * by[:, None]  # the reference divides
+            probs = probs + weight * reference.probit(pulled, variance.numpy(), by)
+        assert np.allclose(prediction.probs.numpy(), probs, atol=1e-10)
+        relative = [one / scale.distance for one, scale in zip(distance, scales, strict=True)]
+        expected = np.exp(sum(weight * np.log(one) for weight, one in zip(weights, relative, strict=True)))
+        assert np.allclose(prediction.distance.numpy(), expected, rtol=1e-9)
+
+    def test_the_reference_is_the_median_distance_and_the_99_per_cent_quantile_of_the_norms(self, networks):
+        held, _ = blobs(1)
+        posterior = tuned(networks)
+        for network, scale in zip(networks, posterior.scaling.reference.scales, strict=True):
+            logs = np.log(reference_distances(network, held))
+            assert scale.distance == pytest.approx(np.exp(np.median(logs)), rel=1e-9)
+            norms = np.log(features_of(network, held).norm(dim=1).numpy())
+            assert scale.norm == pytest.approx(np.exp(np.quantile(norms, 0.99)), rel=1e-9)
+        assert float(posterior.predict(held).distance.median()) == pytest.approx(1, abs=0.15)
+
+    def test_without_validation_data_the_reference_is_from_the_training_data(self, networks):
+        inputs, labels = blobs()
+        rows = features_of(networks[0], inputs).numpy()
+        means = reference.class_means(rows, labels.numpy())
+        inverse = np.linalg.inv(reference.covariance(rows, labels.numpy()))
+        away = [reference.direction(row) - means[label] for row, label in zip(rows, labels.tolist(), strict=True)]
+        expected = np.sqrt(np.mean([one @ inverse @ one for one in away]))
+        posterior = fitted(networks[:1])
+        assert posterior.scaling.reference.scales[0].distance == pytest.approx(expected, rel=1e-9)
+        assert posterior.predict(inputs).ood_score_name == "far-field"
+
+    def test_an_onset_moves_where_distance_begins_to_count(self, networks):
+        posterior, asked = tuned(networks), 4 * torch.randn(30, 3)
+        late = posterior.with_distance_exponent(2.0, onset=3.0)
+        distance = posterior.predict(asked).distance
+        near = (distance < 3.0) & (distance > 1.0)
+        norms = [
+            bool((features_of(one, asked[near]).norm(dim=1) <= scale.norm).all())
+            for one, scale in zip(networks, posterior.scaling.reference.scales, strict=True)
+        ]
+        assert bool(near.any())
+        if all(norms):
+            assert close(late(asked[near]), posterior.with_distance_exponent(0.0)(asked[near]))
+        assert bool((late(asked).max(1).values >= posterior.with_distance_exponent(2.0)(asked).max(1).values).all())
+
+    def test_the_outlier_score_is_the_sum_of_its_terms(self, networks):
+        posterior, (inside, _) = tuned(networks), blobs(2)
+        prediction, usual = posterior.predict(inside), posterior.scaling.reference
+        assert prediction.ood_score_name == "far-field + energy + distance"
+        nus = [
+            (features_of(one, inside).norm(dim=1) / scale.norm).clamp_min(1)
+            for one, scale in zip(networks, usual.scales, strict=True)
+        ]
+        energies = [-torch.logsumexp(one(inside) / nu[:, None] ** 2, 1) for one, nu in zip(networks, nus, strict=True)]
+        parts = [prediction.far_field, torch.stack(energies).mean(0).detach(), prediction.distance.log()]
+        z = [(part - mean) / spread for part, (mean, spread) in zip(parts, usual.score, strict=True)]
+        assert close(prediction.ood_score, z[0] + z[1] + (z[2] - 1).clamp_min(0), 1e-9)
+
+
+class TestLaws:
+    def test_without_an_exponent_nothing_changes(self, networks, structure):
+        asked = torch.randn(20, 3)
+        plain, measured = (fitted(networks, structure=structure, distances=one) for one in (False, True))
+        assert torch.equal(plain(asked), measured(asked))
+        assert not plain.has_distances
+        assert plain.predict(asked).distance is None
+        assert measured.has_distances
+
+    def test_sums_do_not_depend_on_batches_or_order(self, networks):
+        inputs, labels = blobs()
+        order = torch.randperm(len(inputs))
+        ways = [blob_loader(), blob_loader(size=7), [(inputs[order], labels[order])]]
+        first, *others = [mola.fit(networks, way, progress=False).components[1].layer.sums for way in ways]
+        for other in others:
+            for name, tensor in first.tensors.items():
+                assert torch.allclose(tensor, other.tensors[name], rtol=1e-12, atol=1e-10), name
+
+    @pytest.mark.parametrize("pooling", [1.0, 0.2])
+    def test_equal_components_are_one(self, networks, pooling):
+        asked = 3 * torch.randn(20, 3)
+        one, three = (tuned(some, rule="distance") for some in (networks[:1], networks[:1] * 3))
+        assert one.distance_exponent == three.distance_exponent > 0
+        assert close(one(asked), three.with_pooling(pooling)(asked), 1e-10)
+        assert torch.allclose(one.predict(asked).distance, three.predict(asked).distance)
+
+    def test_a_prediction_does_not_depend_on_its_batch(self, networks):
+        asked, posterior = 3 * torch.randn(20, 3), tuned(networks, rule="distance")
+        together, apart = posterior.predict(asked), [posterior.predict(row[None]) for row in asked]
+        for name in ("probs", "distance", "ood_score"):
+            assert close(getattr(together, name), torch.cat([getattr(one, name) for one in apart]), 1e-10), name
+
+    def test_the_unit_of_the_features_does_not_matter(self, networks):
+        """Features 8 times as long, with weights of an eighth: the same logits, distances and scaling."""
+
+        class Longer(nn.Module):
+            def __init__(self, network):
+                super().__init__()
+                self.body, self.head = network[:-1], nn.Linear(8, CLASSES)
+                with torch.no_grad():
+                    self.head.weight.copy_(network[-1].weight / 8)
+                    self.head.bias.copy_(network[-1].bias)
+
+            def forward(self, inputs):
+                return self.head(8 * self.body(inputs))
+
+        asked, rule = 3 * torch.randn(20, 3), Distance(price=0.5, rule=Score(grid=[1e12]))
+        first, second = (tuned(made, rule=rule).predict(asked) for made in (networks[0], Longer(networks[0])))
+        assert torch.allclose(first.distance, second.distance, rtol=1e-9)
+        assert close(first.probs, second.probs, 1e-7)
+
+    @pytest.mark.parametrize("link", [name for name in LINKS if name != "bridge"])
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_far_away_all_classes_are_equally_likely(self, link, bias):
+        """Features grow, and logits no faster. (The bridge keeps the ratios of the variances.)"""
+        network = trained(0, bias=bias)
+        posterior = tuned(network, rule=Score(grid=[1.0]), link=link)
+        cautious, asked = posterior.with_distance_exponent(0.5), torch.randn(30, 3)
+        asked = asked[features_of(network, 1e6 * asked).norm(dim=1) > 1e3]
+        assert len(asked) > 10
+        levels = [float(cautious(scale * asked).max()) for scale in (1e2, 1e4, 1e6, 1e8, 1e12, 1e20, 1e30)]
+        assert all(more <= less + 1e-12 for less, more in itertools.pairwise(levels))
+        assert levels[-1] == pytest.approx(1 / CLASSES, abs=1e-6)
+        assert float(posterior(1e8 * asked).max()) > 0.5
+
+    def test_a_larger_exponent_is_less_confident(self, networks):
+        asked, posterior = 4 * torch.randn(40, 3), tuned(networks)
+        levels = [posterior.with_distance_exponent(one)(asked).max(1).values for one in (0.1, 1.0, 3.0, 10.0)]
+        for less, more in itertools.pairwise(levels):
+            assert bool((more <= less + 1e-12).all())
+
+    def test_the_normalised_bridge_is_the_same_at_every_scale(self, networks):
+        posterior, asked = fitted(networks[:1], link=Bridge(normalised=True)), 3 * torch.randn(20, 3)
+        for made in (posterior.with_temperature(0.01), posterior.with_distance_exponent(3.0)):
+            assert close(made(asked), posterior(asked), 1e-10)
+
+    def test_scaled_up_nothing_becomes_less_outlying(self, networks):
+        posterior, (inside, _) = tuned(networks), blobs(2)
+        usual = posterior.predict(inside).ood_score.median()
+        for scale in (1e2, 1e4, 1e8, 1e16, 1e30):
+            assert float((posterior.predict(scale * inside).ood_score > usual).double().mean()) > 0.9
+
+    def test_other_weights_leave_usual_data_usual(self, networks):
+        """A shift common to all logits of one network says nothing, whatever its weight."""
+        moved = copy.deepcopy(networks[1])
+        with torch.no_grad():
+            moved[-1].bias.add_(50.0)
+        posterior, (inside, _) = tuned([networks[0], moved]), blobs(1)
+        for one in (posterior, posterior.with_weights([0.99, 0.01])):
+            assert abs(float(one.predict(inside).ood_score.mean())) < 1
+
+    @pytest.mark.parametrize("scale", [1e-200, 1e-30, 1.0, 1e30, 1e200])
+    def test_logs_hold_over_the_whole_range_of_float64(self, networks, scale):
+        distance = fitted(networks[:1]).components[0].layer.distance
+        rows = features_of(networks[0], blobs(2)[0])
+        near, far = distance.logs(rows), distance.logs(scale * rows)
+        assert close(far[0], near[0], 1e-9)
+        assert close(far[1], near[1] + math.log(scale), 1e-9)
+        assert bool(torch.isfinite(distance.logs(0 * rows)[0]).all())
+
+
+class TestTheRule:
+    def test_the_paper_s_price(self, networks):
+        posterior, plain = tuned(networks, rule="distance"), tuned(networks, rule="nll")
+        inputs, labels = blobs(1)
+        accuracy = np.mean([float((one(inputs).argmax(1) == labels).double().mean()) for one in networks])
+        assert float(posterior(inputs).max(1).values.mean()) == pytest.approx(accuracy - 0.01, abs=1e-3)
+        assert posterior.distance_exponent == posterior.tuning.distance_exponent > 0
+        assert f"divided by {2**posterior.distance_exponent:.3g}" in posterior.tuning.summary
+        assert posterior.prior_precision == plain.prior_precision
+        assert posterior.temperature == plain.temperature
+
+    @pytest.mark.parametrize("price", [0.02, 0.2])
+    def test_a_price_in_log_loss(self, networks, price):
+        plain, cautious = tuned(networks), tuned(networks, rule=Distance(price=price))
+        ratio = log_loss(cautious, *blobs(1)) / log_loss(plain, *blobs(1)) - 1
+        assert ratio == pytest.approx(price, rel=0.05) or cautious.distance_exponent == 8.0
+        assert ratio <= price + 1e-9
+
+    def test_no_dearer_than_the_paper_s_rule(self, networks):
+        paper, cautious = tuned(networks, rule="threshold"), tuned(networks, rule=Distance(price="loss"))
+        assert log_loss(cautious, *blobs(1)) <= log_loss(paper, *blobs(1)) + 1e-9
+
+    @pytest.mark.parametrize("link", LINKS)
+    def test_every_link_is_tuned_as_it_predicts(self, networks, link):
+        rule = Distance(price=0.1, rule=Score(grid=[1.0, 2.0]))
+        made = tuned(networks[:2], rule=rule, link=link, weights=[0.7, 0.3])
+        curve = made.tuning.curve
+        place = curve["distance_exponent"].index(made.distance_exponent)
+        assert log_loss(made, *blobs(1)) == pytest.approx(curve["nll"][place], rel=1e-9)
+
+    def test_another_rule_may_come_before_it(self, networks):
+        posterior = fitted(networks)
+        evidence = posterior.tune(rule="evidence", progress=False)
+        both = posterior.tune(blob_loader(1), rule=Distance(rule="evidence"), progress=False)
+        assert both.prior_precision == evidence.prior_precision
+        assert both.tune(blob_loader(1), rule="threshold", progress=False).distance_exponent == 0
+
+    def test_unlabelled_training_data(self, networks):
+        inputs, _ = blobs()
+        posterior = mola.fit(networks, [inputs], progress=False).tune(blob_loader(1), rule="distance", progress=False)
+        assert any("no labels" in note for note in posterior.tuning.notes)
+        assert posterior.distance_exponent > 0
+
+    def test_features_that_are_all_alike(self):
+        network = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, CLASSES))
+        with torch.no_grad():
+            network[0].weight.zero_()
+            network[0].bias.fill_(1.0)
+        posterior = mola.fit(network, 80 * blob_loader(), progress=False)
+        with pytest.warns(MolaWarning, match="alike"):
+            posterior = posterior.tune(blob_loader(1), rule="distance", progress=False)
+        asked = torch.randn(4, 3)
+        assert close(posterior(asked), posterior.with_distance_exponent(0.0)(asked))
+        assert torch.equal(posterior.predict(asked).distance, torch.ones(4))
+
+    @pytest.mark.parametrize("spread", [1e-3, 1e-5, 1e-6, 1e-7, 1e-9, 0.0])
+    def test_features_that_are_almost_alike(self, spread):
+        """Down to where rounding is all that is left, there is an answer."""
+        network = nn.Sequential(nn.Linear(3, 16), nn.Linear(16, CLASSES))
+        with torch.no_grad():
+            network[0].weight.mul_(spread)
+            network[0].bias.copy_(torch.rand(16))
+        posterior = mola.fit(network, 40 * blob_loader(), blob_loader(1), progress=False)
+        assert torch.isfinite(posterior.with_distance_exponent(1.0)(torch.randn(4, 3))).all()
+
+    def test_validation_data_that_are_mostly_copies(self, networks):
+        """More than half of them at a distance of rounding: that is no unit for the others."""
+        inputs, labels = blobs()
+        inputs[labels == 0] = inputs[labels == 0][:1]
+        copies = inputs[labels == 0][:1].repeat(100, 1), torch.zeros(100, dtype=torch.int64)
+        others = inputs[labels != 0][:60], labels[labels != 0][:60]
+        posterior = mola.fit(networks, [(inputs, labels)], progress=False)
+        made = posterior.tune([copies, others], rule=Distance(price=0.05), progress=False)
+        found = made.predict(torch.cat([copies[0], others[0]])).distance
+        assert float(found[:100].max()) < 1
+        assert float(found.max()) < 100
+
+    @pytest.mark.parametrize("label", range(CLASSES))
+    def test_few_validation_data_of_one_class(self, networks, label):
+        """The rule means the same for three data as for many, and notes that they are few."""
+        inputs, labels = blobs(1)
+        few = inputs[labels == label][:3]
+        made = fitted(networks).tune([(few, torch.full((3,), label))], rule="distance", progress=False)
+        accuracy = np.mean([float((one(few).argmax(1) == label).double().mean()) for one in networks])
+        target, confidence = max(accuracy - 0.01, 1 / CLASSES), float(made(few).max(1).values.mean())
+        assert any("few validation data" in note for note in made.tuning.notes)
+        if made.distance_exponent > 0:
+            assert target <= confidence
+            assert confidence <= target + 1e-3 or made.distance_exponent == 8.0
+        else:
+            assert confidence < target
+            assert "no effect" in made.tuning.summary
+
+    def test_one_validation_datum(self, networks):
+        """It is the reference, and is left alone whatever the exponent; others are not."""
+        inputs, labels = blobs(1)
+        one = inputs[1:2]
+        made = fitted(networks).tune([(one, labels[1:2])], rule=Distance(price=0.02), progress=False)
+        assert float(made.predict(one).distance) == pytest.approx(1, rel=1e-9)
+        assert close(made(one), made.with_distance_exponent(0.0)(one))
+        assert float(made.predict(inputs).distance.max()) > 1.5
+
+    def test_validation_data_unlike_the_training_data(self, networks):
+        posterior, rule = mola.fit(networks, blob_loader(spread=0.2), progress=False), Distance(price=0.05)
+        with pytest.warns(MolaWarning, match="times as far"):
+            posterior.tune(blob_loader(1), rule=rule, progress=False)
+        usual = posterior.tune(blob_loader(1, spread=0.2), rule=rule, progress=False)
+        assert not any("times as far" in note for note in usual.tuning.notes)
+
+
+class TestWrongUse:
+    def test_without_distances(self, networks):
+        with pytest.raises(OptionError, match="distances=False"):
+            tuned(networks, rule="distance", distances=False)
+        with pytest.raises(OptionError, match="distances=False"):
+            fitted(networks, distances=False).with_distance_exponent(1.0)
+        with pytest.raises(OptionError, match="ensemble"):
+            mola.ensemble(networks).with_distance_exponent(1.0)
+        with pytest.raises(OptionError, match="validation data"):
+            mola.fit(networks, blob_loader(), rule="distance", progress=False)
+
+    @pytest.mark.parametrize("price", [0, -1, 2, "cheap", True, float("nan")])
+    def test_prices(self, price):
+        with pytest.raises(OptionError, match="price"):
+            Distance(price=price)
+
+    @pytest.mark.parametrize("rule", ["distance", "nil", Score, 3])
+    def test_rules_before_it(self, rule):
+        with pytest.raises(OptionError, match="rule"):
+            Distance(rule=rule)
+
+    @pytest.mark.parametrize("value", [-1, float("nan"), 1000, "2", True])
+    def test_exponents(self, networks, value):
+        with pytest.raises(OptionError, match="distance_exponent"):
+            fitted(networks).with_distance_exponent(value)
+
+    @pytest.mark.parametrize("value", [0, -1, float("inf"), "hot", True])
+    def test_temperatures(self, networks, value):
+        with pytest.raises(OptionError, match="temperature"):
+            fitted(networks).with_temperature(value)
