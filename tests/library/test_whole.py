@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call, jacrev
 
 import mola
+from mola.distributed import Team
 from mola.errors import DataError, OptionError, StorageError, StructureTooLargeError
 from mola.links import MonteCarlo
 from mola.rules import Evidence, Outliers, Score, Threshold
@@ -15,7 +17,9 @@ from mola.weights import stacking_weights
 
 STRUCTURES = [{"structure": "kron"}, {"structure": "diag"}, {"structure": "full"}, {"subnetwork": 25}]
 DRAWS = MonteCarlo(samples=3, over="weights", seed=2)
-pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # tiny data: the grid grows, labels are random
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::mola.errors.MolaWarning"
+)  # tiny data: the grid grows, labels are random
 
 
 def convolutional(seed=0, classes=4):
@@ -43,8 +47,8 @@ def batches(inputs, labels, size):
     return list(zip(inputs.split(size), labels.split(size), strict=True))
 
 
-def fit(network, loader, **options):
-    return mola.whole.fit(network, loader, **{"progress": False, **options})
+def fit(network, loader, val_loader=None, **options):
+    return mola.whole.fit(network, loader, val_loader, **{"progress": False, **options})
 
 
 def jacobian(posterior, network, inputs):
@@ -72,7 +76,9 @@ def ggn(posterior, network, inputs):
 def matrix_of(posterior):
     """The curvature as a dense matrix, in the posterior's order of weights."""
     structure, curvature = posterior.components[0].layer.structure, posterior.components[0].layer.curvature
-    basis = torch.stack([structure.uncertain(curvature.rotated_back(one)) for one in torch.eye(len(curvature.values))], 1)
+    basis = torch.stack(
+        [structure.uncertain(curvature.rotated_back(one)) for one in torch.eye(len(curvature.values))], 1
+    )
     torch.testing.assert_close(basis.T @ basis, torch.eye(len(basis)), rtol=0, atol=1e-10)
     return basis * curvature.values @ basis.T
 
@@ -141,7 +147,7 @@ def test_subnetwork_has_the_largest_variances_and_dead_units_come_last():
         assert posterior.sizes == (count,)
         assert sum(int(mask.sum()) for mask in posterior.subnetwork().values()) == count
         assert int((kept > 0).sum()) == min(count, alive)
-        others = torch.ones_like(variance, dtype=torch.bool).index_fill(0, chosen, False) & (variance > 0)  # noqa: FBT003
+        others = torch.ones_like(variance, dtype=torch.bool).index_fill(0, chosen, False) & (variance > 0)
         assert not others.any() or float(kept[kept > 0].max()) <= float(variance[others].min())
     everything = fit(network, [inputs], subnetwork=len(variance))
     torch.testing.assert_close(everything(inputs), full(inputs), rtol=1e-9, atol=1e-12)
@@ -168,7 +174,11 @@ def test_any_network_is_right_only_plain_layers_are_factored():
     torch.manual_seed(3)
     network, inputs = Odd(), torch.randn(6, 5, 3)
     posterior = fit(network, [inputs[:4], inputs[4:]], structure="full")
-    assert [layer.name for layer in posterior.components[0].layer.structure.layout.layers] == ["lift", "unused", "head"][::2]
+    assert [layer.name for layer in posterior.components[0].layer.structure.layout.layers] == [
+        "lift",
+        "unused",
+        "head",
+    ][::2]
     plain = nn.Module.__call__
 
     class Logits(nn.Module):
@@ -203,7 +213,9 @@ def test_linearised_covariance_is_j_sigma_j(options):
         spread.variance(centred=True), (centre @ expected @ centre).diagonal(dim1=1, dim2=2), rtol=1e-8, atol=1e-10
     )
     drawn = spread.perturb(torch.eye(3))
-    torch.testing.assert_close(torch.einsum("nsc,nsd->ncd", drawn, drawn), centre @ expected @ centre, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        torch.einsum("nsc,nsd->ncd", drawn, drawn), centre @ expected @ centre, rtol=1e-6, atol=1e-7
+    )
     prediction, variance = posterior.predict(new), expected.diagonal(dim1=1, dim2=2)
     torch.testing.assert_close(prediction.logit_variance[0], variance, rtol=1e-8, atol=1e-10)
     probs = torch.softmax(network(new).detach() / (1 + torch.pi / 8 * variance).sqrt(), 1)
@@ -223,7 +235,9 @@ def test_only_the_last_layer_free_is_the_last_layer_method():
     whole = fit(network, batches(inputs, labels, 5), structure="full", prior_precision=0.2)
     last = mola.fit(network, batches(inputs, labels, 5), structure="full", prior_precision=0.2, progress=False)
     assert whole.sizes == (20,)
-    torch.testing.assert_close(whole.predict(new).logit_variance, last.predict(new).logit_variance, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(
+        whole.predict(new).logit_variance, last.predict(new).logit_variance, rtol=1e-8, atol=1e-10
+    )
     for link in ("probit", "probit-centred", "mean-field", "bridge"):
         torch.testing.assert_close(whole.with_link(link)(new), last.with_link(link)(new), rtol=1e-8, atol=1e-10)
     scaled = [one.with_temperature(0.5)(new) for one in (whole, last)]
@@ -325,6 +339,26 @@ def test_stacking_weights_are_those_of_the_members():
         posterior.reweight(last.read([(new, truth)], "validation loader", labelled=True))
 
 
+def process(rank, path):
+    """One of two processes, with its own shard; an assertion that fails on one rank fails the test."""
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    network, (inputs, labels), team = convolutional(), data(), Team()
+    own = [(inputs[:6], labels[:6])] if rank == 0 else batches(inputs[6:], labels[6:], 7)
+    rule = Score("nll", grid=[0.1, 1.0, 10.0])
+    for options in STRUCTURES:
+        alone = fit(network, [(inputs, labels)], [(inputs, labels)], rule=rule, **options)
+        shared = fit(network, own, own, rule=rule, team=team, **options)
+        assert shared.tuning.curve["nll"] == pytest.approx(alone.tuning.curve["nll"], rel=1e-8)
+        torch.testing.assert_close(shared(inputs), alone(inputs), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(shared.log_evidence(), alone.log_evidence())
+    dist.destroy_process_group()
+
+
+def test_processes_fit_and_tune_together(tmp_path):
+    torch.multiprocessing.spawn(process, (tmp_path / "meeting",), nprocs=2)
+
+
 # --- files and manners ------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +422,10 @@ def test_networks_in_lower_precision(options, kind):
     network, (inputs, labels) = convolutional(classes=3).to(kind), data(classes=3)
     exact, inputs = copy.deepcopy(network).double(), inputs.to(kind)
     for precision in (1.0, 1e-6):
-        pair = [fit(one, [(inputs.to(one[0].weight.dtype), labels)], prior_precision=precision, **options) for one in (network, exact)]
+        pair = [
+            fit(one, [(inputs.to(one[0].weight.dtype), labels)], prior_precision=precision, **options)
+            for one in (network, exact)
+        ]
         found, expected = pair[0].predict(inputs), pair[1].predict(inputs.double())
         assert found.probs.dtype == torch.float32
         assert float((found.logit_variance.double() / expected.logit_variance).log().abs().max()) < 0.01
@@ -399,10 +436,18 @@ def test_bad_input_is_explained(monkeypatch):
     network, (inputs, labels) = convolutional(), data()
     loader = [(inputs, labels)]
     for error, words, given, options in [
-        (OptionError, "no parameter that requires gradients", loader, {"networks": convolutional().requires_grad_(False)}),
+        (
+            OptionError,
+            "no parameter that requires gradients",
+            loader,
+            {"networks": convolutional().requires_grad_(False)},
+        ),
         (OptionError, "one of kron, diag, full", loader, {"structure": "kfac"}),
         (OptionError, "full covariance", loader, {"structure": "diag", "subnetwork": 3}),
-        *((OptionError, "subnetwork must be", loader, {"subnetwork": wrong}) for wrong in (0, -1, 1.5, 0.0, True, "all")),
+        *(
+            (OptionError, "subnetwork must be", loader, {"subnetwork": wrong})
+            for wrong in (0, -1, 1.5, 0.0, True, "all")
+        ),
         (OptionError, "at most 168", loader, {"subnetwork": 10**6}),
         (OptionError, "is for classes", loader, {"likelihood": "gaussian"}),
         (DataError, "two passes", iter(loader), {"subnetwork": 3}),

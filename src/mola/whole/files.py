@@ -69,8 +69,8 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
     for index, (network, part) in enumerate(zip(models, parts, strict=True)):
         if state_checksum(network) != part["network"]:
             raise StorageError(
-                f"models[{index}]: its weights differ from those that the posterior was fitted on. Pass the same networks, in the order "
-                f"and precision in which they were fitted."
+                f"models[{index}]: its weights differ from those that the posterior was fitted on. Pass the same networks, in the "
+                f"order and precision in which they were fitted."
             )
     try:
         sums = unpack_sums(parts, tensors)
@@ -97,20 +97,16 @@ def _component(network: nn.Module, part: Mapping[str, Any], name: str, saved: Su
         "full": WholeFull(layout, part["outputs"]),
         "subnetwork": WholeFull(layout, part["outputs"], chosen),
     }
-    structure = kinds[name]
-    shapes = structure.shapes()
-    if shapes.keys() != tensors.keys():
-        raise StorageError(f"expected the tensors {sorted(shapes)}, got {sorted(tensors)}. Save the posterior again.")
-    for key, tensor in tensors.items():
-        if tuple(tensor.shape) != shapes[key] or tensor.dtype != torch.float64 or not tensor.isfinite().all():
-            raise StorageError(
-                f"tensor {key}: expected finite values of shape {shapes[key]} in float64, got shape {tuple(tensor.shape)} in "
-                f"{str(tensor.dtype).removeprefix('torch.')}. Save the posterior again."
-            )
-    if layout.vector(network).numel() != layout.size or part["count"] < 1:
-        raise StorageError("the saved layout does not fit the network. Save the posterior again.")
+    damaged = [key for key, one in tensors.items() if one.dtype != torch.float64 or not one.isfinite().all()]
+    if damaged or part["count"] < 1:
+        raise StorageError(
+            f"expected finite sums in float64 over at least 1 datum; {damaged or 'the count'} is damaged. Save it again."
+        )
     sums = Sums(tensors, saved.count, saved.log_likelihood)
-    return make_component(network, structure, sums, part["prior_precision"], CATEGORICAL)
+    component = make_component(network, kinds[name], sums, part["prior_precision"], CATEGORICAL)
+    if component.curvature_on(torch.device("cpu")).values.shape != component.require_layer("loading").weights.shape:
+        raise StorageError("the saved sums do not fit the weights of the network. Save the posterior again.")
+    return component
 
 
 def _check_places(chosen: Tensor, size: int) -> None:

@@ -99,7 +99,8 @@ class WholeComponent(Component):
     def curvature_on(self, device: torch.device) -> WholeCurvature:
         """The curvature on a device."""
         layer = self.on(device)
-        assert layer is not None and isinstance(layer.curvature, WholeCurvature)
+        assert layer is not None
+        assert isinstance(layer.curvature, WholeCurvature)
         return layer.curvature
 
     def spread(self, phi: Any, precision: float | Tensor | None = None) -> WholeSpread:

@@ -51,10 +51,6 @@ class WholeStructure(Structure):
     def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
         """The eigenbasis."""
 
-    @abstractmethod
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the sums."""
-
     def uncertain(self, weights: Tensor) -> Tensor:
         """The uncertain ones among the weights (D,) of the layout."""
         return weights
@@ -85,15 +81,6 @@ class WholeKron(WholeStructure):
             found[f"gradients.{index}"] = by_output @ by_output.T
             found[f"inputs.{index}"] = by_input @ by_input.T / inputs.shape[2]
         return found
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the sums."""
-        layers = enumerate(self.layout.layers)
-        found = {
-            index: {"gradients": (one.rows, one.rows), "inputs": (one.columns, one.columns)} for index, one in layers
-        }
-        named = {f"{kind}.{index}": shape for index, pair in found.items() for kind, shape in pair.items()}
-        return {"rest": (sum(self.layout.sizes),), **named}
 
     def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
         """The eigenbases of both factors of each layer."""
@@ -126,16 +113,10 @@ class WholeDiag(WholeStructure):
         parts = [factors.squares().flatten() for factors in phi.layers]
         return {"diagonal": torch.cat([*parts, phi.rest.square().sum((0, 1))])}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the sums."""
-        return {"diagonal": (self.layout.size,)}
-
     def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
         """The diagonal is its own eigenbasis."""
-        none = (None,) * len(self.layout.layers)
-        return LayerwiseCurvature(
-            self.outputs, self.layout.size, sums.tensors["diagonal"].cpu(), none, none, self.layout
-        )
+        none, diagonal = (None,) * len(self.layout.layers), sums.tensors["diagonal"].cpu()
+        return LayerwiseCurvature(self.outputs, self.layout.size, diagonal, none, none, self.layout)
 
 
 @dataclass(frozen=True)
@@ -155,9 +136,8 @@ class WholeFull(WholeStructure):
     @property
     def columns(self) -> int:
         """The uncertain weights, and the layers from which they are taken."""
-        return (
-            self.layout.size if self.chosen is None else len(self.chosen) + WholeDiag(self.layout, self.outputs).columns
-        )
+        taken = WholeDiag(self.layout, self.outputs).columns
+        return self.layout.size if self.chosen is None else len(self.chosen) + taken
 
     def uncertain(self, weights: Tensor) -> Tensor:
         """The chosen weights."""
@@ -167,11 +147,6 @@ class WholeFull(WholeStructure):
         """The matrix."""
         flat = chosen_rows(phi, self.layout, self.chosen).flatten(0, 1)
         return {"matrix": flat.T @ flat}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the sums."""
-        side = self.layout.size if self.chosen is None else len(self.chosen)
-        return {"matrix": (side, side)}
 
     def solve(self, sums: Sums, scale: Tensor | None = None) -> WholeCurvature:
         """Its eigenvectors."""
@@ -210,13 +185,8 @@ class WholeCurvature(Curvature):
 
     def to(self, device: torch.device) -> Self:
         """The same curvature on another device."""
-        moved = {
-            one.name: tree_map(
-                lambda value: value.to(device) if isinstance(value, Tensor) else value, getattr(self, one.name)
-            )
-            for one in fields(self)
-        }
-        return replace(self, **moved)
+        parts = {one.name: getattr(self, one.name) for one in fields(self)}
+        return replace(self, **tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, parts))
 
     @staticmethod
     def _coordinates(phi: Any, *, centred: bool) -> Tensor:
@@ -230,9 +200,8 @@ class WholeCurvature(Curvature):
     def variance(self, phi: Any, precision: Precision, *, centred: bool = False) -> Tensor:
         """`sum_d z_cd^2 / (h_d + lambda)`."""
         inverse = self.inverse(precision)
-        variance = (
-            self._coordinates(phi, centred=centred).square() @ inverse.reshape(-1, len(self.values)).T
-        )  # (n, C, L)
+        squares = self._coordinates(phi, centred=centred).square()
+        variance = squares @ inverse.reshape(-1, len(self.values)).T  # (n, C, L)
         return variance.movedim(-1, 0).reshape(*inverse.shape[:-1], *variance.shape[:2])
 
     def covariance(self, phi: Any, precision: float, *, centred: bool = False) -> Tensor:
