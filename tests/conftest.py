@@ -56,7 +56,6 @@ LONGEST = (
     "app/test_cli_work.py",
     "library/test_dense.py",
     "app/test_export_command.py",
-    "library/test_export_labels.py",
 )
 """Files that take longest, to be begun first: the last file of all is one worker's alone, and should be short."""
 

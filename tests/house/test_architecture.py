@@ -188,7 +188,7 @@ def unsafe_loads(source):
 
 TRUSTED = {"app/jobs/networks.py": ["torch.export.load"], "export/torch_file.py": ["torch.export.load"]}
 """Loaders that unpickle. Called only for files that the user says to trust (tested in test_jobs.py and
-test_export_hostile.py), or that were just written (the check of an export)."""
+test_export.py), or that were just written (the check of an export)."""
 
 
 RESTRICTED = "lab/data/readers.py"

@@ -165,7 +165,9 @@ def trace(posterior: MoLA, example: Inputs, options: Options) -> Traced:
         point = prediction.probs if posterior.likelihood.discrete else prediction.mean
         classes = check_classes(options.classes, point.shape[prediction.axis])
         # Two rows: a size of 1 would be taken for a constant.
-        program = _program(graph, tuple(one[torch.arange(2) % len(one)].detach().clone() for one in tensors))
+        program = _program(
+            graph, tuple(one[torch.arange(2, device="cpu") % len(one)].detach().clone() for one in tensors)
+        )
     return Traced(program, graph, describe(graph, classes, options.thresholds))
 
 
@@ -247,7 +249,7 @@ def _compare(graph: PosteriorGraph, example: Inputs, run: Run, runtime: str) -> 
 def _varied(example: Tensor, rows: int, seed: int) -> Tensor:
     # Rows of the example, with noise of the example's own scale; bytes are all random.
     generator = torch.Generator("cpu").manual_seed(seed)
-    picked = example.detach().cpu()[torch.arange(seed, seed + rows) % len(example)]
+    picked = example.detach().cpu()[torch.arange(seed, seed + rows, device="cpu") % len(example)]
     if picked.is_floating_point():
         noise = torch.randn(picked.shape, generator=generator, dtype=torch.float32, device="cpu")
         return picked + (noise * (float(example.detach().float().std(correction=0)) or 1.0)).to(picked.dtype)

@@ -1,0 +1,596 @@
+"""Exported files give what `posterior.predict` gives: every structure, link and likelihood, any batch, with PyTorch and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import warnings
+import zipfile
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.errors import DataError, ExportError, MissingExtraError, OptionError, StorageError
+from mola.export import OUTPUTS, REGRESSION_OUTPUTS, Pixels
+from mola.export.document import from_properties
+from mola.export.graph import MORE_OUTPUTS, MORE_REGRESSION_OUTPUTS, PosteriorGraph, Signature, check_outputs
+from mola.export.writing import Options, trace
+from tests.conftest import STRUCTURES
+
+pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+
+CLASSES, SIDE = 5, 8
+LINKS = ("probit", "probit-centred", "mean-field", "bridge", mola.links.Bridge(normalised=True), "mc")
+
+
+def decided(network: nn.Sequential) -> nn.Module:
+    """Logits of several units: near a uniform prediction everything agrees, and tests would see nothing."""
+    with torch.no_grad():
+        network[-1].weight.mul_(8)
+    return network.float().eval()
+
+
+def small_net(seed: int, outputs: int = CLASSES, bias: bool = True) -> nn.Module:
+    torch.manual_seed(seed)
+    return decided(nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 7), nn.Tanh(), nn.Linear(7, outputs, bias=bias)))
+
+
+def conv_net(seed: int) -> nn.Module:
+    """Batch normalisation that has seen data, pooling, and a wide head."""
+    torch.manual_seed(seed)
+    network = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, CLASSES)),
+    )
+    network(torch.randn(50, 1, SIDE, SIDE) * 2 + 1)
+    return decided(network)
+
+
+def data(count: int = 60, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 1, SIDE, SIDE, generator=generator, dtype=torch.float32)
+    return inputs, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def fitted(make=small_net, count: int = 1, **options) -> mola.MoLA:
+    return mola.fit([make(seed) for seed in range(count)], [data()], progress=False, **options)
+
+
+def scaled(posterior: mola.MoLA) -> mola.MoLA:
+    """With temperature, pooling and distance exponent; tuning and reference stay."""
+    return posterior._with(scaling=replace(posterior.scaling, temperature=0.8, pooling=0.5, exponent=1.5))
+
+
+def compare(found, posterior, inputs, tolerance: float = 1e-5) -> None:
+    prediction = posterior.predict(inputs)
+    for name, value in found.items():
+        wanted = getattr(prediction, name)
+        assert (value.shape, value.dtype) == (wanted.shape, wanted.dtype), name
+        limit = tolerance * (10 if name in ("epistemic", "aleatoric", "ood_score") else 1)
+        difference = (value.double() - wanted.double()).abs().max()
+        assert float(difference) <= limit * max(1, float(wanted.double().abs().max())), name
+
+
+def compare_file(path, posterior, tolerance: float = 1e-5, sizes=(1, 3, 17)) -> None:
+    run = mola.export.load(path, trust=True)
+    for size in sizes:
+        inputs = data(size, seed=size)[0]
+        compare(run(inputs), posterior, inputs, tolerance)
+
+
+# --- the graph is the posterior ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "bias"), [(1, False), (3, True)])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_graph_is_the_prediction_for_every_link(structure, count, bias):
+    base = mola.fit([small_net(k, bias=bias) for k in range(count)], [data()], structure=structure, progress=False)
+    base = scaled(base).with_prior_precision([0.1 + k for k in range(count)])
+    inputs = 2 * data(11, seed=3)[0]
+    for link in (*LINKS, mola.links.MonteCarlo(30, "weights", seed=4)):
+        posterior = base.with_link(link)
+        graph = PosteriorGraph(posterior, Signature.of(inputs, posterior.networks[0]), OUTPUTS + MORE_OUTPUTS)
+        with torch.no_grad():
+            compare(graph(inputs), posterior, inputs, 1e-12)
+
+
+def test_a_program_has_only_the_constants_that_it_needs():
+    traced = trace(fitted(structure="kron-exact"), data(2)[0], Options(outputs=["probs"]))
+    shapes = [tuple(one.shape) for one in traced.program.constants.values() if one.dim()]
+    assert sorted(shapes) == sorted([(8,), (8, 8), (CLASSES,), (CLASSES, CLASSES)])
+
+
+def test_only_posteriors_with_distances_have_that_output():
+    for posterior in (fitted(distances=False), mola.ensemble(small_net(0))):
+        assert check_outputs(None, posterior) == OUTPUTS[:-1]
+        with pytest.raises(OptionError, match="'distance' is not available"):
+            check_outputs(["label", "distance"], posterior)
+    assert check_outputs(None, fitted()) == OUTPUTS
+
+
+def test_networks_are_left_as_they_were(tmp_path):
+    posterior = fitted(conv_net)
+    network = posterior.networks[0].train()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    mola.export.torch_export(posterior, tmp_path / "file.pt2", data(2)[0], float16=True, outputs=["label"])
+    assert network.training
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert not network[-1]._forward_hooks
+    assert next(network.parameters()).dtype == torch.float32
+
+
+def test_posteriors_and_mixtures_are_modules_that_torch_exports():
+    posterior = scaled(fitted(count=2, link="mc"))
+    mixture = mola.Mixture([posterior, mola.ensemble(small_net(3))], [0.7, 0.3])
+    for module in (posterior, mixture):
+        shapes = ({0: torch.export.Dim.DYNAMIC}, None)
+        program = torch.export.export(module.eval(), (data(4)[0], None), dynamic_shapes=shapes, strict=False)
+        inputs = data(7, seed=1)[0]
+        torch.testing.assert_close(program.module()(inputs, None), module(inputs), rtol=0, atol=1e-6)
+
+
+# --- ONNX ----------------------------------------------------------------------------------------------------------------
+
+
+class OwnLink(mola.links.Link):
+    """A link of the user's own: halfway between two of ours."""
+
+    name = "own"
+
+    def __call__(self, mean, spread, likelihood, seed=None):
+        parts = [mola.links.as_link(name)(mean, spread, likelihood, seed) for name in ("probit", "bridge")]
+        return (parts[0] + parts[1]) / 2
+
+    def settings(self):
+        return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("structure", "link"),
+    [
+        ("kron-exact", OwnLink()),
+        ("kron-diag", "probit-centred"),
+        ("diag", "mean-field"),
+        ("full", "bridge"),
+        ("full", mola.links.MonteCarlo(20, "weights")),
+    ],
+    ids=str,
+)
+def test_onnxruntime_gives_pytorch_s_outputs(structure, link, tmp_path):
+    posterior = scaled(fitted(structure=structure, prior_precision=0.3, link=link))
+    outputs = ["probs", "epistemic", "ood_score", "distance"]
+    mola.export.onnx(posterior, tmp_path / "file.onnx", data(4)[0], outputs=outputs)
+    compare_file(tmp_path / "file.onnx", posterior)
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """Networks of two architectures and widths, tuned and scaled, with every option."""
+    torch.set_default_dtype(torch.float64)
+    inputs, labels = data()
+    posterior = mola.fit([conv_net(0), small_net(1)], [(inputs, labels)], weights=[0.2, 0.8], progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mola.errors.MolaWarning)  # random labels: the best prior is at an end
+        posterior = scaled(posterior.tune([data(40, seed=1)], rule="nll", progress=False))
+    path = tmp_path_factory.mktemp("several") / "several.onnx"
+    names = ["owl", "cat", "dog", "élan", "fox"]
+    options = {"metadata": {"author": "us", "run": {"seed": 3}}, "ood_threshold": 0.25, "answer_threshold": 0.3}
+    written = mola.export.onnx(posterior, path, inputs[:1], classes=names, set_threshold=0.2, **options)
+    return SimpleNamespace(posterior=posterior, path=path, written=written, names=names, inputs=inputs)
+
+
+def test_networks_of_two_kinds_at_any_batch_size(several):
+    assert max(several.written.differences.values()) < 1e-4
+    compare_file(several.path, several.posterior, sizes=(1, 2, 17, 64))
+
+
+def test_a_file_describes_itself(several):
+    model = onnx.load(several.path)
+    onnx.checker.check_model(model, full_check=True)
+    assert [one.name for one in model.graph.input] == ["input"]
+    assert [one.name for one in model.graph.output] == list(OUTPUTS)
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert all(not one.external_data for one in model.graph.initializer)
+    loaded, posterior = mola.export.load(several.path), several.posterior
+    assert (loaded.classes, loaded.outputs, loaded.metadata["author"]) == (several.names, list(OUTPUTS), "us")
+    assert json.loads(loaded.metadata["run"]) == {"seed": 3}
+    assert loaded.document == several.written.document
+    expected = {
+        "prior_precision": list(posterior.prior_precision),
+        "weights": pytest.approx([0.2, 0.8]),
+        "structure": "kron",
+        "link": {"name": "probit"},
+        "rule": posterior.tuning.rule,
+        "temperature": 0.8,
+        "pooling": 0.5,
+        "distance_exponent": 1.5,
+        "ood_score": "far-field + energy + distance",
+        "ood_threshold": 0.25,
+        "version": mola.__version__,
+    }
+    assert {name: loaded.document[name] for name in expected} == expected
+    shapes = [(one.name, one.shape) for one in several.written.outputs[:2]]
+    assert shapes == [("probs", ("batch", 5)), ("label", ("batch",))]
+
+
+def test_a_file_does_not_tell_where_it_was_made(several):
+    content = several.path.read_bytes()
+    for word in (str(Path.cwd()), str(Path.home()), "site-packages", ".py"):
+        assert word.encode() not in content
+
+
+def test_decisions_by_the_thresholds_of_the_file(several):
+    loaded = mola.export.load(several.path)
+    found = loaded(several.inputs.numpy())
+    decided = loaded.decide(found)
+    assert torch.equal(decided["outlying"], found["ood_score"].double() > 0.25)
+    assert torch.equal(decided["answer"], (found["confidence"].double() > 0.3) & ~decided["outlying"])
+    assert torch.equal(decided["set"], found["probs"].double() >= 0.2)
+    with pytest.raises(DataError, match="'ood_score'"):
+        loaded.decide({"confidence": found["confidence"]})
+    loaded.document |= {"ood_threshold": None, "answer_threshold": None}
+    assert set(loaded.decide({"probs": found["probs"]})) == {"set"}
+
+
+def test_the_file_runs_where_there_is_no_torch(several, tmp_path):
+    inputs = data(9, seed=5)[0]
+    wanted = several.posterior.predict(inputs)
+    np.savez(tmp_path / "wanted.npz", inputs=inputs.numpy(), **{name: getattr(wanted, name) for name in OUTPUTS})
+    code = """
+        import sys
+        for name in ("torch", "mola", "onnx", "onnxscript"):
+            sys.modules[name] = None  # an import of it fails
+        import json, numpy as np, onnxruntime
+        session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+        stored = np.load(sys.argv[2])
+        names = [one.name for one in session.get_outputs()]
+        found = dict(zip(names, session.run(names, {"input": stored["inputs"]})))
+        classes = json.loads(session.get_modelmeta().custom_metadata_map["mola.classes"])
+        print(max(float(np.abs(found[name] - stored[name]).max()) for name in names), classes[found["label"][0]])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(several.path), str(tmp_path / "wanted.npz")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
+    difference, name = ran.stdout.split()
+    assert float(difference) <= 1e-4
+    assert name == several.names[int(wanted.label[0])]
+
+
+def test_nan_in_is_nan_out(several):
+    inputs = several.inputs[:3].clone()
+    inputs[1] = torch.nan
+    found = mola.export.load(several.path)(inputs)
+    for name in ("probs", "confidence", "entropy", "epistemic", "ood_score", "distance"):
+        assert found[name].isnan().reshape(3, -1).any(1).tolist() == [False, True, False], name
+
+
+def test_a_plain_ensemble_is_exported_too(tmp_path):
+    """Where members agree on an input, the epistemic part is 0 and not NaN."""
+    posterior = mola.ensemble([small_net(0), small_net(1), small_net(1)], weights=[0.5, 0.25, 0.25])
+    outputs = ["probs", "epistemic", "ood_score"]
+    written = mola.export.onnx(posterior.with_temperature(0.8), tmp_path / "file.onnx", data(2)[0], outputs=outputs)
+    assert (written.document["structure"], written.document["ood_score"]) == (None, "max-probability")
+    compare_file(tmp_path / "file.onnx", posterior.with_temperature(0.8))
+
+
+def test_half_precision_networks(tmp_path):
+    posterior, inputs = scaled(fitted(conv_net)), data(40, seed=2)[0]
+    written = mola.export.onnx(
+        posterior, tmp_path / "half.onnx", inputs[:2], float16=True, outputs=["probs", "distance"]
+    )
+    assert [one.dtype for one in written.inputs] == ["float32"]
+    found = mola.export.load(tmp_path / "half.onnx")(inputs)
+    compare(found, posterior, inputs, 1e-2)
+    assert not torch.equal(found["probs"], posterior(inputs))
+    kinds = {one.data_type for one in onnx.load(tmp_path / "half.onnx").graph.initializer if len(one.dims) == 4}
+    assert kinds == {onnx.TensorProto.FLOAT16}
+
+
+# --- inputs and likelihoods ----------------------------------------------------------------------------------------------
+
+
+class TwoInputs(nn.Module):
+    """As in transformers: named inputs, one of them integers, and an object with logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, input_ids, attention_mask=None, scale=1.0):
+        values = self.embedding(input_ids) * scale
+        if attention_mask is not None:
+            values = values * attention_mask[:, :, None]
+        return SimpleNamespace(logits=self.head(values.mean(1)))
+
+
+@pytest.mark.parametrize(("form", "kind"), [("mapping", "onnx"), ("tuple", "torch_export")])
+def test_inputs_by_name_and_by_position(form, kind, tmp_path):
+    tokens, mask = torch.randint(20, (30, 9)), torch.randint(2, (30, 9)).float()
+
+    def batch(rows):
+        if form == "tuple":
+            return tokens[rows], mask[rows]
+        return {"input_ids": tokens[rows], "attention_mask": mask[rows], "scale": 2.0}
+
+    loader = [(batch(slice(None)), torch.randint(CLASSES, (30,)))]
+    posterior = mola.fit(TwoInputs().float().eval(), loader, progress=False)
+    written = getattr(mola.export, kind)(posterior, tmp_path / "file", batch(slice(0, 2)), outputs=["probs", "entropy"])
+    assert [(one.name, one.dtype) for one in written.inputs] == [("input_ids", "int64"), ("attention_mask", "float32")]
+    loaded = mola.export.load(tmp_path / "file", trust=form == "tuple")
+    for rows in (slice(0, 1), slice(3, 14)):
+        compare(loaded(batch(rows)), posterior, batch(rows))
+
+
+def test_bytes_in_probabilities_out(tmp_path):
+    posterior, pixels = fitted(), torch.randint(256, (6, 1, SIDE, SIDE), dtype=torch.uint8)
+    options = {"outputs": ["probs"], "preparation": Pixels((0.3,), (0.2,))}
+    written = mola.export.onnx(posterior, tmp_path / "file.onnx", pixels, **options)
+    assert written.inputs[0].dtype == "uint8"
+    found = mola.export.load(tmp_path / "file.onnx")(pixels.numpy())
+    compare(found, posterior, (pixels.float() / 255 - 0.3) / 0.2)
+
+
+class Squeezed(nn.Module):
+    """One logit without an axis of its own."""
+
+    def __init__(self, network) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs):
+        return self.network(inputs).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs"), [pytest.param("onnx", 3, marks=pytest.mark.slow), ("torch_export", 1)], ids=["onnx", "torch"]
+)
+def test_multi_label_and_binary_classification(kind, outputs, tmp_path):
+    networks = [small_net(seed, outputs) for seed in range(2)]
+    inputs = data()[0]
+    labels = (networks[0](inputs).detach() + torch.randn(60, outputs) > 0).float()
+    if outputs == 1:
+        networks, labels = [Squeezed(one) for one in networks], labels.squeeze(1)
+    posterior = scaled(mola.fit(networks, [(inputs, labels)], likelihood="bernoulli", progress=False))
+    names = [f"label {index}" for index in range(outputs)]
+    written = getattr(mola.export, kind)(posterior, tmp_path / "file", inputs[:4], classes=names)
+    assert written.document["likelihood"] == "bernoulli"
+    assert [one.shape for one in written.outputs[:3]] == [("batch", outputs)] * 3
+    compare_file(tmp_path / "file", posterior)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heteroscedastic"), [pytest.param("onnx", False, marks=pytest.mark.slow), ("torch_export", True)]
+)
+def test_regression(kind, heteroscedastic, tmp_path):
+    likelihood = mola.likelihoods.Gaussian(location=500.0, scale=200.0, heteroscedastic=heteroscedastic)
+    inputs, targets = data()[0], 500 + 200 * torch.randn(60, 2)
+    networks = [small_net(seed, 4 if heteroscedastic else 2) for seed in range(2)]
+    posterior = scaled(mola.fit(networks, [(inputs, targets)], likelihood=likelihood, progress=False))
+    outputs = REGRESSION_OUTPUTS + MORE_REGRESSION_OUTPUTS
+    getattr(mola.export, kind)(posterior, tmp_path / "file", inputs[:4], outputs=outputs)
+    compare_file(tmp_path / "file", posterior)
+    with pytest.raises(OptionError, match="expected some of mean"):
+        check_outputs(["probs"], posterior)
+    assert check_outputs(None, posterior) == REGRESSION_OUTPUTS
+
+
+@pytest.mark.parametrize(
+    ("kind", "network", "shape"),
+    [
+        ("torch_export", nn.Sequential(nn.Linear(SIDE, 6), nn.Tanh(), nn.Linear(6, 3)), (1, SIDE)),
+        pytest.param(
+            "onnx", nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1)), (6, 6), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["sequence", "image"],
+)
+def test_dense_outputs_keep_their_layout(kind, network, shape, tmp_path):
+    inputs = data()[0]
+    posterior = mola.fit(network.float(), [(inputs, torch.randint(3, (60, *shape)))], progress=False)
+    getattr(mola.export, kind)(posterior, tmp_path / "file", inputs[:2])
+    compare_file(tmp_path / "file", posterior)
+
+
+def test_the_heads_of_a_mimo_network(tmp_path):
+    """As the refusal of the network itself recommends."""
+    mimo = mola.baselines.Mimo(small_net(0), 2, example=data(2)[0])
+    posterior = mola.baselines.mimo_mola(mimo, [data()], progress=False)
+    mola.export.torch_export(posterior, tmp_path / "file.pt2", data(2)[0], outputs=["probs", "ood_score"])
+    compare_file(tmp_path / "file.pt2", posterior)
+
+
+# --- torch.export --------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_of_torch_export_comes_back(tmp_path):
+    """Also without mola's reader, and without the example: a file that is given away should not hold anyone's data."""
+    posterior = fitted(count=2, structure="full", link=mola.links.MonteCarlo(20))
+    example = torch.full((2, 1, SIDE, SIDE), 0.123456789, dtype=torch.float32)
+    options = {"classes": list("abcde"), "outputs": ["probs", "epistemic", "ood_score"]}
+    mola.export.torch_export(posterior, tmp_path / "file.pt2", example, **options)
+    compare_file(tmp_path / "file.pt2", posterior)
+    assert mola.export.load(tmp_path / "file.pt2", trust=True).classes == list("abcde")
+    with torch.no_grad():
+        compare(torch.export.load(tmp_path / "file.pt2").module()(data(3)[0]), posterior, data(3)[0])
+    assert example[0, 0, 0, :2].numpy().tobytes() not in (tmp_path / "file.pt2").read_bytes()
+
+
+class Hostile:
+    def __reduce__(self):
+        return (os.mkdir, ("it-ran",))
+
+
+def test_a_program_is_not_read_unless_it_is_trusted(tmp_path, monkeypatch):
+    """PyTorch's reader unpickles a constant that is named as an opaque object, whatever `use_pickle` says."""
+    monkeypatch.chdir(tmp_path)
+    mola.export.torch_export(fitted(), "good.pt2", data(2)[0], outputs=["label"], check=False)
+    with zipfile.ZipFile("good.pt2") as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    weights = json.loads(parts["archive/data/weights/model_weights_config.json"])["config"]
+    entry = next(one for one in weights.values() if one["path_name"] == "weight_0")
+    name = "archive/data/constants/model_constants_config.json"
+    document = json.loads(parts[name])
+    document["config"]["trap"] = entry | {"path_name": "opaque_obj_0", "use_pickle": False}
+    size = len(parts["archive/data/weights/weight_0"])
+    parts |= {name: json.dumps(document).encode()}
+    parts |= {"archive/data/constants/opaque_obj_0": pickle.dumps(Hostile()).ljust(size, b"\0")}
+    with zipfile.ZipFile("file.pt2", "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    with pytest.raises(OptionError, match="can run code"):
+        mola.export.load("file.pt2")
+    assert not (tmp_path / "it-ran").exists()
+    with suppress(Exception):  # what it unpickled is no constant
+        mola.export.load("file.pt2", trust=True)
+    assert (tmp_path / "it-ran").exists()
+    assert mola.export.load("good.pt2", trust=True).outputs == ["label"]
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------------
+
+
+def no_files(folder) -> bool:
+    return not list(folder.iterdir())
+
+
+CALLS: list[int] = []
+
+
+class Odd(nn.Module):
+    """Networks with one step that exports cannot express."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.head = kind, nn.Linear(SIDE * SIDE, CLASSES, dtype=torch.float32)
+
+    def forward(self, inputs):
+        flat = inputs.flatten(1)
+        if self.kind == "branching":
+            flat = flat if float(flat.sum()) > 0 else 2 * flat
+        elif self.kind == "fixed batch":
+            flat = inputs.reshape(2, SIDE * SIDE)
+        elif self.kind == "special":
+            flat = torch.special.bessel_j0(flat)
+        elif self.kind == "drifting":
+            CALLS.append(1)
+            flat = flat * len(CALLS)
+        return self.head(flat)
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "words"),
+    [
+        ("branching", "torch_export", "cannot trace Odd.*branch on"),
+        ("fixed batch", "torch_export", "cannot trace Odd.*any size"),
+        ("special", "onnx", "bessel_j0.*torch_export"),
+        ("drifting", "torch_export", "disagrees with PyTorch.*more than its inputs"),
+    ],
+)
+def test_a_network_that_cannot_be_exported(kind, write, words, tmp_path):
+    posterior = mola.fit(Odd(kind).eval(), [data(2)], progress=False)
+    with pytest.raises(ExportError, match=words):
+        getattr(mola.export, write)(posterior, tmp_path / "file", data(2)[0], outputs=["probs"])
+    assert no_files(tmp_path)
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_is_named(package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"{package}.*mola-torch\[export\]"):
+        mola.export.onnx(fitted(), tmp_path / "file.onnx", data(2)[0])
+
+
+def test_paths_that_cannot_be_written(tmp_path, monkeypatch):
+    posterior, inputs, path = fitted(), data(2)[0], tmp_path / "file.pt2"
+    for write in (mola.export.onnx, mola.export.torch_export):
+        with pytest.raises(StorageError, match="no folder"):
+            write(posterior, tmp_path / "missing" / "file", inputs)
+        with pytest.raises(StorageError, match="is a folder"):
+            write(posterior, tmp_path, inputs)
+    path.write_bytes(b"old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        mola.export.torch_export(posterior, path, inputs, check=False, outputs=["label"])
+    assert path.read_bytes() == b"old"
+    assert [one.name for one in tmp_path.iterdir()] == ["file.pt2"]
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ("text", "expected one batch as a tensor"),
+        ([[torch.zeros(2)]], "nested"),
+        (torch.zeros(0, 1, SIDE, SIDE), "at least one row"),
+        ((torch.zeros(2, 3), torch.zeros(3, 3)), "batch as first axis"),
+        (torch.full((2, 1, SIDE, SIDE), torch.nan), "NaN"),
+        (torch.zeros(2, 1, SIDE, SIDE + 1), "failed on inputs of shape"),
+        (torch.zeros(2, 1, SIDE, SIDE, dtype=torch.float64), "type float64"),
+    ],
+)
+def test_an_example_that_cannot_be_used(example, words):
+    with pytest.raises(DataError, match=words):
+        trace(fitted(), example, Options())
+
+
+def test_options_that_cannot_be_used(tmp_path):
+    posterior, inputs, path = fitted(), data(2)[0], tmp_path / "file.onnx"
+    mimo = mola.baselines.Mimo(small_net(0), 2, example=inputs)
+    for mixture in (mola.Mixture([posterior]), mimo):
+        with pytest.raises(OptionError, match=f"got {type(mixture).__name__}.*mola.fit"):
+            mola.export.onnx(mixture, path, inputs)
+    for options, words in (
+        ({"classes": ["a", "b"]}, "5 different names"),
+        ({"metadata": {"mola.classes": "x"}}, r"begin with 'mola\.'"),
+        ({"opset": 7}, "from 18 to 23"),
+        ({"outputs": ["label", "mutual_information"]}, "got mutual_information"),
+        ({"outputs": []}, "got none"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            mola.export.onnx(posterior, path, inputs, **options)
+    with pytest.raises(OptionError, match="positive standard deviations"):
+        Pixels((0.5,), (0.0,))
+    assert no_files(tmp_path)
+
+
+def test_foreign_and_damaged_files(tmp_path, several):
+    (tmp_path / "a").write_bytes(b"PK nothing")
+    (tmp_path / "b").write_bytes(b"nothing")
+    for name, words in (("a", "not a program of torch.export"), ("b", "neither an ONNX"), ("c", "no such file")):
+        with pytest.raises(StorageError, match=words):
+            mola.export.load(tmp_path / name, trust=True)
+    document = {f"mola.{name}": json.dumps(value) for name, value in several.written.document.items()}
+    assert from_properties(document | {"own": "1"}, "file") == (several.written.document, {"own": "1"})
+    for change, words in (
+        ({"mola.format_version": "2"}, "format version 2"),
+        ({"mola.format_version": "[" * 5000}, "not readable JSON"),
+        ({"mola.classes": "3"}, "damaged at 'classes'"),
+        ({"mola.ood_threshold": '"high"'}, "damaged at 'ood_threshold'"),
+    ):
+        with pytest.raises(StorageError, match=words):
+            from_properties(document | change, "file")
+    with pytest.raises(StorageError, match="not exported by mola"):
+        from_properties({}, "file")
+
+
+def test_inputs_that_a_file_does_not_accept(several):
+    run = mola.export.load(several.path)
+    with pytest.raises(DataError, match="does not accept inputs of shapes"):
+        run(torch.zeros(2, 1, SIDE + 1, SIDE, dtype=torch.float32))
+    with pytest.raises(DataError, match="expected one tensor"):
+        run({"input": torch.zeros(2)})
