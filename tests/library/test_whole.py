@@ -75,10 +75,8 @@ def ggn(posterior, network, inputs):
 
 def matrix_of(posterior):
     """The curvature as a dense matrix, in the posterior's order of weights."""
-    structure, curvature = posterior.components[0].layer.structure, posterior.components[0].layer.curvature
-    basis = torch.stack(
-        [structure.uncertain(curvature.rotated_back(one)) for one in torch.eye(len(curvature.values))], 1
-    )
+    curvature = posterior.components[0].layer.curvature
+    basis = torch.stack([curvature.rotated_back(one) for one in torch.eye(len(curvature.values))], 1)
     torch.testing.assert_close(basis.T @ basis, torch.eye(len(basis)), rtol=0, atol=1e-10)
     return basis * curvature.values @ basis.T
 
@@ -223,9 +221,9 @@ def test_linearised_covariance_is_j_sigma_j(options):
     torch.testing.assert_close(prediction.probs, probs, rtol=1e-9, atol=1e-12)
     # Columns of unit noise, one at a time, are columns of a root of the covariance of the weights.
     curvature = posterior.components[0].layer.curvature
-    scaled = [curvature.rotated_back(one) for one in torch.diag(curvature.inverse(0.7).sqrt())]
-    root = torch.stack([posterior.components[0].layer.structure.uncertain(one) for one in scaled], 1)
+    root = torch.stack([curvature.rotated_back(one) for one in torch.diag(curvature.inverse(0.7).sqrt())], 1)
     torch.testing.assert_close(root @ root.T, inverse, rtol=1e-8, atol=1e-9)
+    assert posterior.sample(3, generator=torch.Generator().manual_seed(0)).weights.shape == (3, *posterior.sizes)
 
 
 def test_only_the_last_layer_free_is_the_last_layer_method():

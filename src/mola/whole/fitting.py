@@ -30,7 +30,7 @@ from mola.network import (
 )
 from mola.options import one_of
 from mola.posterior import per_component
-from mola.tuning.rules import Rule, as_rule
+from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
 from mola.whole.jacobians import Layout, curvature_roots, find_layout, jacobian_rows, size_of, some_of
 from mola.whole.posterior import WholeMoLA, make_component

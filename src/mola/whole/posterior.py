@@ -69,15 +69,14 @@ class WholeSpread(LastLayerSpread):
     def by_weights(self, count: int, generator: Generator) -> Tensor:
         """Deviations (n, count, C) of the logits of networks with drawn weights: nothing is linearised."""
         rows: Any = self.phi
-        component, found = rows.component, []
-        layout, network = component.structure.layout, component.network
-        mean = layout.vector(network)
+        structure, network, found = rows.component.structure, rows.component.network, []
+        layout, trained = structure.layout, structure.layout.vector(network)
         with evaluating(network):
             for _ in range(count):
-                drawn = mean + self.curvature.sample(float(self.precision), 1, generator)[0].to(mean)
-                found.append(
-                    run_with(network, layout.tensors(network, drawn), rows.inputs).to(rows.outputs) - rows.outputs
-                )
+                deviation = self.curvature.sample(float(self.precision), 1, generator)[0].to(trained)
+                drawn = structure.replaced(trained, structure.uncertain(trained) + deviation)
+                logits = run_with(network, layout.tensors(network, drawn), rows.inputs)
+                found.append(logits.to(rows.outputs) - rows.outputs)
         deviations = torch.stack(found, 1)
         return deviations if self.divisor is None else deviations / self.divisor[..., None]
 

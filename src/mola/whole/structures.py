@@ -52,8 +52,12 @@ class WholeStructure(Structure):
         """The eigenbasis."""
 
     def uncertain(self, weights: Tensor) -> Tensor:
-        """The uncertain ones among the weights (D,) of the layout."""
+        """The uncertain ones among all weights of the layout."""
         return weights
+
+    def replaced(self, weights: Tensor, uncertain: Tensor) -> Tensor:
+        """All weights of the layout with new values of the uncertain ones."""
+        return uncertain
 
     def bytes(self, features: int, outputs: int) -> int:
         """Memory of sums and eigenbasis, beside the network's own."""
@@ -143,6 +147,10 @@ class WholeFull(WholeStructure):
         """The chosen weights."""
         return weights if self.chosen is None else weights[self.chosen.to(weights.device)]
 
+    def replaced(self, weights: Tensor, uncertain: Tensor) -> Tensor:
+        """All weights of the layout with new values of the chosen ones."""
+        return uncertain if self.chosen is None else weights.index_copy(0, self.chosen.to(weights.device), uncertain)
+
     def sums(self, phi: Any, curvature: OutputCurvature | None = None) -> dict[str, Tensor]:
         """The matrix."""
         flat = chosen_rows(phi, self.layout, self.chosen).flatten(0, 1)
@@ -181,7 +189,7 @@ class WholeCurvature(Curvature):
 
     @abstractmethod
     def rotated_back(self, coordinates: Tensor) -> Tensor:
-        """The vector of all weights of the layout, with 0 where they are certain, of coordinates (D,) in the eigenbasis."""
+        """The deviation (D,) of the uncertain weights with these coordinates (D,) in the eigenbasis."""
 
     def to(self, device: torch.device) -> Self:
         """The same curvature on another device."""
@@ -223,7 +231,7 @@ class WholeCurvature(Curvature):
         return (noise @ root.mT) @ basis.T
 
     def sample(self, precision: float, count: int, generator: Generator) -> Tensor:
-        """Deviations (count, D) of all weights of the layout from the trained ones."""
+        """Deviations (count, D) of the uncertain weights from the trained ones."""
         scale = self.inverse(precision).sqrt()
         noise = (standard_normals((len(self.values),), generator).to(scale) for _ in range(count))
         return torch.stack([self.rotated_back(one * scale) for one in noise])
@@ -290,7 +298,4 @@ class DenseCurvature(WholeCurvature):
 
     def rotated_back(self, coordinates: Tensor) -> Tensor:
         """Eigenvectors times coordinates."""
-        weights = self.vectors @ coordinates
-        if self.chosen is None:
-            return weights
-        return weights.new_zeros(self.layout.size).index_copy(0, self.chosen, weights)
+        return self.vectors @ coordinates
