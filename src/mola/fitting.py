@@ -34,7 +34,7 @@ from mola.network import (
 )
 from mola.posterior import Component, LastLayer, MoLA, per_component
 from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum, skip
-from mola.tuning.rules import Rule, as_rule
+from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
 
 

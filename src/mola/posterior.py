@@ -39,7 +39,7 @@ from mola.outliers import (
 from mola.prediction import Prediction, RegressionPrediction, disagreement
 from mola.scaling import FeatureScale, LogitScaling, Reference
 from mola.tuning.held_out import HeldOut, read_held_out
-from mola.tuning.rules import Rule, Tuning, as_rule
+from mola.tuning import Rule, Tuning, as_rule
 from mola.uncertainty import entropy, epistemic_share
 from mola.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
 

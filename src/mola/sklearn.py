@@ -23,7 +23,7 @@ from mola.options import is_real, whole_number
 from mola.perceptrons import Loss, train_mlps
 from mola.posterior import MoLA
 from mola.scaling import FeatureScale
-from mola.tuning.rules import as_rule
+from mola.tuning import as_rule
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin

@@ -21,7 +21,7 @@ from mola.laplace import STRUCTURES, as_structure
 from mola.likelihoods import CATEGORICAL
 from mola.links import LINKS, as_link
 from mola.options import one_of
-from mola.tuning.rules import RULES, as_rule
+from mola.tuning import RULES, as_rule
 from mola.weights import check_weighting
 
 TAKERS = {

@@ -19,7 +19,7 @@ from mola.posterior import Component, LastLayer, MoLA
 from mola.saving.posterior import load_posterior, save_posterior
 from mola.saving.schema import sealed
 from mola.scaling import FeatureScale, LogitScaling, Reference
-from mola.tuning.rules import Tuning
+from mola.tuning import Tuning
 
 X = torch.randn(23, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.arange(23) % 3

@@ -60,7 +60,7 @@ class Bernoulli(DiscreteLikelihood):
 
     name = "bernoulli"
     links = ("probit", "mean-field", "mc")
-    rules = ("threshold", "nll", "brier", "ece", "evidence", "distance")
+    rules = ("threshold", "nll", "brier", "ece", "evidence", "distance", "calibrated")
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Logits (n, C), from (n,), (n, 1) or (n, C)."""

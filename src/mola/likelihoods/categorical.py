@@ -51,7 +51,7 @@ class Categorical(DiscreteLikelihood):
     name = "categorical"
     mutually_exclusive = True
     links = ("probit", "probit-centred", "mean-field", "bridge", "mc")
-    rules = ("threshold", "nll", "brier", "ece", "evidence", "distance")
+    rules = ("threshold", "nll", "brier", "ece", "evidence", "distance", "calibrated")
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Logits (n, C), or `HeadError`."""

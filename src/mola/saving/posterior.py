@@ -21,7 +21,7 @@ from mola.saving.files import read_folder, write_folder
 from mola.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
 from mola.saving.schema import Optional, check
 from mola.scaling import LogitScaling, Reference
-from mola.tuning.rules import Tuning
+from mola.tuning import Tuning
 from mola.weights import check_weights
 
 KIND = "posterior"

@@ -52,8 +52,8 @@ from mola.prediction import RegressionPrediction
 from mola.saving.files import partial_file, write_atomically, write_folder
 from mola.saving.posterior import pack
 from mola.tuning.held_out import HeldOut, read_held_out
-from mola.tuning.rules import RULES as NAMED_RULES
-from mola.tuning.rules import Distance, Outliers, Rule, Threshold, as_rule
+from mola.tuning import RULES as NAMED_RULES
+from mola.tuning import Distance, Outliers, Rule, Threshold, as_rule
 
 RULES = (*NAMED_RULES, "outliers", "none")
 """How the prior precision is chosen; none keeps what is given."""

@@ -1,0 +1,229 @@
+"""The rule that divides logits by the distance from the training classes, at a price on validation data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from mola.errors import OptionError, warn
+from mola.options import is_real, one_of
+from mola.tuning.held_out import HeldOut
+from mola.tuning.rules import PLAIN_RULES, Threshold
+from mola.tuning.scores import Candidates, averages, scores
+from mola.tuning.search import Scored, curve_of, noted, require_data
+from mola.tuning.tuning import Rule, Tuning
+
+if TYPE_CHECKING:
+    from mola.posterior import MoLA
+
+EXPONENTS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Distance exponents tried first; then finer between the last that meets the limits and the first that does not."""
+
+GROWTHS = tuple(step / 16 for step in range(17))
+"""Distance exponents of a regression: up to 1, where the standard deviation grows in proportion to the distance, as
+the uncertainty about a function with bounded slope does."""
+
+FINEST = 2.0**-11
+"""Distance exponents are multiples of this."""
+
+REGRESSION_PRICE = 0.01
+"""Log loss per output, in nats, that the distance may cost a regression by default."""
+
+FAR = 3.0
+"""How much farther than the training data the validation data may be before a note says so."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Divide logits by the distance from the training classes, at a price on validation data.
+
+    The paper's rule lowers confidence everywhere until its mean on validation data meets a threshold. This rule
+    takes the prior precision with the best log loss, and then the distance exponent at which the mean confidence meets the same
+    threshold: the same price inside the data, spent on inputs that are farther away than usual.
+
+    Args:
+        price: what the distance may cost on validation data. None is the paper's price: the mean confidence falls to its threshold.
+            "loss" stops before that where the log loss reaches that of the paper's rule. 0.02 lets the log loss rise by at most 2 %.
+            For regression, in nats of log loss per output; None is 0.01.
+        rule: chooses prior precision and temperature first: a name, or an object.
+    """
+
+    price: float | Literal["loss"] | None = None
+    rule: Rule | str = "nll"
+    needs_data = True
+
+    def __post_init__(self) -> None:
+        named = self.price is None or self.price == "loss"
+        if not (named or (is_real(self.price) and 0 < float(self.price or 0) <= 1)):
+            raise OptionError(
+                f"price must be a number between 0 and 1, 'loss' or None, got {self.price!r}. At most 2 % more "
+                "validation log loss is 0.02."
+            )
+        if isinstance(self.rule, str):
+            one_of(self.rule, tuple(PLAIN_RULES), "rule")
+        elif not callable(self.rule) or isinstance(self.rule, (type, Distance)):
+            raise OptionError(f"rule must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.")
+
+    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+        """Choose prior precision, temperature and distance exponent."""
+        data = require_data(data, self)
+        if not posterior.has_distances:
+            raise OptionError(f"rule 'distance': {posterior._why_no_distances()}")
+        first = PLAIN_RULES[self.rule] if isinstance(self.rule, str) else self.rule
+        base = first(posterior, data if getattr(first, "needs_data", True) else None)
+        if not posterior.likelihood.discrete:
+            return self._regression(posterior.tuned(base), data, base)
+        plain = self._scored(posterior, data, base, [0.0])
+        before = {name: float(values[0]) for name, values in plain.items()}
+        limits, origin, few = self._limits(posterior, data, before)
+        chosen, tried = _largest_exponent(lambda some: self._scored(posterior, data, base, some), limits)
+        notes = (*base.notes, *few, *_distance_notes(posterior))
+        summary = _distance_summary(tried, chosen, origin)
+        if chosen == 0:
+            warn(summary)
+        curve = {"distance_exponent": tuple(sorted(tried))}
+        curve |= {name: tuple(tried[one][name] for one in sorted(tried)) for name in tried[0.0]}
+        return Tuning(
+            f"Distance: {origin}, after {base.rule}",
+            base.prior_precision,
+            summary,
+            notes,
+            curve,
+            base.temperature,
+            distance_exponent=chosen,
+        )
+
+    def _scored(self, posterior: MoLA, data: HeldOut, base: Tuning, exponents: Sequence[float]) -> Scored:
+        candidates = Candidates.of(
+            posterior, precision=[base.prior_precision], temperature=base.temperature, exponent=exponents
+        )
+        return averages(scores(posterior, data, candidates))
+
+    def _limits(
+        self, posterior: MoLA, data: HeldOut, plain: dict[str, float]
+    ) -> tuple[Callable[[dict[str, float]], bool], str, tuple[str, ...]]:
+        if is_real(self.price):
+            price = float(self.price or 0)
+            most = plain["nll"] * (1 + price)
+            return lambda row: row["nll"] <= most, f"at most {100 * price:.4g} % more log loss", ()
+        target, _, few = Threshold().target(data)
+        if self.price is None:
+            return (
+                lambda row: row["confidence"] >= target,
+                f"mean confidence at the paper's threshold, {target:.2%}",
+                few,
+            )
+        paper = Threshold()(posterior, data)
+        loss = float(curve_of(posterior, data)(paper.prior_precision[:1])["nll"][0])
+        return (
+            lambda row: row["confidence"] >= target and row["nll"] <= loss,
+            f"no more log loss than the paper's rule, and mean confidence at least {target:.2%}",
+            few,
+        )
+
+    def _regression(self, posterior: MoLA, data: HeldOut, base: Tuning) -> Tuning:
+        if isinstance(self.price, str):
+            raise OptionError(
+                f"price {self.price!r} is a price in confidence. For regression it is in nats per output, such as 0.01."
+            )
+        price = REGRESSION_PRICE if self.price is None else float(self.price)
+        outputs = len(posterior.components[0].require_layer("distance").weights)
+
+        def evaluate(exponents: Sequence[float]) -> Scored:
+            return averages(scores(posterior, data, Candidates.of(posterior, exponent=exponents)))
+
+        most = float(evaluate([0.0])["nll"][0]) + price * outputs
+        chosen, tried = _largest_exponent(evaluate, lambda row: row["nll"] <= most, GROWTHS, 1 / 256)
+        summary = (
+            f"The distance costs {tried[chosen]['nll'] - tried[0.0]['nll']:.3g} nats of log loss on the validation "
+            "data. For it, the standard "
+            f"deviations of inputs twice as far from the training data as usual are multiplied by {2**chosen:.3g}."
+            if chosen
+            else "The distance has no effect: the smallest exponent costs more than the price. Raise it: "
+            "mola.rules.Distance(price=0.05)."
+        )
+        curve = {"distance_exponent": tuple(sorted(tried)), "nll": tuple(tried[one]["nll"] for one in sorted(tried))}
+        return replace(
+            base,
+            rule=f"Distance: at most {price:.4g} nats more log loss per output, after {base.rule}",
+            summary=summary,
+            notes=(*base.notes, *_distance_notes(posterior)),
+            curve=curve,
+            distance_exponent=chosen,
+        )
+
+
+def _largest_exponent(
+    evaluate: Callable[[Sequence[float]], Scored],
+    meets: Callable[[dict[str, float]], bool],
+    first: Sequence[float] = EXPONENTS,
+    finest: float = FINEST,
+) -> tuple[float, dict[float, dict[str, float]]]:
+    """The largest exponent up to which all that were tried meet the limits (0 if none does), and all that were tried."""
+    tried: dict[float, dict[str, float]] = {}
+    new = list(first)
+    while True:
+        found = evaluate(new)
+        for place, one in enumerate(new):
+            tried[one] = {name: float(values[place]) for name, values in found.items()}
+        order = sorted(tried)
+        last = 0.0
+        for one in order:
+            if not meets(tried[one]):
+                break
+            last = one
+        above = [one for one in order if one > last]
+        if not above or above[0] - last <= finest or not meets(tried[0.0]):
+            return last, tried
+        step = max(finest, (above[0] - last) / 8)
+        new = [last + step * part for part in range(1, round((above[0] - last) / step))]
+
+
+def _distance_summary(tried: dict[float, dict[str, float]], chosen: float, origin: str) -> str:
+    plain, now = tried[0.0], tried[chosen]
+    if chosen == 0:
+        return (
+            f"The distance has no effect: nothing is left to spend ({origin}). Without it the mean confidence on the "
+            "validation data is "
+            f"{plain['confidence']:.2%} and the log loss {plain['nll']:.4g}. Set a price, such as mola.rules.Distance(price=0.02)."
+        )
+    change = now["nll"] / plain["nll"] - 1 if plain["nll"] > 0 else 0.0
+    return (
+        f"The distance takes the log loss on the validation data from {plain['nll']:.4g} to {now['nll']:.4g} "
+        f"({100 * change:+.1f} %) and the "
+        f"mean confidence from {plain['confidence']:.2%} to {now['confidence']:.2%}. For it, the logits of inputs "
+        "twice as far from the "
+        f"training classes as usual are divided by {2**chosen:.3g}, four times as far by {4**chosen:.3g}."
+    )
+
+
+def _distance_notes(posterior: MoLA) -> tuple[str, ...]:
+    reference = posterior.scaling.reference
+    assert reference is not None
+    distances = [
+        one.layer.distance for one in posterior.components if one.layer is not None and one.layer.distance is not None
+    ]
+    notes = []
+    if any(not one.known for one in distances):
+        notes.append(
+            noted("all training features of a network are alike, so its distances carry no information and count as 1.")
+        )
+    else:
+        pairs = zip(reference.scales, distances, strict=True)
+        logs = [math.log(max(scale.distance, 1e-300) / max(one.training_distance, 1e-300)) for scale, one in pairs]
+        ratio = math.exp(sum(logs) / len(logs))
+        if ratio > FAR:
+            notes.append(
+                noted(
+                    f"the validation data are {ratio:.1f} times as far from the training classes as the training data: "
+                    "few training data "
+                    f"for that many features, or data unlike those that the networks were trained on."
+                )
+            )
+    if any(one.num_predicted for one in distances):
+        notes.append(
+            "the training data had no labels: distances are from the classes that the networks predict for them."
+        )
+    return tuple(notes)

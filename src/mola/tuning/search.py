@@ -1,0 +1,191 @@
+"""The search over the prior precision.
+
+Every ninth value of the paper's grid is tried first, then finer steps around the best; the grid grows beyond an end that wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from mola.errors import OptionError, warn
+from mola.tuning.held_out import HeldOut
+from mola.tuning.scores import Candidates, averages, scores
+
+if TYPE_CHECKING:
+    from mola.posterior import MoLA
+
+Scored = dict[str, Tensor]
+Evaluate = Callable[[Sequence[float]], Scored]
+"""From prior precisions to the scores (L,) of each."""
+
+LOW, HIGH, STEPS = 0, 99, (9, 3, 1)
+"""Indices of the paper's grid, 100 values from 1e-4 to 1e3, and the steps of the search."""
+
+LOWEST, HIGHEST = -279, 225
+"""Indices up to which the grid may grow: 2e-24 and 8e11. Below, the prior has no influence; above, no covariance is left."""
+
+SAME = 1e-9
+"""Relative difference of scores that are equal but for rounding."""
+
+
+def noted(note: str) -> str:
+    """Warn of a note, and return it."""
+    warn(note)
+    return note
+
+
+def grid_value(index: int) -> float:
+    """The prior precision at an index of the paper's grid, which grows by 14 values per decade beyond its ends."""
+    if index < LOW:
+        return float(1e-4 * 10 ** (index / 14))
+    return float(10 ** (-4 + 7 * index / HIGH) if index <= HIGH else 1e3 * 10 ** ((index - HIGH) / 14))
+
+
+class PrecisionSearch:
+    """Prior precisions that were tried, by index of the grid, and their scores."""
+
+    def __init__(self, evaluate: Evaluate, grid: Sequence[float] | None = None) -> None:
+        self.evaluate, self.given = evaluate, None if grid is None else _check_grid(grid)
+        self.tried: dict[int, dict[str, float]] = {}
+        if self.given is not None:
+            self.try_at(range(len(self.given)))
+
+    def value(self, index: int) -> float:
+        """The prior precision at an index."""
+        return grid_value(index) if self.given is None else self.given[index]
+
+    def try_at(self, indices: Iterable[int]) -> None:
+        """Score the prior precisions at these indices that were not tried before."""
+        new = sorted(set(indices) - self.tried.keys())
+        if new:
+            found = self.evaluate([self.value(index) for index in new])
+            for place, index in enumerate(new):
+                self.tried[index] = {name: float(values[place]) for name, values in found.items()}
+
+    def minimise(self, score: str, *, smooth: bool = True) -> int:
+        """Index of the smallest score."""
+
+        def best() -> int:
+            return min(sorted(self.tried), key=lambda index: self.tried[index][score])
+
+        if self.given is not None:
+            return best()
+        self.try_at(range(LOW, HIGH + 1, STEPS[0] if smooth else 1))
+        while True:
+            index = best()
+            value, down = self.tried[index][score], index == min(self.tried)
+            if not (down or index == max(self.tried)) or not LOWEST < index < HIGHEST:
+                break
+            self.try_at([index + (-1 if down else 1) * STEPS[0] * step for step in (1, 2)])
+            if value - self.tried[best()][score] <= SAME * abs(value):
+                break
+        for step in STEPS[1:] if smooth else ():
+            centre = best()
+            self.try_at(centre + step * offset for offset in (-2, -1, 1, 2))
+        return best()
+
+    def smallest_meeting(self, meets: Callable[[dict[str, float]], bool], score: str) -> int | None:
+        """Index of the smallest prior precision that meets a condition, assuming that larger ones do, too; None if none does."""
+        if self.given is not None:
+            return next((index for index in sorted(self.tried) if meets(self.tried[index])), None)
+        self.try_at(range(LOW, HIGH + 1, STEPS[0]))
+        for down in (True, False):
+            while True:
+                end = min(self.tried) if down else max(self.tried)
+                met = meets(self.tried[end])
+                if met != down or not LOWEST < end < HIGHEST:
+                    break
+                before = self.tried[end][score]
+                self.try_at([end + (-1 if down else 1) * STEPS[0] * step for step in (1, 2)])
+                after = self.tried[min(self.tried) if down else max(self.tried)][score]
+                if abs(after - before) <= SAME * abs(before):
+                    break
+        for step in STEPS[1:]:
+            first = next((index for index in sorted(self.tried) if meets(self.tried[index])), None)
+            if first is None:
+                return None
+            below = max((index for index in self.tried if index < first), default=first)
+            self.try_at(range(below, first, step))
+        return next(index for index in sorted(self.tried) if meets(self.tried[index]))
+
+    def curve(self) -> dict[str, tuple[float, ...]]:
+        """All that was tried, by increasing prior precision."""
+        order = sorted(self.tried)
+        names = self.tried[order[0]]
+        table = {name: tuple(self.tried[index][name] for index in order) for name in names}
+        return {"prior_precision": tuple(self.value(index) for index in order)} | table
+
+    def note(self, index: int) -> tuple[str, ...]:
+        """A warning if the chosen value lies outside the paper's grid."""
+        if self.given is not None or LOW <= index <= HIGH:
+            return ()
+        meaning = (
+            "the prior has next to no influence, and the training data alone set the covariance. If confidence outside the data is "
+            "then too low, use another rule or set the prior precision"
+            if index < LOW
+            else "next to no covariance is left, and predictions are close to the plain ensemble's"
+        )
+        return (
+            noted(f"the prior precision {self.value(index):.3g} lies outside the grid from 1e-4 to 1e3: {meaning}."),
+        )
+
+
+def _check_grid(grid: Sequence[float]) -> tuple[float, ...]:
+    try:
+        values = tuple(sorted(float(value) for value in grid))
+    except (TypeError, ValueError, OverflowError):
+        values = ()
+    if not values or not all(math.isfinite(value) and value > 0 for value in values):
+        raise OptionError(f"grid must hold finite numbers above 0, got {grid!r}.")
+    return values
+
+
+def maximise(objective: Callable[[float], float], low: float, high: float, *, coarse: int = 65) -> float:
+    """Where a function of one number is largest: a coarse grid, then golden sections around its best point."""
+    places = [low + (high - low) * step / (coarse - 1) for step in range(coarse)]
+    best = max(range(coarse), key=[objective(place) for place in places].__getitem__)
+    left, right = places[max(best - 1, 0)], places[min(best + 1, coarse - 1)]
+    ratio = (math.sqrt(5) - 1) / 2
+    one, two = right - ratio * (right - left), left + ratio * (right - left)
+    value_one, value_two = objective(one), objective(two)
+    while right - left > 1e-8 * max(1.0, abs(left)):
+        if value_one > value_two:
+            right, two, value_two = two, one, value_one
+            one = right - ratio * (right - left)
+            value_one = objective(one)
+        else:
+            left, one, value_one = one, two, value_two
+            two = left + ratio * (right - left)
+            value_two = objective(two)
+    return (left + right) / 2
+
+
+def curve_of(posterior: MoLA, data: HeldOut, temperature: float = 1.0) -> Evaluate:
+    """Mean scores of a mixture on held-out data, as a function of the prior precision."""
+
+    def evaluate(precisions: Sequence[float]) -> Scored:
+        return averages(
+            scores(posterior, data, Candidates.of(posterior, precision=precisions, temperature=temperature))
+        )
+
+    return evaluate
+
+
+def require_data(data: HeldOut | None, rule: object) -> HeldOut:
+    """The validation data, or `OptionError` without them."""
+    if data is None:
+        raise OptionError(f"{type(rule).__name__} needs validation data: posterior.tune(val_loader, rule=...).")
+    return data
+
+
+def require_classes(posterior: MoLA, rule: object) -> None:
+    """Raise `OptionError` for a regression."""
+    if not posterior.likelihood.discrete:
+        raise OptionError(
+            f"{type(rule).__name__} is about confidence in classes and does not apply to regression: use one of "
+            f"{', '.join(posterior.likelihood.rules)}."
+        )

@@ -1,0 +1,66 @@
+"""What a rule returns, and what a rule is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from mola.posterior import MoLA
+    from mola.tuning.held_out import HeldOut
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a posterior was tuned."""
+
+    rule: str
+    prior_precision: tuple[float, ...]
+    """Of each component."""
+    summary: str = ""
+    """What the tuning did, in one sentence."""
+    notes: tuple[str, ...] = ()
+    """What else the user should know."""
+    curve: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    """What each candidate scored on the validation data."""
+    temperature: float = 1.0
+    pooling: float = 1.0
+    distance_exponent: float = 0.0
+    onset: float = 1.0
+    noise_factors: tuple[float, ...] = ()
+    """Factor of each component's noise, where a rule chose the noise of a regression."""
+
+    def __str__(self) -> str:
+        return "\n".join(line for line in (self.summary, *self.notes) if line)
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "rule": self.rule,
+            "prior_precision": list(self.prior_precision),
+            "summary": self.summary,
+            "notes": list(self.notes),
+            "curve": {name: list(values) for name, values in self.curve.items()},
+            "temperature": self.temperature,
+            "pooling": self.pooling,
+            "distance_exponent": self.distance_exponent,
+            "onset": self.onset,
+            "noise_factors": list(self.noise_factors),
+        }
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Tuning:
+        """What `as_json` made."""
+        tuples = {name: tuple(entry[name]) for name in ("prior_precision", "notes", "noise_factors")}
+        curve = {name: tuple(values) for name, values in entry["curve"].items()}
+        return Tuning(**(entry | tuples | {"curve": curve}))
+
+
+class Rule(Protocol):
+    """A way to choose the prior precision."""
+
+    needs_data: bool
+    """Whether it uses validation data."""
+
+    def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
+        """Choose, from a posterior without scaling."""
