@@ -48,6 +48,8 @@ def fill(page: str, results: Path) -> str:
             return f"{start}\n{uci_table(name, results)}\n\n{end}"
         if suite == "drawn":
             return f"{start}\n{drawn_table(name)}\n\n{end}"
+        if suite == "links":
+            return f"{start}\n{links_table(name)}\n\n{end}"
         known = tables(suite)
         if name not in known:
             message = f"{suite} has no table {name!r}; it has {', '.join(known)}."
@@ -105,6 +107,51 @@ def drawn_table(likelihood: str) -> str:
         worst, most = max(same, key=lambda row: row["error"]), max(row["standard_errors"] for row in same)
         shown = f"{most:.1f}" if worst["exact"] else f"{most:.1f} (an approximation)"
         lines.append(f"| {name} | {worst['error']:.1e} | {worst['standard_error']:.1e} | {shown} |")
+    return "\n".join(lines)
+
+
+def links_table(name: str) -> str:
+    """Links against the integral: errors by the rule that chose the prior precision, "scores", or "variances".
+
+    Raises:
+        KeyError: if there is no such table.
+    """
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "links_against_monte_carlo.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if name == "scores":
+        lines = ["| structure | link | λ | test NLL | ECE % | SVHN AUROC % |", "|---|---|---|---|---|---|"]
+        for row in document["tuned"]:
+            precision = "" if row["prior_precision"] is None else f"{row['prior_precision']:.2g}"
+            lines.append(
+                f"| {row['structure']} | {row['link']} | {precision} | {row['nll']:.4f} | {100 * row['ece']:.2f} "
+                f"| {100 * row['svhn_auroc']:.2f} |"
+            )
+        return "\n".join(lines)
+    if name == "variances":
+        lines = ["| structure | λ | common mode: test | SVHN | contrasts: test | SVHN |", "|---|---|---|---|---|---|"]
+        for row in document["variances"]:
+            cells = [row[one] for one in ("prior_precision", "common_test", "common_svhn", "contrast_test", "contrast_svhn")]
+            lines.append(f"| `{row['structure']}` | {' | '.join(f'{value:.2g}' for value in cells)} |")
+        return "\n".join(lines)
+    rows = {(one["data"], one["structure"], one["link"]): one for one in document["rows"] if one["rule"] == name}
+    if not rows:
+        raise KeyError(f"links_against_monte_carlo.json has no rule {name!r}.")
+    lines = [
+        "| structure | link | test: TV mean | max | confidence | NLL | SVHN: TV mean | max | confidence |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    previous = None
+    for (data, structure, link), test in rows.items():
+        if data != "test":
+            continue
+        svhn = rows["svhn", structure, link]
+        shown = "" if structure == previous else f"`{structure}`, λ = {test['prior_precision']:.2g}"
+        previous = structure
+        lines.append(
+            f"| {shown} | {link} | {100 * test['mean_tv']:.2f} | {100 * test['max_tv']:.1f} "
+            f"| {100 * test['confidence_error']:+.2f} | {test['nll_difference']:+.4f} "
+            f"| {100 * svhn['mean_tv']:.2f} | {100 * svhn['max_tv']:.1f} | {100 * svhn['confidence_error']:+.2f} |"
+        )
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 import mola
 from mola.__main__ import main
 from mola.lab.models import lenet
-from mola.saving.weights_files import save_weights
+from mola.saving.weights import save_weights
 from tests.own_work import make_desk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     torch.set_default_dtype(torch.float32)
     namespace = {"torch": torch}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mola.MolaWarning)
+        warnings.simplefilter("ignore", mola.errors.MolaWarning)
         for match in SNIPPET.finditer(page.read_text()):
             if match["file"]:
                 (tmp_path / match["file"]).write_text(match["code"])

@@ -90,16 +90,10 @@ def test_the_table_of_readme_is_that_of_the_record():
     )
 
 
-def test_the_tables_of_links_are_those_of_the_record(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark = _module("links_benchmark", ROOT / "benchmarks" / "links_against_monte_carlo.py")
-    found = _record("links_against_monte_carlo")
+def test_the_tables_of_links_are_those_of_the_record():
     page = (DOCS / "links.md").read_text(encoding="utf-8")
-    tables = [benchmark.error_table(found["rows"], rule) for rule in ("threshold", "validation NLL")]
-    tables += [benchmark.score_table(found["tuned"]), benchmark.variance_table(found["variances"])]
-    for table in tables:
-        assert table.count("\n") > 4
-        assert table in page
+    assert page.count("<!-- table: links") == 4
+    assert _module("tables_of_docs", DOCS / "tables.py").fill(page, ROOT / "results") == page
 
 
 def test_the_table_of_exports_is_that_of_the_record():
