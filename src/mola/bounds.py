@@ -38,7 +38,8 @@ from mola.links import Link, Probit, probit_scaled
 from mola.network import Captured
 
 if TYPE_CHECKING:
-    from mola.posterior import MixtureRows, MoLA
+    from mola.component import MixtureRows
+    from mola.posterior import MoLA
 
 SCALE = 2.0**20
 """Factor by which inputs are scaled to test whether features scale with them: a power of two, so that nothing is rounded."""
@@ -107,7 +108,7 @@ def far_field_limit(posterior: MoLA, once: Sequence[Captured], far: Sequence[Cap
         raise BoundError(
             "the far-field limit is not defined for dense outputs. posterior.confidence_bound(inputs) holds everywhere."
         )
-    from mola.posterior import MixtureRows
+    from mola.component import MixtureRows
 
     likelihood: Any = posterior.likelihood
     weights, pooling = posterior.weights, posterior.scaling.pooling

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mola.component import Component, LastLayer, per_component
 from mola.distributed import Team, check_sampler
 from mola.errors import DataError, OptionError, warn
 from mola.laplace import Structure, Sums, as_structure, check_precision, check_size, distance_sums
@@ -32,7 +33,7 @@ from mola.network import (
     stream,
     unwrapped,
 )
-from mola.posterior import Component, LastLayer, MoLA, per_component
+from mola.posterior import MoLA
 from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum, skip
 from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting

@@ -1,13 +1,13 @@
 """The mixture of Laplace approximations. MAP, deep ensembles, last-layer Laplace and MoLA are all one class.
 
-A `Component` is one network with the Laplace approximation of its last layer; without one it is a member of a plain
-ensemble. `MoLA` mixes K of them. Posteriors are values: `tune`, `reweight` and `with_*` return new ones that share the networks.
+`MoLA` mixes K components (`component.py`). Posteriors are values: `tune`, `reweight` and `with_*` return new ones that share the
+networks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from mola import bounds
+from mola.component import Component, MixtureRows, per_component
 from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located
-from mola.laplace import ClassDistance, Curvature, LastLayerSpread, Structure, Sums, check_precision
-from mola.likelihoods import DiscreteLikelihood, Gaussian, Likelihood, Predictive
+from mola.laplace import LastLayerSpread
+from mola.likelihoods import DiscreteLikelihood, Gaussian, Predictive
 from mola.links import Link, as_link
 from mola.mixture import Mixture
-from mola.network import Captured, Head, Inputs, Layout, capture, check_finite, check_logits, evaluating, one_batch
+from mola.network import Captured, Inputs, Layout, capture, check_finite, check_logits, evaluating, one_batch
 from mola.numerics import check_generator, seed_from, to_float64
 from mola.options import counted, whole_number
 from mola.outliers import (
@@ -38,118 +39,13 @@ from mola.outliers import (
 )
 from mola.prediction import Prediction, RegressionPrediction, disagreement
 from mola.scaling import FeatureScale, LogitScaling, Reference
-from mola.tuning.held_out import HeldOut, read_held_out
 from mola.tuning import Rule, Tuning, as_rule
+from mola.tuning.held_out import HeldOut, read_held_out
 from mola.uncertainty import entropy, epistemic_share
 from mola.weights import check_weighting, evidence_weights, stacking_in_turn, stacking_weights, uniform_weights
 
 ROW_NUMBERS = 2**21
 """Numbers per component that one chunk of rows may hold: 16 MB in float64."""
-
-
-@dataclass(frozen=True)
-class LastLayer:
-    """What one pass over the training data leaves of a network's last layer."""
-
-    structure: Structure
-    sums: Sums
-    weights: Tensor
-    """Trained weights (C, P) in float64, the posterior's mean; the bias is the last column."""
-    curvature: Curvature
-    distance: ClassDistance | None
-    """Distances from the training classes; None if they were not summed."""
-
-    @staticmethod
-    def solve(structure: Structure, sums: Sums, weights: Tensor, likelihood: Likelihood) -> LastLayer:
-        """Solve the eigenproblems of the sums. `weights` (C, P) are those of all outputs."""
-        uncertain = likelihood.uncertain(weights)
-        curvature = structure.solve(sums, likelihood.output_scale(len(uncertain)))
-        return LastLayer(structure, sums, uncertain, curvature, ClassDistance.solve(sums))
-
-    def to(self, device: torch.device) -> LastLayer:
-        """The same on another device."""
-        distance = None if self.distance is None else self.distance.to(device)
-        return replace(self, weights=self.weights.to(device), curvature=self.curvature.to(device), distance=distance)
-
-
-class Component(nn.Module):
-    """One network with a Laplace approximation of its last layer at one prior precision.
-
-    Args:
-        network: the trained network, shared and never changed.
-        head: its last linear layer; None in a plain ensemble.
-        layer: its Laplace approximation; None in a plain ensemble.
-        prior_precision: lambda.
-        likelihood: what the outputs mean.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        head: Head | None,
-        layer: LastLayer | None,
-        prior_precision: float,
-        likelihood: Likelihood,
-    ) -> None:
-        super().__init__()
-        self.network, self.head, self.layer, self.likelihood = network, head, layer, likelihood
-        self.prior_precision = check_precision(prior_precision)
-
-    def at(self, prior_precision: float) -> Component:
-        """The same network at another prior precision."""
-        return Component(self.network, self.head, self.layer, prior_precision, self.likelihood)
-
-    def noise_scaled(self, factor: float) -> Component:
-        """The same regression network with its noise multiplied by a factor."""
-        layer, likelihood = self.layer, self.likelihood
-        if layer is None or factor == 1:
-            return self
-        assert isinstance(likelihood, Gaussian)
-        scaled = replace(layer, curvature=layer.curvature.divided(factor**2))
-        likelihood = likelihood.noise_scaled(factor, len(layer.weights))
-        return Component(self.network, self.head, scaled, self.prior_precision, likelihood)
-
-    def with_likelihood(self, likelihood: Likelihood) -> Component:
-        """The same network and sums under a likelihood with other settings, such as another noise."""
-        layer = self.layer
-        if layer is not None:
-            curvature = layer.structure.solve(layer.sums, likelihood.output_scale(len(layer.weights)))
-            layer = replace(layer, curvature=curvature)
-        return Component(self.network, self.head, layer, self.prior_precision, likelihood)
-
-    def on(self, device: torch.device) -> LastLayer | None:
-        """The last layer on a device: the owner of the network may have moved it."""
-        if self.layer is not None and self.layer.weights.device != device:
-            self.layer = self.layer.to(device)
-        return self.layer
-
-    def spread(self, phi: Tensor, precision: float | Tensor | None = None) -> LastLayerSpread | None:
-        """How the logits spread at features (n, P); None without a Laplace approximation."""
-        layer = self.on(phi.device)
-        if layer is None:
-            return None
-        return LastLayerSpread(layer.curvature, phi, self.prior_precision if precision is None else precision)
-
-    def require_layer(self, what: str) -> LastLayer:
-        """The Laplace approximation, or `OptionError` naming what it is needed for."""
-        if self.layer is None:
-            raise OptionError(
-                f"{what} needs a Laplace approximation, and a plain ensemble has none. Use mola.fit(networks, train_loader)."
-            )
-        return self.layer
-
-    def log_evidence(self, precision: Tensor) -> Tensor:
-        r"""Log marginal likelihood of the training labels at a prior precision; differentiable in it.
-
-        .. math:: \sum_n \log p(y_n) - \tfrac\lambda2 \|\theta\|^2 + \tfrac d2 \log\lambda - \tfrac12 \log\det(H + \lambda I)
-        """
-        layer = self.require_layer("the log evidence")
-        log_likelihood = self.likelihood.total_log_likelihood(layer.sums)
-        if log_likelihood is None:
-            raise OptionError("the log evidence needs training labels: fit with batches of (inputs, labels).")
-        precision = precision.to(layer.weights)
-        prior = layer.weights.numel() * precision.log() - precision * layer.weights.square().sum()
-        return log_likelihood + (prior - layer.curvature.log_determinant(precision)) / 2
 
 
 class WeightSamples(NamedTuple):
@@ -159,13 +55,6 @@ class WeightSamples(NamedTuple):
     """(S, C, P), the bias as last column; a list of (C, P) where the networks' widths differ."""
     component: Tensor
     """(S,): the component, and so the network's features, that each draw belongs to."""
-
-
-class MixtureRows(NamedTuple):
-    """Features phi (n, P) and outputs (n, C) of every network for n rows, in float64."""
-
-    phi: Sequence[Tensor]
-    outputs: Sequence[Tensor]
 
 
 class MoLA(Mixture):
@@ -666,7 +555,7 @@ class MoLA(Mixture):
         posterior = self._with(scaling=replace(self.scaling, reference=reference))
         parts = []
         for rows, _ in data.chunks(ROW_NUMBERS // max(phi.shape[1] for phi in data.phi)):
-            terms, own = posterior._outlier_terms(MixtureRows(*rows))
+            terms, own = posterior._outlier_terms(rows)
             parts.append(torch.cat([terms, own]).T)
         return data.with_scores(reference, torch.cat(parts) if parts else None)
 
@@ -811,7 +700,7 @@ class MoLA(Mixture):
 def _labelled(data: HeldOut) -> Iterator[tuple[MixtureRows, Tensor]]:
     for rows, labels in data.chunks(ROW_NUMBERS // max(phi.shape[1] + 1 for phi in data.phi)):
         assert labels is not None
-        yield MixtureRows(*rows), labels
+        yield rows, labels
 
 
 def _returned(values: Tensor, like: Captured, layout: Layout | None, kind: str) -> Tensor:
@@ -829,15 +718,3 @@ def _returned(values: Tensor, like: Captured, layout: Layout | None, kind: str) 
 
 def _listed(values: Iterable[float]) -> str:
     return ", ".join(dict.fromkeys(f"{value:.4g}" for value in values))
-
-
-def per_component(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each of `count` components, from one for all or one for each."""
-    single = isinstance(value, (int, float, str, bytes)) or value is None or getattr(value, "ndim", 1) == 0
-    try:
-        values = [value] * count if single else list(value)
-    except TypeError:
-        values = []
-    if len(values) != count:
-        raise OptionError(f"{name}: expected one value, or {count} (one for each component); got {value!r}.")
-    return values

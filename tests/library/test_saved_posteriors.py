@@ -10,12 +10,13 @@ from safetensors.torch import load, save
 from torch import nn
 
 from mola import fitting
+from mola.component import Component, LastLayer
 from mola.errors import OptionError, StorageError
 from mola.laplace import Diag, Full, Kron, KronDiag, KronExact, Sums, distance_sums
 from mola.likelihoods import Bernoulli, Categorical, Gaussian
 from mola.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
 from mola.network import head_by_name
-from mola.posterior import Component, LastLayer, MoLA
+from mola.posterior import MoLA
 from mola.saving.posterior import load_posterior, save_posterior
 from mola.saving.schema import sealed
 from mola.scaling import FeatureScale, LogitScaling, Reference

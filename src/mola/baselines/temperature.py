@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mola.baselines.members import describe_likelihood, rebuild_likelihood
+from mola.component import MixtureRows, per_component
 from mola.errors import DataError, OptionError, StorageError, warn
 from mola.fitting import as_networks, ensemble
 from mola.likelihoods import CATEGORICAL, DiscreteLikelihood, Likelihood, Predictive, as_likelihood
@@ -28,7 +29,7 @@ from mola.likelihoods.base import mixed
 from mola.network import check_finite, state_checksum
 from mola.numerics import to_float64
 from mola.options import counted, is_real, one_of
-from mola.posterior import MixtureRows, MoLA, per_component
+from mola.posterior import MoLA
 from mola.saving.files import read_folder, write_folder
 from mola.scaling import LogitScaling
 from mola.weights import check_weights, uniform_weights

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mola.component import Component
 from mola.errors import ExportError, OptionError, StorageError
 from mola.export.document import as_properties, check_classes, describe, user_properties
 from mola.export.graph import PosteriorGraph, Signature, check_outputs
 from mola.network import Inputs, evaluating, head_by_name
-from mola.posterior import Component, MoLA
+from mola.posterior import MoLA
 from mola.saving.files import write_atomically
 
 TOLERANCE = 1e-4

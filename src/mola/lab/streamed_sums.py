@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import mola
 from mola.compare.activations_file import HeadOnly
+from mola.component import Component
 from mola.distributed import Team
 from mola.errors import OptionError
 from mola.lab.activations import SLICE, Network, Progress, fast_network
 from mola.lab.suite import Source, checksum
 from mola.network import head_by_name
-from mola.posterior import Component
 
 CHECKPOINT = 200
 """Batches between two checkpoints of the sums."""

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mola.component import Component, LastLayer
 from mola.errors import HeadError, OptionError, StorageError
 from mola.laplace import STRUCTURES, ClassDistance, Structure, Sums, distance_sums
 from mola.likelihoods import LIKELIHOODS, Likelihood
 from mola.links import LINKS, Link
 from mola.network import Head, evaluating, head_by_name, state_checksum
 from mola.options import counted
-from mola.posterior import Component, LastLayer, MoLA
+from mola.posterior import MoLA
 from mola.saving.files import read_folder, write_folder
 from mola.saving.fit_checkpoint import SUMS, pack_sums, unpack_sums
 from mola.saving.schema import Optional, check

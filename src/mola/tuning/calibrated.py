@@ -132,10 +132,8 @@ def choose(posterior: MoLA, data: HeldOut, price: float) -> tuple[Setting, Setti
 
 
 def _onset(posterior: MoLA, data: HeldOut) -> float:
-    from mola.posterior import MixtureRows
-
     parts = [
-        posterior.scaling.log_distance(posterior.log_distances(MixtureRows(*rows))[0], posterior.weights)
+        posterior.scaling.log_distance(posterior.log_distances(rows)[0], posterior.weights)
         for rows, _ in data.chunks(4096)
     ]
     return math.exp(float(np.quantile(data.gather(torch.cat(parts) if parts else None).numpy(), ONSET)))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mola.component import MixtureRows
 from mola.distributed import Team
 from mola.errors import DataError, warn
 from mola.laplace import ClassDistance
@@ -32,9 +33,6 @@ data, and the median is no unit for the others."""
 NO_SPREAD = 1e-6
 """Relative spread of outlier scores that are all alike."""
 
-Features = tuple[list[Tensor], list[Tensor]]
-"""Features phi (n, P) and outputs (n, C) of every network."""
-
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -55,13 +53,13 @@ class HeldOut:
     def __len__(self) -> int:
         return len(self.outputs[0])
 
-    def chunks(self, size: int) -> Iterator[tuple[Features, Tensor | None]]:
+    def chunks(self, size: int) -> Iterator[tuple[MixtureRows, Tensor | None]]:
         """At most `size` rows at a time: features and outputs of every network, and labels."""
         size = max(1, size)
         for start in range(0, len(self), size):
             part = slice(start, start + size)
             labels = None if self.labels is None else self.labels[part]
-            yield ([one[part] for one in self.phi], [one[part] for one in self.outputs]), labels
+            yield MixtureRows([one[part] for one in self.phi], [one[part] for one in self.outputs]), labels
 
     def gather(self, rows: Tensor | None) -> Tensor:
         """Rows of all processes, in the order of their ranks."""

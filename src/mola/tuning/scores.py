@@ -15,7 +15,8 @@ from mola.scaling import scale_factors
 from mola.tuning.held_out import HeldOut
 
 if TYPE_CHECKING:
-    from mola.posterior import MixtureRows, MoLA
+    from mola.component import MixtureRows
+    from mola.posterior import MoLA
 
 NUMBERS_AT_ONCE = 2**21
 """Candidates times rows times outputs that are held at once: 16 MB in float64."""
@@ -70,7 +71,7 @@ def predictives(posterior: MoLA, data: HeldOut, candidates: Candidates) -> Itera
     row = max(size * posterior.link.row_size(outputs), max(phi.shape[1] for phi in data.phi))
     for rows, labels in data.chunks(NUMBERS_AT_ONCE // row):
         parts = (candidates[start : start + size] for start in range(0, len(candidates), size))
-        yield [predictive_at(posterior, _rows(rows), part) for part in parts], labels
+        yield [predictive_at(posterior, rows, part) for part in parts], labels
 
 
 def scores(posterior: MoLA, data: HeldOut, candidates: Candidates) -> dict[str, Tensor]:
@@ -108,12 +109,6 @@ def confidence_and_uniformity(posterior: MoLA, data: HeldOut, candidates: Candid
 def team_names(data: HeldOut, parts: Sequence[dict[str, Tensor]]) -> list[str]:
     """Names of the scores, also on a rank without data."""
     return next(names for names in data.team.collect(list(parts[0]) if parts else None) if names)
-
-
-def _rows(rows: Any) -> MixtureRows:
-    from mola.posterior import MixtureRows
-
-    return MixtureRows(*rows)
 
 
 def predictive_at(posterior: MoLA, rows: MixtureRows, candidates: Candidates) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from mola.component import per_component
 from mola.distributed import Team, check_sampler
 from mola.errors import DataError, OptionError, located
 from mola.fitting import as_networks
@@ -29,7 +30,6 @@ from mola.network import (
     state_checksum,
 )
 from mola.options import one_of
-from mola.posterior import per_component
 from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
 from mola.whole.jacobians import Layout, curvature_roots, find_layout, jacobian_rows, size_of, some_of

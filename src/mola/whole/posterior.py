@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from mola.component import Component, LastLayer, MixtureRows
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
 from mola.laplace import LastLayerSpread
@@ -26,9 +27,9 @@ from mola.links import MonteCarlo
 from mola.network import Captured, Inputs, Layout, as_batch, check_loader, evaluating
 from mola.numerics import Generator
 from mola.outliers import MAX_PROBABILITY, max_probability_score
-from mola.posterior import Component, LastLayer, MixtureRows, MoLA
+from mola.posterior import MoLA
 from mola.prediction import Prediction
-from mola.tuning.held_out import Features, HeldOut, read_held_out
+from mola.tuning.held_out import HeldOut, read_held_out
 from mola.uncertainty import mutual_information
 from mola.whole.jacobians import each_logit, jacobian_rows, run_with, size_of, some_of
 from mola.whole.structures import WholeCurvature, WholeStructure
@@ -149,7 +150,7 @@ class HeldInputs(HeldOut):
     most: int = 1
     """Data whose Jacobians are held at once."""
 
-    def chunks(self, size: int) -> Iterator[tuple[Features, Tensor | None]]:
+    def chunks(self, size: int) -> Iterator[tuple[MixtureRows, Tensor | None]]:
         """A few data at a time: `InputRows` and outputs of every network, and labels."""
         size, start = max(1, min(size, self.most)), 0
         for inputs, count in self.batches:
@@ -158,7 +159,7 @@ class HeldInputs(HeldOut):
                 whole, some = slice(start + part.start, start + part.stop), some_of(inputs, part, count)
                 outputs = [one[whole] for one in self.outputs]
                 rows: Any = [InputRows(one, some, own) for one, own in zip(self.components, outputs, strict=True)]
-                yield (rows, outputs), None if self.labels is None else self.labels[whole]
+                yield MixtureRows(rows, outputs), None if self.labels is None else self.labels[whole]
             start += count
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from mola.app.explore.changes import Changes, apply
 from mola.app.explore.subject import Subject
+from mola.component import MixtureRows
 from mola.likelihoods import CATEGORICAL
 from mola.network import capture, evaluating
-from mola.posterior import MixtureRows
 from mola.prediction import Prediction
 from mola.scaling import LogitScaling
 

@@ -51,9 +51,9 @@ from mola.posterior import MoLA
 from mola.prediction import RegressionPrediction
 from mola.saving.files import partial_file, write_atomically, write_folder
 from mola.saving.posterior import pack
-from mola.tuning.held_out import HeldOut, read_held_out
 from mola.tuning import RULES as NAMED_RULES
 from mola.tuning import Distance, Outliers, Rule, Threshold, as_rule
+from mola.tuning.held_out import HeldOut, read_held_out
 
 RULES = (*NAMED_RULES, "outliers", "none")
 """How the prior precision is chosen; none keeps what is given."""
@@ -288,7 +288,9 @@ def _measure(
         assert labels is not None
         said = posterior.predict_from_features(phi, outputs)
         # The networks alone have the posterior's weights, so that only the Laplace approximations differ.
-        alone = torch.einsum("k,knc->nc", posterior.weights.double(), likelihood.probabilities(torch.stack(outputs)))
+        alone = torch.einsum(
+            "k,knc->nc", posterior.weights.double(), likelihood.probabilities(torch.stack(list(outputs)))
+        )
         plain.add(Answer(alone, likelihood=likelihood), labels)
         whole.add(Answer(said.probs, ood_score=said.ood_score, likelihood=likelihood), labels)
         given.append(said.ood_score)
