@@ -54,7 +54,18 @@ __all__ = [
     "whole",
 ]
 
-_MODULES = ("baselines", "distributed", "errors", "export", "hub", "likelihoods", "links", "rules", "structures", "whole")
+_MODULES = (
+    "baselines",
+    "distributed",
+    "errors",
+    "export",
+    "hub",
+    "likelihoods",
+    "links",
+    "rules",
+    "structures",
+    "whole",
+)
 _LAZY = {"MolaClassifier": "mola.sklearn", "MolaRegressor": "mola.sklearn", "evaluate": "mola.evaluation"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,9 @@ class HeldOut:
         targets = likelihood.targets(self.labels)
         known = targets >= 0
         right = torch.stack([(likelihood.predicted(one) == targets) & known for one in self.outputs]).double().mean(0)
-        right, counted = (self.gather(one.double().reshape(len(self), -1).sum(1)) for one in (right, known))
+        right, counted = (
+            self.gather(one.double().reshape(len(self), math.prod(one.shape[1:])).sum(1)) for one in (right, known)
+        )
         total = float(counted.sum())
         accuracy = float(right.sum()) / total
         # By datum: the labels of one input are not independent, and its errors come together.
@@ -154,10 +157,15 @@ def read_held_out(
     outputs: list[list[Tensor]] = [[] for _ in networks]
     labels: list[Tensor] = []
     inputs = 0
+    batches = iter(loader)
+    first = next(batches, None) if team.size > 1 else None
+    mine = team.size == 1 or first is not None  # the shard of one process may be empty
+    if not any(team.collect(mine)):
+        raise DataError(f"the {where} is empty on every rank.")
     rows_of = stream(
         networks,
         heads,
-        loader,
+        loader if team.size == 1 else chain([first], batches),
         where=where,
         likelihood=likelihood,
         labelled=True if labelled else None,
@@ -167,7 +175,7 @@ def read_held_out(
         ignore_index=IGNORE_INDEX if heads[0] is None else heads[0].ignore_index,
     )
     with evaluating(*networks):
-        for rows in rows_of:
+        for rows in rows_of if mine else ():
             inputs += rows.inputs
             for index in range(len(networks)):
                 # Copies: a network may reuse its memory for the next batch.
@@ -175,6 +183,18 @@ def read_held_out(
                 outputs[index].append(rows.outputs[index].cpu().clone())
             if rows.labels is not None:
                 labels.append(rows.labels.cpu())
+    has_labels = any(team.collect(bool(labels)))
+    if not mine:
+        for index, head in enumerate(heads):
+            assert head is not None
+            phi[index].append(torch.zeros(0, head.width, dtype=torch.float64, device="cpu"))
+            outputs[index].append(torch.zeros(0, head.outputs, dtype=torch.float64, device="cpu"))
+        if has_labels:
+            width = likelihood.num_uncertain(outputs[0][0].shape[1])
+            empty = (
+                torch.zeros(0, dtype=torch.int64) if likelihood.mutually_exclusive else torch.zeros(0, width).double()
+            )
+            labels.append(empty.cpu())
     joined = [torch.cat(parts) for parts in outputs]
     counts = team.sum([torch.tensor([inputs, len(joined[0])], dtype=torch.float64, device="cpu")])[0]
     return HeldOut(
