@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mola.lab.models import resnet20
-from mola.network import find_heads, stream, undisturbed
+from mola.likelihoods import CATEGORICAL
+from mola.network import evaluating, find_heads, stream
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -104,10 +105,14 @@ class HeadOnly(nn.Module):
 
 def features_of(networks: Sequence[nn.Module], images: Examples, name: str) -> Examples:
     """What each network's head sees, (n, K, P), by mola's own reading of the networks."""
-    with undisturbed(*networks):
-        heads = find_heads(networks, [None] * len(networks), next(iter(images))[0])
-        passes = stream(networks, heads, images, where=f"{name} images", progress=True, total=len(images))
-        seen = [torch.stack([one.features for one in batch], dim=1) for batch, _ in passes]
+    options = {"where": f"{name} images", "likelihood": CATEGORICAL, "progress": True, "total": len(images)}
+    with evaluating(*networks):
+        heads = find_heads(networks, [None] * len(networks), next(iter(images))[0], CATEGORICAL)
+        # Features come in float64 with a one for the bias at their end.
+        seen = [
+            torch.stack([phi[:, : head.inputs].float() for phi, head in zip(rows.features, heads, strict=True)], dim=1)
+            for rows in stream(networks, heads, images, **options)
+        ]
     return Examples(torch.cat(seen), images.labels)
 
 

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 
 import mola
 from mola import metrics
-from mola.uncertainty import max_probability_score
+from mola.likelihoods import CATEGORICAL
+from mola.outliers import max_probability_score
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from cifar10 import Examples, load
 
 EVALUATED = ("test", "SVHN", "CIFAR-100")
 STRUCTURES = ("kron", "kron-exact", "diag", "full")
-RULES = {"threshold": mola.ConfidenceThreshold(), "NLL": mola.ValidationScore("nll"), "distance": mola.Distance()}
+RULES = {"threshold": mola.rules.Threshold(), "NLL": mola.rules.Score("nll"), "distance": mola.rules.Distance()}
 
 
 def softmax_average(heads: Sequence[nn.Module], data: Examples, temperature: float) -> Tensor:
@@ -61,7 +62,8 @@ def figures(probs: dict[str, Tensor], labels: Tensor) -> dict[str, float]:
         "confidence": metrics.mean_confidence(test),
     }
     for name in EVALUATED[1:]:
-        result[f"{name} auroc"] = metrics.auroc(max_probability_score(test), max_probability_score(probs[name]))
+        inside, outside = (max_probability_score(one, CATEGORICAL) for one in (test, probs[name]))
+        result[f"{name} auroc"] = metrics.auroc(inside, outside)
         result[f"{name} confidence"] = metrics.mean_confidence(probs[name])
     return result
 
@@ -93,8 +95,8 @@ def evaluate(
             posterior = mola.fit(members, data["train"], structure=structure)
             for name, rule in RULES.items():
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", mola.MolaWarning)  # that the grid grew shows in the result
-                    tuned = posterior.tune(data["validation"], rule)
+                    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # that the grid grew shows in the result
+                    tuned = posterior.tune(data["validation"], rule=rule)
                 precision = {"prior_precision": tuned.prior_precision[0]}
                 rows[f"{several} {structure}, {name}"] = predicted(tuned, data) | precision
     return rows

@@ -492,14 +492,14 @@ def test_photographs_take_the_place_of_synthetic_frost(images, frosty):
 
 
 def test_photographs_that_are_missing_broken_or_too_small_are_named(images, frosty):
-    with pytest.raises(mola.DataError, match="at least as large as the images"):
+    with pytest.raises(mola.errors.DataError, match="at least as large as the images"):
         corrupt(scenes(1, side=64), "frost", 1, frost_photographs=frosty)
     photographs.cache_clear()
     (frosty / "frost3.png").write_bytes(b"no image")
-    with pytest.raises(mola.DataError, match=r"frost3\.png cannot be read"):
+    with pytest.raises(mola.errors.DataError, match=r"frost3\.png cannot be read"):
         corrupt(images, "frost", 1, frost_photographs=frosty)
     (frosty / "frost3.png").unlink()
-    with pytest.raises(mola.DataError, match="no frost3"):
+    with pytest.raises(mola.errors.DataError, match="no frost3"):
         corrupt(images, "frost", 1, frost_photographs=frosty)
 
 
@@ -704,19 +704,19 @@ def test_elastic_step_by_step(images, severity):
     ],
 )
 def test_what_is_no_batch_of_colour_images_is_refused(pixels, words):
-    with pytest.raises(mola.DataError, match=words):
+    with pytest.raises(mola.errors.DataError, match=words):
         corrupt(pixels, "fog", 1)
 
 
 def test_unknown_corruptions_and_severities_are_refused(images):
-    with pytest.raises(mola.OptionError, match=r"one of gaussian_noise, .*, saturate; got 'rain'"):
+    with pytest.raises(mola.errors.OptionError, match=r"one of gaussian_noise, .*, saturate; got 'rain'"):
         corrupt(images, "rain", 1)
     for severity in (-1, 6, 2.5, "3", True):
-        with pytest.raises(mola.OptionError, match="severity must be a whole number from 1 to 5"):
+        with pytest.raises(mola.errors.OptionError, match="severity must be a whole number from 1 to 5"):
             corrupt(images, "fog", severity)
-    with pytest.raises(mola.OptionError, match="first must be the index"):
+    with pytest.raises(mola.errors.OptionError, match="first must be the index"):
         corrupt(images, "fog", 1, first=-1)
-    with pytest.raises(mola.OptionError, match=r"seed must be a whole number, got 0\.5"):
+    with pytest.raises(mola.errors.OptionError, match=r"seed must be a whole number, got 0\.5"):
         corrupt(images, "fog", 1, seed=0.5)
 
 
@@ -739,5 +739,5 @@ def test_a_missing_extra_is_named(images, monkeypatch, name, package):
         return original(module, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(mola.MissingExtraError, match=rf"{name} needs .*mola-torch\[bench\]"):
+    with pytest.raises(mola.errors.MissingExtraError, match=rf"{name} needs .*mola-torch\[bench\]"):
         corrupt(images, name, 1)

@@ -82,11 +82,11 @@ def test_a_flat_folder_counts_only_if_its_name_or_the_checksums_say_what_it_is(t
     """MNIST and Fashion-MNIST have the same file names: without a folder's name, nobody knows which it is."""
     pixels, labels = grey(4), np.arange(4, dtype=np.uint8)
     write_idx(tmp_path, "t10k", pixels, labels)
-    with pytest.raises(mola.DataError, match=r"MNIST \(test\) is not in"):
+    with pytest.raises(mola.errors.DataError, match=r"MNIST \(test\) is not in"):
         load_images("mnist", "test", tmp_path)
     write_idx(tmp_path / "fashion-mnist", "t10k", pixels, labels)
     holds(load_images("fashion-mnist", "test", tmp_path / "fashion-mnist"), pixels[:, None], labels)
-    with pytest.raises(mola.DataError, match=r"MNIST \(test\) is not in"):
+    with pytest.raises(mola.errors.DataError, match=r"MNIST \(test\) is not in"):
         load_images("mnist", "test", tmp_path / "fashion-mnist")
     write_idx(tmp_path / "KMNIST" / "raw", "t10k", pixels, labels, packed=False)
     holds(load_images("kmnist", "test", tmp_path / "KMNIST" / "raw"), pixels[:, None], labels)
@@ -135,7 +135,9 @@ def test_broken_gzip_files_are_named(tmp_path, which, how):
     write_idx(tmp_path / "MNIST", "t10k", grey(30), RANDOM.integers(0, 10, 30).astype(np.uint8))
     path = tmp_path / "MNIST" / f"t10k-{which}-ubyte.gz"
     spoil(path, how)
-    with pytest.raises(mola.DataError, match=rf"(?s){path.name}.*(not a whole gzip|no idx file).*fetch it again"):
+    with pytest.raises(
+        mola.errors.DataError, match=rf"(?s){path.name}.*(not a whole gzip|no idx file).*fetch it again"
+    ):
         load_images("mnist", "test", tmp_path)
 
 
@@ -154,16 +156,16 @@ def test_broken_gzip_files_are_named(tmp_path, which, how):
 def test_idx_files_are_checked(tmp_path, content, message):
     write_idx(tmp_path / "MNIST", "t10k", grey(5), np.zeros(5, np.uint8), packed=False)
     (tmp_path / "MNIST" / "t10k-images-idx3-ubyte").write_bytes(content)
-    with pytest.raises(mola.DataError, match=message):
+    with pytest.raises(mola.errors.DataError, match=message):
         load_images("mnist", "test", tmp_path)
 
 
 def test_labels_out_of_range_are_refused(tmp_path):
     write_idx(tmp_path / "MNIST", "t10k", grey(2), np.array([0, 10], np.uint8))
-    with pytest.raises(mola.DataError, match="labels from 0 to 10, counted from 0, expected 0 to 9"):
+    with pytest.raises(mola.errors.DataError, match="labels from 0 to 10, counted from 0, expected 0 to 9"):
         load_images("mnist", "test", tmp_path)
     write_idx(tmp_path, "emnist-letters-test", grey(2), np.array([0, 26], np.uint8))
-    with pytest.raises(mola.DataError, match="labels from -1 to 25, counted from 0, expected 0 to 25"):
+    with pytest.raises(mola.errors.DataError, match="labels from -1 to 25, counted from 0, expected 0 to 25"):
         load_images("emnist-letters", "test", tmp_path)
 
 
@@ -183,13 +185,15 @@ def test_cifar10_binary(tmp_path):
         (folder / f"data_batch_{batch + 1}.bin").write_bytes(records([[label] for label in labels[rows]], pixels[rows]))
     holds(load_images("cifar10", "train", tmp_path), pixels, labels)
     holds(load_images("cifar10", "train", folder), pixels, labels)
-    with pytest.raises(mola.DataError, match=r"(?s)CIFAR-10 \(test\) is not in.*test_batch.bin.*md5 c32a1d4a"):
+    with pytest.raises(mola.errors.DataError, match=r"(?s)CIFAR-10 \(test\) is not in.*test_batch.bin.*md5 c32a1d4a"):
         load_images("cifar10", "test", tmp_path)
     (folder / "data_batch_4.bin").write_bytes(b"\x01" * 3000)
-    with pytest.raises(mola.DataError, match=r"data_batch_4.bin holds 3,000 bytes, expected a multiple of 3,073"):
+    with pytest.raises(
+        mola.errors.DataError, match=r"data_batch_4.bin holds 3,000 bytes, expected a multiple of 3,073"
+    ):
         load_images("cifar10", "train", tmp_path)
     (folder / "data_batch_4.bin").unlink()
-    with pytest.raises(mola.DataError, match=r"Only .*data_batch_1.bin, .*data_batch_5.bin is there"):
+    with pytest.raises(mola.errors.DataError, match=r"Only .*data_batch_1.bin, .*data_batch_5.bin is there"):
         load_images("cifar10", "train", tmp_path)
 
 
@@ -262,11 +266,11 @@ def test_later_pickles_of_the_same_data_are_read_too(tmp_path, protocol):
     path = tmp_path / "batch"
     path.write_bytes(pickle.dumps(batch, protocol=protocol))
     if protocol == 2:  # bytes are written as a call of a text's encode
-        with pytest.raises(mola.DataError, match=r"it names _codecs.encode, which data do not need"):
+        with pytest.raises(mola.errors.DataError, match=r"it names _codecs.encode, which data do not need"):
             read_plain_pickle(path)
         return
     if protocol == 5:  # another way of rebuilding arrays
-        with pytest.raises(mola.DataError, match="not plain pickled data"):
+        with pytest.raises(mola.errors.DataError, match="not plain pickled data"):
             read_plain_pickle(path)
         return
     read = read_plain_pickle(path)
@@ -285,7 +289,7 @@ def test_nothing_in_a_pickle_is_run(tmp_path, protocol, monkeypatch):
     (tmp_path / "cifar-10-batches-py").mkdir()
     path = tmp_path / "cifar-10-batches-py" / "test_batch"
     path.write_bytes(pickle.dumps({"data": Harmful(), "labels": []}, protocol=protocol))
-    with pytest.raises(mola.DataError, match=r"test_batch is not plain pickled data.*binary version"):
+    with pytest.raises(mola.errors.DataError, match=r"test_batch is not plain pickled data.*binary version"):
         load_images("cifar10", "test", tmp_path)
     assert not (tmp_path / "harmed").exists()
 
@@ -299,13 +303,13 @@ def test_small_pickles_that_claim_to_be_huge_are_refused(tmp_path):
         b"\x80\x04\x8e" + b"\xff" * 8,
     ):
         path.write_bytes(content)
-        with pytest.raises(mola.DataError, match="not plain pickled data"):
+        with pytest.raises(mola.errors.DataError, match="not plain pickled data"):
             read_plain_pickle(path)
     state = {"data": np.zeros((1, 4), np.uint8), "labels": [0]}
     path.write_bytes(
         pickle.dumps(state, protocol=4).replace(b"K\x01K\x04\x86", b"J" + b"\xff\xff\xff\x7f" + b"K\x04\x86")
     )
-    with pytest.raises(mola.DataError, match=r"an array of shape \(2147483647, 4\) in another number of bytes"):
+    with pytest.raises(mola.errors.DataError, match=r"an array of shape \(2147483647, 4\) in another number of bytes"):
         read_plain_pickle(path)
 
 
@@ -317,10 +321,10 @@ def test_damaged_pickles_are_refused_whatever_the_damage(tmp_path):
     places = [*range(150), *range(len(content) - 40, len(content))]
     for place in places:
         path.write_bytes(content[:place])
-        with pytest.raises(mola.DataError, match="not plain pickled data"):
+        with pytest.raises(mola.errors.DataError, match="not plain pickled data"):
             read_plain_pickle(path)
         path.write_bytes(content[:place] + bytes([generator.integers(256)]) + content[place + 1 :])
-        with contextlib.suppress(mola.DataError):
+        with contextlib.suppress(mola.errors.DataError):
             read_plain_pickle(path)
 
 
@@ -337,13 +341,13 @@ def test_damaged_pickles_are_refused_whatever_the_damage(tmp_path):
 def test_pickles_of_something_else_are_refused(tmp_path, batch):
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(batch, protocol=4))
-    with pytest.raises(mola.DataError, match=r"no batch of this set: expected 'data' of shape \(n, 3072\)"):
+    with pytest.raises(mola.errors.DataError, match=r"no batch of this set: expected 'data' of shape \(n, 3072\)"):
         load_images("cifar10", "test", tmp_path)
 
 
 def test_an_archive_that_was_not_unpacked_is_pointed_out(tmp_path):
     (tmp_path / "cifar-10-binary.tar.gz").touch()
-    with pytest.raises(mola.DataError, match=r"cifar-10-binary.tar.gz is there but not unpacked"):
+    with pytest.raises(mola.errors.DataError, match=r"cifar-10-binary.tar.gz is there but not unpacked"):
         load_images("cifar10", "test", tmp_path)
 
 
@@ -389,16 +393,16 @@ def test_broken_svhn_files_are_named(tmp_path, svhn, form, how):
     else:
         np.savez_compressed(path, images=pixels.transpose(0, 2, 3, 1), labels=labels)
     spoil(path, how)
-    with pytest.raises(mola.DataError, match=rf"{path.name} \([\d,]+ bytes\) is not a whole file of SVHN"):
+    with pytest.raises(mola.errors.DataError, match=rf"{path.name} \([\d,]+ bytes\) is not a whole file of SVHN"):
         load_images("svhn", "test", tmp_path)
 
 
 def test_svhn_files_of_something_else_are_refused(tmp_path):
     np.savez(tmp_path / "test_32x32.npz", images=np.zeros((2, 32, 30, 3), np.uint8), labels=np.zeros(2))
-    with pytest.raises(mola.DataError, match="expected as many images of bytes, 3 x 32 x 32"):
+    with pytest.raises(mola.errors.DataError, match="expected as many images of bytes, 3 x 32 x 32"):
         load_images("svhn", "test", tmp_path)
     np.savez(tmp_path / "test_32x32.npz", images=np.array([{}], dtype=object), labels=np.zeros(2))
-    with pytest.raises(mola.DataError, match="not a whole file"):
+    with pytest.raises(mola.errors.DataError, match="not a whole file"):
         load_images("svhn", "test", tmp_path)
 
 
@@ -419,10 +423,10 @@ def test_tinyimagenet_is_read_from_an_array(tmp_path):
         ({"labels": np.zeros(5)}, "not a whole .npz file with an array `images`: KeyError"),
     ):
         np.savez(path, **arrays)
-        with pytest.raises(mola.DataError, match=message):
+        with pytest.raises(mola.errors.DataError, match=message):
             load_images("tinyimagenet", "test", tmp_path)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(mola.DataError, match=r"not a whole \.npz file"):
+    with pytest.raises(mola.errors.DataError, match=r"not a whole \.npz file"):
         load_images("tinyimagenet", "test", tmp_path)
 
 
@@ -435,13 +439,15 @@ def test_cifar10_c_severities_lie_one_after_the_other(tmp_path):
         rows = slice(4 * severity - 4, 4 * severity)
         holds(load_cifar10_c("fog", severity, tmp_path), pixels[rows], labels[rows])
         holds(load_cifar10_c("fog", severity, tmp_path / "CIFAR-10-C"), pixels[rows], labels[rows])
-    with pytest.raises(mola.OptionError, match="severity must be 1 to 5, got 0"):
+    with pytest.raises(mola.errors.OptionError, match="severity must be 1 to 5, got 0"):
         load_cifar10_c("fog", 0, tmp_path)
     with pytest.raises(
-        mola.OptionError, match=r"the corruption of CIFAR-10-C must be one of gaussian_noise.*got 'mist'"
+        mola.errors.OptionError, match=r"the corruption of CIFAR-10-C must be one of gaussian_noise.*got 'mist'"
     ):
         load_cifar10_c("mist", 1, tmp_path)
-    with pytest.raises(mola.DataError, match=r"(?s)snow is not in.*CIFAR-10-C/snow.npy.*labels.npy.*zenodo.*md5 56bf"):
+    with pytest.raises(
+        mola.errors.DataError, match=r"(?s)snow is not in.*CIFAR-10-C/snow.npy.*labels.npy.*zenodo.*md5 56bf"
+    ):
         load_cifar10_c("snow", 1, tmp_path)
 
 
@@ -450,13 +456,13 @@ def test_broken_cifar10_c_files_are_named(tmp_path):
     path = tmp_path / "frost.npy"
     np.save(path, colour(10).transpose(0, 2, 3, 1))
     spoil(path, "cut")
-    with pytest.raises(mola.DataError, match=r"frost.npy .* is not a whole .npy file"):
+    with pytest.raises(mola.errors.DataError, match=r"frost.npy .* is not a whole .npy file"):
         load_cifar10_c("frost", 1, tmp_path)
     np.save(path, colour(11).transpose(0, 2, 3, 1))
-    with pytest.raises(mola.DataError, match=r"holds the shape \(11, 32, 32, 3\) and labels.npy \(10,\)"):
+    with pytest.raises(mola.errors.DataError, match=r"holds the shape \(11, 32, 32, 3\) and labels.npy \(10,\)"):
         load_cifar10_c("frost", 1, tmp_path)
     np.save(path, np.zeros((10, 3)))
-    with pytest.raises(mola.DataError, match="not an array of whole numbers with 4 dimensions"):
+    with pytest.raises(mola.errors.DataError, match="not an array of whole numbers with 4 dimensions"):
         load_cifar10_c("frost", 1, tmp_path)
 
 
@@ -466,30 +472,30 @@ def test_broken_cifar10_c_files_are_named(tmp_path):
 def test_the_data_directory_is_the_given_one_or_the_variables(tmp_path, monkeypatch):
     monkeypatch.delenv("MOLA_DATA", raising=False)
     with pytest.raises(
-        mola.DataError, match=r"name the folder that holds the data sets .--data DIR., or set MOLA_DATA"
+        mola.errors.DataError, match=r"name the folder that holds the data sets .--data DIR., or set MOLA_DATA"
     ):
         data_directory(None)
     monkeypatch.setenv("MOLA_DATA", str(tmp_path))
     assert data_directory(None) == tmp_path
     assert data_directory(tmp_path.parent) == tmp_path.parent
     monkeypatch.setenv("MOLA_DATA", str(tmp_path / "none"))
-    with pytest.raises(mola.DataError, match=r"none \(MOLA_DATA\) is not a folder"):
+    with pytest.raises(mola.errors.DataError, match=r"none \(MOLA_DATA\) is not a folder"):
         load_images("mnist", "test")
 
 
 def test_unknown_names_list_the_known_ones(tmp_path):
     with pytest.raises(
-        mola.OptionError,
+        mola.errors.OptionError,
         match=r"the data set must be one of mnist, fashion-mnist, kmnist.*got 'minst'. Did you mean 'mnist'",
     ):
         load_images("minst", "test", tmp_path)
-    with pytest.raises(mola.OptionError, match="LSUN classrooms has the splits test, got 'train'"):
+    with pytest.raises(mola.errors.OptionError, match="LSUN classrooms has the splits test, got 'train'"):
         load_images("lsun", "train", tmp_path)
 
 
 @pytest.mark.parametrize(("name", "split"), [(name, split) for name in DATASETS for split in DATASETS[name].splits])
 def test_a_missing_set_says_what_to_put_where(tmp_path, name, split):
-    with pytest.raises(mola.DataError, match="is not in") as caught:
+    with pytest.raises(mola.errors.DataError, match="is not in") as caught:
         load_images(name, split, tmp_path)
     first = DATASETS[name].layouts[split][0]
     for file in first.files:
@@ -505,7 +511,7 @@ def test_a_set_is_there_when_all_its_files_are(tmp_path, missing):
     assert not has_images("mnist", "train", tmp_path)
     (tmp_path / "MNIST" / f"t10k-{missing}-ubyte.gz").unlink()
     assert not has_images("mnist", "test", tmp_path)
-    with pytest.raises(mola.OptionError, match="the data set must be one of"):
+    with pytest.raises(mola.errors.OptionError, match="the data set must be one of"):
         has_images("minst", "test", tmp_path)
 
 
@@ -520,13 +526,13 @@ def test_files_are_verified_on_demand(tmp_path):
     verify(tmp_path / "a", [repacked])  # unpacked
     (tmp_path / "a").write_bytes(b"contents")
     with pytest.raises(
-        mola.DataError, match=rf"a \(8 bytes\) is not the original: expected md5 of the content {content}"
+        mola.errors.DataError, match=rf"a \(8 bytes\) is not the original: expected md5 of the content {content}"
     ):
         verify(tmp_path / "a", [repacked])
-    with pytest.raises(mola.DataError, match="no checksum of a file of this name is known"):
+    with pytest.raises(mola.errors.DataError, match="no checksum of a file of this name is known"):
         verify(path, [Original("b.gz", packed)])
     write_idx(tmp_path / "MNIST", "t10k", grey(2), np.zeros(2, np.uint8))
-    with pytest.raises(mola.DataError, match=r"(?s)t10k-images.*is not the original: expected md5 9fb629c4"):
+    with pytest.raises(mola.errors.DataError, match=r"(?s)t10k-images.*is not the original: expected md5 9fb629c4"):
         load_images("mnist", "test", tmp_path, verify=True)
 
 
@@ -546,7 +552,7 @@ def test_even_parts_reach_from_the_first_to_the_last():
         places = images.evenly(count).labels
         assert len(places) == count
         assert count < 2 or places.diff().max() - places.diff().min() <= 1
-    with pytest.raises(mola.OptionError, match="at least 1, got 0"):
+    with pytest.raises(mola.errors.OptionError, match="at least 1, got 0"):
         images.evenly(0)
     assert images.part([3, 1]).pixels.flatten().tolist() == [3, 1]
     assert len(images.part([])) == 0
@@ -555,9 +561,9 @@ def test_even_parts_reach_from_the_first_to_the_last():
 
 
 def test_images_are_checked():
-    with pytest.raises(mola.DataError, match=r"expected pixels \(n, channels, height, width\) in uint8"):
+    with pytest.raises(mola.errors.DataError, match=r"expected pixels \(n, channels, height, width\) in uint8"):
         Images(torch.zeros(2, 1, 4, 4), torch.zeros(2).long())
-    with pytest.raises(mola.DataError, match=r"and \(3,\) in torch.int64"):
+    with pytest.raises(mola.errors.DataError, match=r"and \(3,\) in torch.int64"):
         Images(torch.zeros(2, 1, 4, 4).byte(), torch.zeros(3).long())
 
 
@@ -569,7 +575,7 @@ def test_the_validation_split_is_random_splits():
     assert report.labels.tolist() == [int(label) for label in expected[1]]
     assert torch.equal(tune.pixels.flatten().long(), tune.labels)
     for bad in (0, 250, 251):
-        with pytest.raises(mola.OptionError, match=f"some of 250 images on either side, got {bad}"):
+        with pytest.raises(mola.errors.OptionError, match=f"some of 250 images on either side, got {bad}"):
             split_validation(images, bad)
 
 
@@ -589,13 +595,13 @@ def test_normalisation_follows_its_formula(name):
 
 
 def test_normalisation_refuses_what_does_not_fit():
-    with pytest.raises(mola.OptionError, match=r"normalise must be one of none, cifar10.*got 'cifar'"):
+    with pytest.raises(mola.errors.OptionError, match=r"normalise must be one of none, cifar10.*got 'cifar'"):
         normalisation("cifar")
-    with pytest.raises(mola.DataError, match="normalised already"):
+    with pytest.raises(mola.errors.DataError, match="normalised already"):
         NORMALISATIONS["none"](torch.zeros(1, 1, 2, 2))
-    with pytest.raises(mola.DataError, match=r"for 3 channels, got pixels of shape \(1, 1, 2, 2\)"):
+    with pytest.raises(mola.errors.DataError, match=r"for 3 channels, got pixels of shape \(1, 1, 2, 2\)"):
         NORMALISATIONS["imagenet"](torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
-    with pytest.raises(mola.OptionError, match="positive standard deviations"):
+    with pytest.raises(mola.errors.OptionError, match="positive standard deviations"):
         Normalisation((0.5,), (0.0,))
 
 
@@ -625,9 +631,9 @@ def test_flip_and_crop_follows_its_generator():
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(mola.DataError, match=r"expected images \(n, channels"):
+    with pytest.raises(mola.errors.DataError, match=r"expected images \(n, channels"):
         flip_and_crop(images[0], torch.Generator())
-    with pytest.raises(mola.OptionError, match="padding must be at least 0"):
+    with pytest.raises(mola.errors.OptionError, match="padding must be at least 0"):
         flip_and_crop(images, torch.Generator(), -1)
 
 
@@ -656,12 +662,12 @@ def test_grey_images_become_what_openood_makes_of_them(shape):
         assert gap.max() <= (shape[2] == 31)
     colour = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
     assert in_colour(colour, 32) is colour
-    with pytest.raises(mola.DataError, match="1 or 3, height, width"):
+    with pytest.raises(mola.errors.DataError, match="1 or 3, height, width"):
         in_colour(colour[:, :2], 32)
 
 
 def test_an_unknown_interpolation_is_refused():
-    with pytest.raises(mola.OptionError, match="must be one of bilinear, nearest; got 'cubic'"):
+    with pytest.raises(mola.errors.OptionError, match="must be one of bilinear, nearest; got 'cubic'"):
         rotate(torch.zeros(1, 1, 4, 4), 15, "cubic")
 
 
@@ -736,5 +742,5 @@ def test_the_shape_of_a_pickled_array_is_made_of_whole_numbers(tmp_path):
     content = pickle.dumps(np.zeros((7, 2), np.uint8), protocol=3)
     assert content.count(b"K\x07K\x02\x86") == 1
     (tmp_path / "a").write_bytes(content.replace(b"K\x07K\x02\x86", b"X\x01\x00\x00\x00aJ\xff\xff\xff\x7f\x86"))
-    with pytest.raises(mola.DataError, match="array of shape"):
+    with pytest.raises(mola.errors.DataError, match="array of shape"):
         read_plain_pickle(tmp_path / "a")

@@ -13,7 +13,7 @@ from mola.compare.tally import gen_score
 from mola.errors import DataError, OptionError
 from mola.lab.detectors import DetectorEnsemble, Mahalanobis, NearestNeighbours, VirtualLogit
 from mola.metrics import auroc
-from mola.uncertainty import energy_score, max_logit_score
+from mola.outliers import energy_score, max_logit_score
 
 
 def make_features(seed=0, count=300, width=6, classes=4):

@@ -100,7 +100,7 @@ def mnist(server, monkeypatch):
 
 def test_missing_files_are_fetched_into_torchvisions_folder_and_only_once(tmp_path, server, mnist, capsys):
     _, pixels, labels = mnist
-    with pytest.raises(mola.DataError, match=r"download=True"):
+    with pytest.raises(mola.errors.DataError, match=r"download=True"):
         load_images("mnist", "test", tmp_path)
     assert server.asked == []
     holds(load_images("mnist", "test", tmp_path, download=True), pixels[:, None], labels)
@@ -138,7 +138,9 @@ def test_what_arrives_broken_is_not_kept(tmp_path, server, mnist, fault):
     else:
         del server.files[name]
     expected = dataset.originals["test"][1].md5
-    with pytest.raises(mola.DataError, match=rf"(?s)could not be downloaded: {name} \(md5 {expected}\)") as caught:
+    with pytest.raises(
+        mola.errors.DataError, match=rf"(?s)could not be downloaded: {name} \(md5 {expected}\)"
+    ) as caught:
         load_images("mnist", "test", tmp_path, download=True)
     assert str(tmp_path / "MNIST" / "raw" / name.removesuffix(".gz")) in str(caught.value)
     assert server.url(name) in str(caught.value)
@@ -153,7 +155,9 @@ def test_without_a_network_the_message_says_what_to_put_where(tmp_path, mnist, m
     dataset, *_ = mnist
     nowhere = tuple(replace(original, urls=("http://127.0.0.1:9/x.gz",)) for original in dataset.originals["test"])
     monkeypatch.setattr(catalogue, "DATASETS", {"mnist": replace(dataset, originals={"test": nowhere})})
-    with pytest.raises(mola.DataError, match=r"(?s)was not to be had.*Put there yourself:.*MNIST/raw/t10k-images"):
+    with pytest.raises(
+        mola.errors.DataError, match=r"(?s)was not to be had.*Put there yourself:.*MNIST/raw/t10k-images"
+    ):
         load_images("mnist", "test", tmp_path, download=True)
     assert files_in(tmp_path) == []
 
@@ -209,7 +213,7 @@ def test_nothing_is_left_of_an_archive_that_fails(tmp_path, server, fault):
         original = replace(original, md5="0" * 32)
     elif fault == "cut":
         server.cut.add(name)
-    with pytest.raises(mola.DataError, match=name):
+    with pytest.raises(mola.errors.DataError, match=name):
         fetch_archive(Archive(original, {inside: inside}), tmp_path, progress=False)
     assert files_in(tmp_path) == []
     assert not list(tmp_path.glob(".download*"))
@@ -218,7 +222,7 @@ def test_nothing_is_left_of_an_archive_that_fails(tmp_path, server, fault):
 def test_a_directory_that_cannot_be_written_to_is_named(tmp_path, server):
     (tmp_path / "folder").write_text("in the way")
     original = server.offer("set.tar.gz", tarball({"folder/file.bin": b"x"}))
-    with pytest.raises(mola.DataError, match=rf"set.tar.gz cannot be unpacked in {tmp_path}: .*folder"):
+    with pytest.raises(mola.errors.DataError, match=rf"set.tar.gz cannot be unpacked in {tmp_path}: .*folder"):
         fetch_archive(Archive(original, {"folder/file.bin": "folder/file.bin"}), tmp_path, progress=False)
     assert files_in(tmp_path) == ["folder"]
 
@@ -238,7 +242,7 @@ def test_cifar10_c_comes_as_one_archive(tmp_path, server, monkeypatch):
 
 def test_sets_without_an_address_say_so(tmp_path):
     with pytest.raises(
-        mola.DataError, match=r"(?s)LSUN classrooms \(test\) cannot be downloaded.*classroom_val_lmdb.zip"
+        mola.errors.DataError, match=r"(?s)LSUN classrooms \(test\) cannot be downloaded.*classroom_val_lmdb.zip"
     ):
         load_images("lsun", "test", tmp_path, download=True)
 

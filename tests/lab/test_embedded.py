@@ -31,7 +31,7 @@ def test_the_split_follows_its_seed():
 
 
 def test_a_split_that_leaves_nothing_to_test_on_is_refused():
-    with pytest.raises(mola.OptionError, match="leave some of 1797 digits for testing, got 1500 and 297"):
+    with pytest.raises(mola.errors.OptionError, match="leave some of 1797 digits for testing, got 1500 and 297"):
         load_digits(train=1500, val=297)
 
 

@@ -151,34 +151,38 @@ def test_broken_images_are_named(tmp_path, damage, workers):
     path.write_bytes({"cut": path.read_bytes()[:700], "empty": b"", "text": b"not found"}[damage])
     reader = iter(open_folder(tmp_path).batches(2, workers=workers))
     next(reader)  # what comes before it can be read
-    with pytest.raises(mola.DataError, match=r"a/3.jpg \([\d,]+ bytes\) cannot be decoded.*take it out of the folder"):
+    with pytest.raises(
+        mola.errors.DataError, match=r"a/3.jpg \([\d,]+ bytes\) cannot be decoded.*take it out of the folder"
+    ):
         list(reader)
 
 
 def test_unequal_sizes_want_a_preparation(tmp_path):
     save(picture(4, 5), tmp_path / "a" / "1.png")
     save(picture(5, 4), tmp_path / "a" / "2.png")
-    with pytest.raises(mola.DataError, match=r"have the shapes \[\(3, 4, 5\), \(3, 5, 4\)\]: resize and crop them"):
+    with pytest.raises(
+        mola.errors.DataError, match=r"have the shapes \[\(3, 4, 5\), \(3, 5, 4\)\]: resize and crop them"
+    ):
         open_folder(tmp_path).load()
 
 
 def test_folders_that_hold_nothing_are_refused(tmp_path):
-    with pytest.raises(mola.DataError, match=r"none is not a folder"):
+    with pytest.raises(mola.errors.DataError, match=r"none is not a folder"):
         open_folder(tmp_path / "none")
-    with pytest.raises(mola.DataError, match=r"holds no images: expected files that end in .bmp"):
+    with pytest.raises(mola.errors.DataError, match=r"holds no images: expected files that end in .bmp"):
         open_folder(tmp_path)
     (tmp_path / "a").mkdir()
-    with pytest.raises(mola.DataError, match=r"holds no images"):
+    with pytest.raises(mola.errors.DataError, match=r"holds no images"):
         open_folder(tmp_path)
 
 
 def test_options_are_checked(pets):
     opened = open_folder(pets[0])
-    with pytest.raises(mola.OptionError, match="size must be at least 1 and workers at least 0, got 0 and 0"):
+    with pytest.raises(mola.errors.OptionError, match="size must be at least 1 and workers at least 0, got 0 and 0"):
         opened.batches(0)
-    with pytest.raises(mola.OptionError, match="count must be at least 1"):
+    with pytest.raises(mola.errors.OptionError, match="count must be at least 1"):
         opened.evenly(0)
-    with pytest.raises(mola.DataError, match="has the subfolder ant, which is none of the 2 classes"):
+    with pytest.raises(mola.errors.DataError, match="has the subfolder ant, which is none of the 2 classes"):
         open_folder(pets[0], classes=["bee", "cat"])
 
 
@@ -205,11 +209,11 @@ def test_all_synsets_are_numbered_by_name(tmp_path):
     (tmp_path / "imagenet" / "val" / "n00000007" / "x.png").unlink()
     assert open_imagenet(tmp_path, "test").labels.tolist() == [0, *range(2, 1000)]
     (tmp_path / "imagenet" / "val" / "thumbnails").mkdir()
-    with pytest.raises(mola.DataError, match="has 1001 subfolders, where ImageNet has 1000 synsets: take out"):
+    with pytest.raises(mola.errors.DataError, match="has 1001 subfolders, where ImageNet has 1000 synsets: take out"):
         open_imagenet(tmp_path)
     (tmp_path / "imagenet" / "val" / "thumbnails").rmdir()
     (tmp_path / "imagenet" / "val" / "n00000007").rmdir()
-    with pytest.raises(mola.DataError, match=r"has 999 of 1000 synset folders.*put a file synsets.txt"):
+    with pytest.raises(mola.errors.DataError, match=r"has 999 of 1000 synset folders.*put a file synsets.txt"):
         open_imagenet(tmp_path)
 
 
@@ -226,7 +230,7 @@ def test_a_file_of_synsets_numbers_a_part_of_them(tmp_path):
     assert opened.load().pixels.shape == (2, 3, 224, 224)
     assert open_imagenet(tmp_path, synsets=["n20", "n05"]).labels.tolist() == [1, 0]
     (tmp_path / "ImageNet" / "synsets.txt").write_text("n05\nn20\nn05\n")
-    with pytest.raises(mola.DataError, match="names a synset twice among its 3 lines"):
+    with pytest.raises(mola.errors.DataError, match="names a synset twice among its 3 lines"):
         open_imagenet(tmp_path)
 
 
@@ -240,16 +244,18 @@ def test_imagenet_c_lies_by_corruption_and_severity(tmp_path, between):
         opened = open_imagenet_c("fog", severity, tmp_path)
         assert [path.name for path in opened.paths] == [f"{severity}.png"]
         assert opened.labels.tolist() == [1]
-    with pytest.raises(mola.DataError, match=r"(?s)fog at severity 2 is not in.*imagenet-c/fog/2/<synset>.*zenodo"):
+    with pytest.raises(
+        mola.errors.DataError, match=r"(?s)fog at severity 2 is not in.*imagenet-c/fog/2/<synset>.*zenodo"
+    ):
         open_imagenet_c("fog", 2, tmp_path)
-    with pytest.raises(mola.OptionError, match="severity must be 1 to 5, got 6"):
+    with pytest.raises(mola.errors.OptionError, match="severity must be 1 to 5, got 6"):
         open_imagenet_c("fog", 6, tmp_path)
 
 
 def test_a_missing_imagenet_says_what_to_put_where(tmp_path):
-    with pytest.raises(mola.DataError, match=r"(?s)imagenet/val/<synset>/\*.JPEG.*registration"):
+    with pytest.raises(mola.errors.DataError, match=r"(?s)imagenet/val/<synset>/\*.JPEG.*registration"):
         open_imagenet(tmp_path)
-    with pytest.raises(mola.OptionError, match="train and val, got 'dev'"):
+    with pytest.raises(mola.errors.OptionError, match="train and val, got 'dev'"):
         open_imagenet(tmp_path, "dev")
 
 

@@ -61,19 +61,19 @@ class Soft(Wide):
         return super().forward(images).softmax(-1)
 
 def wide():
-    return mola.Resized(Wide(12), 8)
+    return mola.network.Resized(Wide(12), 8)
 
 def other():
-    return mola.Resized(Wide(10), 8)
+    return mola.network.Resized(Wide(10), 8)
 
 def soft():
-    return mola.Resized(Soft(12), 8)
+    return mola.network.Resized(Soft(12), 8)
 
 def small():
-    return mola.Resized(Fixed(8, 1), 8, crop=0.875)
+    return mola.network.Resized(Fixed(8, 1), 8, crop=0.875)
 
 def large():
-    return mola.Resized(Fixed(14, 2), 14, mean=0.5, std=0.5)
+    return mola.network.Resized(Fixed(14, 2), 14, mean=0.5, std=0.5)
 """
 
 
@@ -108,7 +108,7 @@ def options(root, **changes):
     return DataOptions(directory=root / "data", **{**chosen, **changes})
 
 
-@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.errors.MolaWarning")
 def test_one_command_from_names_of_networks_to_records(root, tmp_path):
     arguments = ["bench", "imagenet", "--cross-fit", "--networks", "sizes_for_test:small, sizes_for_test:large"]
     arguments += [
@@ -148,7 +148,7 @@ def test_one_command_from_names_of_networks_to_records(root, tmp_path):
     assert {path for path in after if after[path] != before[path]} <= {tmp_path / "results" / "imagenet" / "suite.json"}
 
 
-@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.errors.MolaWarning")
 def test_every_image_is_tested_tuned_on_and_summed_equally_often_and_never_at_once(root):
     folds = IMAGENET.make_folds(options(root)).sources
     seen = {role: [place for fold in folds for place in fold[role].places] for role in ("train", "validation", "test")}
@@ -161,7 +161,7 @@ def test_every_image_is_tested_tuned_on_and_summed_equally_often_and_never_at_on
         assert labels.tolist() == sorted([2, 5, 7, 11] * 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.errors.MolaWarning")
 def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatch):
     """In slices, which an interrupted run keeps, and for networks of different sizes."""
     fold = IMAGENET.make_folds(options(root)).sources[3]
@@ -188,7 +188,7 @@ def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatc
     assert_close(kept.read(networks, part).logits(), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.errors.MolaWarning")
 def test_shifted_images_are_the_tested_ones_with_types_in_turn(root):
     fold = IMAGENET.make_folds(options(root)).sources[1]
     shifted = fold["severity 4"]
@@ -205,7 +205,8 @@ def inputs_of(source):
     return torch.cat([inputs for inputs, _ in source.open()])
 
 
-@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore:.*classes have no training data:mola.errors.MolaWarning")
 def test_streamed_sums_give_the_records_of_stored_activations(root, tmp_path, monkeypatch):
     """Nothing of the training data is stored; an interrupted pass goes on; the numbers are the same."""
     folds = IMAGENET.make_folds(options(root))
@@ -229,7 +230,7 @@ def test_streamed_sums_give_the_records_of_stored_activations(root, tmp_path, mo
     assert not any(train.checksum in path.name for path in (tmp_path / "streamed").rglob("*"))
 
 
-@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_networks_of_different_widths_are_mixed_from_stored_features(root, tmp_path):
     """Architectures differ in the features of their last layers: 6 and 9 here, 2048 and 1536 elsewhere."""
     folds = IMAGENET.make_folds(options(root))
@@ -262,16 +263,16 @@ def labels_of(source):
     return torch.cat([labels for _, labels in source.open()])
 
 
-@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
         (
             "other",
-            mola.OptionError,
+            mola.errors.OptionError,
             r"different numbers of outputs \(sizes_for_test:small: 12, sizes_for_test:other: 10\)",
         ),
-        ("soft", mola.HeadError, "sizes_for_test:soft: .* applies a softmax"),
+        ("soft", mola.errors.HeadError, "sizes_for_test:soft: .* applies a softmax"),
     ],
 )
 def test_networks_that_cannot_be_mixed_are_refused_before_they_are_run(root, tmp_path, name, error, words):
@@ -371,9 +372,9 @@ def test_imagenets_corruptions_grow_with_severity(name):
 
 def test_generation_knows_its_parameters():
     pixels = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
-    with pytest.raises(mola.OptionError, match=r"corruption must be one of .*; got 'snow'"):
+    with pytest.raises(mola.errors.OptionError, match=r"corruption must be one of .*; got 'snow'"):
         corrupt(pixels, "snow", 1, parameters="imagenet-c")
-    with pytest.raises(mola.OptionError, match="parameters must be one of cifar10-c, imagenet-c"):
+    with pytest.raises(mola.errors.OptionError, match="parameters must be one of cifar10-c, imagenet-c"):
         corrupt(pixels, "fog", 1, parameters="imagenet")
 
 
@@ -435,13 +436,13 @@ def test_networks_of_libraries_bring_images_to_their_own_size(libraries, tmp_pat
     ],
 )
 def test_names_that_cannot_be_used_are_refused(libraries, text, words):
-    with pytest.raises(mola.OptionError, match=words):
+    with pytest.raises(mola.errors.OptionError, match=words):
         open_named(text, 10)
 
 
 def test_unknown_names_of_torchvision_are_refused(libraries, tmp_path):
     save_file(libraries(7).state_dict(), tmp_path / "w.safetensors")
-    with pytest.raises(mola.OptionError, match="torchvision cannot make 'other': Unknown model other"):
+    with pytest.raises(mola.errors.OptionError, match="torchvision cannot make 'other': Unknown model other"):
         open_named(f"torchvision:other={tmp_path / 'w.safetensors'}", 7)
 
 
@@ -451,7 +452,7 @@ def test_only_imagenet_is_cross_fitted(tmp_path):
     assert "digits suite has training data of its own: leave --cross-fit out" in str(outcome.exception)
 
 
-@pytest.mark.filterwarnings("ignore::mola.MolaWarning")  # untrained networks on random labels
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # untrained networks on random labels
 def test_mola_fit_takes_networks_of_different_sizes(root, tmp_path):
     generator = np.random.default_rng(1)
     for name in ("train", "val"):

@@ -279,7 +279,7 @@ def test_what_is_saved_is_loaded_with_its_metadata(tmp_path):
     assert load_file(path).keys() == source.state_dict().keys() == read_state(path).keys()
     save_weights(target, path)
     assert read_metadata(path) == {"format": "pt"}
-    with pytest.raises(OptionError, match="metadata must be texts"):
+    with pytest.raises(OptionError, match="metadata must map str to str"):
         save_weights(source, path, {"accuracy": 0.9})
     assert read_metadata(path) == {"format": "pt"}
 
@@ -329,11 +329,15 @@ def test_wrong_weights_are_named_and_nothing_is_loaded(tmp_path):
     save_file({**state, "4.weight": torch.ones(1), "fc.bias": torch.ones(1)}, path)
     refused(small(2), path, r"2 unexpected: 4\.weight, fc\.bias")
     save_weights(small(1, classes=5), path)
-    refused(small(2), path, r"2 misshapen: 3\.bias is \(5,\).*expected \(3,\).*number of classes\? The network is unch")
+    refused(
+        small(2),
+        path,
+        r"2 of another shape: 3\.bias is \(5,\).*expected \(3,\).*number of classes\? The network is unchanged",
+    )
     save_weights(small(1, width=6), path)
-    refused(small(2), path, r"7 misshapen: 0\.bias .*and 4 more")
+    refused(small(2), path, r"7 of another shape: 0\.bias .*and 4 more")
     save_weights(resnet20(), path)
-    refused(small(2), path, "8 missing.*Not one name agrees")
+    refused(small(2), path, "8 missing.*No name agrees")
     save_file({**state, "0.weight": state["0.weight"].long()}, path)
     refused(small(2), path, r"0\.weight is \(4, 1, 3, 3\) of torch\.int64, expected .* of torch\.float64")
 
@@ -341,7 +345,7 @@ def test_wrong_weights_are_named_and_nothing_is_loaded(tmp_path):
 def test_several_sets_of_weights_need_a_choice(tmp_path):
     path, first, second = tmp_path / "w.pt", small(1), small(2)
     torch.save({"model": first.state_dict(), "net": second.state_dict(), "ema": second.state_dict()}, path)
-    refused(small(3), path, r"several sets of weights that fit: model, net\. Choose one with entry=")
+    refused(small(3), path, r"several sets of weights that fit: model, net\. Choose with entry=")
     target = small(3)
     load_weights(target, path, entry="ema")
     assert same(second, target)
@@ -362,15 +366,15 @@ def test_files_that_hold_something_else(tmp_path):
     refused(small(), path, r"holds no weights: epoch, optimizer.*entry=")
     torch.save({}, path)
     refused(small(), path, "holds no weights: nothing")
-    with pytest.raises(StorageError, match="only these hold metadata"):
+    with pytest.raises(StorageError, match="not a safetensors file"):
         read_metadata(path)
     torch.save({"state_dict": small().state_dict(), "args": Namespace(lr=0.1)}, path)
-    refused(small(), path, r"holds more than weights.*argparse\.Namespace.*save only the state_dict")
+    refused(small(), path, r"could run code.*argparse\.Namespace.*save only the state_dict")
     lazy = nn.Sequential(nn.LazyLinear(3))
     torch.save(nn.Sequential(nn.Linear(2, 3)).state_dict(), path)
     with pytest.raises(StorageError, match=r"0\.weight, 0\.bias of the network have no shape yet"):
         load_weights(lazy, path)
-    with pytest.raises(OptionError, match="hold no tensor yet"):
+    with pytest.raises(OptionError, match="expected tensors with a shape"):
         save_weights(lazy, path)
 
 
@@ -383,7 +387,7 @@ class Bomb:
 def test_code_in_a_file_is_not_run(tmp_path, monkeypatch, modern):
     monkeypatch.setenv("MOLA_TEST_BOMB", str(tmp_path / "ran"))
     torch.save({"state_dict": Bomb()}, tmp_path / "w.pt", _use_new_zipfile_serialization=modern)
-    refused(small(), tmp_path / "w.pt", "holds more than weights.*could run code")
+    refused(small(), tmp_path / "w.pt", "could run code")
     assert not (tmp_path / "ran").exists()
 
 

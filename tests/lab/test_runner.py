@@ -152,7 +152,7 @@ def test_stored_activations_give_what_the_whole_networks_give(plan, finished, me
     for index in range(2):
         models = whole_networks(plan, index, count)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mola.MolaWarning)  # that the grid grew is no matter here
+            warnings.simplefilter("ignore", mola.errors.MolaWarning)  # that the grid grew is no matter here
             predictor = (
                 mola.ensemble(models)
                 if method in ("MAP", "DE")
@@ -179,7 +179,8 @@ def test_stored_activations_give_what_the_whole_networks_give(plan, finished, me
 
 def test_rows_of_the_own_score_have_one_name_whatever_the_score_is(plan, tmp_path, monkeypatch):
     """A posterior with another score, and distances: the rows can still be compared, and the record says what they are."""
-    monkeypatch.setattr(mola.Prediction, "ood_score_name", property(lambda _: "far-field + distance"))
+    named = property(lambda _: "far-field + distance", lambda _, name: None)
+    monkeypatch.setattr(mola.Prediction, "ood_score_name", named, raising=False)
     monkeypatch.setattr(mola.Prediction, "distance", property(lambda one: one.entropy), raising=False)
     records = {record.method: record for record in run(replace(plan, runs=1), tmp_path)}
     for method, record in records.items():
@@ -228,7 +229,7 @@ def test_records_made_before_count_without_new_sets_and_numbers(plan, copied, mo
     with monkeypatch.context() as patched:
         patched.setattr(LastLayer, "fit", lambda *_: pytest.fail("fitted again"))
         with pytest.warns(
-            mola.MolaWarning, match="18 of 18 records .* were made without Further, FPR95 .*, results by type"
+            mola.errors.MolaWarning, match="18 of 18 records .* were made without Further, FPR95 .*, results by type"
         ):
             run(more, copied)
     assert {path: path.read_bytes() for path in before} == before
@@ -249,10 +250,10 @@ def test_records_made_before_count_without_new_sets_and_numbers(plan, copied, mo
 def test_a_record_of_other_outliers_under_the_same_name_is_another_experiment(plan, copied):
     found = more_sources()
     other = {**plan.sources, "strange": replace(found["further"], name="strange")}
-    with pytest.raises(mola.StorageError, match=r"another experiment \(other data in strange\)"):
+    with pytest.raises(mola.errors.StorageError, match=r"another experiment \(other data in strange\)"):
         run(replace(plan, sources=other), copied)
     lacking = {name: source for name, source in plan.sources.items() if name != "noise 1"}
-    with pytest.raises(mola.StorageError, match="another experiment"):
+    with pytest.raises(mola.errors.StorageError, match="another experiment"):
         run(replace(plan, sources=lacking), copied)
 
 
@@ -276,7 +277,7 @@ def test_types_of_shift_are_tallied_from_every_second_row(plan, tmp_path):
     assert Record.from_json(json.loads(json.dumps(record.to_json()))) == record
     broken = record.to_json()
     broken["labelled"]["noise 1"]["types"]["loud"]["nll"] = "much"
-    with pytest.raises(mola.StorageError, match=r"noise 1\.types"):
+    with pytest.raises(mola.errors.StorageError, match=r"noise 1\.types"):
         Record.from_json(broken)
 
 
@@ -345,11 +346,11 @@ def test_a_method_that_refuses_does_not_stop_the_others(plan, tmp_path, monkeypa
     def refuse(self, context):
         if self.name == "LLLA":
             message = "too large"
-            raise mola.StructureTooLargeError(message)
+            raise mola.errors.StructureTooLargeError(message)
         return fit(self, context)
 
     monkeypatch.setattr(LastLayer, "fit", refuse)
-    with pytest.raises(mola.OptionError, match="LLLA, run 1: too large"):
+    with pytest.raises(mola.errors.OptionError, match="LLLA, run 1: too large"):
         run(replace(plan, runs=1), tmp_path)
     assert {record.method for record in records_of(tmp_path)} == {
         method.name for method in plan.methods("main") if method.name != "LLLA"
@@ -360,7 +361,7 @@ def test_the_same_network_twice_is_refused(plan, trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     shutil.copy(trained / "00.safetensors", tmp_path / "zz.safetensors")
     networks = open_networks(find_networks(tmp_path), build, "mlp")
-    with pytest.raises(mola.OptionError, match=r"00\.safetensors and zz\.safetensors are the same"):
+    with pytest.raises(mola.errors.OptionError, match=r"00\.safetensors and zz\.safetensors are the same"):
         replace(plan, networks=networks)
 
 
@@ -396,7 +397,9 @@ def test_networks_trained_for_something_else_are_refused(trained):
         (SUITE, "lenet", DataOptions()),
         (SUITE, "mlp", DataOptions(normalisation="imagenet")),
     ):
-        with pytest.raises(mola.OptionError, match=r"00\.safetensors was trained with (data|model|normalisation)"):
+        with pytest.raises(
+            mola.errors.OptionError, match=r"00\.safetensors was trained with (data|model|normalisation)"
+        ):
             check_networks(paths, suite, name, options)
 
 
@@ -405,7 +408,7 @@ def test_other_data_networks_or_settings_are_another_experiment(plan, copied):
     first = {(record.method, record.run): record for record in records_of(copied)}
     fewer = replace(plan, sources=sources(DataOptions(train=60)))
     for other in (fewer, replace(plan, components=1), replace(plan, suite=replace(SUITE, threshold=0.5))):
-        with pytest.raises(mola.StorageError, match=r"holds another experiment \(.+\)\. Write.*--fresh"):
+        with pytest.raises(mola.errors.StorageError, match=r"holds another experiment \(.+\)\. Write.*--fresh"):
             run(other, tmp_path)
     assert {(record.method, record.run): record for record in records_of(copied)} == first
     other_data = {(record.method, record.run): record for record in run(fewer, tmp_path, fresh=True)}
@@ -416,7 +419,7 @@ def test_other_data_networks_or_settings_are_another_experiment(plan, copied):
     assert other_networks["MAP", 0].labelled["test"].metrics != first["MAP", 0].labelled["test"].metrics
     strict = replace(plan, suite=replace(SUITE, threshold=0.5))
     other_threshold = {(record.method, record.run): record for record in run(strict, tmp_path, fresh=True)}
-    assert "target confidence 50 %, as given" in other_threshold["MoLA", 0].chosen["rule"]
+    assert "target confidence 50.00% as given" in other_threshold["MoLA", 0].chosen["rule"]
 
 
 def test_a_record_that_cannot_be_read_is_made_again(plan, copied):
@@ -424,7 +427,7 @@ def test_a_record_that_cannot_be_read_is_made_again(plan, copied):
     path = store.path("blobs", "DE", 0)
     whole = store.read("blobs", "DE", 0)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.warns(mola.MolaWarning, match=r"run-0\.json is not readable JSON.*It is made again"):
+    with pytest.warns(mola.errors.MolaWarning, match=r"run-0\.json is not readable JSON.*It is made again"):
         run(replace(plan, runs=1), copied)
     assert store.read("blobs", "DE", 0).labelled == whole.labelled
 
@@ -437,7 +440,7 @@ def test_a_damaged_file_of_activations_is_named_and_can_be_made_again(plan, copi
     path.write_bytes(path.read_bytes()[:-5])
     for record in (tmp_path / "results").rglob("run-*.json"):
         record.unlink()
-    with pytest.raises(mola.StorageError, match=rf"{path.name} is not a whole file of activations.*Delete it"):
+    with pytest.raises(mola.errors.StorageError, match=rf"{path.name} is not a whole file of activations.*Delete it"):
         run(plan, tmp_path)
     path.unlink()
     again = run(plan, tmp_path)
@@ -453,7 +456,7 @@ def test_a_full_disk_loses_the_record_under_way_alone(plan, tmp_path, monkeypatc
             raise OSError(28, "No space left on device")
         synchronise(descriptor)
 
-    monkeypatch.setattr("mola.saving.storage.os.fsync", full)
+    monkeypatch.setattr("mola.saving.files.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         run(plan, tmp_path)
     kept = {record.method for record in Store(tmp_path / "results").records("blobs")}
@@ -480,16 +483,16 @@ def test_records_that_cannot_be_read_are_named(tmp_path, content, message):
     path = Store(tmp_path).path("blobs", "MAP", 0)
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    with pytest.raises(mola.StorageError, match=message):
+    with pytest.raises(mola.errors.StorageError, match=message):
         Store(tmp_path).records("blobs")
 
 
 def test_too_few_networks_are_counted(plan):
     with pytest.raises(
-        mola.OptionError, match=r"--runs 3 --components 2 in main need 6 networks, found 4.*--networks 6"
+        mola.errors.OptionError, match=r"--runs 3 --components 2 in main need 6 networks, found 4.*--networks 6"
     ):
         replace(plan, runs=3, groups=("main",))
-    with pytest.raises(mola.OptionError, match="need 10 networks, found 4"):
+    with pytest.raises(mola.errors.OptionError, match="need 10 networks, found 4"):
         replace(plan, runs=1, groups=("components",))
 
 
@@ -514,7 +517,9 @@ def test_networks_that_are_there_are_not_trained_again(trained, monkeypatch):
 
 
 def test_a_network_of_another_recipe_is_refused(trained):
-    with pytest.raises(mola.StorageError, match=r"00\.safetensors is another network than asked for.*another folder"):
+    with pytest.raises(
+        mola.errors.StorageError, match=r"00\.safetensors is another network than asked for.*another folder"
+    ):
         train_networks(Training(SUITE, 1, replace(SUITE.recipe, epochs=9)), trained, lambda doing, done: None)
 
 
@@ -535,7 +540,7 @@ def test_an_interrupted_ensemble_goes_on_to_the_same_bits(trained, tmp_path):
 
 def test_a_folder_without_networks_says_how_to_make_some(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(mola.OptionError, match=r"holds no trained networks.*mola train"):
+        with pytest.raises(mola.errors.OptionError, match=r"holds no trained networks.*mola train"):
             find_networks(folder)
 
 
@@ -555,10 +560,11 @@ def test_corruptions_are_dealt_in_turn():
 
 def test_unknown_suites_and_networks_are_listed():
     with pytest.raises(
-        mola.OptionError, match=r"suite must be one of digits, mnist, cifar10, imagenet, clinc; got 'minst'. Did you"
+        mola.errors.OptionError,
+        match=r"suite must be one of digits, mnist, cifar10, imagenet, clinc; got 'minst'. Did you",
     ):
         find_suite("minst")
-    with pytest.raises(mola.OptionError, match="network must be one of wrn-16-4, resnet-20"):
+    with pytest.raises(mola.errors.OptionError, match="network must be one of wrn-16-4, resnet-20"):
         SUITES["cifar10"].builder("resnet-21")
 
 
@@ -576,9 +582,9 @@ def test_the_users_own_architecture_can_be_named(tmp_path, monkeypatch):
         ("own_network_for_test:missing", "has no 'missing'"),
         ("own_network_for_test:", "expected a function as package.module:function"),
     ):
-        with pytest.raises(mola.OptionError, match=message):
+        with pytest.raises(mola.errors.OptionError, match=message):
             SUITES["mnist"].builder(wrong)
-    with pytest.raises(mola.OptionError, match="made a int"):
+    with pytest.raises(mola.errors.OptionError, match="made a int"):
         SUITES["mnist"].builder("own_network_for_test:NUMBER")[1]()
 
 
@@ -604,7 +610,7 @@ def test_the_description_holds_what_the_report_needs(plan):
 
 
 def test_a_suite_without_training_says_so(tmp_path):
-    with pytest.raises(mola.OptionError, match="imagenet suite does not train networks"):
+    with pytest.raises(mola.errors.OptionError, match="imagenet suite does not train networks"):
         train_networks(Training(SUITES["imagenet"], 1, Recipe(epochs=1)), Path(tmp_path), lambda doing, done: None)
 
 

@@ -79,8 +79,8 @@ def imagenet(tmp_path_factory):
     sys.path.remove(str(root))
 
 
-@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
-@pytest.mark.filterwarnings("ignore:ImageNet-C lacks:mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.errors.MolaWarning")
+@pytest.mark.filterwarnings("ignore:ImageNet-C lacks:mola.errors.MolaWarning")
 def test_imagenet_runs_from_folders_to_records_with_a_thousand_classes(imagenet, tmp_path):
     arguments = ["bench", "imagenet", "--network", "thousand_for_test:thousand", "--components", "2", "--quiet"]
     folders = {"--networks": imagenet / "networks", "--data": imagenet / "data", "--results": tmp_path / "results"}
@@ -130,7 +130,7 @@ def write_cifar(root, seed=0):
 def test_more_outliers_of_cifar10_are_taken_where_they_are_there(tmp_path):
     write_cifar(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", mola.MolaWarning)
+        warnings.simplefilter("always", mola.errors.MolaWarning)
         without = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
     words = "TinyImageNet, shrunk to 32 x 32 is not in the data directory and is left out of the comparison."
     assert words in [str(one.message) for one in caught]
@@ -145,7 +145,7 @@ def test_more_outliers_of_cifar10_are_taken_where_they_are_there(tmp_path):
     (tmp_path / "MNIST" / "t10k-images-idx3-ubyte").write_bytes(header + digits.tobytes())
     (tmp_path / "MNIST" / "t10k-labels-idx1-ubyte").write_bytes(struct.pack(">4BI", 0, 0, 8, 1, 5) + bytes(5))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mola.MolaWarning)
+        warnings.simplefilter("ignore", mola.errors.MolaWarning)
         found = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
     assert {name: source.checksum for name, source in found.items() if name in without} == {
         name: source.checksum for name, source in without.items()
@@ -163,7 +163,7 @@ def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypa
     monkeypatch.setitem(CORRUPTION_SETS, "paper", types)
     pixels, labels = write_cifar(tmp_path)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mola.MolaWarning)
+        warnings.simplefilter("ignore", mola.errors.MolaWarning)
         generated = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
@@ -173,7 +173,7 @@ def test_published_corruptions_are_taken_where_they_are_there(tmp_path, monkeypa
         stack = torch.cat([pixels // (index + 2) + severity for severity in range(1, 6)])
         np.save(folder / f"{corruption}.npy", stack.permute(0, 2, 3, 1).numpy())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mola.MolaWarning)
+        warnings.simplefilter("ignore", mola.errors.MolaWarning)
         taken = CIFAR10.make_sources(DataOptions(directory=tmp_path, test=40))
     assert "generated" in generated["severity 2"].title
     assert "generated" not in taken["severity 2"].title
@@ -208,7 +208,7 @@ def mnist(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_blank_figures")
-@pytest.mark.filterwarnings("always::mola.MolaWarning")
+@pytest.mark.filterwarnings("always::mola.errors.MolaWarning")
 def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
     """Train, run, report: three commands, and the record of each method."""
     monkeypatch.chdir(tmp_path)
@@ -238,7 +238,7 @@ def test_mnist_from_files_to_a_report(mnist, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "page" / "index.html").stat().st_size > 10_000
 
 
-@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_levels_are_degrees_counter_clockwise(mnist):
     found = MNIST.make_sources(DataOptions(directory=mnist, test=20))
     plain = found["test"].show(5)
@@ -247,7 +247,7 @@ def test_levels_are_degrees_counter_clockwise(mnist):
     assert [source.level for source in found.values() if source.role == "shift"] == list(range(15, 181, 15))
 
 
-@pytest.mark.filterwarnings("ignore::mola.MolaWarning")
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 def test_the_authors_conventions_normalise_each_set_by_itself(tmp_path):
     write_cifar(tmp_path)
     shutil.copytree(tmp_path / "cifar-10-batches-bin", tmp_path / "cifar-100-binary")
@@ -265,12 +265,12 @@ def test_the_authors_conventions_normalise_each_set_by_itself(tmp_path):
     torch.testing.assert_close(first, paper(pixels))
     torch.testing.assert_close(second, own(pixels))
     assert ours["test"].checksum == theirs["test"].checksum
-    with pytest.raises(mola.OptionError, match="for one set of outliers alone"):
+    with pytest.raises(mola.errors.OptionError, match="for one set of outliers alone"):
         DataOptions(normalisation="svhn-own")
 
 
 def test_sets_that_are_not_what_was_published_are_noted(mnist):
-    with pytest.warns(mola.MolaWarning) as caught:
+    with pytest.warns(mola.errors.MolaWarning) as caught:
         MNIST.make_sources(DataOptions(directory=mnist, test=20))
     said = " ".join(str(one.message) for one in caught)
     assert "MNIST (train) has 64 images here; 60,000 were published" in said
@@ -280,7 +280,9 @@ def test_a_truncated_file_is_named_with_its_checksum(mnist, tmp_path):
     shutil.copytree(mnist / "MNIST", tmp_path / "MNIST")
     path = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(mola.DataError, match=r"t10k-images-idx3-ubyte.*md5 checksum 9fb629c4189551a2d022fa330f9573f3"):
+    with pytest.raises(
+        mola.errors.DataError, match=r"t10k-images-idx3-ubyte.*md5 checksum 9fb629c4189551a2d022fa330f9573f3"
+    ):
         MNIST.make_sources(DataOptions(directory=tmp_path))
 
 

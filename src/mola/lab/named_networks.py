@@ -9,7 +9,7 @@
 
 Nothing is downloaded. The networks of one mixture may take images of different sizes: all are given the same images, with pixels
 from 0 to 1, and those of timm and torchvision bring them to their own size and normalise them as their library says. Functions
-return a network that does so itself, such as a `mola.Resized`.
+return a network that does so itself, such as a `mola.network.Resized`.
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ def train_networks(training: Training, directory: Path, progress: Progress, team
         )
         save_weights(network, path, {"identity": json.dumps(identity, sort_keys=True)})
         checkpoint.remove()
+    together.collect(None)  # all networks are written before anybody looks for them
     progress("done", 1.0)
     return paths
 
@@ -153,11 +154,7 @@ def check_networks(paths: Sequence[Path], suite: Suite, network: str, options: D
 
 def find_networks(directory: Path) -> list[Path]:
     """The weights files of a folder, in the order of their names; trainings under way are left out."""
-    found = (
-        sorted(path for path in directory.iterdir() if path.suffix in ENDINGS)
-        if directory.is_dir()
-        else []
-    )
+    found = sorted(path for path in directory.iterdir() if path.suffix in ENDINGS) if directory.is_dir() else []
     if not found:
         raise OptionError(
             f"{directory} holds no trained networks ({', '.join(ENDINGS)}). Train some with mola train (--output {directory}), or "

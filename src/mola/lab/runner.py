@@ -139,8 +139,9 @@ def _check_same_data(plan: Plan, team: Team) -> None:
         for run in range(plan.runs if team.size > 1 else 0)
         for name, source in plan.sources_of(run).items()
     }
-    for rank, theirs in enumerate(team.collect(seen)):
-        other = next((title for title, checksum in seen.items() if theirs.get(title) != checksum), None)
+    documents = team.collect(seen)
+    for rank, theirs in enumerate(documents):
+        other = next((title for title, checksum in documents[0].items() if theirs.get(title) != checksum), None)
         if other is not None:
             raise OptionError(
                 f"rank {rank} does not see the same data as rank 0: {other} differs in files, sizes or dates. Let all nodes read one "

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import mola
+import mola.whole
 from mola.compare.methods import RULES, Fitted, noting
 from mola.compare.tally import Answer
 from mola.lab.suite import Source
 from mola.lab.swag_mimo import TAKEN_UP
 from mola.lab.workshop import Context, StoredPrediction
 from mola.saving.files import DOCUMENT
+from mola.whole import WholeMoLA
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ class WholeNetworks:
         chosen = {"prior_precision": list(posterior.prior_precision), "notes": [*notes, TAKEN_UP]}
         return Fitted(batches, answer, chosen, seconds)
 
-    def _posterior(self, models: list[nn.Module], context: Context, folder: Path) -> mola.WholeMoLA:
+    def _posterior(self, models: list[nn.Module], context: Context, folder: Path) -> WholeMoLA:
         if (folder / DOCUMENT).exists():
-            return mola.WholeMoLA.load(folder, models)
+            return mola.whole.load(folder, models)
         sources = context.workshop.sources
         sizes = [sum(one.numel() for one in model.parameters() if one.requires_grad) for model in models]
-        posterior = mola.fit_whole(
+        posterior = mola.whole.fit(
             models,
             Reopened(sources["train"]),
             structure=self.structure,
@@ -71,7 +72,7 @@ class WholeNetworks:
             progress=False,
         )
         posterior = posterior.tune(
-            Reopened(sources["validation"]), RULES["threshold"](context.threshold), progress=False
+            Reopened(sources["validation"]), rule=RULES["threshold"](context.threshold), progress=False
         )
         posterior.save(folder)
         return posterior
