@@ -97,11 +97,11 @@ test-minimum:  ## the library and the export of files with the lowest versions d
 test-wheel: $(READY)  ## what users get: the wheel, installed into an empty environment and used from an empty folder
 	$(BIN)/python tests/installed.py
 
-check: $(READY)  ## format, lint, type-check, check the architecture (with CI=true, formatting is only checked)
+check: $(READY)  ## format, lint, type-check, check which module imports which (with CI=true, formatting is only checked)
 	$(BIN)/ruff format $(if $(CI),--check) .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/house/test_architecture.py
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # Every script fails where a bar is missed; all are run, and the target fails if one did. `make bench QUICK=--quick` takes a few
 # minutes, writes no file and leaves laplace-torch out, whose turns take longer than all the rest. DATA and NETWORKS are the folders
