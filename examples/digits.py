@@ -54,7 +54,7 @@ def main() -> None:
     # The posterior: one pass over the training data, then one number, the prior precision, tuned on validation data.
     train_loader, val_loader, test_loader = (DataLoader(some, 256) for some in (train_set, val_set, test_set))
     mixture = mola.fit(networks, train_loader, val_loader)
-    calibrated = mixture.tune(val_loader, rule=mola.ValidationScore("nll"))
+    calibrated = mixture.tune(val_loader, rule=mola.rules.Score("nll"))
     print(f"Prior precision by the paper's rule: {mixture.prior_precision[0]:.3g}, {mixture.tuning.rule}")
     print(f"Prior precision by validation NLL:   {calibrated.prior_precision[0]:.3g}\n")
 
@@ -108,7 +108,7 @@ def main() -> None:
 
     # Safetensors and JSON, no pickle. Loading checks that these are the networks that were fitted.
     folder = mixture.save(options.output / "digits-posterior")
-    loaded = mola.load(folder, models=networks)
+    loaded = mola.load(folder, networks)
     print(
         f"\nWrote {folder}; loaded again, it predicts the same: {torch.equal(loaded(test_images), mixture(test_images))}"
     )

@@ -2,7 +2,7 @@
 
     python examples/engines.py [--engine dask] [--engine ray] [--engine spark]
 
-Three small networks on handwritten digits become one ONNX file. `mola.BatchPredictor` is a function from a batch to columns: it holds
+Three small networks on handwritten digits become one ONNX file. `BatchPredictor` is a function from a batch to columns: it holds
 the file's name only, and each worker reads the file once. Without `--engine`, every engine that is installed. Needs
 `pip install 'mola-torch[bench,export]' pandas` and what you choose of `dask[dataframe]`, `ray[data]` and `pyspark` (which needs Java).
 About ten seconds, and as long again for each engine to start.
@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mola
+from mola.app.jobs.batches import BatchPredictor
 
 PACKAGES = {"dask": "dask", "ray": "ray", "spark": "pyspark"}
 COLUMNS = [f"pixel_{index}" for index in range(64)]
@@ -84,8 +85,8 @@ def main() -> None:
 
     options.output.mkdir(parents=True, exist_ok=True)
     file = (options.output / "digits.onnx").resolve()  # where all workers can read it
-    mola.export_onnx(posterior, file, images[:2], classes=[str(digit) for digit in range(10)])
-    predictor = mola.BatchPredictor(file, inputs=COLUMNS, keep=["id"])
+    mola.export.onnx(posterior, file, images[:2], classes=[str(digit) for digit in range(10)])
+    predictor = BatchPredictor(file, inputs=COLUMNS, keep=["id"])
 
     new = images[1300:]
     frame = pd.DataFrame(new.numpy(), columns=COLUMNS).assign(id=np.arange(len(new)))

@@ -3,7 +3,7 @@
     python examples/mimo_mola.py
 
 A MIMO network takes three digits at once and has a head for each. At test time it is given the same digit three times, and its
-heads vote like an ensemble at the cost of one network. `mola.mimo_mola` makes the heads cautious. Compares a single network,
+heads vote like an ensemble at the cost of one network. `mola.baselines.mimo_mola` makes the heads cautious. Compares a single network,
 MIMO and MIMO-MoLA on digits, on photographs and noise. About ten seconds. Needs `pip install 'mola-torch[bench]'`.
 """
 
@@ -16,6 +16,7 @@ from torch import nn
 import mola
 from mola import metrics
 from mola.lab.data.embedded import natural_patches, uniform_noise
+from mola.lab.training import train_mimo
 
 MEMBERS = 3
 EPOCHS = 60
@@ -68,16 +69,16 @@ def main() -> None:
     shuffled = Shuffled(*train_set)
 
     # One network with three inputs and three heads, made of the architecture and trained from scratch.
-    mimo = mola.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
-    mimo.fit(shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed)
+    mimo = mola.baselines.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
+    train_mimo(mimo, shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed)
 
     # The Laplace approximations: one pass of the network serves all heads. The paper's covariance is "full"; "kron" is its
     # Algorithm 1, which sees more of what is strange.
     methods = {
         "one network": mola.ensemble(train_one(shuffled)),
         "MIMO": mimo,
-        "MIMO-MoLA": mola.mimo_mola(mimo, [train_set], [val_set]),
-        "MIMO-MoLA, kron": mola.mimo_mola(mimo, [train_set], [val_set], structure="kron"),
+        "MIMO-MoLA": mola.baselines.mimo_mola(mimo, [train_set], [val_set]),
+        "MIMO-MoLA, kron": mola.baselines.mimo_mola(mimo, [train_set], [val_set], structure="kron"),
     }
     outliers = [natural_patches(500, 8, seed=options.seed), uniform_noise(500, 8, seed=options.seed)]
 

@@ -140,7 +140,7 @@ def study(seed: int, steps: int) -> tuple[dict[str, mola.MoLA], dict[str, tuple[
         "MAP": mola.ensemble(networks[0]),
         "deep ensemble": mola.ensemble(networks),
         "MoLA": posterior,
-        "MoLA, distance": posterior.tune([val_set], mola.Distance(price=0.01), progress=False),
+        "MoLA, distance": posterior.tune([val_set], rule=mola.rules.Distance(price=0.01), progress=False),
     }
     sets = {
         "test": test_set,

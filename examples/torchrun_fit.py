@@ -43,7 +43,7 @@ def main() -> None:
     parts = order.split([1000, 297, 500])
     train_set, val_set, test_set = (TensorDataset(pixels[rows] / 16, labels[rows]) for rows in parts)
 
-    with mola.join() as team:  # the processes that torchrun started; without it, this one alone
+    with mola.distributed.join() as team:  # the processes that torchrun started; without it, this one alone
         # Every process needs the same networks. You would load their weights from files; here the same seeds make the same
         # networks everywhere. mola compares checksums, and refuses networks that differ.
         networks = [train(seed, *train_set.tensors) for seed in range(NETWORKS)]
