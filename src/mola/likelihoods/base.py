@@ -205,6 +205,25 @@ class DiscreteLikelihood(Likelihood):
         means, spreads = self.scaled(outputs, spreads, weights, scale, pooling)
         return [link(mean, spread, self, seed) for mean, spread in zip(means, spreads, strict=True)]
 
+    def predictive(
+        self,
+        outputs: Sequence[Tensor],
+        spreads: Sequence[Spread | None],
+        weights: Tensor,
+        link: LinkFunction,
+        *,
+        scale: Sequence[Tensor] | None = None,
+        pooling: float | Tensor = 1.0,
+        seed: int | None = None,
+    ) -> Predictive:
+        """`sum_k w_k link(m_k, S_k)`."""
+        members = self.members(outputs, spreads, weights, link, scale=scale, pooling=pooling, seed=seed)
+        return self.distribution(mixed(weights, members))
+
+    @abstractmethod
+    def distribution(self, probs: Tensor) -> Predictive:
+        """The predictive distribution with these probabilities (..., n, C)."""
+
     @abstractmethod
     def probabilities(self, logits: Tensor) -> Tensor:
         """Probabilities (..., C) of logits (..., C)."""

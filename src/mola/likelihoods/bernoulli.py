@@ -8,19 +8,14 @@ One logit z is the two-class softmax of the logits (0, z), whose first row of we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from mola.errors import DataError, HeadError
-from mola.likelihoods.base import DiscreteLikelihood, LinkFunction, OutputCurvature, Ran, matrix_of, mixed
-
-if TYPE_CHECKING:
-    from mola.laplace.base import Spread
+from mola.likelihoods.base import DiscreteLikelihood, OutputCurvature, Ran, matrix_of
 
 MISSING = -100
 """The value of a missing label, beside NaN: the one that PyTorch's losses ignore by default."""
@@ -124,20 +119,9 @@ class Bernoulli(DiscreteLikelihood):
         own = torch.sigmoid(outputs) * torch.sigmoid(-outputs)
         return OutputCurvature(separate=own if labels is None else torch.where(labels.isnan(), 0.0, own))
 
-    def predictive(
-        self,
-        outputs: Sequence[Tensor],
-        spreads: Sequence[Spread | None],
-        weights: Tensor,
-        link: LinkFunction,
-        *,
-        scale: Sequence[Tensor] | None = None,
-        pooling: float | Tensor = 1.0,
-        seed: int | None = None,
-    ) -> BernoulliPredictive:
-        """`sum_k w_k link(m_k, S_k)`, for each label."""
-        members = self.members(outputs, spreads, weights, link, scale=scale, pooling=pooling, seed=seed)
-        return BernoulliPredictive(mixed(weights, members))
+    def distribution(self, probs: Tensor) -> BernoulliPredictive:
+        """Probabilities as a predictive distribution."""
+        return BernoulliPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:
         """Yes and no for one logit; all data form one group for several labels."""

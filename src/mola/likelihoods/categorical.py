@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mola.errors import DataError, HeadError
-from mola.likelihoods.base import DiscreteLikelihood, LinkFunction, OutputCurvature, Ran, matrix_of, mixed
-
-if TYPE_CHECKING:
-    from mola.laplace.base import Spread
+from mola.likelihoods.base import DiscreteLikelihood, OutputCurvature, Ran, matrix_of
 
 ENOUGH_ROWS = 4
 """Rows needed to tell probabilities from logits: the logits of a few rows may sum to 1 by chance."""
@@ -111,20 +106,9 @@ class Categorical(DiscreteLikelihood):
         """`diag(p) - p p'`, as the Laplacian of `p p'`."""
         return OutputCurvature(coupling=torch.softmax(outputs, dim=-1))
 
-    def predictive(
-        self,
-        outputs: Sequence[Tensor],
-        spreads: Sequence[Spread | None],
-        weights: Tensor,
-        link: LinkFunction,
-        *,
-        scale: Sequence[Tensor] | None = None,
-        pooling: float | Tensor = 1.0,
-        seed: int | None = None,
-    ) -> CategoricalPredictive:
-        """`sum_k w_k link(m_k, S_k)`."""
-        members = self.members(outputs, spreads, weights, link, scale=scale, pooling=pooling, seed=seed)
-        return CategoricalPredictive(mixed(weights, members))
+    def distribution(self, probs: Tensor) -> CategoricalPredictive:
+        """Probabilities as a predictive distribution."""
+        return CategoricalPredictive(probs)
 
     def num_groups(self, outputs: int) -> int:
         """The classes."""
