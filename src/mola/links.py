@@ -25,6 +25,9 @@ from mola.options import one_of, resolve, whole_number
 DRAWS_AT_ONCE = 2**16
 """Draws times classes per datum that are held at once."""
 
+MOST_CLASSES = 2**13
+"""Classes that the mean-field link takes: its tables of all pairs have half a gigabyte per datum."""
+
 
 class Link(ABC):
     """A rule that turns Gaussian logits into probabilities."""
@@ -106,6 +109,11 @@ class MeanField(Link):
         # A yes/no logit z has one rival, the constant 0: what is left is the probit.
         if spread is None or not likelihood.mutually_exclusive:
             return DEFAULT(mean, spread, likelihood, seed)
+        if mean.shape[-1] > MOST_CLASSES:
+            raise OptionError(
+                f"link 'mean-field' needs {mean.shape[-1]} x {mean.shape[-1]} pairs of classes for each input, which memory does not "
+                f"hold. Use 'probit', 'probit-centred' or 'mc'."
+            )
         covariance = spread.covariance(centred=True)
         own = covariance.diagonal(dim1=-2, dim2=-1)
         variances = (own[..., :, None] + own[..., None, :] - 2 * covariance).clamp_min(0)

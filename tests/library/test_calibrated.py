@@ -1,0 +1,93 @@
+"""The calibrated rule: what it gains and spends on validation data, and what it leaves alone."""
+
+import pytest
+import torch
+from torch import nn
+
+import mola
+from mola.tuning.calibrated import NO_COVARIANCE
+from mola.tuning.scores import Candidates, averages, paired, scores
+from tests.closeness import assert_close
+
+
+def trained(seed, inputs, labels, steps=120):
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 4)).double()
+    optimiser = torch.optim.Adam(network.parameters(), lr=0.03)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(network(inputs), labels).backward()
+        optimiser.step()
+    return network.eval()
+
+
+@pytest.fixture(scope="module")
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1200, 6, generator=generator, dtype=torch.float64)
+    labels = (inputs[:, :4] + 0.7 * torch.randn(1200, 4, generator=generator, dtype=torch.float64)).argmax(1)
+    networks = [trained(seed, inputs[:300], labels[:300]) for seed in range(3)]
+    posterior = mola.fit(networks, [(inputs[:300], labels[:300])], progress=False)
+    return networks, posterior, (inputs[300:800], labels[300:800]), (inputs[800:], labels[800:])
+
+
+def log_loss(posterior, data):
+    inputs, labels = data
+    return -posterior(inputs).gather(1, labels[:, None]).squeeze(1).log()
+
+
+def test_validation_loss_stays_within_the_budget(problem):
+    _, posterior, validation, _ = problem
+    tuned = posterior.tune([validation], rule="calibrated", progress=False)
+    data = posterior.read([validation], "validation loader", labelled=True)
+    temperatures = torch.logspace(-1, 1, 401).tolist()
+    plain = Candidates.of(posterior, precision=[NO_COVARIANCE], temperature=temperatures)
+    scaled = float(averages(scores(posterior, data, plain))["nll"].min())
+    own = float(log_loss(tuned, validation).mean())
+    assert own <= scaled * 1.01 + 1e-9
+    assert tuned.distance_exponent > 0
+    assert own <= min(tuned.tuning.curve["nll"]) + max(0.5 * (scaled - min(tuned.tuning.curve["nll"])), 0.011 * own)
+    assert "log loss" in tuned.tuning.summary
+
+
+def test_it_gains_on_test_data_of_overconfident_networks(problem):
+    networks, posterior, validation, test = problem
+    tuned = posterior.tune([validation], rule="calibrated", progress=False)
+    gain, error = paired(log_loss(mola.ensemble(networks), test), log_loss(tuned, test))
+    assert gain > 2 * error
+
+
+def test_scaled_inputs_tend_to_a_guess(problem):
+    _, posterior, validation, test = problem
+    tuned = posterior.tune([validation], rule="calibrated", progress=False)
+    assert_close(tuned(1e9 * test[0][:20]), torch.full((20, 4), 0.25).double(), "difference")
+
+
+def test_equal_networks_are_not_pooled(problem):
+    networks, _, validation, _ = problem
+    with pytest.warns(mola.errors.MolaWarning, match="more than once"):
+        twins = mola.fit([networks[0]] * 2, [validation], progress=False)
+    assert twins.tune([validation], rule="calibrated", progress=False).pooling == 1
+
+
+def test_one_network_has_no_pooling_and_pays_its_price_alone(problem):
+    networks, _, validation, _ = problem
+    single = mola.fit(networks[0], [validation], progress=False)
+    free, careful = (
+        single.tune([validation], rule=mola.rules.Calibrated(price=one), progress=False) for one in (0.001, 0.05)
+    )
+    assert free.pooling == careful.pooling == 1
+    assert careful.distance_exponent > free.distance_exponent
+
+
+def test_without_distances_it_chooses_the_rest(problem):
+    networks, _, validation, _ = problem
+    posterior = mola.fit(networks, [validation], distances=False, progress=False)
+    tuned = posterior.tune([validation], rule="calibrated", progress=False)
+    assert tuned.distance_exponent == 0
+
+
+@pytest.mark.parametrize("price", [-0.1, 2, "low", None])
+def test_wrong_prices_are_refused(price):
+    with pytest.raises(mola.errors.OptionError, match="price"):
+        mola.rules.Calibrated(price=price)
