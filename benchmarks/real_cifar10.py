@@ -16,9 +16,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 import mola
@@ -32,23 +30,6 @@ from cifar10 import Examples, load
 EVALUATED = ("test", "SVHN", "CIFAR-100")
 STRUCTURES = ("kron", "kron-exact", "diag", "full")
 RULES = {"threshold": mola.rules.Threshold(), "NLL": mola.rules.Score("nll"), "distance": mola.rules.Distance()}
-
-
-def softmax_average(heads: Sequence[nn.Module], data: Examples, temperature: float) -> Tensor:
-    """The plain deep ensemble at a temperature, written apart from mola."""
-    with torch.no_grad():
-        parts = [sum(torch.softmax(head(batch[0]) / temperature, 1) for head in heads) / len(heads) for batch in data]
-    return torch.cat(parts)
-
-
-def best_temperature(heads: Sequence[nn.Module], validation: Examples) -> float:
-    """One temperature for all members, by validation log-loss."""
-
-    def loss(log_temperature: float) -> float:
-        probs = softmax_average(heads, validation, float(np.exp(log_temperature)))
-        return metrics.negative_log_likelihood(probs, validation.labels)
-
-    return float(np.exp(minimize_scalar(loss, bounds=(-2, 2), method="bounded").x))
 
 
 def figures(probs: dict[str, Tensor], labels: Tensor) -> dict[str, float]:
@@ -88,11 +69,11 @@ def evaluate(
     rows: dict[str, dict[str, float]] = {}
     for single, several, members in (("MAP", "LLLA", heads[:1]), ("DE", "MoLA", heads)):
         rows[single] = predicted(mola.ensemble(members), data)
-        temperature = best_temperature(members, data["validation"])
-        scaled = {name: softmax_average(members, data[name], temperature) for name in EVALUATED}
-        rows[f"{single}, temperature"] = figures(scaled, data["test"].labels) | {"temperature": temperature}
+        scaled = mola.baselines.temperature_scaled(members, data["validation"], progress=False)
+        probs = {name: scaled.predict(data[name]).probs for name in EVALUATED}
+        rows[f"{single}, temperature"] = figures(probs, data["test"].labels)
         for structure in structures:
-            posterior = mola.fit(members, data["train"], structure=structure)
+            posterior = mola.fit(members, data["train"], structure=structure, progress=False)
             for name, rule in RULES.items():
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", mola.errors.MolaWarning)  # that the grid grew shows in the result

@@ -28,8 +28,13 @@ def environment(*packages: str) -> dict[str, Any]:
     }
 
 
+def exists(name: str) -> bool:
+    """Whether this was measured before."""
+    return (RESULTS / f"{name}.json").exists()
+
+
 def read(name: str) -> dict[str, Any]:
-    """What was measured last."""
+    """The last measurement."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 

@@ -1,0 +1,405 @@
+"""Closed forms and links against Monte Carlo with very many samples.
+
+    python benchmarks/links.py [--quick]
+    python benchmarks/links.py --data DIR --networks DIR [--cache DIR] [--network 0]
+
+Without folders: weights of the last layer are drawn from the posterior of a mixture of three small networks, and everything that a
+prediction gives in closed form is computed again from the draws. For regression: mean, parts of the variance, distribution function,
+quantiles, log density and CRPS; for yes/no labels: the probability, by quadrature and by the links, and the parts of the entropy. What
+is exact must be within 5 standard errors of the draws; links are approximations, and shown. Writes closed_forms.json.
+
+With folders (as in cifar10.py): the error of each link on a ResNet-20's logits of 1000 test images of CIFAR-10 and 1000 of SVHN,
+against 100,000 samples; how well each link predicts with a prior precision tuned for it; and the variance of the logits, common to all
+classes and in their contrasts. Prints the tables of docs/links.md and writes links_against_monte_carlo.json.
+"""
+
+import argparse
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+from torch import Tensor, nn
+
+import mola
+from mola import links, metrics
+from mola.uncertainty import expected_sigmoid
+
+# --- closed forms -----------------------------------------------------------------------------------------------------
+
+STRUCTURES = ("full", "diag", "kron", "kron-exact", "kron-diag")
+WEIGHTS, PRECISION = (0.5, 0.3, 0.2), 0.5
+INPUTS, OUTPUTS, HIDDEN = 6, 2, 10
+CHUNK = 5000
+"""Draws at once: what leaves the processor's cache takes several times as long."""
+LEVELS = (0.05, 0.5, 0.95)
+JUDGED = 5.0
+"""Standard errors: of some thousand comparisons, one is beyond 5 by chance in a thousand runs."""
+
+Found = tuple[str, Tensor, Tensor, Tensor, bool]
+"""Name, closed form, Monte Carlo, its standard error, and whether the closed form is exact."""
+
+
+@dataclass
+class Average:
+    """Mean over draws and its standard error, from sums of draws minus a first guess: no digits are lost where the mean is large."""
+
+    count: int = 0
+    guess: Tensor | None = None
+    sums: list[Tensor] = field(default_factory=list)
+
+    def add(self, draws: Tensor) -> None:
+        """Take draws (S, ...) in."""
+        if self.guess is None:
+            self.guess = draws.mean(0)
+            self.sums = [torch.zeros_like(self.guess), torch.zeros_like(self.guess)]
+        apart = draws - self.guess
+        self.count += len(draws)
+        self.sums[0] += apart.sum(0)
+        self.sums[1] += apart.square().sum(0)
+
+    @property
+    def mean(self) -> Tensor:
+        assert self.guess is not None
+        return self.guess + self.sums[0] / self.count
+
+    @property
+    def error(self) -> Tensor:
+        mean = self.sums[0] / self.count
+        return ((self.sums[1] / self.count - mean.square()).clamp_min(0) / self.count).sqrt()
+
+
+def networks(outputs: int) -> list[nn.Sequential]:
+    made = []
+    for seed in range(len(WEIGHTS)):
+        torch.manual_seed(seed)
+        made.append(nn.Sequential(nn.Linear(3, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs)).double())
+    return made
+
+
+def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    noise = torch.randn(count, OUTPUTS, generator=generator, dtype=torch.float64)
+    return x, torch.sin(x[:, :1] + torch.arange(OUTPUTS)) + 0.3 * noise
+
+
+def drawn(posterior: mola.MoLA, x: Tensor, samples: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs (S, n, D) of networks with drawn weights, and the index of each network, in portions."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        features = torch.stack([network[:-1](x) for network in posterior.networks])
+    features = torch.cat([features, torch.ones_like(features[..., :1])], -1)
+    for start in range(0, samples, CHUNK):
+        some = posterior.sample(min(CHUNK, samples - start), generator=generator)
+        yield torch.einsum("snp,sdp->snd", features[some.component], some.weights), some.component
+
+
+def regression(structure: str, heteroscedastic: bool, samples: int) -> Iterator[Found]:
+    """Everything that a prediction of a regression gives."""
+    gaussian = mola.likelihoods.Gaussian
+    likelihood = gaussian(heteroscedastic=True) if heteroscedastic else gaussian(noise=[0.3, 0.7])
+    options: dict[str, Any] = {"structure": structure, "likelihood": likelihood, "prior_precision": PRECISION}
+    nets = networks(2 * OUTPUTS if heteroscedastic else OUTPUTS)
+    posterior = mola.fit(nets, [data(60, 1)], weights=WEIGHTS, progress=False, **options)
+    x, y = data(INPUTS, 2)
+    prediction = posterior.predict(2 * x)
+    noises, quantiles = prediction.component_noise.sqrt(), [prediction.quantile(level) for level in LEVELS]
+    generator = torch.Generator().manual_seed(11)
+    names = ("mean", "variance", "within", "between", "aleatoric", "cdf", "density", "distance", "spread")
+    averages = {name: Average() for name in names}
+    below = [Average() for _ in LEVELS]
+    for outputs, component in drawn(posterior, 2 * x, samples):
+        noise, centre = noises[component], prediction.component_mean[component]
+        shaken = noise * torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+        draws, half = outputs + shaken, len(outputs) // 2
+        found = {
+            "mean": draws,
+            "variance": (draws - prediction.mean).square(),
+            "within": (outputs - centre).square(),
+            "between": (centre - prediction.mean).square(),
+            "aleatoric": shaken.square(),
+            "cdf": (draws <= y).double(),
+            # The noise integrated out: the density of the targets given weights is known.
+            "density": torch.distributions.Normal(outputs, noise).log_prob(y).sum(2).exp(),
+            "distance": (draws - y).abs(),
+            "spread": (draws[:half] - draws[half : 2 * half]).abs(),
+        }
+        for name, values in found.items():
+            averages[name].add(values)
+        for one, place in zip(below, quantiles, strict=True):
+            one.add((draws <= place).double())
+    for name in ("mean", "variance", "within", "between", "aleatoric"):
+        yield name, getattr(prediction, name), averages[name].mean, averages[name].error, True
+    yield "distribution function", prediction.cdf(y), averages["cdf"].mean, averages["cdf"].error, True
+    for level, place, one in zip(LEVELS, quantiles, below, strict=True):
+        # In units of the targets: divided by the density there.
+        slope = (prediction.cdf(place + 1e-4) - prediction.cdf(place - 1e-4)) / 2e-4
+        chance = math.sqrt(level * (1 - level) / one.count)
+        yield f"quantile {level:g}", place, place + (level - one.mean) / slope, chance / slope, True
+    density, distance, spread = (averages[name] for name in ("density", "distance", "spread"))
+    yield "log density", prediction.log_prob(y), density.mean.log(), density.error / density.mean, True
+    error = (distance.error.square() + spread.error.square() / 4).sqrt()
+    yield "CRPS", prediction.crps(y), distance.mean - spread.mean / 2, error, True
+
+
+def labels(structure: str, samples: int) -> Iterator[Found]:
+    """Everything that a prediction of yes/no labels gives."""
+    x, y = data(60, 1)
+    options: dict[str, Any] = {"structure": structure, "likelihood": "bernoulli", "prior_precision": PRECISION}
+    posterior = mola.fit(networks(OUTPUTS), [(x, (y > 0).double())], weights=WEIGHTS, progress=False, **options)
+    x = 2 * data(INPUTS, 2)[0]
+    prediction = posterior.predict(x)
+    weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+
+    def mixed(values: Tensor) -> Tensor:
+        return torch.einsum("k,knd->nd", weights, values)
+
+    yes, uncertain = (mixed(one) for one in expected_sigmoid(prediction.logit_mean, prediction.logit_variance))
+    mean = mixed(prediction.logit_mean)
+    variance = mixed(prediction.logit_variance + (prediction.logit_mean - mean).square())
+    probability, entropy, logits, squares = Average(), Average(), Average(), Average()
+    softplus = nn.functional.softplus
+    for outputs, _ in drawn(posterior, x, samples):
+        probs = torch.sigmoid(outputs)
+        probability.add(probs)
+        entropy.add(probs * softplus(-outputs) + (1 - probs) * softplus(outputs))
+        logits.add(outputs)
+        squares.add((outputs - mean).square())
+    yield "mean of the logits", mean, logits.mean, logits.error, True
+    yield "variance of the logits", variance, squares.mean, squares.error, True
+    yield "probability, by quadrature", yes, probability.mean, probability.error, True
+    yield "mean entropy, by quadrature", uncertain, entropy.mean, entropy.error, True
+    whole = probability.mean
+    of_mean = torch.special.entr(whole) + torch.special.entr(1 - whole)
+    slope = (torch.log1p(-whole) - whole.log()).abs()
+    error = (entropy.error.square() + (slope * probability.error).square()).sqrt()
+    yield "mutual information", prediction.mutual_information, of_mean - entropy.mean, error, True
+    yield "probability, by the probit link", prediction.probs, probability.mean, probability.error, False
+    mean_field = posterior.with_link("mean-field")(x)
+    yield "probability, by the mean-field link", mean_field, probability.mean, probability.error, False
+
+
+def closed_forms(samples: int, structures: tuple[str, ...] = STRUCTURES) -> Iterator[dict[str, Any]]:
+    """One row for each likelihood, structure and closed form."""
+    for likelihood in ("gaussian", "gaussian, heteroscedastic", "bernoulli"):
+        for structure in structures:
+            discrete = likelihood == "bernoulli"
+            found = labels(structure, samples) if discrete else regression(structure, "," in likelihood, samples)
+            for name, closed, values, error, exact in found:
+                apart = (closed - values).abs()
+                yield {
+                    "likelihood": likelihood,
+                    "structure": structure,
+                    "quantity": name,
+                    "exact": exact,
+                    "error": float(apart.max()),
+                    "standard_error": float(error.flatten()[int(apart.argmax())]),
+                    # What does not vary at all is off by rounding.
+                    "standard_errors": float((apart / error.clamp_min(1e-13 * (1 + closed.abs()))).max()),
+                    "size": float(closed.abs().max()),
+                    "compared": closed.numel(),
+                }
+
+
+# --- links on the logits of a real network ----------------------------------------------------------------------------
+
+REAL_STRUCTURES = ("kron", "kron-exact", "diag", "full")
+RULES = {"threshold": "threshold", "validation NLL": "nll"}
+LINKS: dict[str, links.Link] = {
+    "probit": links.Probit(),
+    "probit-centred": links.CentredProbit(),
+    "mean-field": links.MeanField(),
+    "bridge": links.Bridge(),
+    "bridge, normalised": links.Bridge(normalised=True),
+    "mc, 100 samples": links.MonteCarlo(100),
+}
+PLAIN = "softmax of the mean"
+POINTS, JUDGE_SAMPLES = 1000, 100_000
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A trained head, its training data, and the data it is judged on, all in float64."""
+
+    head: nn.Linear
+    train: list[tuple[Tensor, Tensor]]
+    validation: list[tuple[Tensor, Tensor]]
+    test: Tensor
+    test_labels: Tensor
+    svhn: Tensor
+
+    def tune(self, posterior: mola.MoLA, rule: str) -> mola.MoLA:
+        """The posterior at the prior precision that the rule picks."""
+        return posterior.tune(self.validation, rule=rule, progress=False)
+
+
+def read(folder: Path, weights: Path, cache: Path | None, network: int) -> Experiment:
+    import cifar10
+
+    heads, examples = cifar10.load(folder, weights, count=network + 1, cache=cache)
+    features = {name: seen.inputs[:, network].double() for name, seen in examples.items()}
+
+    def batches(name: str) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(features[name].split(500), examples[name].labels.split(500), strict=True))
+
+    head = heads[network].linear.double()
+    return Experiment(head, batches("train"), batches("validation"), features["test"], examples["test"].labels, features["SVHN"])
+
+
+def total_variation(first: Tensor, second: Tensor) -> Tensor:
+    """Half the sum of absolute differences (n,): the largest disagreement on the probability of any set of classes."""
+    return (first - second).abs().sum(1) / 2
+
+
+def link_errors(experiment: Experiment, structure: str, fitted: mola.MoLA) -> Iterator[dict[str, Any]]:
+    """Errors of each link, at the prior precisions that the probit link's rules pick."""
+    points = {"test": (experiment.test[:POINTS], experiment.test_labels[:POINTS]), "svhn": (experiment.svhn[:POINTS], None)}
+    for rule_name, rule in RULES.items():
+        posterior = experiment.tune(fitted, rule)
+        for place, (inputs, known) in points.items():
+            halves = [posterior.with_link(links.MonteCarlo(JUDGE_SAMPLES // 2, seed=seed))(inputs) for seed in (101, 202)]
+            truth = (halves[0] + halves[1]) / 2
+            probs = {PLAIN: mola.ensemble(experiment.head)(inputs)}
+            probs |= {name: posterior.with_link(link)(inputs) for name, link in LINKS.items()}
+            for name, values in probs.items():
+                distance = total_variation(values, truth)
+                row = {
+                    "structure": structure,
+                    "rule": rule_name,
+                    "prior_precision": posterior.prior_precision[0],
+                    "data": place,
+                    "link": name,
+                    "mean_tv": float(distance.mean()),
+                    "max_tv": float(distance.max()),
+                    "confidence_error": metrics.mean_confidence(values) - metrics.mean_confidence(truth),
+                    "same_class": float((values.argmax(1) == truth.argmax(1)).double().mean()),
+                    "judge_confidence": metrics.mean_confidence(truth),
+                    "judge_error": float(total_variation(*halves).mean()) / 2,
+                }
+                nll = metrics.negative_log_likelihood
+                yield row if known is None else row | {"nll_difference": nll(values, known) - nll(truth, known)}
+
+
+def scores(experiment: Experiment, structure: str, name: str, posterior: mola.MoLA) -> dict[str, Any]:
+    """Log loss and calibration on all test images, and how well the largest probability separates them from SVHN."""
+    inside, outside = posterior(experiment.test), posterior(experiment.svhn)
+    return {
+        "structure": structure,
+        "link": name,
+        "prior_precision": posterior.prior_precision[0] if name in LINKS else None,
+        "nll": metrics.negative_log_likelihood(inside, experiment.test_labels),
+        "ece": metrics.expected_calibration_error(inside, experiment.test_labels),
+        "svhn_auroc": metrics.auroc(-inside.max(1).values, -outside.max(1).values),
+    }
+
+
+def variances(experiment: Experiment, structure: str, posterior: mola.MoLA) -> dict[str, Any]:
+    """Median variance of a logit, common to all classes and in their contrasts."""
+    row: dict[str, Any] = {"structure": structure, "prior_precision": posterior.prior_precision[0]}
+    for place, inputs in (("test", experiment.test), ("svhn", experiment.svhn)):
+        curvature, precision = posterior.components[0].layer.curvature, posterior.prior_precision[0]
+        phi = torch.cat([inputs, torch.ones(len(inputs), 1, dtype=inputs.dtype)], 1)
+        contrast = curvature.variance(phi, precision, centred=True)
+        row[f"common_{place}"] = float((curvature.variance(phi, precision) - contrast).mean(1).median())
+        row[f"contrast_{place}"] = float(contrast.mean(1).median())
+    return row
+
+
+def error_table(rows: list[dict[str, Any]], rule: str) -> str:
+    """Structures and links down, test and SVHN errors across, in percent except for the log loss."""
+    lines = [
+        "| structure | link | test: TV mean | max | confidence | NLL | SVHN: TV mean | max | confidence |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    inside, outside = (
+        {(row["structure"], row["link"]): row for row in rows if row["data"] == name and row["rule"] == rule}
+        for name in ("test", "svhn")
+    )
+    previous = None
+    for key, test in inside.items():
+        svhn = outside[key]
+        name = "" if key[0] == previous else f"`{key[0]}`, λ = {test['prior_precision']:.2g}"
+        previous = key[0]
+        lines.append(
+            f"| {name} | {key[1]} | {100 * test['mean_tv']:.2f} | {100 * test['max_tv']:.1f} "
+            f"| {100 * test['confidence_error']:+.2f} | {test['nll_difference']:+.4f} "
+            f"| {100 * svhn['mean_tv']:.2f} | {100 * svhn['max_tv']:.1f} | {100 * svhn['confidence_error']:+.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def score_table(rows: list[dict[str, Any]]) -> str:
+    """Structures and links down, scores across."""
+    lines = ["| structure | link | λ | test NLL | ECE % | SVHN AUROC % |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        precision = "" if row["prior_precision"] is None else f"{row['prior_precision']:.2g}"
+        shown = f"{row['nll']:.4f} | {100 * row['ece']:.2f} | {100 * row['svhn_auroc']:.2f}"
+        lines.append(f"| {row['structure']} | {row['link']} | {precision} | {shown} |")
+    return "\n".join(lines)
+
+
+def variance_table(rows: list[dict[str, Any]]) -> str:
+    """Structures down; common-mode and contrast variance across."""
+    lines = ["| structure | λ | common mode: test | SVHN | contrasts: test | SVHN |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        names = ("prior_precision", "common_test", "common_svhn", "contrast_test", "contrast_svhn")
+        lines.append(f"| `{row['structure']}` | {' | '.join(f'{row[name]:.2g}' for name in names)} |")
+    return "\n".join(lines)
+
+
+def on_real_logits(experiment: Experiment) -> dict[str, Any]:
+    """All rows of the record."""
+    plain = mola.ensemble(experiment.head)
+    scaled = mola.baselines.temperature_scaled([experiment.head], experiment.validation)
+    rows, spreads = [], []
+    tuned = [scores(experiment, "none", PLAIN, plain), scores(experiment, "none", "temperature scaling", scaled)]
+    for structure in REAL_STRUCTURES:
+        fitted = mola.fit(experiment.head, experiment.train, structure=structure, progress=False)
+        spreads.append(variances(experiment, structure, experiment.tune(fitted, "nll")))
+        for name, link in LINKS.items():
+            tuned.append(scores(experiment, structure, name, experiment.tune(fitted.with_link(link), "nll")))
+        rows += link_errors(experiment, structure, fitted)
+    return {"rows": rows, "tuned": tuned, "variances": spreads}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=1_000_000, help="draws of the weights (default 1,000,000)")
+    parser.add_argument("--quick", action="store_true", help="20,000 draws; writes no file")
+    parser.add_argument("--data", type=Path, help="folder as in cifar10.py")
+    parser.add_argument("--networks", type=Path, help="folder with 00.safetensors, ...")
+    parser.add_argument("--cache", type=Path, help="keep the network's features in this folder")
+    parser.add_argument("--network", type=int, default=0, help="which of the pretrained networks (default 0)")
+    options = parser.parse_args()
+    environment = record.environment("mola-torch")
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # grids grow, as they should
+    if options.networks is not None:
+        found = on_real_logits(read(options.data, options.networks, options.cache, options.network))
+        about = {"judge_samples": JUDGE_SAMPLES, "points": POINTS, "network": options.network, "environment": environment}
+        record.write("links_against_monte_carlo", about | found)
+        for rule in RULES:
+            print(f"\nErrors, prior precision by {rule}\n\n{error_table(found['rows'], rule)}")
+        print(f"\nScores, prior precision by each link's own validation NLL\n\n{score_table(found['tuned'])}")
+        print(f"\nVariance of a logit, median over images\n\n{variance_table(found['variances'])}")
+        return 0
+    torch.set_num_threads(1)
+    samples, rows = 20_000 if options.quick else options.samples, []
+    print(f"{'likelihood':26} {'structure':11} {'closed form':36} {'error':>9} {'MC error':>9} {'in MC errors':>13}")
+    for row in closed_forms(samples, ("full", "kron") if options.quick else STRUCTURES):
+        rows.append(row)
+        numbers = f"{row['error']:9.1e} {row['standard_error']:9.1e} {row['standard_errors']:13.2f}"
+        kind = "" if row["exact"] else "  (approximation)"
+        print(f"{row['likelihood']:26} {row['structure']:11} {row['quantity']:36} {numbers}{kind}", flush=True)
+    if not options.quick:
+        record.write("closed_forms", {"samples": samples, "environment": environment, "rows": rows})
+    return int(any(row["exact"] and not row["standard_errors"] <= JUDGED for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

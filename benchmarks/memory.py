@@ -1,0 +1,233 @@
+"""Peak memory of fitting, tuning and predicting as data grow, and a fit by two processes.
+
+    python benchmarks/memory.py [--quick]
+
+Each case runs in a process of its own: the peak of resident memory during the call, above what was resident before it (Linux's own
+counter, reset in between). Fitting must not grow with the data, tuning keeps O(n (P + C)) numbers, a prediction is made in chunks.
+
+Scale-out: two processes with one thread each fit the same networks on the same images as one process, in turns of one run. The ratio
+in CPU time (one process over the busiest of the two) is the speed-up where each process has a core; wall time depends on what else the
+machine does. Beside it are the constants that docs/scale.md computes with.
+
+Exits with 1 if a bar is missed. Writes benchmarks/results/memory.json and scale_out.json.
+"""
+
+import argparse
+import gc
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+from torch import Tensor, nn
+
+import mola
+from mola.laplace import Kron, Sums, as_structure
+from mola.likelihoods import Categorical
+
+INPUTS, BATCH = 784, 256
+CASES: tuple[tuple[str, str, int, int, int, float | None], ...] = (
+    ("fit", "kron", 256, 10, 2048, None),
+    ("fit", "kron", 2048, 1000, 512, 300),
+    ("fit", "kron", 2048, 1000, 8192, 300),
+    ("fit", "kron-diag", 2048, 1000, 2048, 300),
+    ("fit", "diag", 2048, 1000, 2048, None),
+    ("tune", "kron", 512, 100, 2048, None),
+    ("tune", "kron", 512, 100, 16_384, None),
+    ("predict", "kron", 512, 100, 2048, None),
+    ("predict", "kron", 512, 100, 16_384, None),
+)
+"""Work, structure, P, C, N, and the bar in MB."""
+QUICK = (0, 5, 7)
+
+
+def resident(name: str) -> int:
+    """Bytes that the process has in memory now ("VmRSS"), or had at most since the last reset ("VmHWM")."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{name} is not available: this benchmark needs Linux.")
+
+
+def peak_of(work: Callable[[], Any], above: int | None = None) -> int:
+    """Peak resident bytes during the work, above what was resident before it, or above a given number."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = resident("VmRSS") if above is None else above
+    work()
+    return resident("VmHWM") - before
+
+
+class Stream:
+    """Batches that are made when they are read, so that data take no memory."""
+
+    def __init__(self, count: int, classes: int) -> None:
+        self.count, self.classes = count, classes
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(self.count // BATCH):
+            labels = torch.randint(self.classes, (BATCH,), generator=generator)
+            yield torch.randn(BATCH, INPUTS, generator=generator), labels
+
+
+def measure(work: str, structure: str, features: int, classes: int, count: int) -> int:
+    torch.set_num_threads(1)
+    network = nn.Sequential(nn.Linear(INPUTS, features), nn.ReLU(), nn.Linear(features, classes)).eval()
+    tiny = nn.Sequential(nn.Linear(INPUTS, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
+    few = [(torch.randn(8, INPUTS), torch.randint(3, (8,)))]
+    mola.fit(tiny, few, few, rule="nll", structure=structure, progress=False).predict(few)  # load code
+    data = Stream(count, classes)
+    with torch.no_grad():
+        for inputs, _ in Stream(BATCH, classes):
+            network(inputs)
+    if work == "fit":
+        return peak_of(lambda: mola.fit(network, data, structure=structure, progress=False))
+    posterior = mola.fit(network, Stream(512, classes), structure=structure, progress=False)
+    if work == "tune":
+        return peak_of(lambda: posterior.tune(data, rule="nll", progress=False))
+    return peak_of(lambda: posterior.predict(inputs for inputs, _ in data))
+
+
+def floor(work: str, structure: str, features: int, classes: int, count: int) -> int:
+    """Bytes that the result itself takes: the sums, or features and outputs, or probabilities and variances."""
+    if work == "fit":
+        return as_structure(structure).bytes(features + 1, classes)
+    return 8 * count * (features + 1 + classes) if work == "tune" else 4 * count * 3 * classes
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, float]:
+    """Wall and CPU seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def speed_up(team: mola.distributed.Team, count: int, repeats: int) -> list[dict[str, float]]:
+    """Together and alone in turns; the other process waits while rank 0 fits alone."""
+    from mola.lab.models import lenet
+
+    torch.manual_seed(0)
+    networks = [lenet().eval(), lenet().eval()]
+    whole = [(torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,)))] * (count // BATCH)
+    part, rows = team.shard(whole), []
+    for repeat in range(repeats + 1):
+        together = timed(lambda: mola.fit(networks, part, progress=False, team=team))
+        alone = timed(lambda: mola.fit(networks, whole, progress=False)) if team.first else (0.0, 0.0)
+        busiest = max(team.collect(together[1]))
+        if repeat > 0:  # the first is a warm-up
+            row = {"alone_seconds": alone[0], "together_seconds": together[0]}
+            row |= {"alone_cpu_seconds": alone[1], "busiest_cpu_seconds": busiest}
+            rows.append(row | {"speed_up": alone[0] / together[0], "speed_up_cpu": alone[1] / busiest})
+    return rows
+
+
+def constants(team: mola.distributed.Team, quick: bool) -> dict[str, dict[str, float]]:
+    """Arithmetic of the sums, eigenproblems, and bytes that are added up over processes."""
+    features, classes, rows = (200, 100, 512) if quick else (2049, 1000, 512)
+    generator = torch.Generator().manual_seed(0)
+    phi = torch.randn(rows, features, generator=generator, dtype=torch.float64)
+    curvature = Categorical().curvature(torch.randn(rows, classes, generator=generator, dtype=torch.float64))
+    structure, found = Kron(), {}
+    for _ in range(3):
+        each = [timed(lambda: found.update(structure.sums(phi, curvature)))[1] for _ in range(3)]
+    tensors = list(found.values())
+    meetings = [timed(lambda: team.sum(tensors))[0] for _ in range(3)]
+    matrix = torch.randn(1000, 1000, dtype=torch.float64)
+    product = statistics.median(timed(lambda: matrix @ matrix)[1] for _ in range(5))
+    seconds, operations = statistics.median(each) / rows, float(features**2 + classes**2)
+    total = Sums(found, rows)
+    return {
+        "arithmetic": {
+            "features": features,
+            "classes": classes,
+            "seconds_for_each_datum": seconds,
+            "operations_for_each_datum": operations,
+            "operations_a_second": operations / seconds,
+            "float64_product_operations_a_second": 2e9 / product,
+            "eigenproblem_seconds": timed(lambda: structure.solve(total))[1] if team.first else 0.0,
+        },
+        "sums": {
+            "sum_bytes": float(sum(one.numel() * one.element_size() for one in tensors)),
+            "all_reduce_seconds": statistics.median(meetings),
+        },
+    }
+
+
+def worker(output: str, quick: bool) -> None:
+    torch.set_num_threads(1)
+    with mola.distributed.join() as team:
+        found: dict[str, Any] = {"rows": speed_up(team, 2048 if quick else 20_000, 1 if quick else 5)}
+        found |= constants(team, quick)
+        if team.first:
+            Path(output).write_text(json.dumps(found))
+
+
+def scale_out(quick: bool) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--worker", f"{folder}/found.json", *(["--quick"] if quick else [])]
+        started = [subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)}) for rank in range(2)]
+        if any([process.wait() for process in started]):
+            raise SystemExit("a process failed")
+        found = json.loads(Path(f"{folder}/found.json").read_text())
+    summary: dict[str, Any] = {"processes": 2, "images": 2048 if quick else 20_000, "networks": 2}
+    for name in ("speed_up", "speed_up_cpu"):
+        values = [row[name] for row in found["rows"]]
+        summary |= {name: statistics.median(values), f"{name}_least": min(values), f"{name}_most": max(values)}
+    return summary | {"arithmetic": found["arithmetic"], "sums": found["sums"], "rows": found["rows"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three small cases and few images; writes no file")
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)  # random labels fit no better than guesses
+    if options.case is not None:
+        print(measure(*options.case))
+        return 0
+    if options.worker is not None:
+        worker(options.worker, options.quick)
+        return 0
+    environment, rows = record.environment("mola-torch"), []
+    print(f"{'work':8} {'structure':10} {'P':>5} {'C':>5} {'N':>6} {'peak':>9} {'result':>9}   bar")
+    for case in [CASES[place] for place in QUICK] if options.quick else CASES:
+        *given, bar = case
+        work, structure, features, classes, count = given
+        command = [sys.executable, __file__, "--case", json.dumps(given)]
+        peak = int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        needed = floor(work, structure, features, classes, count)
+        row = {"work": work, "structure": structure, "features": features, "classes": classes, "data": count}
+        rows.append(row | {"peak": peak, "needed": needed, "bar": bar, "missed": bar is not None and peak > bar * 1e6})
+        limit = "" if bar is None else f"{bar:g} MB {'MISSED' if rows[-1]['missed'] else 'met'}"
+        sizes = f"{peak / 1e6:6.1f} MB {needed / 1e6:6.1f} MB"
+        print(f"{work:8} {structure:10} {features:5} {classes:5} {count:6} {sizes}   {limit}", flush=True)
+    found = scale_out(options.quick)
+    low, high = found["speed_up_cpu_least"], found["speed_up_cpu_most"]
+    print(f"two processes: {found['speed_up_cpu']:.2f} times as fast in CPU time ({low:.2f} to {high:.2f})")
+    if not options.quick:
+        record.write("memory", {"environment": environment, "rows": rows})
+        record.write("scale_out", {"environment": environment} | found)
+    return int(any(row["missed"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
