@@ -130,7 +130,9 @@ def links_table(name: str) -> str:
     if name == "variances":
         lines = ["| structure | λ | common mode: test | SVHN | contrasts: test | SVHN |", "|---|---|---|---|---|---|"]
         for row in document["variances"]:
-            cells = [row[one] for one in ("prior_precision", "common_test", "common_svhn", "contrast_test", "contrast_svhn")]
+            cells = [
+                row[one] for one in ("prior_precision", "common_test", "common_svhn", "contrast_test", "contrast_svhn")
+            ]
             lines.append(f"| `{row['structure']}` | {' | '.join(f'{value:.2g}' for value in cells)} |")
         return "\n".join(lines)
     rows = {(one["data"], one["structure"], one["link"]): one for one in document["rows"] if one["rule"] == name}

@@ -70,7 +70,9 @@ def main() -> None:
 
     # One network with three inputs and three heads, made of the architecture and trained from scratch.
     mimo = mola.baselines.Mimo(build(), members=MEMBERS, example=images[:2], seed=options.seed)
-    train_mimo(mimo, shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed)
+    train_mimo(
+        mimo, shuffled, epochs=EPOCHS, batch_repetition=2, input_repetition=0.5, optimiser=adam, seed=options.seed
+    )
 
     # The Laplace approximations: one pass of the network serves all heads. The paper's covariance is "full"; "kron" is its
     # Algorithm 1, which sees more of what is strange.
