@@ -68,7 +68,6 @@ class _Contest:
     single: MoLA
     """The first component alone."""
     temperatures: dict[str, float]
-    outputs: int
     sets: PredictionSets | None = None
     """Of the posterior, where its folder has what they need."""
 
@@ -338,7 +337,7 @@ def _contest(
         promised = promised_intervals(fitted)
         return NumbersContest(posterior, single, untuned_noise(posterior), factors, promised), notes
     temperatures, told = ({}, []) if held is None else _temperatures(posterior, held, team)
-    return _Contest(posterior, single, temperatures, fitted.outputs, _usual_sets(fitted)), [*notes, *told]
+    return _Contest(posterior, single, temperatures, _usual_sets(fitted)), [*notes, *told]
 
 
 def _temperatures(posterior: MoLA, held: HeldOut, team: Team) -> tuple[dict[str, float], list[str]]:
