@@ -62,7 +62,7 @@ def main() -> None:
     train, held = data(240, 0), data(80, 1)
     recipe = Recipe(epochs=200, batch_size=32, learning_rate=1e-2, weight_decay=1e-4, optimiser="adam")
     networks = train_mlps(1, (50,), 1, Labelled(*train), recipe, members=5, seed=0, loss="squared-error")
-    plain = mola.scale_noise(mola.ensemble(networks, likelihood="gaussian"), [held])
+    plain = mola.baselines.scale_noise(mola.ensemble(networks, likelihood="gaussian"), [held])
     common = {"structure": "kron-exact", "likelihood": "gaussian", "progress": False}
     methods = {
         "deep ensemble": plain,
