@@ -1,9 +1,8 @@
-"""One process of a team: what `tests/library/test_distributed.py` starts several of, and what they write is compared there."""
+"""One process of several: `tests/library/test_team.py` and `tests/app/test_torchrun.py` compare what they write."""
 
 import io
 import json
 import os
-import signal
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,12 +14,11 @@ from torch import nn
 
 import mola
 from mola.__main__ import main as mola_command
-from mola.laplace import Kron, base
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES, make_problem
 
 LINKS = (*CLOSED_FORM_LINKS, "mc")
-RULE = mola.ValidationScore("nll", grid=[0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0])
-CAREFUL = mola.Distance(price=0.1, rule=RULE)
+RULE = mola.rules.Score("nll", grid=[0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0])
+CAREFUL = mola.rules.Distance(price=0.1, rule=RULE)
 
 
 def inputs():
@@ -111,13 +109,13 @@ def laws(team):
                 posterior = mola.fit(networks(count), batches(shard), structure=structure, progress=False, team=team)
                 key = f"{division}/{structure}/{count}"
                 for index, component in enumerate(posterior.components):
-                    factors = component.curvature.factors
-                    found[f"{key}/{index}/count"] = torch.tensor(float(factors.count))
-                    found |= {f"{key}/{index}/{name}": one for name, one in factors.saved().items()}
+                    sums = component.layer.sums
+                    found[f"{key}/{index}/count"] = torch.tensor(float(sums.count))
+                    found |= {f"{key}/{index}/{name}": one for name, one in sums.tensors.items()}
                 found[f"{key}/evidence"] = posterior.log_evidence()
                 if count == 3:
                     continue
-                tuned = posterior.tune(batches(held[division]), RULE, progress=False, team=team)
+                tuned = posterior.tune(batches(held[division]), rule=RULE, progress=False, team=team)
                 found[f"{key}/curve"] = torch.tensor(tuned.tuning.curve["nll"])
                 found[f"{key}/ece"] = torch.tensor(tuned.tuning.curve["ece"])
                 found[f"{key}/lambda"] = torch.tensor(tuned.prior_precision)
@@ -125,23 +123,20 @@ def laws(team):
                 prediction = tuned.predict(batches(held[division]), team=team)
                 for name in ("probs", "mutual_information", "ood_score", "logit_mean", "logit_variance"):
                     found[f"{key}/predict/{name}"] = getattr(prediction, name)
-        exposure = mola.OutlierExposure(list(batches(strange[division])), grid=RULE.grid)
-        chosen = posterior.tune(batches(held[division]), exposure, progress=False, team=team)
+        exposure = mola.rules.Outliers(list(batches(strange[division])), grid=RULE.grid)
+        chosen = posterior.tune(batches(held[division]), rule=exposure, progress=False, team=team)
         found[f"{division}/outliers"] = torch.tensor(chosen.tuning.curve["objective"])
-        for index, component in enumerate(posterior.components):
-            classes = component.curvature.classes.tensors()
-            found |= {f"{division}/classes/{index}/{name}": one for name, one in classes.items()}
-        careful = posterior.tune(batches(held[division]), CAREFUL, progress=False, team=team)
+        careful = posterior.tune(batches(held[division]), rule=CAREFUL, progress=False, team=team)
         found[f"{division}/distance/exponent"] = torch.tensor(careful.distance_exponent)
-        found[f"{division}/distance/usual"] = torch.tensor([list(scale) for scale in careful.cooling.usual.scales])
+        found[f"{division}/distance/usual"] = torch.tensor([list(scale) for scale in careful.scaling.reference.scales])
         careful = careful.with_distance_exponent(1.5).with_temperature(0.8)
         prediction = careful.predict(batches(held[division]), team=team)
         for name in ("probs", "mutual_information", "ood_score", "far_field", "distance"):
             found[f"{division}/distance/{name}"] = getattr(prediction, name)
         threshold = posterior.tune(batches(held[division]), progress=False, team=team)
         found[f"{division}/threshold"] = torch.tensor(threshold.prior_precision)
-        found[f"{division}/evidence"] = torch.tensor(
-            posterior.tune(rule=mola.Evidence(), progress=False, team=team).prior_precision
+        found[f"{division}/by evidence"] = torch.tensor(
+            posterior.tune(rule=mola.rules.Evidence(), progress=False, team=team).prior_precision
         )
         stacked = posterior.reweight(batches(held[division]), progress=False, team=team)
         found[f"{division}/stacking"] = stacked.weights
@@ -153,8 +148,8 @@ def laws(team):
             several = mola.fit(networks(2), labelled(shard), **options)
             key = f"{division}/bernoulli/{structure}"
             found[f"{key}/evidence"] = several.log_evidence()
-            found |= {f"{key}/{name}": one for name, one in several.components[0].curvature.factors.saved().items()}
-        several = several.tune(labelled(held[division]), CAREFUL, progress=False, team=team)
+            found |= {f"{key}/{name}": one for name, one in several.components[0].layer.sums.tensors.items()}
+        several = several.tune(labelled(held[division]), rule=CAREFUL, progress=False, team=team)
         found[f"{key}/lambda"] = torch.tensor(several.prior_precision)
         found[f"{key}/exponent"] = torch.tensor(several.distance_exponent)
         found[f"{key}/stacking"] = several.reweight(labelled(held[division]), progress=False, team=team).weights
@@ -165,7 +160,7 @@ def laws(team):
         numbers = mola.fit(networks(2), targets(shard), **options)
         found[f"{division}/gaussian/noise"] = numbers.noise
         found[f"{division}/gaussian/evidence"] = numbers.log_evidence()
-        numbers = numbers.tune(targets(held[division]), "distance", progress=False, team=team)
+        numbers = numbers.tune(targets(held[division]), rule="distance", progress=False, team=team)
         found[f"{division}/gaussian/lambda"] = torch.tensor(numbers.prior_precision)
         found[f"{division}/gaussian/exponent"] = torch.tensor(numbers.distance_exponent)
         found[f"{division}/gaussian/chosen"] = numbers.noise
@@ -173,93 +168,6 @@ def laws(team):
         for name in ("mean", "variance", "ood_score", "distance"):
             found[f"{division}/gaussian/{name}"] = getattr(said, name)
     return {name: tensor.contiguous() for name, tensor in found.items()}
-
-
-def refusals(team):
-    """What goes wrong on one rank, as every rank is told; after each, the team works on."""
-    shard, last = list(batches(team.shard(data(3)))), team.rank == team.size - 1
-    changed = networks(2)
-    with torch.no_grad():
-        changed[1][0].weight[0, 0] += 1e-3
-    broken = [(x.clone(), y) for x, y in shard]
-    broken[1][0][2, 0] = float("nan")
-
-    def fails():
-        yield shard[0]
-        message = "the disk is full"
-        raise OSError(message)
-
-    good = {"models": networks(2), "train_loader": shard}
-    wrong = {
-        "nan": {"train_loader": broken},
-        "network": {"models": changed},
-        "count": {"models": networks(3)},
-        "classes": {"models": [make_problem(classes=5).network] * 2},
-        "structure": {"structure": "diag"},
-        "precision": {"prior_precision": 2.0},
-        "head": {"head": "0"},
-        "labels": {"train_loader": [x for x, _ in shard]},
-        "validation": {"val_loader": shard},
-        "not a loader": {"train_loader": shard[0]},
-        "foreign": {"train_loader": fails()},
-    }
-    alike = {"average": {"structure": Kron(running_average=0.9)}, "no data": {"train_loader": []}}
-    told = {}
-
-    def attempt(name, call):
-        try:
-            call()
-        except Exception as error:
-            told[name] = [type(error).__name__, str(error)]
-        else:
-            told[name] = ["nothing", ""]
-
-    for name, options in (wrong | alike).items():
-        given = good | (options if last or name in alike else {})
-        attempt(name, lambda given=given: mola.fit(**given, progress=False, team=team))
-    posterior = mola.fit(**good, progress=False, team=team)
-    rule = mola.Evidence() if last else mola.ConfidenceThreshold()
-    attempt("rule", lambda: posterior.tune(None if last else shard, rule, progress=False, team=team))
-    if last:
-        with torch.no_grad():
-            posterior.networks[0][0].weight[0, 0] += 1.0
-    attempt("changed", lambda: posterior.tune(rule=mola.Evidence(), progress=False, team=team))
-    if last:
-        with torch.no_grad():
-            posterior.networks[0][0].weight[0, 0] -= 1.0
-    posterior = mola.fit(**good, progress=False, team=team)
-    attempt("no validation", lambda: posterior.tune([], progress=False, team=team))
-    attempt("no inputs", lambda: posterior.predict([], team=team))
-    attempt("odd inputs", lambda: posterior.predict([torch.ones(2, 8)] if last else [x for x, _ in shard], team=team))
-    told["after all"] = [float(posterior(inputs()).sum())]
-    return told
-
-
-def documents(team):
-    """Documents of any length reach rank 0, and rank 0's reach all; processes of a group of one's own can be a team too."""
-    right = []
-    with team.work("talking"):
-        for length in (0, 1, 1_000_000):
-            own = {"rank": team.rank, "text": "\N{SNOWMAN}" * length}
-            everyone = [{**own, "rank": rank} for rank in range(team.size)]
-            right.append(team.collect(own) == (everyone if team.first else None))
-            right.append(team.share(own) == everyone[0])
-    members = [0, team.size - 1]
-    group = torch.distributed.new_group(members)
-    for factor in map(float, range(1, 9)):  # one after the other
-        if team.rank in members:
-            part = mola.Team(group)
-            with part.work("adding"):
-                (total,) = part.sum([torch.tensor([factor * team.rank])])
-                rows = part.rows(torch.full((team.rank, 2), team.rank, dtype=torch.bfloat16))
-            right += [total.item() == factor * members[1], rows.tolist() == [[members[1]] * 2] * members[1]]
-            part.close()
-    # A team that is closed leaves no group behind.
-    before = len(torch.distributed.distributed_c10d._world.pg_map)
-    for _ in range(3):
-        mola.Team().close()
-    right.append(len(torch.distributed.distributed_c10d._world.pg_map) == before)
-    return right
 
 
 class Counted(nn.Sequential):
@@ -273,34 +181,26 @@ class Counted(nn.Sequential):
 
 
 def resumed(team, folder):
-    """A fit that ends early on the last rank, and goes on."""
+    """A fit that ends early on every rank, each after another number of batches, and goes on."""
     shard, network = list(batches(team.shard(data(3, 3600)), 300)), Counted(*make_problem(seed=0).network)
 
     def interrupted():
-        yield from shard[:-1]
-        message = "the power is gone"
-        raise OSError(message)
+        yield from shard[: 2 + team.rank]
+        raise OSError("the power is gone")
 
-    base.GATHERED = (256, 256, 2**19)  # every batch is summed by itself
+    def sums(posterior):
+        return posterior.components[0].layer.sums.tensors
+
     whole = mola.fit(network, shard, progress=False, team=team)
     options = {"progress": False, "team": team, "checkpoint": folder, "checkpoint_every": 1}
     try:
-        mola.fit(network, interrupted() if team.rank == team.size - 1 else shard, **options)
-    except (OSError, mola.DistributedError):
+        mola.fit(network, interrupted(), **options)
+    except OSError:
         kept = (Path(folder) / f"rank-{team.rank}-of-{team.size}").is_dir()
     Counted.passes = 0
     again = mola.fit(network, shard, **options)
-    same = all(
-        torch.equal(one, again.components[0].curvature.factors.tensors()[name])
-        for name, one in whole.components[0].curvature.factors.tensors().items()
-    )
+    same = all(torch.equal(one, sums(again)[name]) for name, one in sums(whole).items())
     return {"kept": kept, "passes": Counted.passes, "batches": len(shard), "same": same}
-
-
-def deadly():
-    """Data whose reading ends this process."""
-    yield torch.ones(3, 3), torch.zeros(3, dtype=torch.int64)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def commands(folder):
@@ -321,34 +221,15 @@ def commands(folder):
     torch.distributed.destroy_process_group()
 
 
-def main(what, output):
+def main(output):
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    warnings.simplefilter("ignore", mola.MolaWarning)
-    with mola.join() as team:
-        place = Path(output) / f"{what}-{team.rank}-of-{team.size}"
-        if what == "everything":
-            save_file(laws(team), f"{place}.safetensors")
-            Path(f"{place}.json").write_text(
-                json.dumps(
-                    {
-                        "documents": documents(team),
-                        "refusals": refusals(team),
-                        "resumed": resumed(team, Path(output) / f"kept-{team.size}"),
-                    }
-                )
-            )
-            return
-        victim = int(what[-1])
-        shard = list(batches(team.shard(data(3))))
-        if what.startswith("left") and team.rank == victim:
-            message = "a mistake in the script"
-            raise ValueError(message)
-        mola.fit(networks(1), deadly() if team.rank == victim else shard, progress=False, team=team).eval()
+    warnings.simplefilter("ignore", mola.errors.MolaWarning)
+    with mola.distributed.join() as team:
+        place = Path(output) / f"{team.rank}-of-{team.size}"
+        save_file(laws(team), f"{place}.safetensors")
+        Path(f"{place}.json").write_text(json.dumps(resumed(team, Path(output) / "kept")))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "commands":
-        commands(sys.argv[2])
-    else:
-        main(*sys.argv[1:])
+    {"commands": commands, "laws": main}[sys.argv[1]](sys.argv[2])

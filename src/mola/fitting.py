@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ def _sum_up(
     checkpoints: FitCheckpoint,
     progress: bool,
 ) -> tuple[list[Head], list[Sums]]:
-    heads, batches = _heads(networks, names, loader, likelihood, team)
+    heads, batches, has_data = _heads(networks, names, loader, likelihood, team)
     heads = [replace(head, ignore_index=ignore_index) for head in heads]
     check_size(structure, [head.width for head in heads], heads[0].outputs)
     identity = {
@@ -222,7 +223,7 @@ def _sum_up(
         first_batch=read,
         first_input=inputs,
     )
-    for rows in rows_of if team.size == 1 or batch_count(loader) != 0 else ():
+    for rows in rows_of if has_data else ():
         if len(rows):
             for index, (head, phi, outputs) in enumerate(zip(heads, rows.features, rows.outputs, strict=True)):
                 own = _row_sums(head, phi, outputs, rows.labels, structure, likelihood, distances=distances)
@@ -277,12 +278,16 @@ def _heads(
     loader: Iterable[Any],
     likelihood: Likelihood,
     team: Team,
-) -> tuple[list[Head], Iterator[Any]]:
+) -> tuple[list[Head], Iterator[Any], bool]:
     # The heads, from one watched pass over the first batch. A rank without data learns them from the others.
     found: list[Head] | None = None
-    batches: Iterator[Any] = iter(())
-    if team.size == 1 or batch_count(loader) != 0:
+    if team.size == 1:
         first, batches = peek(loader, "training loader")
+    else:
+        remaining = iter(loader)
+        first = next(remaining, None)
+        batches = iter(()) if first is None else chain([first], remaining)
+    if first is not None:
         inputs = as_batch(first, "batch 0 of the training loader").inputs
         found = find_heads(networks, names, inputs, likelihood)
     own = None if found is None else [(head.name, head.every_position, head.dense_axes) for head in found]
@@ -294,7 +299,7 @@ def _heads(
             Head(name, head_by_name(network, name).layer, every_position, dense_axes)
             for network, (name, every_position, dense_axes) in zip(networks, known, strict=True)
         ]
-    return found, batches
+    return found, batches, first is not None
 
 
 def _over_processes(own: Sums, team: Team) -> Sums:

@@ -577,7 +577,8 @@ class MoLA(Mixture):
 
             def evaluate(weights: Tensor) -> tuple[Tensor, float]:
                 posterior = self.with_weights(weights)
-                logs = data.gather(torch.cat([posterior._member_log_likelihoods(*part) for part in _labelled(data)]))
+                parts = [posterior._member_log_likelihoods(*part) for part in _labelled(data)]
+                logs = data.gather(torch.cat(parts) if parts else None)  # None: the shard of this process is empty
                 best = logs.amax(1, keepdim=True)
                 relative = (logs - best).exp()
                 mixture = (relative @ weights.to(relative)).clamp_min(torch.finfo(torch.float64).tiny).log()

@@ -183,18 +183,17 @@ def read_held_out(
                 outputs[index].append(rows.outputs[index].cpu().clone())
             if rows.labels is not None:
                 labels.append(rows.labels.cpu())
-    has_labels = any(team.collect(bool(labels)))
+    # A rank without data has tensors of the same shapes, without rows.
+    kept = [*(parts[0] for parts in (*phi, *outputs)), *labels[:1]] if mine else []
+    shapes = next(one for one in team.collect([(one.dtype, one.shape[1:]) for one in kept]) if one)
     if not mine:
-        for index, head in enumerate(heads):
-            assert head is not None
-            phi[index].append(torch.zeros(0, head.width, dtype=torch.float64, device="cpu"))
-            outputs[index].append(torch.zeros(0, head.outputs, dtype=torch.float64, device="cpu"))
-        if has_labels:
-            width = likelihood.num_uncertain(outputs[0][0].shape[1])
-            empty = (
-                torch.zeros(0, dtype=torch.int64) if likelihood.mutually_exclusive else torch.zeros(0, width).double()
-            )
-            labels.append(empty.cpu())
+        empty = [[torch.zeros((0, *shape), dtype=dtype, device="cpu")] for dtype, shape in shapes]
+        count = len(networks)
+        phi, outputs, labels = (
+            empty[:count],
+            empty[count : 2 * count],
+            [one for part in empty[2 * count :] for one in part],
+        )
     joined = [torch.cat(parts) for parts in outputs]
     counts = team.sum([torch.tensor([inputs, len(joined[0])], dtype=torch.float64, device="cpu")])[0]
     return HeldOut(
