@@ -103,17 +103,13 @@ check: $(READY)  ## format, lint, type-check, check which module imports which (
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-# Every script fails where a bar is missed; all are run, and the target fails if one did. `make bench QUICK=--quick` takes a few
-# minutes, writes no file and leaves laplace-torch out, whose turns take longer than all the rest. DATA and NETWORKS are the folders
-# of CIFAR-10 and its ResNet-20s (benchmarks/cifar10.py), for the one row of many_classes that needs them. docs/speed.md says more.
+# Each script fails where a bar is missed; all are run, and the target fails if one did. `make bench QUICK=--quick` takes a few minutes and
+# writes no file. DATA and NETWORKS are the folders of CIFAR-10 and its ResNet-20s (benchmarks/cifar10.py).
 QUICK ?=
-BENCHMARKS := fit_memory precision growth many_classes scale_out fit_overhead $(if $(QUICK),,speed_against_laplace_torch)
-bench: $(READY)  ## speed and memory against the bare forward passes, the deep ensemble and laplace-torch; then docs/speed.md
-	@failed=; for name in $(BENCHMARKS); do echo "== $$name"; \
-		case $$name in many_classes) more="$(if $(DATA),--data $(DATA) --networks $(NETWORKS))";; *) more=;; esac; \
-		$(BIN)/python benchmarks/$$name.py $(QUICK) $$more || failed="$$failed $$name"; done; \
-	$(if $(QUICK),,$(BIN)/python docs/measured.py;) \
-	if [ -n "$$failed" ]; then echo "bars missed, or not measured:$$failed"; exit 1; fi
+bench: $(READY)  ## time and memory that mola adds to the networks' own passes; docs/speed.md says more
+	@failed=; $(BIN)/python benchmarks/speed.py $(QUICK) $(if $(DATA),--data $(DATA) --networks $(NETWORKS)) || failed=speed; \
+	$(BIN)/python benchmarks/memory.py $(QUICK) || failed="$$failed memory"; \
+	if [ -n "$$failed" ]; then echo "bars missed, or not measured: $$failed"; exit 1; fi
 
 # Long campaigns, a quarter of an hour each; `QUICK=--quick` takes a minute and writes no file. docs/robustness.md says more.
 fuzz: $(READY)  ## 10,000 random calls against an independent closed form; then docs/robustness.md
