@@ -157,15 +157,17 @@ def read_held_out(
     outputs: list[list[Tensor]] = [[] for _ in networks]
     labels: list[Tensor] = []
     inputs = 0
-    batches = iter(loader)
-    first = next(batches, None) if team.size > 1 else None
-    mine = team.size == 1 or first is not None  # the shard of one process may be empty
+    given, mine = loader, True
+    if team.size > 1:  # the shard of one process may be empty
+        batches = iter(loader)
+        first = next(batches, None)
+        given, mine = chain([first], batches), first is not None
     if not any(team.collect(mine)):
         raise DataError(f"the {where} is empty on every rank.")
     rows_of = stream(
         networks,
         heads,
-        loader if team.size == 1 else chain([first], batches),
+        given,
         where=where,
         likelihood=likelihood,
         labelled=True if labelled else None,
