@@ -17,7 +17,7 @@ from mola.distributed import Team
 from mola.errors import DataError, warn
 from mola.laplace import ClassDistance
 from mola.likelihoods import DiscreteLikelihood, Likelihood
-from mola.network import IGNORE_INDEX, Head, batch_count, evaluating, stream
+from mola.network import IGNORE_INDEX, Head, batch_count, check_loader, evaluating, stream
 from mola.scaling import FeatureScale, Reference
 from mola.tuning.class_order import check_class_order, check_label_order
 
@@ -152,6 +152,7 @@ def read_held_out(
         progress: show a progress bar.
         team: processes whose shards make up the data.
     """
+    check_loader(loader, where)
     team = Team.single() if team is None else team
     phi: list[list[Tensor]] = [[] for _ in networks]
     outputs: list[list[Tensor]] = [[] for _ in networks]
