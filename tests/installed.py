@@ -40,7 +40,7 @@ assert mola.__version__ == importlib.metadata.version("mola-torch")
 for name in dir(mola):
     try:
         getattr(mola, name)
-    except mola.MissingExtraError as error:
+    except mola.errors.MissingExtraError as error:
         assert "pip install" in str(error), name
 """
 """It is the installed package, and every public name is there or says which extra it needs."""

@@ -1,0 +1,137 @@
+"""Commands of several processes under torchrun: the output of one process."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import mola
+from mola.app.cli import app
+from mola.app.jobs.evaluate import run_evaluate
+from mola.app.jobs.folder import open_posterior
+from mola.compare.evaluation import evaluation_document
+from tests.forked_python import run_team
+from tests.own_work import make_desk
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 300
+"""Seconds after which processes count as hanging."""
+
+
+@pytest.mark.slow  # torchrun starts Python and torch three times; what processes do together is tested above, forked
+@pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
+def test_the_command_under_torchrun(tmp_path, monkeypatch):
+    """`torchrun -m mola fit`: pictures and arrays divided, one folder written, one process that speaks.
+
+    The commands after it are given to processes that have met once: to start each with torchrun takes five times as long.
+    """
+    desk = make_desk(tmp_path, "own_networks_for_teams")
+    (tmp_path / "train" / "dog" / "zz.png").write_bytes(b"\x89PNG")
+    options = ["fit", "--network", f"{desk.module}:build", "--weights", *desk.weights(2), "--train", "train"]
+    options += ["--val", "val.npz", "--mixing", "stacking", "--batch-size", "5", "--workers", "0", "--json"]
+    options += ["--checkpoint", "kept", "--output"]
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mola"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    single = CliRunner().invoke(app, [*options, "one"])
+    assert single.exit_code == 3, single.output
+    command = [*several, *options, "two"]
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "two" / "posterior.json").exists()
+    assert not (tmp_path / "kept").exists()
+    one, two = json.loads(single.stdout), json.loads(done.stdout)  # one document: one process printed
+    assert two["result"]["train_count"] == one["result"]["train_count"] == 36
+    assert two["left_out"] == one["left_out"]
+    assert list(two["left_out"]["train"]) == ["dog/zz.png"]
+    assert two["result"]["prior_precision"] == pytest.approx(one["result"]["prior_precision"])
+    for who in ("networks", "posterior"):
+        assert two["result"]["validation"][who] == pytest.approx(one["result"]["validation"][who], rel=1e-5)
+    scores = [each["result"]["validation"]["outlier_threshold"] for each in (one, two)]
+    assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+    inputs, _ = desk.inputs("test")
+    posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "two")]
+    assert float((posteriors[0](inputs) - posteriors[1](inputs)).abs().max()) < 1e-5
+    evaluate = ["evaluate", "two", "--test", "test", "--ood", "strange", "--output", "report", "--json"]
+    pictures, arrays = (
+        ["predict", "two", given, "--probabilities", "--json", "--output", output]
+        for given, output in (("test", "two-pictures.csv"), ("test.npz", "two-arrays.jsonl"))
+    )
+    alone = evaluation_document(run_evaluate(open_posterior("two"), "test", ["strange"]))
+    for bad, content in (("test/cat/bad", b"\x89PNG"), ("test/dog/zz", b"none either")):
+        (tmp_path / f"{bad}.png").write_bytes(content)
+    evaluated, *predicted = run_commands([evaluate, pictures, arrays], tmp_path, **path)
+    check_evaluation(tmp_path, evaluated, alone)
+    check_predictions(tmp_path, *predicted)
+    (wrong,) = CliRunner(env={"WORLD_SIZE": "2"}).invoke(app, ["info", "two"]).exception.args
+    assert "mola info works in one process, and torchrun started 2" in wrong
+    assert "fit, evaluate, predict, demo, train and bench can be shared" in wrong
+
+
+def run_commands(commands, folder, **environment):
+    """What two processes say and write, one command after the other."""
+    (folder / "commands.json").write_text(json.dumps(commands))
+    command = ["-m", "tests.team_script", "commands", folder]
+    codes, errors = run_team(2, command, folder, cwd=ROOT, timeout=LIMIT, **environment)
+    assert codes == [0, 0], "\n".join(errors)
+    told = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+    return [{part: one[part] + other[part] for part in one} for one, other in zip(*told, strict=True)]
+
+
+def check_predictions(root, pictures, arrays):
+    """`torchrun -m mola predict`: the rows of one process, in their order, for pictures and for arrays, bad ones included."""
+    for given, output, done in (("test", "pictures.csv", pictures), ("test.npz", "arrays.jsonl", arrays)):
+        command = ["predict", "two", given, "--probabilities", "--json", "--output", f"one-{output}"]
+        single = CliRunner().invoke(app, command)
+        assert done["codes"] == [0, 0], done["stderr"]  # torchrun takes any other for a crash
+        assert single.exit_code == (3 if given == "test" else 0), single.output
+        one, two = json.loads(single.stdout), json.loads(done["stdout"])
+        assert (two["count"], two["labels"], two["left_out"]) == (one["count"], one["labels"], one["left_out"])
+        assert one["count"] == 18
+        for name in ("confidence", "entropy", "epistemic", "outlying"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5)
+        assert (root / f"two-{output}.toml").exists()
+        rows = [read_rows(root / f"{who}-{output}") for who in ("one", "two")]
+        one, two = ([[row.get(key) for key in ("name", "class", "error")] for row in some] for some in rows)
+        assert two == one
+        assert sum(bool(error) for *_, error in one) == (2 if given == "test" else 0)
+        for mine, theirs in zip(*rows, strict=True):
+            if not mine.get("error"):
+                assert float(mine["ood_score"]) == pytest.approx(float(theirs["ood_score"]), rel=1e-4)
+
+
+def read_rows(path):
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines()]
+    return list(csv.DictReader(text.splitlines()))
+
+
+def check_evaluation(root, done, alone):
+    assert done["codes"] == [0, 0], done["stderr"]
+    shared = json.loads(done["stdout"])
+    assert (root / "report" / "index.html").exists()
+    assert shared["count"] == alone["count"] == 18
+    for method, one in alone["methods"].items():
+        assert shared["methods"][method]["scores"] == pytest.approx(one["scores"], rel=1e-4), method
+        found, expected = (each["outside"]["strange"] for each in (shared["methods"][method], one))
+        assert found["confidence"] == pytest.approx(expected["confidence"], rel=1e-4)
+        assert list(found["scores"]) == list(expected["scores"])
+        for score, other in expected["scores"].items():
+            for name in ("auroc", "auroc_error", "fpr95"):
+                assert found["scores"][score][name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), (
+                    method,
+                    score,
+                    name,
+                )
+        assert shared["methods"][method]["errors"] == pytest.approx(one["errors"], rel=1e-4)
+        assert shared["methods"][method]["classes"].keys() == one["classes"].keys()
+    assert {name: found["best"] for name, found in shared["leads"].items()} == {
+        name: list(found["best"]) for name, found in alone["leads"].items()
+    }
