@@ -1,4 +1,4 @@
-"""Closed forms of numbers and answers against Monte Carlo: the record, and the script with few draws."""
+"""Closed forms of regression and multi-label predictions against Monte Carlo: the record, and the script with few draws."""
 
 import importlib
 import json
@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def script():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("closed_forms_against_monte_carlo")
+        yield importlib.import_module("links")
 
 
 @pytest.mark.parametrize("structure", ["full", "kron"])
 def test_closed_forms_are_within_the_error_of_a_few_draws(script, structure):
-    rows = list(script.rows(8000, (structure,)))
+    rows = list(script.closed_forms(8000, (structure,)))
     assert len({(row["likelihood"], row["quantity"]) for row in rows}) == 11 + 11 + 7
     for row in rows:
         assert not row["exact"] or row["standard_errors"] <= script.JUDGED, row
@@ -34,7 +34,7 @@ def test_a_mistake_is_noticed(script, monkeypatch):
         return right(weights, means, 1.2 * variances, targets)
 
     monkeypatch.setattr(normal_mixtures, "crps", wrong)
-    rows = list(script.numbers("full", False, 20_000))
+    rows = list(script.regression("full", False, 20_000))
     beyond = {
         name for name, closed, drawn, error, _ in rows if float(((closed - drawn).abs() / error).max()) > script.JUDGED
     }

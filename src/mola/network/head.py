@@ -306,6 +306,8 @@ def _bare(name: str) -> str:
 
 def head_by_name(network: nn.Module, name: str) -> Head:
     """Return the linear layer or 1x1 convolution of a dotted name, as in `named_modules`; "" is the network itself."""
+    if not isinstance(name, str):
+        raise HeadError(f"head must be the dotted name of a layer, such as 'fc', got {name!r}.")
     modules = {_bare(found): module for found, module in unwrapped(network).named_modules(remove_duplicate=False)}
     name = _bare(name)
     linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
