@@ -1,26 +1,16 @@
-"""Work that is killed at random moments.
+"""Work that is killed at random moments: no file may be lost, and doing it again must give the same bits.
 
-`make crash`, or
+    python benchmarks/crash.py [--kills 100] [--quick] [--case predict:17]
 
-    python benchmarks/crash.py [--kills 100] [--seed 0] [--quick] [--only predict] [--case predict:17]
+Four kinds of work, each killed many times: `save` (a posterior over an older one), `fit` (with a checkpoint after every batch),
+`bench` (`mola bench digits` on few data) and `predict` (`mola predict` over an older file: .csv, .jsonl and .npz in turn).
 
-Four kinds of work, each killed so many times:
+Half of the kills are SIGKILL at a random time, a quarter just before a file operation, and a quarter in the middle of a write, when a
+file reaches a random size. Afterwards the old result or the new one must be there, whole (`half-written` otherwise). The work is then
+done again: it must succeed (`lost` otherwise) and give the same bits as without the kill (`differs`). Hidden `.partial` files of a
+killed process may stay (`leftover`, not judged). Each case runs in a process forked from this one, which has imported everything.
 
-  save     a posterior saved over an older one, by `posterior.save` and by `mola fit` (job and posterior)
-  fit      a fit with a checkpoint after every batch
-  bench    `mola bench digits`, on a few data
-  predict  `mola predict` over an older file: .csv, .jsonl and .npz in turn
-
-Half of the kills are SIGKILL at a moment drawn from the time that the work takes, a quarter SIGKILL just before one of its file
-operations (opening for writing, fsync, rename, remove, mkdir, rmdir), and a quarter come in the middle of a write: no file may grow
-past a number of bytes that is drawn, and the kernel ends the process there.
-
-After each kill the folder must hold the old result or the new one, whole (`half-written` otherwise). Then the work is done again:
-it must succeed (`lost` otherwise), give the same bits as without the kill (`differs`), and leave no file that only the killed
-process knew (`leftover`). Kills that came after the work was done count, too, and are reported.
-
-Each case runs in a process forked from this one, which has imported everything: that takes milliseconds. Fails if a case does, and
-says how to repeat it. Writes benchmarks/results/crash.json.
+Exits with 1 if a case fails, and prints how to repeat it. Writes benchmarks/results/crash.json.
 """
 
 from __future__ import annotations
@@ -38,10 +28,9 @@ import tempfile
 import time
 import traceback
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import record
@@ -49,500 +38,243 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from tqdm.auto import tqdm
+from typer.testing import CliRunner
 
 import mola
-from mola.app.jobs.fit import run_fit
-from mola.app.jobs.folder import open_posterior
-from mola.app.jobs.job import Job
-from mola.app.jobs.predict import run_predict
+from mola.app.cli import app
 from mola.lab.models import build_network
-from mola.lab.order import Order, carry_out
-from mola.lab.suite import DataOptions
-from mola.lab.suites.registry import find_suite
-from mola.saving.weights_files import save_weights
+from mola.saving.weights import save_weights
 
-KILLS = 100
-FAILURES = ("lost", "half-written", "differs", "leftover")
-FAILED, DONE = 3, 0
-"""Exit codes of a child."""
+FAILURES, FAILED = ("lost", "half-written", "differs"), 3
+WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 
 
-# --- the work -----------------------------------------------------------------------------------------------------------
+class Work(NamedTuple):
+    """What makes the folder before the work, the work, and what a reader finds: a dictionary of digests, by file."""
+
+    prepare: Callable[[], None]
+    act: Callable[[], None]
+    state: Callable[[], dict[str, str]]
 
 
-def network(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 5)).eval()
+def networks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 5)).eval() for _ in range(2)]
 
 
-def arrays(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return rng.standard_normal((count, 16)).astype(np.float32), rng.integers(0, 5, count)
+def loader(seed: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs, labels = torch.randn(count, 16, generator=generator), torch.randint(5, (count,), generator=generator)
+    return list(zip(inputs.split(count // 8), labels.split(count // 8), strict=True))
 
 
-def loader(seed: int, count: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    x, y = (torch.from_numpy(part) for part in arrays(seed, count))
-    return list(zip(x.split(size), y.split(size), strict=True))
+def digest(*arrays: Any) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in arrays)).hexdigest()
 
 
-class Work(ABC):
-    """Something that writes files, in a folder of its own."""
-
-    name: str
-
-    @abstractmethod
-    def prepare(self, folder: Path) -> None:
-        """Make what is there before the work begins."""
-
-    @abstractmethod
-    def act(self, folder: Path) -> None:
-        """The work."""
-
-    @abstractmethod
-    def state(self, folder: Path) -> Any:
-        """What a reader finds, as something that can be compared; raises where a file is damaged."""
-
-    def whole(self, found: Any, old: Any, new: Any) -> bool:
-        """Whether what a reader finds after a kill is one of the whole results."""
-        return found in (old, new)
+def posterior_state() -> dict[str, str]:
+    if not Path("posterior", "posterior.json").exists():
+        return {}
+    loaded = mola.load("posterior", networks())
+    return {"posterior": digest(loaded(loader(9, 40)[0][0]), loaded.log_evidence())}
 
 
-def digest(*tensors: Any) -> str:
-    """Of numbers, to the bit."""
-    found = hashlib.sha256()
-    for one in tensors:
-        found.update(np.ascontiguousarray(one).tobytes())
-    return found.hexdigest()
+def save(seed: int) -> None:
+    mola.fit(networks(), loader(seed, 40), progress=False).save("posterior")
 
 
-class Save(Work):
-    """`posterior.save` over an older posterior."""
-
-    name = "save"
-
-    def prepare(self, folder: Path) -> None:
-        self.fit(2.0, 3).save(folder / "posterior")
-
-    def fit(self, precision: float, seed: int) -> mola.MoLA:
-        return mola.fit([network(0), network(1)], loader(seed, 40, 10), prior_precision=precision, progress=False)
-
-    def act(self, folder: Path) -> None:
-        self.fit(0.5, 4).save(folder / "posterior")
-
-    def state(self, folder: Path) -> Any:
-        loaded = mola.load(folder / "posterior", [network(0), network(1)])
-        return digest(loaded(torch.from_numpy(arrays(9, 20)[0])), loaded.log_evidence())
+def fit() -> None:
+    batches = (batch for batch in loader(3, 1200) if time.sleep(0.002) is None)
+    options: dict[str, Any] = {"structure": "full", "checkpoint": "kept", "checkpoint_every": 1, "progress": False}
+    mola.fit(networks(), batches, **options).save("posterior")
 
 
-class SaveByCommand(Work):
-    """`mola fit` into the folder of an older posterior, of other preparation."""
-
-    name = "save by command"
-
-    def prepare(self, folder: Path) -> None:
-        for index in range(2):
-            torch.manual_seed(index)
-            save_weights(build_network("mlp", 5), folder / f"net{index}.safetensors")
-        for name, seed, count in (
-            ("train", 3, 40),
-            ("other", 4, 50),
-            ("val", 5, 40),
-            ("test", 6, 60),
-            ("many", 7, 600),
-        ):
-            rng = np.random.default_rng(seed)
-            x, y = rng.random((count, 1, 8, 8)).astype(np.float32), rng.integers(0, 5, count)
-            np.savez(folder / f"{name}.npz", x=x, y=y)
-        self.fit(folder, "train", "diag")
-
-    def fit(self, folder: Path, train: str, structure: str) -> None:
-        job = Job(
-            network=("mlp",),
-            weights=("net0.safetensors", "net1.safetensors"),
-            train=f"{train}.npz",
-            val="val.npz",
-            structure=structure,
-        )
-        os.chdir(folder)
-        run_fit(job, Path("fitted"), bundle=True)
-
-    def act(self, folder: Path) -> None:
-        self.fit(folder, "other", "kron")
-
-    def state(self, folder: Path) -> Any:
-        os.chdir(folder)
-        output = folder / "seen.npz"
-        run_predict(open_posterior(Path("fitted")), "test.npz", output, probabilities=True)
-        with np.load(output) as found:
-            numbers = digest(*(found[name] for name in sorted(found.files) if found[name].dtype.kind != "U"))
-        output.unlink()
-        return numbers
+def command(line: str) -> None:
+    result = CliRunner().invoke(app, line.split(), catch_exceptions=False)
+    if result.exit_code:
+        raise RuntimeError(result.output)
 
 
-class Fit(Work):
-    """A fit that keeps its sums after every batch."""
-
-    name = "fit"
-
-    def prepare(self, folder: Path) -> None:
-        (folder / "out").mkdir()
-
-    def act(self, folder: Path) -> None:
-        seen = 0
-
-        def batches() -> Any:
-            nonlocal seen
-            for batch in loader(3, 1200, 150):
-                seen += 1
-                time.sleep(0.002)
-                yield batch
-
-        posterior = mola.fit(
-            [network(0), network(1)],
-            batches(),
-            structure="full",
-            progress=False,
-            checkpoint=folder / "kept",
-            checkpoint_every=1,
-        )
-        posterior.save(folder / "out" / "posterior")
-
-    def state(self, folder: Path) -> Any:
-        if not (folder / "out" / "posterior" / "posterior.json").exists():
-            return None
-        loaded = mola.load(folder / "out" / "posterior", [network(0), network(1)])
-        return digest(loaded(torch.from_numpy(arrays(9, 20)[0])), loaded.log_evidence()), (folder / "kept").exists()
+def bench() -> None:
+    sizes = "--runs 1 --components 2 --train-images 100 --test-images 30 --outliers 20"
+    command(f"bench digits --train {sizes} --networks networks --cache activations --results results --quiet")
 
 
-class Bench(Work):
-    """`mola bench digits`, with networks that are trained already."""
-
-    name = "bench"
-
-    def order(self, folder: Path) -> Order:
-        return Order(
-            suite=find_suite("digits"),
-            runs=1,
-            components=2,
-            groups="main",
-            network=None,
-            networks=folder / "networks",
-            results=folder / "results",
-            cache=folder / "activations",
-            options=DataOptions(
-                directory=None,
-                train=100,
-                outliers=20,
-                test=30,
-                download=False,
-                normalisation=None,
-                corruptions="paper",
-                conventions="consistent",
-            ),
-            train=True,
-            device="cpu",
-            fresh=False,
-            swag="",
-            mimo="",
-        )
-
-    def prepare(self, folder: Path) -> None:
-        carry_out(self.order(folder), lambda doing, done: None)  # trains the networks
-        shutil.rmtree(folder / "results")
-        shutil.rmtree(folder / "activations")
-
-    def act(self, folder: Path) -> None:
-        carry_out(self.order(folder), lambda doing, done: None)
-
-    def state(self, folder: Path) -> Any:
-        """Every record but for the time it took, and every file of activations."""
-        found = {}
-        for path in sorted((folder / "results").rglob("*.json")):
-            document = json.loads(path.read_bytes())
-            for name in ("seconds", "sha256"):  # the checksum is of all of it, the seconds included
-                document.pop(name, None)
-            found[str(path.relative_to(folder))] = json.dumps(document, sort_keys=True)
-        for path in sorted((folder / "activations").rglob("*")):
-            if path.is_file() and not path.name.endswith(".partial"):
-                tensors = load_file(path)  # what is said about them beside stands in any order
-                found[str(path.relative_to(folder))] = digest(*(tensors[name].numpy() for name in sorted(tensors)))
-        return found
-
-    def whole(self, found: Any, old: Any, new: Any) -> bool:
-        """What is there already is what will be there."""
-        return all(new.get(name) == content for name, content in found.items())
+def trained() -> None:
+    bench()
+    shutil.rmtree("results")
+    shutil.rmtree("activations")
 
 
-class Predict(Work):
-    """`mola predict` over an older file."""
-
-    def __init__(self, ending: str) -> None:
-        self.name, self.ending = f"predict {ending}", ending
-
-    def prepare(self, folder: Path) -> None:
-        SaveByCommand().prepare(folder)
-        self.predict(folder, "test.npz")
-
-    def predict(self, folder: Path, data: str) -> None:
-        os.chdir(folder)
-        fitted = open_posterior(Path("fitted"))
-        run_predict(fitted, data, Path(f"predictions{self.ending}"), probabilities=True)
-
-    def act(self, folder: Path) -> None:
-        self.predict(folder, "many.npz")
-
-    def state(self, folder: Path) -> Any:
-        path = folder / f"predictions{self.ending}"
-        if self.ending != ".npz":
-            return hashlib.sha256(path.read_bytes()).hexdigest()
-        with np.load(path) as found:  # the archive knows when it was made
-            return digest(*(found[name] for name in sorted(found.files)))
+def bench_state() -> dict[str, str]:
+    found = {}
+    for path in sorted(Path("results").rglob("*.json")):
+        document = json.loads(path.read_bytes())
+        kept = {name: value for name, value in document.items() if name not in ("seconds", "sha256")}
+        found[str(path)] = json.dumps(kept, sort_keys=True)
+    for path in sorted(Path("activations").rglob("[!.]*.safetensors")):
+        found[str(path)] = digest(*(one.numpy() for _, one in sorted(load_file(path).items())))
+    return found
 
 
-KINDS: dict[str, Callable[[], list[Work]]] = {
-    "save": lambda: [Save(), SaveByCommand()],
-    "fit": lambda: [Fit()],
-    "bench": lambda: [Bench()],
-    "predict": lambda: [Predict(".csv"), Predict(".jsonl"), Predict(".npz")],
+def fitted(ending: str) -> None:
+    torch.manual_seed(0)
+    save_weights(build_network("mlp", 5), Path("net.safetensors"))
+    for name, count in (("train", 40), ("val", 40), ("test", 60), ("many", 600)):
+        rng = np.random.default_rng(count)
+        np.savez(f"{name}.npz", x=rng.random((count, 1, 8, 8)).astype(np.float32), y=rng.integers(0, 5, count))
+    command("fit --network mlp --weights net.safetensors --train train.npz --val val.npz --output fitted --quiet")
+    predict("test", ending)
+
+
+def predict(data: str, ending: str) -> None:
+    command(f"predict fitted {data}.npz --output predictions{ending} --probabilities --quiet")
+
+
+def predict_state(ending: str) -> dict[str, str]:
+    path = Path(f"predictions{ending}")
+    if ending != ".npz":
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+    with np.load(path) as found:  # the archive holds the time it was made
+        return {path.name: digest(*(found[name] for name in sorted(found.files)))}
+
+
+KINDS: dict[str, tuple[Work, ...]] = {
+    "save": (Work(lambda: save(3), lambda: save(4), posterior_state),),
+    "fit": (Work(lambda: None, fit, posterior_state),),
+    "bench": (Work(trained, bench, bench_state),),
+    "predict": tuple(
+        Work(lambda e=e: fitted(e), lambda e=e: predict("many", e), lambda e=e: predict_state(e))
+        for e in (".csv", ".jsonl", ".npz")
+    ),
 }
 
 
-# --- killing ------------------------------------------------------------------------------------------------------------
-
-WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
-
-
-def watch_files(told: Callable[[], None]) -> None:
-    """Call `told` before every operation that changes files, in this process and for good."""
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in WRITES or (
-            event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        ):
-            told()
-
-    fsync = os.fsync
-
-    def watched(descriptor: int) -> None:
-        told()
-        fsync(descriptor)
-
-    os.fsync = watched  # it has no audit event
-    sys.addaudithook(hook)
-
-
-def fork(action: Callable[[], None], log: Path) -> int:
-    """Start a child that does it, and ends with `DONE` or `FAILED`; its words go to the log."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        with open(log, "w", encoding="utf-8") as words:
-            os.dup2(words.fileno(), 1)
-            os.dup2(words.fileno(), 2)
-        warnings.simplefilter("ignore")
-        action()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(FAILED)
-    os._exit(DONE)
-
-
-def wait(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 class Arena:
-    """One kind of work, what was there before it, and what it gives when nobody disturbs it."""
+    """One work, the files before it, and its result when nothing disturbs it."""
 
     def __init__(self, work: Work, place: Path) -> None:
-        self.work, self.place, self.log = work, place, place.with_suffix(".log")
+        self.work, self.place, self.log = work, place, place / "log"
         self.folder, self.template = place / "folder", place / "template"
         self.template.mkdir(parents=True)
-        self.must(lambda: work.prepare(self.template))
+        self.must(self.template, work.prepare)
         self.old = self.state(self.template)
-        self.seconds = float("inf")
-        for _ in range(2):
-            self.reset()
-            began = time.monotonic()
-            self.must(lambda: work.act(self.folder))
-            self.seconds = min(self.seconds, time.monotonic() - began)
-        self.new = self.state(self.folder)
-        self.largest = max(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-        self.reset()
-        counted = place / "operations"
-        self.must(lambda: self.count(counted))
-        self.operations = int(counted.read_text())
-
-    def reset(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.template, self.folder)
+        began = time.monotonic()
+        self.must(self.folder, work.act)
+        self.seconds, self.new = time.monotonic() - began, self.state(self.folder)
 
-    def must(self, action: Callable[[], None]) -> None:
-        if wait(fork(action, self.log)) != DONE:
+    def fork(self, folder: Path, action: Callable[[], Any]) -> int:
+        """Start a child that does it in the folder; its output goes to the log."""
+        child = os.fork()
+        if child:
+            return child
+        try:
+            log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.chdir(folder)
+            warnings.simplefilter("ignore")
+            action()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(FAILED)
+        os._exit(0)
+
+    def must(self, folder: Path, action: Callable[[], Any]) -> None:
+        if os.waitpid(self.fork(folder, action), 0)[1]:
             raise RuntimeError(self.log.read_text())
 
-    def count(self, output: Path) -> None:
-        operations = 0
-
-        def told() -> None:
-            nonlocal operations
-            operations += 1
-
-        watch_files(told)
-        self.work.act(self.folder)
-        Path(output).write_text(str(operations))
-
-    def state(self, folder: Path) -> Any:
-        """What a reader finds, read in a process of its own."""
+    def state(self, folder: Path) -> dict[str, str]:
         output = self.place / "state.json"
-
-        def read() -> None:
-            found = self.work.state(folder)
-            output.write_text(json.dumps(found))
-
-        output.unlink(missing_ok=True)
-        self.must(read)
+        self.must(folder, lambda: output.write_text(json.dumps(self.work.state())))
         return json.loads(output.read_text())
 
-    def which(self, found: Any) -> str:
-        """Of several files, those that are other ones."""
-        if not (isinstance(found, dict) and isinstance(self.new, dict)):
-            return ""
-        return ": " + ", ".join(
-            sorted(name for name in found.keys() | self.new.keys() if found.get(name) != self.new.get(name))
-        )
-
     def kill(self, rng: np.random.Generator) -> str:
-        """Do the work, and end it somewhere; says how."""
+        """Do the work and end it somewhere; returns how."""
         way = str(rng.choice(["time", "time", "operation", "write"]))
-        moment, operation = float(rng.uniform(0, 1.05 * self.seconds)), int(rng.integers(1, self.operations + 1))
-        size = int(rng.integers(1, self.largest))
+        moment, size, left = rng.uniform(0, 1.05 * self.seconds), int(2 ** rng.uniform(4, 18)), int(rng.geometric(0.1))
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal left
+            opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+            left -= bool(event in WRITES or opened)
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         def act() -> None:
-            tempfile.tempdir = str(self.place / "scratch")
-            Path(tempfile.tempdir).mkdir(exist_ok=True)
             if way == "operation":
-                left = operation
-
-                def told() -> None:
-                    nonlocal left
-                    left -= 1
-                    if left == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-                watch_files(told)
+                sys.addaudithook(hook)
             elif way == "write":
                 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-            self.work.act(self.folder)
+            self.work.act()
 
-        child = fork(act, self.log)
+        child = self.fork(self.folder, act)
         if way == "time":
             time.sleep(moment)
             os.kill(child, signal.SIGKILL)  # a process that ended is a zombie until it is waited for
-        code = wait(child)
-        shutil.rmtree(self.place / "scratch", ignore_errors=True)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code == FAILED:
             raise RuntimeError(self.log.read_text())
-        where = {
-            "time": f"after {moment:.3f} s",
-            "operation": f"before file operation {operation}",
-            "write": f"at byte {size} of a file",
-        }
-        return f"{way}: {where[way]}" + ("" if code < 0 else " (it was done)")
+        how = {"time": f"after {moment:.3f} s", "operation": "before a file operation", "write": f"at byte {size}"}
+        return how[way] if code < 0 else "after the work"
 
     def case(self, seed: int) -> tuple[str, str, str]:
-        """One kill, and what came of it: the outcome, how it was killed, and what there is to say."""
-        self.reset()
+        """One kill: its outcome, how the work was killed, and the message of a failure."""
+        shutil.rmtree(self.folder)
+        shutil.copytree(self.template, self.folder)
         how = self.kill(np.random.default_rng(seed))
         try:
             found = self.state(self.folder)
+            if found != self.old and not (self.old.keys() <= found.keys() and found.items() <= self.new.items()):
+                return "half-written", how, "neither the old result, nor whole files of the new one"
         except RuntimeError as error:
             return "half-written", how, str(error)
-        if not self.work.whole(found, self.old, self.new):
-            return "half-written", how, "what is there is neither the old result nor the new one"
         try:
-            self.must(lambda: self.work.act(self.folder))
-            again = self.state(self.folder)
+            self.must(self.folder, self.work.act)
+            if self.state(self.folder) != self.new:
+                return "differs", how, "doing it again gave different bits"
         except RuntimeError as error:
             return "lost", how, str(error)
-        if again != self.new:
-            return "differs", how, f"doing it again gave other bits{self.which(again)}"
-        left = sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.partial"))
-        if left:
-            return "leftover", how, ", ".join(left)
-        return ("held, after the work" if how.endswith("done)") else "held"), how, ""
-
-
-def campaign(kind: str, kills: int, seed: int, place: Path, only: int | None = None) -> dict[str, Any]:
-    """So many kills of one kind of work."""
-    outcomes: collections.Counter[str] = collections.Counter()
-    ways: collections.Counter[str] = collections.Counter()
-    failures: list[dict[str, Any]] = []
-    began = time.monotonic()
-    arenas = [Arena(work, place / work.name.replace(" ", "-")) for work in KINDS[kind]()]
-    for index in tqdm(range(kills) if only is None else [only], desc=kind, disable=None):
-        arena = arenas[index % len(arenas)]
-        outcome, how, words = arena.case(seed + index)
-        outcomes[outcome] += 1
-        ways[how.split(":")[0]] += 1
-        if outcome in FAILURES:
-            short = [line for line in words.strip().splitlines() if line.strip()][-1:] or [""]
-            failures.append(
-                {"case": f"{kind}:{index}", "work": arena.work.name, "outcome": outcome, "how": how, "words": short[0]}
-            )
-            if only is not None:
-                print(words)
-    return {
-        "kind": kind,
-        "kills": sum(outcomes.values()),
-        **{name: outcomes[name] for name in ("held", "held, after the work", *FAILURES)},
-        "ways": dict(ways),
-        "operations": {arena.work.name: arena.operations for arena in arenas},
-        "seconds": round(time.monotonic() - began, 1),
-        "failures": failures,
-    }
+        return ("held, after the work" if how == "after the work" else "held"), how, ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=KILLS, help="of each kind of work")
-    parser.add_argument("--seed", type=int, default=0, help="of the first kill of each kind; the others count on")
+    parser.add_argument("--kills", type=int, default=100, help="of each kind of work")
     parser.add_argument("--quick", action="store_true", help="one kill of each; writes no file")
-    parser.add_argument("--only", choices=list(KINDS), help="one kind of work; writes no file")
-    parser.add_argument("--case", help="one kill, such as predict:17, with the whole of its words")
+    parser.add_argument("--case", help="one kill, such as predict:17; writes no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # a thread, which would be forked
-    kills = 1 if options.quick else options.kills
-    kinds, only = [options.only] if options.only else list(KINDS), None
+    kinds, cases = list(KINDS), range(1 if options.quick else options.kills)
     if options.case:
-        kinds, only = [options.case.partition(":")[0]], int(options.case.partition(":")[2])
-    rows = []
-    here = Path.cwd()
+        kinds, cases = [options.case.partition(":")[0]], range(int(options.case.partition(":")[2]), sys.maxsize)[:1]
+    rows, total = [], collections.Counter[str]()
     for kind in kinds:
+        outcomes, began, leftover = collections.Counter[str](), time.monotonic(), 0
         with tempfile.TemporaryDirectory() as place:
-            rows.append(campaign(kind, kills, options.seed, Path(place), only))
-        os.chdir(here)
-    print(f"{'work':>10} {'kills':>6} {'held':>6} {'after':>6}  " + "  ".join(FAILURES) + "   seconds")
-    for row in rows:
-        counts = "  ".join(f"{row[name]:>{len(name)}}" for name in FAILURES)
-        print(
-            f"{row['kind']:>10} {row['kills']:>6} {row['held']:>6} {row['held, after the work']:>6}  {counts}   {row['seconds']:7.0f}"
-        )
-    for failure in (failure for row in rows for failure in row["failures"]):
-        print(f"FAILED {failure['work']}: {failure['outcome']}, killed {failure['how']}: {failure['words'][:300]}")
-        print(f"  python benchmarks/crash.py --seed {options.seed} --case {failure['case']}")
-    total = {name: sum(row[name] for row in rows) for name in FAILURES}
-    print(
-        f"{sum(row['kills'] for row in rows)} kills: " + ", ".join(f"{count} {name}" for name, count in total.items())
-    )
-    if not (options.quick or options.only or options.case):
-        record.write("crash", {"environment": record.environment(), "seed": options.seed, "rows": rows})
-    return int(any(total.values()))
+            arenas = [Arena(work, Path(place) / str(index)) for index, work in enumerate(KINDS[kind])]
+            for index in tqdm(cases, desc=kind, disable=None):
+                arena = arenas[index % len(arenas)]
+                outcome, how, words = arena.case(index)
+                outcomes[outcome] += 1
+                leftover += any(arena.folder.rglob(".*.partial"))
+                if outcome in FAILURES:
+                    print(f"FAILED {kind}: {outcome}, killed {how}: {words.strip()[-2000:]}")
+                    print(f"  python benchmarks/crash.py --case {kind}:{index}", flush=True)
+        counts = {name: outcomes[name] for name in ("held", "held, after the work", *FAILURES)}
+        seconds = round(time.monotonic() - began, 1)
+        rows.append({"kind": kind, "kills": len(cases), **counts, "leftover": leftover, "seconds": seconds})
+        total += outcomes
+        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    print(f"{total.total()} kills: " + ", ".join(f"{total[name]} {name}" for name in FAILURES))
+    if not (options.quick or options.case):
+        record.write("crash", {"environment": record.environment(), "rows": rows})
+    return int(any(total[name] for name in FAILURES))
 
 
 if __name__ == "__main__":

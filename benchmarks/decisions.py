@@ -1,20 +1,23 @@
-"""Whether decisions keep their promises on real predictions: many splits, and what remains under shift.
+"""Guarantees of abstention, prediction sets and alarms on real predictions: over many splits, and under shift.
 
     python benchmarks/decisions.py CACHE --clinc DATA_FULL_JSON [--splits 1000]
+    python benchmarks/decisions.py --quick
 
 CACHE is the folder of activations that `mola bench mnist` and `mola bench cifar10` leave (their flag --cache). Five networks are
 fitted, and tuned on the validation set of the suite. The predictions of the test set are then divided at random, many times: one part
-calibrates, the other shows what became of the promises. CLINC150 is embedded and trained on as docs/howto/text-features.md does it;
-its test sentences are divided.
+calibrates, the other shows what became of the guarantees. CLINC150 is embedded and trained on as docs/howto/text-features.md does it.
+--quick uses scikit-learn's digits and small networks, and writes no file.
 
-- `answers`: the error rate of answers above `mola.abstain_threshold`. The promise is about the true error rate above the threshold, so
-  calibration data are also drawn with replacement: then the true rate is known, that of all test data above it, and `violations`
-  is the share of draws whose rate is higher than promised; it must not exceed one minus the certainty. `realised` is over the other
-  part of plain splits, `above` the share of splits where that part came out above the promise, chance in that part included.
+- `answers`: the error rate of answers above `mola.abstain_threshold`. The guarantee is about the true error rate above the threshold,
+  so calibration data are also drawn with replacement: then the true rate is known, that of all test data above it, and `violations` is
+  the share of draws whose rate is too high; it must not exceed one minus the certainty. `realised` is over the other part of plain
+  splits, `above` the share of splits where that part came out above the rate, chance in that part included.
 - `sets`: coverage and size of `mola.prediction_sets`; `worst_class` is the coverage of the class that is covered least.
 - `alarms`: the rate of alarms at `mola.alarm_threshold`.
-- `tuned_on_same`: the same promises if the posterior is tuned anew on each calibration part: what `mola fit` does.
-- `shift`: promises made on test data, and what the shifted data or outliers show, with and without the alarm as a gate.
+- `tuned_on_same`: the same guarantees if the posterior is tuned anew on each calibration part, as `mola fit` does.
+- `shift`: guarantees from test data on shifted data and outliers, with and without the alarm as a gate.
+
+Exits with 1 if `violations` of MoLA's answers exceed one minus the certainty by more than chance, or coverage or alarms are off by more than 4 standard errors.
 """
 
 import argparse
@@ -23,16 +26,16 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import outlier_score
 import record
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import mola
@@ -40,30 +43,30 @@ from mola.decisions.abstain import threshold_of
 from mola.decisions.calibration import Calibration
 from mola.decisions.sets import sets_of
 from mola.errors import DataError, MolaWarning
-from mola.posterior import MoLA
-from mola.tuning.candidates import HeldOut
 
-CERTAINTY = 0.95
+CERTAINTY, COMPONENTS = 0.95, 5
 FALSE_ALARMS = (0.01, 0.05)
 SIZED = 20
 """Splits of which set sizes are measured."""
 BESIDE = 100
-"""Splits for the methods that stand beside the mixture: how much they answer, and how large their sets are."""
+"""Splits for MAP and DE: how much they answer, and how large their sets are."""
 RETUNED = 10
 """Splits on which the posterior is tuned anew."""
 SHIFTED = 10
-"""Splits whose promises are taken to shifted data."""
+"""Splits whose guarantees are tried on shifted data."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A data set: how many data calibrate, which error rates are asked for, and which sets are shifted or outlying."""
+    """A data set: number of calibration data, error rates, and names of the shifted and outlying sets."""
 
     name: str
     calibration: int
     error_rates: tuple[float, ...]
     shifted: tuple[str, ...]
     outliers: tuple[str, ...]
+    width: int = 0
+    """Number of features, by which a suite's files are found."""
 
 
 CASES = {
@@ -73,6 +76,7 @@ CASES = {
         (0.002, 0.005),
         tuple(f"rotation {angle}" for angle in (15, 30, 45, 60, 90)),
         ("fashion-mnist", "emnist-letters", "kmnist", "notmnist"),
+        84,
     ),
     "cifar10": Case(
         "cifar10",
@@ -80,14 +84,52 @@ CASES = {
         (0.01, 0.02, 0.05),
         tuple(f"severity {level}" for level in range(1, 6)),
         ("svhn", "cifar100", "tinyimagenet", "mnist"),
+        64,
     ),
+    "digits": Case("digits", 500, (0.05,), (), ("noise",)),
     "clinc150": Case("clinc150", 2250, (0.02, 0.05), (), ("out of scope",)),
 }
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a method says of a set."""
+class Rows:
+    """Features (n, K, P) of K networks, and labels of a set: a loader."""
+
+    features: Tensor
+    labels: Tensor | None
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self.features), 2000):
+            rows = slice(start, start + 2000)
+            yield self.features[rows] if self.labels is None else (self.features[rows], self.labels[rows])
+
+    def __len__(self) -> int:
+        return -(-len(self.features) // 2000)
+
+    def part(self, rows: Tensor) -> "Rows":
+        """Some of them."""
+        return Rows(self.features[rows], None if self.labels is None else self.labels[rows])
+
+
+class StoredHead(nn.Module):
+    """The last layer of network k on stored features (n, K, P)."""
+
+    def __init__(self, linear: nn.Linear, index: int) -> None:
+        super().__init__()
+        self.linear, self.index = linear, index
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits of this network."""
+        return self.linear(features[:, self.index])
+
+
+Ready = tuple[mola.MoLA, Rows, dict[str, Rows]]
+"""A fitted and tuned posterior, the test set, and the shifted and outlying sets."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Probabilities, labels and outlier scores of one method on a set."""
 
     probs: Tensor
     labels: Tensor | None
@@ -98,35 +140,73 @@ class Said:
         return Calibration.of(self.probs, self.labels)
 
 
-def said_of(posterior: MoLA, data: HeldOut) -> dict[str, Said]:
-    """A single network, the ensemble and the mixture of one set."""
-    logits, probs, score = posterior.of_held_out(data, slice(0, len(data)))
-    alone = torch.softmax(logits.double(), -1)
+def outputs_of(posterior: mola.MoLA, data: Rows) -> dict[str, Outputs]:
+    """A single network, the ensemble and the mixture on one set."""
+    prediction = posterior.predict(data.features)
+    alone = torch.softmax(prediction.logit_mean.double(), -1)
     return {
-        "MAP": Said(alone[0], data.labels),
-        "DE": Said(alone.mean(0), data.labels),
-        "MoLA": Said(probs.double(), data.labels, score.double()),
+        "MAP": Outputs(alone[0], data.labels),
+        "DE": Outputs(alone.mean(0), data.labels),
+        "MoLA": Outputs(prediction.probs.double(), data.labels, prediction.ood_score.double()),
     }
 
 
-def from_cache(folder: Path, case: Case) -> tuple[MoLA, HeldOut, dict[str, HeldOut]]:
-    """A fitted and tuned posterior, the test set, and the shifted and outlying sets."""
-    files = outlier_score.catalogue(folder)
-    width = outlier_score.SUITES[case.name][0]
+def from_cache(folder: Path, case: Case) -> Ready:
+    """From the activations of a suite."""
+    files = {}
+    for path in sorted(folder.glob("*/*.safetensors")):
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            files[about.get("set"), about.get("network"), file.get_slice("features").get_shape()[1]] = path
 
-    def parts(name: str) -> list[dict[str, Tensor]]:
-        names = [f"{index:02}.safetensors" for index in range(outlier_score.COMPONENTS)]
-        return outlier_score.read([files[name, network, width] for network in names])
+    def read(name: str, *wanted: str) -> list[list[Tensor]]:
+        found = []
+        for index in range(COMPONENTS):
+            with safe_open(files[name, f"{index:02}.safetensors", case.width], "pt") as file:
+                found.append([file.get_tensor(one) for one in wanted])
+        return found
 
-    posterior = outlier_score.fitted(parts("train"))
-    posterior = posterior.tune(outlier_score.held_out(parts("validation"), labelled=True), progress=False)
-    others = {name: outlier_score.held_out(parts(name), labelled=True) for name in case.shifted}
-    others |= {name: outlier_score.held_out(parts(name), labelled=False) for name in case.outliers}
-    return posterior, outlier_score.held_out(parts("test"), labelled=True), others
+    def rows(name: str, *, labelled: bool = True) -> Rows:
+        features = torch.stack([one[0] for one in read(name, "features")], 1)
+        return Rows(features, read(name, "labels")[0][0] if labelled else None)
+
+    heads = []
+    for index, (weight, bias) in enumerate(read("train", "weight", "bias")):
+        linear = nn.Linear(*weight.T.shape)
+        linear.load_state_dict({"weight": weight, "bias": bias})
+        heads.append(StoredHead(linear, index))
+    posterior = mola.fit(heads, rows("train"), rows("validation"), progress=False)
+    others = {name: rows(name) for name in case.shifted}
+    others |= {name: rows(name, labelled=False) for name in case.outliers}
+    return posterior, rows("test"), others
 
 
-def from_sentences(path: Path) -> tuple[MoLA, HeldOut, dict[str, HeldOut]]:
-    """The same for CLINC150, by the recipe of docs/howto/text-features.md."""
+def trained(parts: dict[str, tuple[Tensor, Tensor | None]], hidden: int, classes: int, epochs: int) -> Ready:
+    """Small networks, trained on vectors; sets beyond train, validation and test have no labels."""
+    inputs, labels = parts["train"]
+    assert labels is not None
+    networks = []
+    for seed in range(COMPONENTS):
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(inputs.shape[1], hidden), nn.ReLU(), nn.Linear(hidden, classes))
+        optimiser = torch.optim.AdamW(network.parameters(), lr=3e-3)
+        for _ in range(epochs):
+            for some in torch.randperm(len(inputs)).split(256):
+                optimiser.zero_grad()
+                nn.functional.cross_entropy(network(inputs[some]), labels[some]).backward()
+                optimiser.step()
+        networks.append(network.eval())
+    with torch.no_grad():
+        sets = {
+            name: Rows(torch.stack([network[:2](x) for network in networks], 1), y) for name, (x, y) in parts.items()
+        }
+    heads = [StoredHead(network[2], index) for index, network in enumerate(networks)]
+    posterior = mola.fit(heads, sets.pop("train"), sets.pop("validation"), progress=False)
+    return posterior, sets.pop("test"), sets
+
+
+def from_sentences(path: Path) -> Ready:
+    """CLINC150, by the recipe of docs/howto/text-features.md."""
     from safetensors.numpy import load_file
     from tokenizers import Tokenizer
 
@@ -135,34 +215,27 @@ def from_sentences(path: Path) -> tuple[MoLA, HeldOut, dict[str, HeldOut]]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizers/l2_supercat_tokenizer_config.json"))
     data = json.loads(path.read_text(encoding="utf-8"))
     intents = {intent: place for place, intent in enumerate(sorted({intent for _, intent in data["train"]}))}
-
-    def rows(part: str) -> tuple[Tensor, Tensor]:
+    parts: dict[str, tuple[Tensor, Tensor | None]] = {}
+    for name, part in (("train", "train"), ("validation", "val"), ("test", "test"), ("out of scope", "oos_test")):
         tokens = [tokenizer.encode(text, add_special_tokens=False).ids for text, _ in data[part]]
-        embedded = torch.from_numpy(np.stack([table[ids].mean(0) for ids in tokens]))
-        return embedded, torch.tensor([intents.get(intent, 0) for _, intent in data[part]])
+        known = None if part == "oos_test" else torch.tensor([intents[intent] for _, intent in data[part]])
+        parts[name] = torch.from_numpy(np.stack([table[ids].mean(0) for ids in tokens])), known
+    return trained(parts, 256, 150, 20)
 
-    train, val, test, outside = (rows(part) for part in ("train", "val", "test", "oos_test"))
-    networks = []
-    for seed in range(5):
-        torch.manual_seed(seed)
-        network = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 150))
-        optimiser = torch.optim.AdamW(network.parameters(), lr=3e-3)
-        for _ in range(20):
-            for some in torch.randperm(len(train[0])).split(256):
-                optimiser.zero_grad()
-                nn.functional.cross_entropy(network(train[0][some]), train[1][some]).backward()
-                optimiser.step()
-        networks.append(network.eval())
 
-    def seen(part: tuple[Tensor, Tensor], *, labelled: bool) -> HeldOut:
-        with torch.no_grad():
-            hidden = [network[:2](part[0]) for network in networks]
-            logits = [network[2](one) for network, one in zip(networks, hidden, strict=True)]
-        features = [torch.cat([one, torch.ones(len(one), 1)], 1) for one in hidden]
-        return HeldOut(features, logits, part[1] if labelled else None)
+def from_digits() -> Ready:
+    """scikit-learn's digits with noise, so that there are errors."""
+    from sklearn.datasets import load_digits
 
-    posterior = mola.fit(networks, [train], progress=False).tune(seen(val, labelled=True), progress=False)
-    return posterior, seen(test, labelled=True), {"out of scope": seen(outside, labelled=False)}
+    pixels, labels = (torch.from_numpy(one) for one in load_digits(return_X_y=True))
+    torch.manual_seed(0)
+    order = torch.randperm(len(pixels))
+    inputs = pixels[order].float() / 16 + 0.5 * torch.randn(len(pixels), 64)
+    cut = {"train": slice(500), "validation": slice(500, 700), "test": slice(700, None)}
+    parts: dict[str, tuple[Tensor, Tensor | None]] = {
+        name: (inputs[rows], labels[order][rows]) for name, rows in cut.items()
+    }
+    return trained(parts | {"noise": (2 * torch.randn(500, 64), None)}, 64, 10, 30)
 
 
 def mean_and_error(values: list[float]) -> list[float]:
@@ -191,7 +264,7 @@ class Splits:
 
 
 def answers(known: Calibration, splits: Splits, rate: float, score: str) -> dict[str, Any]:
-    """Promised and realised error rates of answers."""
+    """Nominal and realised error rates of answers."""
     surety = known.confidence if score == "confidence" else -known.entropy
     order = surety.argsort(descending=True)
     ordered = surety[order]
@@ -242,7 +315,7 @@ def answers(known: Calibration, splits: Splits, rate: float, score: str) -> dict
 def sets(
     known: Calibration, probs: Tensor, splits: Splits, coverage: float, method: str, by: str | None
 ) -> dict[str, Any]:
-    """Promised and realised coverage, and how large sets are."""
+    """Nominal and realised coverage, and how large sets are."""
     held, worst, sizes, empty = [], [], [], []
     options = {"penalty": 0.01, "free": 2} if method == "raps" else {}
     scores = -known.true_probability if method == "lac" else known.mass_above + known.true_probability
@@ -275,27 +348,22 @@ def sets(
 
 
 def alarms(score: Tensor, splits: Splits, rate: float) -> dict[str, Any]:
-    """Promised and realised false alarms."""
+    """Nominal and realised false alarms."""
     found = [
         float((score[rest] > mola.alarm_threshold(score[rows], rate)).double().mean()) for rows, rest in splits.plain()
     ]
     return {"promised": rate, "realised": mean_and_error(found), "spread": float(f"{np.std(found, ddof=1):.5g}")}
 
 
-def part_of(data: HeldOut, rows: Tensor) -> HeldOut:
-    assert data.labels is not None
-    return HeldOut([one[rows] for one in data.features], [one[rows] for one in data.logits], data.labels[rows])
-
-
-def tuned_on_same(posterior: MoLA, test: HeldOut, case: Case, count: int) -> dict[str, Any]:
-    """All promises, if the posterior is tuned on the data that calibrate."""
+def tuned_on_same(posterior: mola.MoLA, test: Rows, case: Case, count: int) -> dict[str, Any]:
+    """All guarantees, if the posterior is tuned on the calibration data."""
     realised: dict[str, list[float]] = {"coverage": [], "false alarms": []}
     wrong: dict[float, list[float]] = {rate: [] for rate in case.error_rates}
-    for rows, rest in Splits(len(test), case.calibration, count).plain():
+    for rows, rest in Splits(len(test.features), case.calibration, count).plain():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MolaWarning)
-            tuned = posterior.tune(part_of(test, rows), progress=False)
-        mine, other = said_of(tuned, part_of(test, rows))["MoLA"], said_of(tuned, part_of(test, rest))["MoLA"]
+            tuned = posterior.tune(test.part(rows), progress=False)
+        mine, other = outputs_of(tuned, test.part(rows))["MoLA"], outputs_of(tuned, test.part(rest))["MoLA"]
         known, new = mine.calibration(), other.calibration()
         assert mine.score is not None
         assert other.score is not None
@@ -322,8 +390,8 @@ def tuned_on_same(posterior: MoLA, test: HeldOut, case: Case, count: int) -> dic
     }
 
 
-def under_shift(case: Case, test: Said, others: dict[str, Said], rate: float, count: int) -> list[dict[str, Any]]:
-    """What shifted data and outliers make of promises that were given on test data."""
+def under_shift(case: Case, test: Outputs, others: dict[str, Outputs], rate: float, count: int) -> list[dict[str, Any]]:
+    """Guarantees from test data on shifted data and outliers."""
     known = test.calibration()
     assert test.score is not None
     found: dict[str, dict[str, list[float]]] = {}
@@ -342,12 +410,12 @@ def under_shift(case: Case, test: Said, others: dict[str, Said], rate: float, co
             gated = float(threshold_of(mine, rate, CERTAINTY, score=gated_score))
         except DataError:
             continue
-        unseen = Said(test.probs[rest], known.label[rest], test.score[rest])
-        for name, said in {"test": unseen, **others}.items():
-            assert said.score is not None
-            confidence, label = said.probs.max(1)
-            rings = said.score > alarm
-            held = made(said.probs)
+        unseen = Outputs(test.probs[rest], known.label[rest], test.score[rest])
+        for name, found_outputs in {"test": unseen, **others}.items():
+            assert found_outputs.score is not None
+            confidence, label = found_outputs.probs.max(1)
+            rings = found_outputs.score > alarm
+            held = made(found_outputs.probs)
             answered, passed = confidence > plain, (confidence > gated) & ~rings
             note(
                 name,
@@ -357,9 +425,9 @@ def under_shift(case: Case, test: Said, others: dict[str, Said], rate: float, co
                 size=float(held.sum(1).double().mean()),
                 empty=float((held.sum(1) == 0).double().mean()),
             )
-            if said.labels is not None and name not in case.outliers:
-                wrong = label != said.labels
-                inside = held[torch.arange(len(held)), said.labels]
+            if found_outputs.labels is not None and name not in case.outliers:
+                wrong = label != found_outputs.labels
+                inside = held[torch.arange(len(held)), found_outputs.labels]
                 note(
                     name,
                     all_wrong=float(wrong.double().mean()),
@@ -379,22 +447,22 @@ def under_shift(case: Case, test: Said, others: dict[str, Said], rate: float, co
 
 
 def measure(
-    case: Case, posterior: MoLA, test: HeldOut, others: dict[str, HeldOut], count: int, tell: Callable[[str], None]
+    case: Case, posterior: mola.MoLA, test: Rows, others: dict[str, Rows], count: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """All numbers of a case."""
-    said = said_of(posterior, test)
-    splits = Splits(len(test), case.calibration, count)
+    found_outputs = outputs_of(posterior, test)
+    splits = Splits(len(test.features), case.calibration, count)
     found: dict[str, Any] = {
         "calibration": case.calibration,
-        "test": len(test) - case.calibration,
-        "classes": said["MoLA"].probs.shape[1],
+        "test": len(test.features) - case.calibration,
+        "classes": found_outputs["MoLA"].probs.shape[1],
         "answers": [],
         "sets": [],
         "alarms": [],
     }
-    for method, one in said.items():
+    for method, one in found_outputs.items():
         known, own = one.calibration(), method == "MoLA"
-        some = splits if own else Splits(len(test), case.calibration, min(count, BESIDE))
+        some = splits if own else Splits(len(test.features), case.calibration, min(count, BESIDE))
         for rate in case.error_rates:
             tell(f"{method}, answers at {rate:g}")
             found["answers"].append({"method": method, **answers(known, some, rate, "confidence")})
@@ -408,32 +476,54 @@ def measure(
                 continue  # too few of each class
             tell(f"{method}, sets at {coverage:g} by {kind}")
             found["sets"].append({"method": method, **sets(known, one.probs, some, coverage, kind, by)})
-    score = said["MoLA"].score
+    score = found_outputs["MoLA"].score
     assert score is not None
     found["alarms"] = [alarms(score, splits, rate) for rate in FALSE_ALARMS]
     tell("tuned on the same data")
     found["tuned_on_same"] = tuned_on_same(posterior, test, case, min(count, RETUNED))
     tell("shifted data")
-    far = {name: said_of(posterior, one)["MoLA"] for name, one in others.items()}
-    found["shift"] = under_shift(case, said["MoLA"], far, case.error_rates[-1], min(count, SHIFTED))
+    far = {name: outputs_of(posterior, one)["MoLA"] for name, one in others.items()}
+    found["shift"] = under_shift(case, found_outputs["MoLA"], far, case.error_rates[-1], min(count, SHIFTED))
     return found
 
 
-def main() -> None:
+def broken(found: dict[str, Any]) -> list[str]:
+    """Guarantees that do not hold within chance."""
+    wrong = []
+    for row in found["answers"]:
+        chance = math.sqrt(CERTAINTY * (1 - CERTAINTY) / row["splits"])
+        if row["method"] == "MoLA" and row["violations"] > 1 - CERTAINTY + 4 * chance:
+            wrong.append(f"answers at {row['promised']:g}: {row['violations']:.3f} of the draws above")
+    for row in found["sets"]:
+        mean, error = row["realised"]
+        if mean < row["promised"] - 4 * error:
+            wrong.append(f"sets, {row['method']} {row['kind']}: coverage {mean:.4f}, not {row['promised']:g}")
+    for row in found["alarms"]:
+        mean, error = row["realised"]
+        if mean > row["promised"] + 4 * error:
+            wrong.append(f"alarms: {mean:.4f}, not {row['promised']:g}")
+    return wrong
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cache", type=Path, help="activations of `mola bench mnist` and `mola bench cifar10`")
+    parser.add_argument(
+        "cache", type=Path, nargs="?", help="activations of `mola bench mnist` and `mola bench cifar10`"
+    )
     parser.add_argument("--clinc", type=Path, help="data_full.json of CLINC150")
     parser.add_argument("--splits", type=int, default=1000)
     parser.add_argument("--cases", default="mnist,cifar10,clinc150")
-    parser.add_argument("--name", default="decisions", help="of the results")
+    parser.add_argument("--quick", action="store_true", help="digits, 50 splits; writes no file")
     options = parser.parse_args()
-    began = time.perf_counter()
+    if options.quick:
+        options.cases, options.splits = "digits", 50
+    elif options.cache is None:
+        parser.error("CACHE is needed, or --quick")
+    began, wrong = time.perf_counter(), []
     document: dict[str, Any] = {"splits": options.splits, "certainty": CERTAINTY, "cases": {}}
-    # Cases of the same number of splits that were measured before, and are not asked for now, stay.
-    if (record.RESULTS / f"{options.name}.json").exists() and (before := record.read(options.name))[
-        "splits"
-    ] == options.splits:
-        document["cases"] = {name: one for name, one in before["cases"].items() if name not in options.cases.split(",")}
+    # Cases of the same number of splits that were measured before stay.
+    if record.exists("decisions") and (before := record.read("decisions"))["splits"] == options.splits:
+        document["cases"] = before["cases"]
     for name in options.cases.split(","):
         case = CASES[name]
 
@@ -442,11 +532,18 @@ def main() -> None:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MolaWarning)
-            ready = from_sentences(options.clinc) if name == "clinc150" else from_cache(options.cache, case)
+            ready = {"clinc150": lambda: from_sentences(options.clinc), "digits": from_digits}.get(
+                name, lambda case=case: from_cache(options.cache, case)
+            )()
         document["cases"][name] = measure(case, *ready, options.splits, tell)
-        document["environment"] = record.environment()
-        record.write(options.name, document)
+        wrong += [f"{name}, {one}" for one in broken(document["cases"][name])]
+        if not options.quick:
+            document["environment"] = record.environment()
+            record.write("decisions", document)
+    for one in wrong:
+        print(f"BROKEN {one}")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

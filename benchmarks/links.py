@@ -249,7 +249,9 @@ def read(folder: Path, weights: Path, cache: Path | None, network: int) -> Exper
         return list(zip(features[name].split(500), examples[name].labels.split(500), strict=True))
 
     head = heads[network].linear.double()
-    return Experiment(head, batches("train"), batches("validation"), features["test"], examples["test"].labels, features["SVHN"])
+    return Experiment(
+        head, batches("train"), batches("validation"), features["test"], examples["test"].labels, features["SVHN"]
+    )
 
 
 def total_variation(first: Tensor, second: Tensor) -> Tensor:
@@ -259,11 +261,16 @@ def total_variation(first: Tensor, second: Tensor) -> Tensor:
 
 def link_errors(experiment: Experiment, structure: str, fitted: mola.MoLA) -> Iterator[dict[str, Any]]:
     """Errors of each link, at the prior precisions that the probit link's rules pick."""
-    points = {"test": (experiment.test[:POINTS], experiment.test_labels[:POINTS]), "svhn": (experiment.svhn[:POINTS], None)}
+    points = {
+        "test": (experiment.test[:POINTS], experiment.test_labels[:POINTS]),
+        "svhn": (experiment.svhn[:POINTS], None),
+    }
     for rule_name, rule in RULES.items():
         posterior = experiment.tune(fitted, rule)
         for place, (inputs, known) in points.items():
-            halves = [posterior.with_link(links.MonteCarlo(JUDGE_SAMPLES // 2, seed=seed))(inputs) for seed in (101, 202)]
+            halves = [
+                posterior.with_link(links.MonteCarlo(JUDGE_SAMPLES // 2, seed=seed))(inputs) for seed in (101, 202)
+            ]
             truth = (halves[0] + halves[1]) / 2
             probs = {PLAIN: mola.ensemble(experiment.head)(inputs)}
             probs |= {name: posterior.with_link(link)(inputs) for name, link in LINKS.items()}
@@ -381,7 +388,12 @@ def main() -> int:
     warnings.simplefilter("ignore", mola.errors.MolaWarning)  # grids grow, as they should
     if options.networks is not None:
         found = on_real_logits(read(options.data, options.networks, options.cache, options.network))
-        about = {"judge_samples": JUDGE_SAMPLES, "points": POINTS, "network": options.network, "environment": environment}
+        about = {
+            "judge_samples": JUDGE_SAMPLES,
+            "points": POINTS,
+            "network": options.network,
+            "environment": environment,
+        }
         record.write("links_against_monte_carlo", about | found)
         for rule in RULES:
             print(f"\nErrors, prior precision by {rule}\n\n{error_table(found['rows'], rule)}")

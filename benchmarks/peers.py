@@ -104,7 +104,9 @@ def weight_covariance(peer: Any) -> Tensor:
     return precision.to_matrix().inverse()
 
 
-def quantities(posterior: mola.MoLA, peer: Any, inputs: Tensor, targets: Tensor, order: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def quantities(
+    posterior: mola.MoLA, peer: Any, inputs: Tensor, targets: Tensor, order: Tensor
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, mola's value and laplace-torch's."""
     (component,), (precision,) = posterior.components, posterior.prior_precision
     curvature = component.layer.curvature
@@ -121,13 +123,21 @@ def quantities(posterior: mola.MoLA, peer: Any, inputs: Tensor, targets: Tensor,
         torch.stack([curvature.class_covariance(precision, c) for c in range(outputs)]),
         torch.stack([blocks[c, :, c] for c in range(outputs)]),
     )
-    yield "functional covariance" if regression else "logit covariance", curvature.covariance(phi, precision), covariance
+    yield (
+        "functional covariance" if regression else "logit covariance",
+        curvature.covariance(phi, precision),
+        covariance,
+    )
     yield "log marginal likelihood", posterior.log_evidence()[0], peer.log_marginal_likelihood()
     prediction = posterior.predict(inputs)
     if not regression:
         yield "logit mean", prediction.logit_mean[0], mean
         links = mola.links
-        for link, theirs in ((links.Probit(), "probit"), (links.Bridge(), "bridge"), (links.Bridge(True), "bridge_norm")):
+        for link, theirs in (
+            (links.Probit(), "probit"),
+            (links.Bridge(), "bridge"),
+            (links.Bridge(True), "bridge_norm"),
+        ):
             yield f"probabilities, {theirs}", posterior.with_link(link)(inputs), peer(inputs, link_approx=theirs)
         return
     functional = covariance.diagonal(dim1=1, dim2=2)
@@ -170,7 +180,11 @@ def compare(
     loader = DataLoader(data, batch_size=100)
     likelihood: Any = mola.likelihoods.Gaussian(noise=NOISE, shared=True) if regression else "categorical"
     posterior = mola.fit(network, loader, structure=structure, likelihood=likelihood, progress=False)
-    options: dict[str, Any] = {"subset_of_weights": "last_layer", "hessian_structure": PEER_NAME[structure], "backend": backend}
+    options: dict[str, Any] = {
+        "subset_of_weights": "last_layer",
+        "hessian_structure": PEER_NAME[structure],
+        "backend": backend,
+    }
     if regression:
         options["sigma_noise"] = NOISE
     peer = Laplace(deepcopy(network), "regression" if regression else "classification", **options)
@@ -188,7 +202,8 @@ def compare(
     ]
     slopes = evidence_slopes(posterior, peer, regression)
     found += [
-        common | {"quantity": what, "prior_precision": (at,), "difference": [slope], "tolerance": SETTLED} for what, at, slope in slopes
+        common | {"quantity": what, "prior_precision": (at,), "difference": [slope], "tolerance": SETTLED}
+        for what, at, slope in slopes
     ]
     return found
 
@@ -236,7 +251,9 @@ def laplace_torch() -> dict[str, Any]:
 
 def above(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of the same definition that differ by more than their tolerance."""
-    return [row for row in document["same"] if not max(row["difference"]) <= row.get("tolerance", document["tolerance"])]
+    return [
+        row for row in document["same"] if not max(row["difference"]) <= row.get("tolerance", document["tolerance"])
+    ]
 
 
 def judge_laplace_torch(documents: dict[str, Any]) -> int:
@@ -246,7 +263,9 @@ def judge_laplace_torch(documents: dict[str, Any]) -> int:
         failed += len(wrong)
         largest = max(max(row["difference"]) for row in document["same"] if "tolerance" not in row)
         right = len(document["same"]) - len(wrong)
-        print(f"{name}: {right} of {len(document['same'])} rows within their tolerance, the largest difference is {largest:.1e}")
+        print(
+            f"{name}: {right} of {len(document['same'])} rows within their tolerance, the largest difference is {largest:.1e}"
+        )
         for row in wrong:
             print(f"  ABOVE {row['network']}, {row['structure']}, {row['quantity']}: {row['difference']}")
         record.write(name, document)
@@ -369,7 +388,13 @@ def intervals() -> dict[str, Any]:
     ours = torch.cat(mola.prediction_intervals(Ends(columns), targets, 0.9)(Ends(new)), 1).numpy()  # type: ignore[arg-type]
     coverage = [float(((one[:, 0] <= truth) & (truth <= one[:, 1])).mean()) for one in (ours, theirs)]
     difference = float(np.abs(ours - theirs).max())
-    return {"peer": "MAPIE", "case": "conformalised quantiles", "promised": 0.9, "difference": difference, "coverage": coverage}
+    return {
+        "peer": "MAPIE",
+        "case": "conformalised quantiles",
+        "promised": 0.9,
+        "difference": difference,
+        "coverage": coverage,
+    }
 
 
 def conformal() -> dict[str, Any]:
@@ -383,7 +408,15 @@ def conformal() -> dict[str, Any]:
         for coverage in (0.8, 0.9, 0.95):
             given = probs, labels, new, coverage
 
-            def add(rows: list[Any], name: str, case: str, ours: Any, theirs: Any, truth: Any = truth, coverage: float = coverage) -> None:
+            def add(
+                rows: list[Any],
+                name: str,
+                case: str,
+                ours: Any,
+                theirs: Any,
+                truth: Any = truth,
+                coverage: float = coverage,
+            ) -> None:
                 places = np.arange(len(truth))
                 rows.append(
                     {
@@ -404,7 +437,13 @@ def conformal() -> dict[str, Any]:
                 for name, more in options.items()
             }
             add(same, "MAPIE", "lac", ours["lac"], mapie_sets("lac", *given))
-            add(same, "MAPIE", "aps, randomised", randomised(*given), mapie_sets("aps", *given, include_last_label="randomized"))
+            add(
+                same,
+                "MAPIE",
+                "aps, randomised",
+                randomised(*given),
+                mapie_sets("aps", *given, include_last_label="randomized"),
+            )
             scores = torchcp_scores(peer, 0.02, 2)
             for name, score in scores.items():
                 add(same, "TorchCP", name, ours[name], torchcp_sets(score, peer.split, *given))
@@ -415,7 +454,13 @@ def conformal() -> dict[str, Any]:
                 add(different, "MAPIE", case, ours["aps"], mapie_sets("aps", *given, include_last_label=last))
     packages = {name: version(name) for name in ("mapie", "torchcp", "torch", "numpy", "scikit-learn")}
     share = sum(row["equal"] for row in same) / sum(row["sets"] for row in same)
-    return {"packages": packages, "same": same, "different": different, "intervals": [intervals()], "equal_share": share}
+    return {
+        "packages": packages,
+        "same": same,
+        "different": different,
+        "intervals": [intervals()],
+        "equal_share": share,
+    }
 
 
 def frozen() -> dict[str, Any]:
@@ -444,7 +489,9 @@ def judge_conformal(document: dict[str, Any]) -> int:
     for row in document["same"] + document["different"]:
         coverage, size = (" / ".join(f"{one:.3f}" for one in row[name]) for name in ("coverage", "size"))
         equal = f"{row['equal']} of {row['sets']} equal"
-        print(f"{row['peer']:8} {row['case']:24} C={row['classes']:<4} {row['promised']:g}  {equal}   {coverage}   {size}")
+        print(
+            f"{row['peer']:8} {row['case']:24} C={row['classes']:<4} {row['promised']:g}  {equal}   {coverage}   {size}"
+        )
     (quantiles,) = document["intervals"]
     print(f"conformalised quantiles, MAPIE: largest difference {quantiles['difference']:.1e}")
     record.write("conformal_against_mapie", document)
@@ -464,7 +511,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", nargs="?", choices=list(PEERS), help="one of them; default: both")
     parser.add_argument("--venv", type=Path, help="folder of the environment, with one peer")
-    parser.add_argument("--frozen", action="store_true", help="print the reference of tests/library/test_conformal_reference.py")
+    parser.add_argument(
+        "--frozen", action="store_true", help="print the reference of tests/library/test_conformal_reference.py"
+    )
     parser.add_argument("--inside", choices=list(INSIDE), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside is not None:

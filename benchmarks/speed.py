@@ -38,7 +38,7 @@ import mola
 Loader = list[tuple[Tensor, Tensor]]
 Work = Callable[[], Any]
 
-RULES = ("nll", "threshold", "brier", "ece", "distance", "outliers", "evidence")
+RULES = ("calibrated", "nll", "threshold", "brier", "ece", "distance", "outliers", "evidence")
 TURN_SECONDS = 0.1
 """Short work is repeated within its turn: whatever ran before has filled the cache."""
 
@@ -86,7 +86,9 @@ def interleaved(works: dict[str, Work], repeats: int, networks: Sequence[nn.Modu
     return times
 
 
-def compare(tested: Work, plain: Work, repeats: int, networks: Sequence[nn.Module], *, relative: bool) -> dict[str, Any]:
+def compare(
+    tested: Work, plain: Work, repeats: int, networks: Sequence[nn.Module], *, relative: bool
+) -> dict[str, Any]:
     """Ratio and added time of the tested work; `relative` to what the plain work adds."""
     times = interleaved({"tested": tested, "plain": plain}, repeats, networks)
     ratios = [mine[0] / other[0] for mine, other in zip(times["tested"], times["plain"], strict=True)]
@@ -162,7 +164,7 @@ SETTINGS = (
         "LeNet / MNIST", lenet, (1, 28, 28), 10, 10_000, 2000, 128, 7, ("kron", "diag", "full"), RULES,
         {"fit": 1.3, "call": 1.3, "tune seconds": 1.0},
     ),
-    Setting("head P=2048, C=1000", partial(head, 784, 2048, 1000), (784,), 1000, 2048, 1000, 256, 3, rules=("nll", "distance")),
+    Setting("head P=2048, C=1000", partial(head, 784, 2048, 1000), (784,), 1000, 2048, 1000, 256, 3, rules=("calibrated", "nll")),
     Setting(
         "head P=512, C=32,000", partial(head, 784, 512, 32_000), (784,), 32_000, 512, 128, 64, 3, ("kron-diag",), ("nll",)
     ),
@@ -202,7 +204,9 @@ def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loade
         row = compare(tested, plain, turns, networks, relative=relative)
         bar, limit = setting.bars.get(work), setting.bars.get(f"{work} seconds")
         missed = (bar is not None and row["added"] > bar) or (limit is not None and row["seconds"] > limit)
-        rows.append({"setting": setting.name, "work": work, "kind": kind, **row, "bar": bar, "limit": limit, "missed": missed})
+        rows.append(
+            {"setting": setting.name, "work": work, "kind": kind, **row, "bar": bar, "limit": limit, "missed": missed}
+        )
 
     for structure in setting.structures[:1] if quick else setting.structures:
         fit = partial(mola.fit, network, training, structure=structure, progress=False, **setting.options)
@@ -218,7 +222,9 @@ def measure(setting: Setting, quick: bool, given: tuple[nn.Module, Loader, Loade
     outliers = [3 * images for images, _ in validation]
     for name in setting.rules[:2] if quick else setting.rules:
         if name == "evidence":
-            seconds = statistics.median(cpu_seconds(lambda: posterior.tune(rule="evidence", progress=False)) for _ in range(repeats))
+            seconds = statistics.median(
+                cpu_seconds(lambda: posterior.tune(rule="evidence", progress=False)) for _ in range(repeats)
+            )
             about = {"ratio": None, "added": None, "seconds": seconds, "bar": None, "limit": None, "missed": False}
             rows.append({"setting": setting.name, "work": "tune", "kind": name, **about})
             continue
@@ -286,7 +292,15 @@ def measure_dense(quick: bool) -> dict[str, Any]:
     row["over"] = row["fit_peak"] - row["bare_peak"]
     missed = row["added"] > DENSE_BARS["time"] or row["over"] > DENSE_BARS["memory"]
     name = f"U-Net, {images} images of {size} x {size}"
-    return {"setting": name, "work": "fit", "kind": "dense", **row, "bar": DENSE_BARS["time"], "limit": None, "missed": missed}
+    return {
+        "setting": name,
+        "work": "fit",
+        "kind": "dense",
+        **row,
+        "bar": DENSE_BARS["time"],
+        "limit": None,
+        "missed": missed,
+    }
 
 
 # --- laplace-torch ----------------------------------------------------------------------------------------------------
@@ -297,7 +311,9 @@ INPUTS, GRID = 784, 100
 class PeerLoader(list):
     """Batches that are ready, with the attributes that laplace-torch reads."""
 
-    def __init__(self, count: int, classes: int, judge: nn.Module | None = None, size: int = 256, width: int = INPUTS) -> None:
+    def __init__(
+        self, count: int, classes: int, judge: nn.Module | None = None, size: int = 256, width: int = INPUTS
+    ) -> None:
         inputs, labels = torch.randn(count, width), torch.randint(classes, (count,))
         if judge is not None:
             with torch.no_grad():  # as of an overconfident network: the best prior precision is inside the grid
@@ -403,17 +419,25 @@ def line(row: dict[str, Any]) -> str:
     bar = f"at most {row['bar']:g}" if row["bar"] else f"at most {row['limit']:g} s" if row["limit"] else ""
     over = f" {row['over'] / 1e6:.0f} MB more" if "over" in row else ""
     verdict = ("  MISSED" if row["missed"] else "  met") if bar else ""
-    return f"{row['setting']:32} {row['work']:5} {row['kind']:12} {ratio:15} {row['seconds']:8.3f} s{over}  {bar}{verdict}"
+    return (
+        f"{row['setting']:32} {row['work']:5} {row['kind']:12} {ratio:15} {row['seconds']:8.3f} s{over}  {bar}{verdict}"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the data, one turn; writes no file, judges nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="an eighth of the data, one turn; writes no file, judges nothing"
+    )
     parser.add_argument("--data", type=Path, help="CIFAR-10, for ResNet-20 (cifar10.py)")
     parser.add_argument("--networks", type=Path, help="folder with 00.safetensors of a ResNet-20")
-    parser.add_argument("--only", default="", help="settings whose name contains this; the other rows of the record stay")
+    parser.add_argument(
+        "--only", default="", help="settings whose name contains this; the other rows of the record stay"
+    )
     parser.add_argument("--peer", action="store_true", help="against laplace-torch")
-    parser.add_argument("--venv", type=Path, default=peer_environment.cache_folder(), help="environment of laplace-torch")
+    parser.add_argument(
+        "--venv", type=Path, default=peer_environment.cache_folder(), help="environment of laplace-torch"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dense-memory", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
