@@ -34,7 +34,8 @@ from torch import Tensor
 
 from mola.errors import BoundError, OptionError
 from mola.likelihoods.base import mixed, pooled
-from mola.links import Link, Probit, probit_scaled
+from mola.links import Link, Probit
+from mola.links.base import probit_scaled
 from mola.network import Captured
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def mixture_bound(posterior: MoLA, rows: MixtureRows, *, lemma: bool) -> Tensor:
     likelihood: Any = posterior.likelihood
     found = component_bounds(posterior, rows)
     scale, spreads = posterior._scale(rows), posterior._spreads(rows)
-    members = likelihood.members(
+    members = likelihood.member_probabilities(
         rows.outputs, spreads, posterior.weights, posterior.link, scale=scale, pooling=posterior.scaling.pooling
     )
     total = mixed(posterior.weights, list(found))

@@ -19,7 +19,7 @@ from mola.component import Component, MixtureRows, per_component
 from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located
 from mola.laplace import LastLayerSpread
-from mola.likelihoods import DiscreteLikelihood, Gaussian, Predictive
+from mola.likelihoods import DiscreteLikelihood, Gaussian, Likelihood, Predictive
 from mola.links import Link, as_link
 from mola.mixture import Mixture
 from mola.network import Captured, Inputs, Layout, capture, check_finite, check_logits, evaluating, one_batch
@@ -99,6 +99,11 @@ class MoLA(Mixture):
     def networks(self) -> tuple[nn.Module, ...]:
         """The trained networks."""
         return tuple(component.network for component in self.components)
+
+    @property
+    def likelihoods(self) -> tuple[Likelihood, ...]:
+        """Of each component: the noise of a regression may differ."""
+        return tuple(component.likelihood for component in self.components)
 
     @property
     def prior_precision(self) -> tuple[float, ...]:
@@ -249,17 +254,15 @@ class MoLA(Mixture):
 
     def predictive(self, rows: MixtureRows, seed: int | None = None) -> Predictive:
         """The predictive distribution of rows that the networks have computed already."""
-        options: dict[str, Any] = {} if self.likelihood.discrete else {"noises": self.noise_variances(rows)}
-        scale, pooling = self._scale(rows), self.scaling.pooling
         return self.likelihood.predictive(
             rows.outputs,
             self._spreads(rows),
             self.weights,
             self.link,
-            scale=scale,
-            pooling=pooling,
+            scale=self._scale(rows),
+            pooling=self.scaling.pooling,
             seed=seed,
-            **options,
+            members=self.likelihoods,
         )
 
     def _predict_batch(self, inputs: Inputs, seed: int | None, place: str) -> Any:

@@ -114,11 +114,6 @@ class LogitScaling:
         meaning = "1 is the median of the validation data."
         object.__setattr__(self, "onset", _check(self.onset, "onset", 1e-6, 1e6, meaning))
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether logits stay as they are."""
-        return self.temperature == 1 and self.exponent == 0 and self.pooling == 1
-
     def log_distance(self, log_distance: Tensor, weights: Tensor) -> Tensor:
         """Logarithm (n,) of the mixture's distance relative to the median, from those of the networks (K, n)."""
         return weights.to(log_distance) @ (log_distance - self._logs(0, log_distance))
@@ -156,12 +151,12 @@ def scale_factors(log_distance: Tensor, log_excess: Tensor, temperature: Tensor,
     """`T rho^gamma nu_k^2` (..., K, n, 1) for temperatures and exponents (...); without distance where the exponent is 0.
 
     Args:
-        log_distance: (n,), of the mixture, relative to the onset.
+        log_distance: (..., n), of the mixture, relative to the onset.
         log_excess: (K, n), `log nu`.
         temperature: T (...).
         exponent: gamma (...).
     """
     gamma, log_temperature = exponent[..., None, None], temperature.log()[..., None, None]
-    by_distance = (gamma * log_distance.clamp_min(0)).clamp_max(LOG_LARGEST_DISTANCE) + 2 * log_excess
+    by_distance = (gamma * log_distance.clamp_min(0)[..., None, :]).clamp_max(LOG_LARGEST_DISTANCE) + 2 * log_excess
     logs = log_temperature + torch.where(gamma > 0, by_distance, 0.0)
     return logs.clamp_max(LOG_LARGEST).exp()[..., None]

@@ -76,10 +76,8 @@ class Likelihood(ABC):
     """Whether outputs compete: one of C classes, and not C yes/no questions."""
     discrete: bool = True
     """Whether labels are choices, and not real numbers."""
-    links: tuple[str, ...] = ()
-    """Names of the links that apply."""
-    rules: tuple[str, ...] = ()
-    """Names of the tuning rules that apply; the first is the default."""
+    default_rule: str = "nll"
+    """Name of the tuning rule that is used where none is given."""
 
     def settings(self) -> dict[str, Any]:
         """Arguments that rebuild the likelihood, as JSON."""
@@ -122,6 +120,7 @@ class Likelihood(ABC):
         scale: Sequence[Tensor] | None = None,
         pooling: float | Tensor = 1.0,
         seed: int | None = None,
+        members: Sequence[Likelihood] | None = None,
     ) -> Predictive:
         """The mixture's predictive distribution.
 
@@ -133,6 +132,7 @@ class Likelihood(ABC):
             scale: (..., n, 1) for each component: divides logits, multiplies the standard deviations of a regression.
             pooling: c in `z_k <- z + c (z_k - z)`, which contracts the components towards their mean z.
             seed: of links that draw.
+            members: the components' own likelihoods, where their settings (a regression's noise) differ.
         """
 
     # Groups of training data, from whose centres distances are measured.
@@ -190,7 +190,7 @@ class DiscreteLikelihood(Likelihood):
             spreads = [None if spread is None else spread.divided(divisor) for spread, divisor in pairs]
         return pooled(outputs, weights, pooling), spreads
 
-    def members(
+    def member_probabilities(
         self,
         outputs: Sequence[Tensor],
         spreads: Sequence[Spread | None],
@@ -215,10 +215,11 @@ class DiscreteLikelihood(Likelihood):
         scale: Sequence[Tensor] | None = None,
         pooling: float | Tensor = 1.0,
         seed: int | None = None,
+        members: Sequence[Likelihood] | None = None,
     ) -> Predictive:
         """`sum_k w_k link(m_k, S_k)`."""
-        members = self.members(outputs, spreads, weights, link, scale=scale, pooling=pooling, seed=seed)
-        return self.distribution(mixed(weights, members))
+        probs = self.member_probabilities(outputs, spreads, weights, link, scale=scale, pooling=pooling, seed=seed)
+        return self.distribution(mixed(weights, probs))
 
     @abstractmethod
     def distribution(self, probs: Tensor) -> Predictive:

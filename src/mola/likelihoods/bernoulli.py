@@ -54,8 +54,7 @@ class Bernoulli(DiscreteLikelihood):
     """Yes or no for each of C labels, by a sigmoid of one logit each."""
 
     name = "bernoulli"
-    links = ("probit", "mean-field", "mc")
-    rules = ("threshold", "nll", "brier", "ece", "evidence", "distance", "calibrated")
+    default_rule = "threshold"
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Logits (n, C), from (n,), (n, 1) or (n, C)."""

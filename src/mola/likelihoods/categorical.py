@@ -45,8 +45,7 @@ class Categorical(DiscreteLikelihood):
 
     name = "categorical"
     mutually_exclusive = True
-    links = ("probit", "probit-centred", "mean-field", "bridge", "mc")
-    rules = ("threshold", "nll", "brier", "ece", "evidence", "distance", "calibrated")
+    default_rule = "threshold"
 
     def check_outputs(self, outputs: Tensor, ran: Ran = ()) -> Tensor:
         """Logits (n, C), or `HeadError`."""

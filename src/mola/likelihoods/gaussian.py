@@ -99,7 +99,6 @@ class Gaussian(Likelihood):
     estimated: bool = False
     name = "gaussian"
     discrete = False
-    rules = ("nll", "crps", "evidence", "distance")
 
     def __post_init__(self) -> None:
         location = 0.0 if self.location is None else self.location
@@ -314,13 +313,14 @@ class Gaussian(Likelihood):
         scale: Sequence[Tensor] | None = None,
         pooling: float | Tensor = 1.0,
         seed: int | None = None,
-        noises: Sequence[Tensor] | None = None,
+        members: Sequence[Likelihood] | None = None,
     ) -> NormalMixture:
-        """`sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`; `noises` (n, D) of the components where they differ."""
+        """`sum_k w_k N(m_k, s_k^2 (v_k + noise_k))`, with the noise of each member."""
         means = pooled([self.means(one) for one in outputs], weights, pooling)
-        given = noises if noises is not None else [self.noise_variance(one) for one in outputs]
+        own = [self] * len(outputs) if members is None else members
+        noises = [one.noise_variance(some) for one, some in zip(own, outputs, strict=True) if isinstance(one, Gaussian)]
         variances = []
-        for index, (noise, spread) in enumerate(zip(given, spreads, strict=True)):
+        for index, (noise, spread) in enumerate(zip(noises, spreads, strict=True)):
             variance = noise if spread is None else noise + spread.variance()
             variances.append(variance if scale is None else variance * scale[index].square())
         shape = torch.broadcast_shapes(*(one.shape for one in (*means, *variances)))  # type: ignore[no-untyped-call]

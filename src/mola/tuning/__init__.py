@@ -29,23 +29,21 @@ RULES: dict[str, Rule] = PLAIN_RULES | {"distance": Distance(), "calibrated": Ca
 
 
 def as_rule(rule: Rule | str | None, likelihood: Likelihood, data: object = None) -> Rule:
-    """The rule of that name, or the rule itself; None is the likelihood's default. Checks that it has the data that it needs."""
-    name = likelihood.rules[0] if rule is None else rule
+    """The rule of that name, or the rule itself; None is the likelihood's default. Checks that it applies and has its data."""
+    name = likelihood.default_rule if rule is None else rule
     if isinstance(name, str):
-        one_of(name, RULES, "rule", "an object such as mola.rules.Evidence()")
-        if name not in likelihood.rules:
-            raise OptionError(
-                f"rule {name!r} does not apply to likelihood {likelihood.name!r}: use one of {', '.join(likelihood.rules)}."
-            )
-        chosen = RULES[name]
+        chosen = RULES[one_of(name, RULES, "rule", "an object such as mola.rules.Evidence()")]
     elif callable(name) and not isinstance(name, type):
         chosen = name
     else:
         raise OptionError(
             f"rule must be one of {', '.join(RULES)}, or an object such as mola.rules.Evidence(); got {rule!r}."
         )
-    needs_data = getattr(chosen, "needs_data", True)
     label = repr(name) if isinstance(name, str) else type(chosen).__name__
+    if not getattr(chosen, "applies_to", lambda _: True)(likelihood):
+        known = ", ".join(one for one, kind in RULES.items() if kind.applies_to(likelihood))
+        raise OptionError(f"rule {label} does not apply to likelihood {likelihood.name!r}: use one of {known}.")
+    needs_data = getattr(chosen, "needs_data", True)
     if needs_data and data is None:
         raise OptionError(f"rule {label} needs validation data: pass val_loader, or use 'evidence', which needs none.")
     if not needs_data and data is not None:

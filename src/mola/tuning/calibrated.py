@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mola.errors import OptionError
+from mola.likelihoods import Likelihood
 from mola.options import is_real
 from mola.tuning.held_out import HeldOut
 from mola.tuning.scores import Candidates, paired, scores
@@ -161,6 +162,10 @@ class Calibrated:
 
     def __post_init__(self) -> None:
         check_price(self.price)
+
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Whether the rule means anything for a likelihood."""
+        return likelihood.discrete
 
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose prior precision, temperature, pooling and distance exponent."""

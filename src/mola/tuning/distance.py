@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from mola.errors import OptionError, warn
+from mola.likelihoods import Likelihood
 from mola.options import is_real, one_of
 from mola.tuning.held_out import HeldOut
 from mola.tuning.rules import PLAIN_RULES, Threshold
@@ -65,6 +66,10 @@ class Distance:
             one_of(self.rule, tuple(PLAIN_RULES), "rule")
         elif not callable(self.rule) or isinstance(self.rule, (type, Distance)):
             raise OptionError(f"rule must be a name or an object such as mola.rules.Score('nll'), got {self.rule!r}.")
+
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Whether the rule means anything for a likelihood."""
+        return True
 
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose prior precision, temperature and distance exponent."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mola.errors import OptionError
-from mola.likelihoods import Gaussian
+from mola.likelihoods import Gaussian, Likelihood
 from mola.options import is_real, one_of
 from mola.tuning.held_out import HeldOut
 from mola.tuning.scores import Candidates, averages, confidence_and_uniformity, paired, scores
@@ -102,6 +102,10 @@ class Threshold:
             notes,
         )
 
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Whether the rule means anything for a likelihood."""
+        return likelihood.discrete
+
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose the prior precision."""
         require_classes(posterior, self)
@@ -182,14 +186,15 @@ class Score:
     def __post_init__(self) -> None:
         one_of(self.score, tuple(SCORE_NAMES), "score")
 
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Whether the rule means anything for a likelihood."""
+        return {"nll": True, "crps": not likelihood.discrete}.get(self.score, likelihood.discrete)
+
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose the prior precision."""
         data, score, name = require_data(data, self), self.score, f"Score({self.score!r})"
-        if score not in posterior.likelihood.rules:
-            known = ", ".join(posterior.likelihood.rules)
-            raise OptionError(
-                f"score {score!r} does not apply to likelihood {posterior.likelihood.name!r}: use one of {known}."
-            )
+        if not self.applies_to(posterior.likelihood):
+            raise OptionError(f"score {score!r} does not apply to likelihood {posterior.likelihood.name!r}.")
         if not posterior.likelihood.discrete:
             return _tune_regression(posterior, data, score, self.grid)
         search = PrecisionSearch(curve_of(posterior, data), self.grid)
@@ -258,6 +263,10 @@ class Outliers:
         if not (is_real(self.weight) and 0 <= self.weight < math.inf):
             raise OptionError(f"weight must be a finite number of at least 0, got {self.weight!r}.")
 
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Whether the rule means anything for a likelihood."""
+        return likelihood.discrete
+
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
         """Choose the prior precision."""
         require_classes(posterior, self)
@@ -295,6 +304,10 @@ class Evidence:
 
     shared: bool = True
     needs_data = False
+
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Whether the rule means anything for a likelihood."""
+        return True
 
     def __call__(self, posterior: MoLA, data: HeldOut | None = None) -> Tuning:
         """Choose the prior precision, and for a regression the noise unless it was given."""

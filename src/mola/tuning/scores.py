@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mola.likelihoods import DiscreteLikelihood, Predictive
 from mola.metrics import bin_sums, calibration_gaps
 from mola.scaling import scale_factors
 from mola.tuning.held_out import HeldOut
@@ -58,20 +59,16 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.temperature)
 
-    def __getitem__(self, part: slice) -> Candidates:
-        return Candidates(*(getattr(self, one.name)[part] for one in fields(self)))
-
-
-def predictives(posterior: MoLA, data: HeldOut, candidates: Candidates) -> Iterator[tuple[list[Any], Tensor | None]]:
-    """Predictive distributions of held-out data, chunk by chunk: parts of the candidates in order, and the chunk's labels."""
-    vectorised = (
-        posterior.link.variance_only or not posterior.likelihood.discrete
-    ) and posterior.weighting != "evidence"
-    size, outputs = (len(candidates) if vectorised else 1), data.outputs[0].shape[1]
-    row = max(size * posterior.link.row_size(outputs), max(phi.shape[1] for phi in data.phi))
-    for rows, labels in data.chunks(NUMBERS_AT_ONCE // row):
-        parts = (candidates[start : start + size] for start in range(0, len(candidates), size))
-        yield [predictive_at(posterior, rows, part) for part in parts], labels
+    def applied(self, posterior: MoLA, index: int) -> MoLA:
+        """The posterior with the settings of one candidate."""
+        scaling = replace(
+            posterior.scaling,
+            temperature=float(self.temperature[index]),
+            pooling=float(self.pooling[index]),
+            exponent=float(self.exponent[index]),
+            onset=float(self.onset[index]),
+        )
+        return posterior.with_prior_precision(self.precision[index].tolist())._with(scaling=scaling)
 
 
 def scores(posterior: MoLA, data: HeldOut, candidates: Candidates) -> dict[str, Tensor]:
@@ -82,84 +79,85 @@ def scores(posterior: MoLA, data: HeldOut, candidates: Candidates) -> dict[str, 
         data: with labels.
         candidates: to score.
     """
-    parts: list[dict[str, Tensor]] = []
-    for found, labels in predictives(posterior, data, candidates):
+
+    def scored(predictive: Predictive, labels: Tensor | None) -> dict[str, Tensor]:
         assert labels is not None
-        scored = [one.scores(labels) for one in found]
-        parts.append({name: torch.cat([one[name] for one in scored]) for name in scored[0]})
-    names = team_names(data, parts)
+        return predictive.scores(labels)
+
+    return _gathered(posterior, data, candidates, scored)
+
+
+def confidence_and_uniformity(posterior: MoLA, data: HeldOut, candidates: Candidates) -> tuple[Tensor, Tensor]:
+    """Mean confidence (L,) of every candidate, and mean cross-entropy (L,) of the uniform distribution to its predictions."""
+    likelihood, tiny = posterior.likelihood, torch.finfo(torch.float64).tiny
+    assert isinstance(likelihood, DiscreteLikelihood)
+
+    def scored(predictive: Predictive, _: Tensor | None) -> dict[str, Tensor]:
+        choices = likelihood.choices(predictive.point())
+        uniform = -choices.clamp_min(tiny).log().mean(-1)
+        confidence = choices.amax(-1)
+        if not likelihood.mutually_exclusive:  # a row for each question
+            confidence, uniform = confidence.flatten(-2), uniform.flatten(-2)
+        return {"confidence": confidence, "uniform": uniform}
+
+    found = _gathered(posterior, data, candidates, scored)
+    return found["confidence"].mean(1), found["uniform"].mean(1)
+
+
+def _gathered(
+    posterior: MoLA,
+    data: HeldOut,
+    candidates: Candidates,
+    scored: Callable[[Predictive, Tensor | None], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    # What `scored` makes of every candidate's predictive distribution, (L, m) by name. Links that use variances alone take all
+    # candidates at once; with the others, or with weights that depend on the candidate, each is a posterior of its own.
+    together = (posterior.link.variance_only or not posterior.likelihood.discrete) and posterior.weighting != "evidence"
+    each = [] if together else [candidates.applied(posterior, index) for index in range(len(candidates))]
+    outputs, features = data.outputs[0].shape[1], max(phi.shape[1] for phi in data.phi)
+    row = max((len(candidates) if together else 1) * posterior.link.row_size(outputs), features)
+    parts: list[dict[str, Tensor]] = []
+    for rows, labels in data.chunks(NUMBERS_AT_ONCE // row):
+        if together:
+            parts.append(scored(predictive_at(posterior, rows, candidates), labels))
+        else:
+            found = [scored(one.predictive(rows), labels) for one in each]
+            parts.append({name: torch.stack([one[name] for one in found]) for name in found[0]})
+    # A rank without data does not know the names.
+    names = next(names for names in data.team.collect(list(parts[0]) if parts else None) if names)
     return {
         name: data.gather(torch.cat([part[name] for part in parts], 1).T.contiguous() if parts else None).T
         for name in names
     }
 
 
-def confidence_and_uniformity(posterior: MoLA, data: HeldOut, candidates: Candidates) -> tuple[Tensor, Tensor]:
-    """Mean confidence (L,) of every candidate, and mean cross-entropy (L,) of the uniform distribution to its predictions."""
-    likelihood: Any = posterior.likelihood
-    tiny, rows = torch.finfo(torch.float64).tiny, []
-    for found, _ in predictives(posterior, data, candidates):
-        choices = likelihood.choices(torch.cat([one.point() for one in found]))
-        each = [choices.amax(-1), -choices.clamp_min(tiny).log().mean(-1)]
-        rows.append(torch.stack([one.flatten(1) for one in each], -1).movedim(1, 0))  # (m, L, 2)
-    confidence, uniform = data.gather(torch.cat(rows) if rows else None).mean(0).unbind(-1)
-    return confidence, uniform
-
-
-def team_names(data: HeldOut, parts: Sequence[dict[str, Tensor]]) -> list[str]:
-    """Names of the scores, also on a rank without data."""
-    return next(names for names in data.team.collect(list(parts[0]) if parts else None) if names)
-
-
-def predictive_at(posterior: MoLA, rows: MixtureRows, candidates: Candidates) -> Any:
-    """The predictive distribution of n rows under L candidates: with a leading dimension L, also for one."""
-    likelihood, weights = posterior.likelihood, posterior.weights
-    if posterior.weighting == "evidence":
-        weights = posterior.with_prior_precision(candidates.precision[0].tolist()).weights
-    single = len(candidates) == 1
-    spreads = []
-    for index, (component, phi) in enumerate(zip(posterior.components, rows.phi, strict=True)):
-        precision = candidates.precision[:, index]
-        spreads.append(component.spread(phi, float(precision[0]) if single else precision))
+def predictive_at(posterior: MoLA, rows: MixtureRows, candidates: Candidates) -> Predictive:
+    """The predictive distribution of n rows under L candidates, with a leading dimension L: for links that use variances alone."""
+    precisions = candidates.precision.unbind(1)
+    parts = zip(posterior.components, rows.phi, precisions, strict=True)
     scale = None
     if bool((candidates.temperature != 1).any() or (candidates.exponent != 0).any()):
-        factors = _factors(posterior, rows, candidates, weights)  # (L, K, n, 1)
-        scale = list((factors[0] if single else factors.movedim(1, 0)).unbind(0))
-    pooling: Any = candidates.pooling[:, None, None]
-    if bool((candidates.pooling == 1).all()):
-        pooling = 1.0
-    elif single:
-        pooling = float(candidates.pooling[0])
-    options: dict[str, Any] = {} if likelihood.discrete else {"noises": posterior.noise_variances(rows)}
-    found = likelihood.predictive(
-        rows.outputs, spreads, weights, posterior.link, scale=scale, pooling=pooling, **options
+        scale = list(_factors(posterior, rows, candidates).unbind(1))
+    plain = bool((candidates.pooling == 1).all())
+    return posterior.likelihood.predictive(
+        rows.outputs,
+        [component.spread(phi, precision) for component, phi, precision in parts],
+        posterior.weights,
+        posterior.link,
+        scale=scale,
+        pooling=1.0 if plain else candidates.pooling[:, None, None],
+        members=posterior.likelihoods,
     )
-    if not single:
-        return found
-    # A leading dimension of size 1; a mixture of normals has its components first.
-    tensors = {one.name: getattr(found, one.name) for one in fields(found) if one.name != "weights"}  # type: ignore[arg-type]
-    return replace(
-        found, **{name: value[None] if likelihood.discrete else value[:, None] for name, value in tensors.items()}
-    )  # type: ignore[type-var]
 
 
-def _factors(posterior: MoLA, rows: MixtureRows, candidates: Candidates, weights: Tensor) -> Tensor:
-    count, number = len(rows.outputs[0]), len(posterior.components)
+def _factors(posterior: MoLA, rows: MixtureRows, candidates: Candidates) -> Tensor:
+    # What logits are divided by (L, K, n, 1).
     if not bool((candidates.exponent != 0).any()):
-        return candidates.temperature[:, None, None, None].expand(-1, number, count, 1)
+        return candidates.temperature[:, None, None, None].expand(-1, len(posterior.components), 1, 1)
     log_distance, log_norm = posterior.log_distances(rows)
-    relative = posterior.scaling.log_distance(log_distance, weights)
-    discrete = posterior.likelihood.discrete
-    excess = posterior.scaling.log_excess(log_norm) if discrete else torch.zeros_like(log_norm)
-    onset = candidates.onset.log()
-    if bool((onset == onset[0]).all()):
-        return scale_factors(relative - onset[0], excess, candidates.temperature, candidates.exponent)
-    return torch.cat(
-        [
-            scale_factors(relative - one, excess, candidates.temperature[i : i + 1], candidates.exponent[i : i + 1])
-            for i, one in enumerate(onset)
-        ]
-    )
+    relative = posterior.scaling.log_distance(log_distance, posterior.weights) - candidates.onset.log()[:, None]
+    excess = posterior.scaling.log_excess(log_norm) if posterior.likelihood.discrete else torch.zeros_like(log_norm)
+    return scale_factors(relative, excess, candidates.temperature, candidates.exponent)
 
 
 def averages(scored: dict[str, Tensor]) -> dict[str, Tensor]:

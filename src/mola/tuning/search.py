@@ -186,6 +186,6 @@ def require_classes(posterior: MoLA, rule: object) -> None:
     """Raise `OptionError` for a regression."""
     if not posterior.likelihood.discrete:
         raise OptionError(
-            f"{type(rule).__name__} is about confidence in classes and does not apply to regression: use one of "
-            f"{', '.join(posterior.likelihood.rules)}."
+            f"{type(rule).__name__} is about confidence in classes and does not apply to regression: use 'nll', 'crps', 'evidence' or "
+            f"'distance'."
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from mola.likelihoods import Likelihood
     from mola.posterior import MoLA
     from mola.tuning.held_out import HeldOut
 
@@ -57,10 +58,18 @@ class Tuning:
 
 
 class Rule(Protocol):
-    """A way to choose the prior precision."""
+    """A way to choose the prior precision and the scaling of logits; a plain function with this signature works, too."""
 
     needs_data: bool
     """Whether it uses validation data."""
 
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Whether the rule means anything for a likelihood."""
+
     def __call__(self, posterior: MoLA, data: HeldOut | None) -> Tuning:
-        """Choose, from a posterior without scaling."""
+        """Choose.
+
+        Args:
+            posterior: at its first prior precision, with temperature 1, pooling 1 and distance exponent 0.
+            data: validation data as the networks see it; None for a rule without `needs_data`.
+        """

@@ -1,0 +1,50 @@
+"""What a link is, and the formula that several share."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mola.laplace.base import Spread
+from mola.likelihoods.base import DiscreteLikelihood, Likelihood
+
+
+class Link(ABC):
+    """A rule that turns Gaussian logits into probabilities."""
+
+    name: str
+    variance_only = True
+    """Whether the variance of each logit is all that it uses: then many candidates of a search are evaluated at once."""
+
+    @abstractmethod
+    def __call__(
+        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+    ) -> Tensor:
+        """Probabilities (..., n, C) of logits with this mean (..., n, C) and spread; None is no spread."""
+
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Whether the link is defined for a likelihood: by default for every one whose labels are choices."""
+        return likelihood.discrete
+
+    def row_size(self, outputs: int) -> int:
+        """Numbers per datum that are held at once."""
+        return outputs
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments that rebuild the link, as JSON."""
+        return asdict(self)  # type: ignore[call-overload]
+
+
+def probit_scaled(mean: Tensor, variance: Tensor) -> Tensor:
+    """`m / sqrt(1 + pi/8 v)`: the logit of the averaged logistic, by MacKay's approximation."""
+    return mean * torch.rsqrt(1 + math.pi / 8 * variance)
+
+
+def centred(mean: Tensor) -> Tensor:
+    """Logits less their mean over the classes."""
+    return mean - mean.mean(-1, keepdim=True)

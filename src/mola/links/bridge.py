@@ -1,0 +1,55 @@
+"""The Laplace bridge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mola.errors import OptionError
+from mola.laplace.base import Spread
+from mola.likelihoods.base import DiscreteLikelihood, Likelihood
+from mola.links.base import Link, centred
+
+
+@dataclass(frozen=True)
+class Bridge(Link):
+    r"""Laplace bridge: the mean of the Dirichlet whose softmax-basis mode and curvature match.
+
+    .. math:: \alpha_i = \frac{1}{S_{ii}} \Big(1 - \frac2C + \frac{e^{m_i}}{C^2} \sum_j e^{-m_j}\Big), \qquad p = \alpha /
+       \textstyle\sum \alpha,
+
+    after projection on the contrasts. It does not become the softmax as the covariance vanishes: the ratios of the variances stay.
+
+    Args:
+        normalised: scale mean and variance to a common spread first (laplace-torch's `bridge_norm`). This undoes any
+            division of the logits: neither a temperature nor the distance changes these probabilities.
+    """
+
+    normalised: bool = False
+    name = "bridge"
+
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Mutually exclusive classes only: a yes/no logit has no others to be centred by."""
+        return likelihood.discrete and likelihood.mutually_exclusive
+
+    def __call__(
+        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+    ) -> Tensor:
+        """Probabilities (..., n, C)."""
+        if spread is None:
+            raise OptionError(
+                "link 'bridge' needs a covariance, and a plain ensemble has none. Use link='probit', or mola.fit."
+            )
+        mean, variance = centred(mean), spread.variance(centred=True)
+        # Features that are all 0, without a bias, have no variance in any logit.
+        variance = torch.where(variance.amax(-1, keepdim=True) > 0, variance, 1.0)
+        classes = variance.shape[-1]
+        if self.normalised:
+            common = variance.mean(-1, keepdim=True) / (classes / 2) ** 0.5
+            mean, variance = mean * common.rsqrt(), variance / common
+        rest = mean.new_full((), 1 - 2 / classes).log()
+        shifted = mean + torch.logsumexp(-mean, -1, keepdim=True) - 2 * math.log(classes)
+        return torch.softmax(torch.logaddexp(rest, shifted) - variance.log(), dim=-1)

@@ -1,0 +1,67 @@
+"""The Monte Carlo link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mola.laplace.base import LastLayerSpread, Spread
+from mola.likelihoods.base import DiscreteLikelihood
+from mola.links.base import Link
+from mola.numerics import check_seed, standard_normals
+from mola.options import one_of, whole_number
+
+DRAWS_AT_ONCE = 2**16
+"""Draws times classes per datum that are held at once."""
+
+
+@dataclass(frozen=True)
+class MonteCarlo(Link):
+    """Average the probabilities over draws of the logits.
+
+    All data share the same standard normals, so a prediction does not depend on its batch, and the same seed gives the same
+    probabilities. Each datum by itself is an honest Monte Carlo estimate.
+
+    Args:
+        samples: number of draws.
+        over: draw logits, or weights of the last layer: the same distribution for every datum.
+        seed: of the draws, unless a generator is passed with the call.
+    """
+
+    samples: int = 100
+    over: Literal["logits", "weights"] = "logits"
+    seed: int = 0
+    name = "mc"
+    variance_only = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", whole_number(self.samples, "samples"))
+        one_of(self.over, ("logits", "weights"), "over")
+        check_seed(self.seed)
+
+    def row_size(self, outputs: int) -> int:
+        """The draws."""
+        return outputs * min(self.samples, max(1, DRAWS_AT_ONCE // outputs))
+
+    def __call__(
+        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+    ) -> Tensor:
+        """Probabilities (n, C)."""
+        if spread is None:
+            return likelihood.probabilities(mean)
+        # By NumPy: a trace takes the draws as constants.
+        generator = np.random.default_rng(self.seed if seed is None else seed)
+        total, step = torch.zeros_like(mean), max(1, DRAWS_AT_ONCE // mean.shape[-1])
+        if self.over == "weights" and isinstance(spread, LastLayerSpread):
+            for start in range(0, self.samples, step):
+                deviations = spread.by_weights(min(step, self.samples - start), generator)
+                total = total + likelihood.probabilities(mean[:, None] + deviations).sum(1)
+            return total / self.samples
+        noise = standard_normals((self.samples, spread.noise_size), generator).to(mean)
+        for part in torch.split(noise, step):
+            total = total + likelihood.probabilities(mean[:, None] + spread.perturb(part)).sum(1)
+        return total / self.samples

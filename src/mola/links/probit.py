@@ -1,0 +1,43 @@
+"""The probit links: divide each logit by what its variance makes of it, then take the softmax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mola.laplace.base import Spread
+from mola.likelihoods.base import DiscreteLikelihood, Likelihood
+from mola.links.base import Link, centred, probit_scaled
+
+
+@dataclass(frozen=True)
+class Probit(Link):
+    r"""The paper's multi-class probit approximation: :math:`\mathrm{softmax}(m_i / \sqrt{1 + \frac\pi8 S_{ii}})`."""
+
+    name = "probit"
+
+    def __call__(
+        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+    ) -> Tensor:
+        """Probabilities (..., n, C)."""
+        return likelihood.probabilities(mean if spread is None else probit_scaled(mean, spread.variance()))
+
+
+@dataclass(frozen=True)
+class CentredProbit(Link):
+    """Probit of the centred logits: mean and covariance are projected on the contrasts first."""
+
+    name = "probit-centred"
+
+    def applies_to(self, likelihood: Likelihood) -> bool:
+        """Mutually exclusive classes only: a yes/no logit has no others to be centred by."""
+        return likelihood.discrete and likelihood.mutually_exclusive
+
+    def __call__(
+        self, mean: Tensor, spread: Spread | None, likelihood: DiscreteLikelihood, seed: int | None = None
+    ) -> Tensor:
+        """Probabilities (..., n, C)."""
+        if spread is None:
+            return likelihood.probabilities(mean)
+        return likelihood.probabilities(probit_scaled(centred(mean), spread.variance(centred=True)))
