@@ -35,7 +35,8 @@ def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
         raise OptionError(
             f"weights must sum to 1, got {values.tolist()} with sum {float(values.sum()):.6g}. Divide them by their sum."
         )
-    return values / values.sum()
+    # Weights that sum to 1 up to rounding stay as they are: dividing again would change them with every save and load.
+    return values if abs(float(values.sum()) - 1) <= 1e-12 else values / values.sum()
 
 
 def check_weighting(weights: str | Sequence[float] | Tensor, count: int) -> str | Tensor:
