@@ -36,7 +36,7 @@ from mola.errors import BoundError, OptionError
 from mola.likelihoods.base import mixed, pooled
 from mola.links import Link, Probit
 from mola.links.base import probit_scaled
-from mola.network import Captured
+from mola.network import Captured, check_finite
 
 if TYPE_CHECKING:
     from mola.component import MixtureRows
@@ -83,6 +83,8 @@ def component_bounds(posterior: MoLA, rows: MixtureRows) -> Tensor:
 def mixture_bound(posterior: MoLA, rows: MixtureRows, *, lemma: bool) -> Tensor:
     """The Theorem: upper bound (n,) on the confidence in the predicted class, or (K, n) of each component; (..., C) for labels."""
     likelihood: Any = posterior.likelihood
+    for phi, outputs in zip(rows.phi, rows.outputs, strict=True):
+        check_finite(phi, outputs)  # the bound of a class would be finite where there is no prediction
     found = component_bounds(posterior, rows)
     scale, spreads = posterior._scale(rows), posterior._spreads(rows)
     members = likelihood.member_probabilities(
