@@ -493,7 +493,9 @@ def attack(scene: Scene, name: str) -> None:
     except MolaError:
         require(torch.equal(posterior(scene.test).nan_to_num(), before.nan_to_num()), "the posterior", "changed")
         return
-    raise Failure("accepted", f"returned a {type(found).__name__}")
+    # `posterior(x)` is traced for export and checks no values: NaN in, NaN out.
+    nan = name == "call" and isinstance(found, Tensor) and bool(found.isnan().all())
+    require(nan, f"returned a {type(found).__name__}", "accepted")
 
 
 # --- campaign ---------------------------------------------------------------------------------------------------------
