@@ -1,6 +1,6 @@
 """Sets are those of MAPIE and TorchCP where definitions agree: what they gave is kept in conformal_reference.json.
 
-`benchmarks/conformal_against_mapie.py` compares many more with the libraries themselves; `conformal_cases.py frozen` makes the file.
+`benchmarks/peers.py conformal` compares many more with the libraries themselves; `peers.py --frozen` prints the file.
 """
 
 import json
