@@ -138,15 +138,12 @@ SECTIONS = (("README.md", "Use it"), ("docs/choosing.md", "Set an option"))
 
 
 def snippets() -> str:
-    """The snippets of these sections, each with the setup that its page gives it."""
+    """The snippets of these sections, and the setups that their pages give them."""
     code = ["import torch"]
     for page, title in SECTIONS:
         section = (ROOT / page).read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
         found = [setup or shown for setup, shown in SNIPPET.findall(section)]
-        check(
-            len(found) >= 2,
-            f"{page}: the section {title!r} has {len(found)} snippets; expected a setup and one to run.",
-        )
+        check(bool(found), f"{page}: the section {title!r} has no snippet.")
         code += found
     return "\n".join(code)
 

@@ -1,6 +1,6 @@
 """What can go wrong, each kind saying what was expected, what came, and what to do.
 
-Every error raised on purpose derives from `MolaError`, so `except mola.MolaError` catches all of them and nothing
+Every error raised on purpose derives from `MolaError`, so `except mola.errors.MolaError` catches all of them and nothing
 else. Kinds also derive from the built-in a Python user would reach for (`ValueError`, `MemoryError`, ...).
 """
 
@@ -90,7 +90,7 @@ def located(place: str) -> Iterator[None]:
     try:
         yield
     except (DataError, HeadError) as error:
-        message = f"{place}, {error}" if str(error).startswith("models[") else f"{place}: {error}"
+        message = f"{place}, {error}" if str(error).startswith("networks[") else f"{place}: {error}"
         raise type(error)(message) from error.__cause__
 
 

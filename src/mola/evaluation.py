@@ -21,8 +21,6 @@ from mola import metrics, normal_mixtures
 from mola.distributed import Team
 from mola.errors import DataError, MissingExtraError, OptionError
 from mola.likelihoods import Gaussian, Likelihood
-from mola.likelihoods.bernoulli import BernoulliPredictive
-from mola.likelihoods.categorical import CategoricalPredictive
 from mola.likelihoods.gaussian import NormalMixture
 from mola.mixture import Mixture
 from mola.network import (
@@ -278,7 +276,8 @@ class _Reader:
         if regression:
             variance = rows(prediction.variance[None])[0]
             found["spread"] = variance.log().mean(1)
-            mixture = NormalMixture(prediction.weights.double(), rows(outputs), rows(prediction.component_variance))
+            variances, noises = (rows(one) for one in (prediction.component_variance, prediction.component_noise))
+            mixture = NormalMixture(prediction.weights.double(), rows(outputs), variances, noises)
             scored = {} if labels is None else _regression_scores(mixture, prediction.likelihood, labels, place)
             return {**scored, "inputs": numbers}, found
         (probs,), likelihood = rows(outputs), prediction.likelihood
@@ -288,7 +287,7 @@ class _Reader:
         checked = (
             likelihood.check_labels(labels, probs, place) if len(labels) else labels
         )  # a batch may be ignored altogether
-        predictive = (CategoricalPredictive if likelihood.mutually_exclusive else BernoulliPredictive)(probs)
+        predictive = likelihood.distribution(probs)
         if not likelihood.mutually_exclusive:  # one score for each known question
             numbers = numbers[:, None].expand_as(checked)[~checked.isnan()]
         return {**predictive.scores(checked), "inputs": numbers}, found

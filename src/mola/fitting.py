@@ -258,8 +258,7 @@ def _row_sums(
     if labels is not None:
         labels = labels.to(outputs.device)
         tensors |= likelihood.label_sums(outputs, labels)
-        # A regression's noise is unknown yet: its log-likelihood follows from the label sums.
-        log_likelihood = float(likelihood.log_likelihood(outputs, labels).sum()) if likelihood.discrete else 0.0
+        log_likelihood = likelihood.sum_log_likelihood(outputs, labels)
     if distances:
         groups, number = likelihood.group(outputs, labels), likelihood.num_groups(outputs.shape[1])
         tensors |= distance_sums(phi[:, : head.inputs], groups, number, predicted=labels is None)

@@ -18,7 +18,7 @@ from mola.network import Inputs, as_batch, batch_count, evaluating, one_batch, p
 from mola.numerics import seed_from
 from mola.options import one_of
 from mola.outliers import max_probability_score
-from mola.prediction import Prediction, RegressionPrediction
+from mola.prediction import Prediction, RegressionPrediction, prediction_type
 from mola.uncertainty import mutual_information
 from mola.weights import check_weights, uniform_weights
 
@@ -148,7 +148,7 @@ class Mixture(nn.Module):
         Returns:
             A `Prediction`, or a `RegressionPrediction`, in main memory.
         """
-        kind: Any = Prediction if self.likelihood.discrete else RegressionPrediction
+        kind = prediction_type(self.likelihood)
         if team is not None and team.size > 1:
             seed = seed_from(generator)
             parts = [

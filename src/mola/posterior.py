@@ -19,7 +19,7 @@ from mola.component import Component, MixtureRows, per_component
 from mola.distributed import Team
 from mola.errors import BoundError, DataError, OptionError, located
 from mola.laplace import LastLayerSpread
-from mola.likelihoods import DiscreteLikelihood, Gaussian, Likelihood, Predictive
+from mola.likelihoods import DiscreteLikelihood, Gaussian, Likelihood, Predictive, RegressionPredictive
 from mola.links import Link, as_link
 from mola.mixture import Mixture
 from mola.network import Captured, Inputs, Layout, capture, check_finite, check_logits, evaluating, one_batch
@@ -37,7 +37,7 @@ from mola.outliers import (
     max_probability_score,
     outlier_score,
 )
-from mola.prediction import Prediction, RegressionPrediction, disagreement
+from mola.prediction import disagreement, prediction_type
 from mola.scaling import FeatureScale, LogitScaling, Reference
 from mola.tuning import Rule, Tuning, as_rule
 from mola.tuning.held_out import HeldOut, read_held_out
@@ -175,7 +175,7 @@ class MoLA(Mixture):
         lines.append(f"  structure: {self.structure}")
         if self.likelihood.discrete:
             lines.append(f"  link: {self.link.name}")
-        else:
+        elif isinstance(self.likelihood, Gaussian):
             lines.append(f"  noise: {'; '.join(dict.fromkeys(_listed(row.tolist()) for row in self.noise))}")
         lines.append(f"  prior precision: {_listed(self.prior_precision)}")
         for name, value, neutral in (
@@ -212,7 +212,7 @@ class MoLA(Mixture):
         with evaluating(*self.networks), torch.no_grad():
             captured = []
             for index, component in enumerate(self.components):
-                with located(f"models[{index}]"):
+                with located(f"networks[{index}]"):
                     captured.append(capture(component.network, component.head, inputs, self.likelihood))
         shapes = [one.outputs.shape for one in captured]
         if any(shape[1:] != shapes[0][1:] for shape in shapes):
@@ -247,11 +247,6 @@ class MoLA(Mixture):
         weights = self.weights.to(rows.outputs[0])
         return list(self.scaling.factors(distance, norm, weights, norms=self.likelihood.discrete).unbind(0))
 
-    def noise_variances(self, rows: MixtureRows) -> list[Tensor]:
-        """Noise variance (n, D) of each component of a regression, in the network's units."""
-        pairs = zip(self.components, rows.outputs, strict=True)
-        return [one.likelihood.noise_variance(outputs) for one, outputs in pairs]  # type: ignore[attr-defined]
-
     def predictive(self, rows: MixtureRows, seed: int | None = None) -> Predictive:
         """The predictive distribution of rows that the networks have computed already."""
         return self.likelihood.predictive(
@@ -269,7 +264,7 @@ class MoLA(Mixture):
         with located(place):
             captured = self._captured(inputs)
             for index, (component, one) in enumerate(zip(self.components, captured, strict=True)):
-                with located(f"models[{index}]"):
+                with located(f"networks[{index}]"):
                     check_finite(one.features.flatten(0, -2), one.outputs.flatten(0, -2))
                     if component.head is None and one.layout is None:
                         check_logits(component.network, inputs, one.outputs, self.likelihood)
@@ -316,15 +311,14 @@ class MoLA(Mixture):
         }
         distance = field(self._distance, "rows") if self.has_distances else None
         if not self.likelihood.discrete:
-            means = field(lambda rows: self.predictive(rows).means, "members")  # type: ignore[attr-defined]
             regression: dict[str, Any] = {
-                "component_mean": means(),
-                "component_variance": field(lambda rows: self.predictive(rows).variances, "variances"),  # type: ignore[attr-defined]
-                "component_noise": field(self._noise_in_units, "variances"),
+                "component_mean": field(lambda rows: self._moments(rows).means, "members")(),
+                "component_variance": field(lambda rows: self._moments(rows).variances, "variances"),
+                "component_noise": field(self._noise, "variances"),
                 "ood_score": field(self._regression_score, "rows"),
                 "distance": distance,
             }
-            return RegressionPrediction(regression, weights=self.weights, **shared)
+            return prediction_type(self.likelihood)(regression, weights=self.weights, **shared)
         far_field = self.ood_score_name != MAX_PROBABILITY
         kind = "rows" if self.likelihood.mutually_exclusive else "outputs"
         discrete: dict[str, Any] = {
@@ -336,7 +330,7 @@ class MoLA(Mixture):
             "distance": distance,
             "far_field": field(self._far_field, "rows") if far_field else None,
         }
-        return Prediction(discrete, **shared)
+        return prediction_type(self.likelihood)(discrete, **shared)
 
     def _logit_variance(self, rows: MixtureRows) -> Tensor:
         pairs = zip(self._spreads(rows), rows.outputs, strict=True)
@@ -391,15 +385,16 @@ class MoLA(Mixture):
         assert reference is not None
         return outlier_score(list(self._outlier_terms(rows)[0]), reference)
 
-    def _noise_in_units(self, rows: MixtureRows) -> Tensor:
-        assert isinstance(self.likelihood, Gaussian)
-        noise = torch.stack(self.noise_variances(rows)) * self.temperature**2
-        return self.likelihood.variance_in_units(noise)
+    def _moments(self, rows: MixtureRows) -> RegressionPredictive:
+        found: Any = self.predictive(rows)
+        return found
+
+    def _noise(self, rows: MixtureRows) -> Tensor:
+        return self._moments(rows).noises * self.temperature**2
 
     def _regression_score(self, rows: MixtureRows) -> Tensor:
         if self.ood_score_name == VARIANCE:
-            means = self.predictive(rows).means  # type: ignore[attr-defined]
-            return disagreement(self.weights, means, self._noise_in_units(rows))
+            return disagreement(self.weights, self._moments(rows).means, self._noise(rows))
         weights = self.weights.to(rows.outputs[0])
         if self.ood_score_name == NORM:
             return weights @ self._norms(rows).log()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -504,3 +504,9 @@ def disagreement(weights: Tensor, means: Tensor, noise: Tensor) -> Tensor:
     between = torch.einsum("k,knd->nd", shares, (wide - torch.einsum("k,knd->nd", shares, wide)).square())
     typical = torch.einsum("k,knd->nd", shares, to_float64(noise))
     return (between / typical).log1p().mean(1).to(means)
+
+
+@singledispatch
+def prediction_type(likelihood: Likelihood) -> Any:
+    """The class that holds predictions under a likelihood; register another one for a likelihood of your own."""
+    return Prediction if likelihood.discrete else RegressionPrediction

@@ -223,7 +223,7 @@ def test_mixture_reweighting_and_files(name, tmp_path):
     again = mola.load(tmp_path / "posterior", read)
     torch.testing.assert_close(again(new), posterior(new), rtol=1e-12, atol=0)
     torch.testing.assert_close(again.predict(new).ood_score, posterior.predict(new).ood_score, rtol=1e-10, atol=0)
-    with pytest.raises(mola.errors.StorageError, match=r"models\[0\].*differ.*models\[1\]"):
+    with pytest.raises(mola.errors.StorageError, match=r"networks\[0\].*differ.*networks\[1\]"):
         mola.load(tmp_path / "posterior", read[::-1])
 
 

@@ -460,7 +460,7 @@ def test_a_later_network_in_another_order_is_noticed(desk, tmp_path):
         state[name] = state[name].roll(1, 0)
     save_file(state, tmp_path / "turned.safetensors")
     job = job_for(desk, weights=(desk.weights()[0], str(tmp_path / "turned.safetensors")))
-    with pytest.raises(DataError, match=r"another order.*models\[1\]"):
+    with pytest.raises(DataError, match=r"another order.*networks\[1\]"):
         run_fit(job, tmp_path / "posterior")
 
 

@@ -351,7 +351,7 @@ def test_labels_in_another_class_order_are_noticed():
     x = 5 * torch.randn(200, 5)
     labels = network(x).argmax(1)
     posterior = mola.fit(network, [(x, labels)])
-    with pytest.raises(DataError, match=r"another order.*models\[0\].*0 -> 2, 1 -> 0, 2 -> 1"):
+    with pytest.raises(DataError, match=r"another order.*networks\[0\].*0 -> 2, 1 -> 0, 2 -> 1"):
         posterior.tune([(x, (labels + 1) % 3)])
 
 
@@ -392,16 +392,16 @@ def test_inputs_that_the_network_cannot_take(name, who, how, scene):
         output = predictor(make()) if how == "call" else getattr(predictor, how)(make())
         return list(output) if how == "predict_batches" else output
 
-    refuse(scene, action, DataError, rf"models\[0\].*{words}")
+    refuse(scene, action, DataError, rf"networks\[0\].*{words}")
 
 
 LOADERS = {
     "empty": (lambda: [], r"prediction loader is empty"),
     "used-up generator": (used_up, r"prediction loader is empty.*read before"),
     "empty batch": (lambda: changed(2, x=empty), r"batch 2 of the prediction loader is empty"),
-    "NaN": (lambda: changed(2, x=put(NAN, slice(1, 4))), r"batch 2 of the prediction loader, models\[0\].*NaN.*3 of 8"),
-    "infinite": (lambda: changed(1, x=put(INF)), r"batch 1 of the prediction loader, models\[0\].*infinite.*1 of 1"),
-    "NaN in one tensor": (lambda: put(NAN, 7)(X), r"models\[0\].*NaN.*1 of 20"),
+    "NaN": (lambda: changed(2, x=put(NAN, slice(1, 4))), r"batch 2 of the prediction loader, networks\[0\].*NaN.*3 of 8"),
+    "infinite": (lambda: changed(1, x=put(INF)), r"batch 1 of the prediction loader, networks\[0\].*infinite.*1 of 1"),
+    "NaN in one tensor": (lambda: put(NAN, 7)(X), r"networks\[0\].*NaN.*1 of 20"),
     "a number": (lambda: 3, r"prediction loader: expected an iterable of batches, got int"),
     "nothing": (lambda: None, r"prediction loader: expected an iterable of batches, got NoneType"),
     "words": (lambda: "abc", r"prediction loader.*got str"),
@@ -419,7 +419,7 @@ def test_loaders_that_cannot_be_predicted(name, who, scene):
 def test_the_network_that_fails_is_named(scene):
     narrow, broken = nn.Sequential(nn.Linear(4, 3)).double(), make_network()
     broken[3].bias.data[1] = NAN
-    words = {narrow: r"models\[1\].*shape \(6, 5\)", broken: r"batch 0 of .*models\[1\].*outputs are NaN"}
+    words = {narrow: r"networks\[1\].*shape \(6, 5\)", broken: r"batch 0 of .*networks\[1\].*outputs are NaN"}
     for other, expected in words.items():
         pair = [scene.network, other]
         refuse(scene, lambda s, pair=pair: mola.ensemble(pair).predict(LOADER), DataError, expected)

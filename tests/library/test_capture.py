@@ -86,7 +86,7 @@ def test_without_a_head_there_are_outputs_alone(networks):
     (rows,) = read(networks[:1], [X], heads=[None])
     assert rows.features[0].shape == (20, 0)
     torch.testing.assert_close(rows.outputs[0], networks[0].eval()(X).detach())
-    with pytest.raises(HeadError, match=r"batch 0 of the training loader, models\[0\]: .*probabilities"):
+    with pytest.raises(HeadError, match=r"batch 0 of the training loader, networks\[0\]: .*probabilities"):
         read([nn.Sequential(networks[0], nn.Softmax(1))], [X], heads=[None])
     logits = nn.Linear(5, 1)  # which may all lie between 0 and 1
     with torch.no_grad():
@@ -151,13 +151,13 @@ def test_rows_without_any_label_are_dropped():
 
 
 BAD = {
-    "infinite": (lambda x, y: (x * torch.inf, y), r", models\[0\]: features are NaN or infinite for 8 of 8"),
+    "infinite": (lambda x, y: (x * torch.inf, y), r", networks\[0\]: features are NaN or infinite for 8 of 8"),
     "out of range": (lambda x, y: (x, y + 2), r": labels must lie in"),
     "bool": (lambda x, y: (x, y == 0), r": expected class indices of an integer type"),
     "too few": (lambda x, y: (x, y[:-1]), r": expected 8 class indices"),
     "too many": (lambda x, y: (x, torch.cat([y, y])), r": expected 8 class indices"),
     "none": (lambda x, y: x, r" has no labels, unlike"),
-    "wrong shape": (lambda x, y: (x[:, :3], y), r", models\[0\]: Sequential failed on inputs of shape \(8, 3\)"),
+    "wrong shape": (lambda x, y: (x[:, :3], y), r", networks\[0\]: Sequential failed on inputs of shape \(8, 3\)"),
     "empty": (lambda x, y: (x[:0], y[:0]), r" is empty"),
 }
 
@@ -418,7 +418,7 @@ def test_a_dense_head_is_found_before_an_auxiliary_one_and_in_any_memory_format(
 def test_networks_at_different_positions_are_refused():
     network, x, _, _ = made("image")
     coarse = nn.Sequential(nn.AvgPool2d(2), made("image", 1)[0])
-    with pytest.raises(DataError, match=r"models\[1\].*\(2, 3\).*\(5, 7\).*same positions"):
+    with pytest.raises(DataError, match=r"networks\[1\].*\(2, 3\).*\(5, 7\).*same positions"):
         read([network, coarse], [x])
     head = find_head(network, x)
     flat = nn.Sequential(nn.Flatten(), nn.Linear(70, CLASSES))

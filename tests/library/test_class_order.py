@@ -58,14 +58,14 @@ def test_labels_in_another_order_are_refused_with_that_order(posterior, reader):
     for order in ORDERS:
         moved = torch.tensor(order)[labels]  # class c is now called order[c]
         words = ", ".join(f"{label} -> {order.index(label)}" for label in range(CLASSES))
-        with pytest.raises(DataError, match=f"another order.*models.*{words}"):
+        with pytest.raises(DataError, match=f"another order.*networks.*{words}"):
             READERS[reader](posterior, [(inputs, moved)])
 
 
 def test_one_network_of_another_order_among_several_is_named(posterior):
     inputs, labels = draw(200, 1)
     turned = trained(3, inputs, (labels + 1) % CLASSES)
-    with pytest.raises(DataError, match=r"models\[1\]"):
+    with pytest.raises(DataError, match=r"networks\[1\]"):
         mola.fit([posterior.networks[0], turned], [(inputs, labels)], [draw(150, 2)], progress=False)
 
 

@@ -17,8 +17,8 @@ from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress
 from mola.saving.posterior import load_posterior, save_posterior
 from mola.saving.schema import Optional, sealed
 from mola.saving.weights import load_weights, read_metadata, save_weights
-from tests.mola.test_saved_posteriors import FAR, posterior, three, tuned
-from tests.mola.test_saving import IDENTITY, one_batch, refused, small
+from tests.library.test_saved_posteriors import FAR, posterior, three, tuned
+from tests.library.test_saving import IDENTITY, one_batch, refused, small
 
 # --- every kind of file: how it is made, and how it is read -------------------------------------------------------------
 

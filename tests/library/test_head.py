@@ -241,7 +241,7 @@ BAD = {
 def test_a_network_without_a_head_is_refused_with_advice_that_works(name):
     make, words = BAD[name]
     network, good = make(make_body(), nn.Linear(4, 3)).train(), nn.Linear(5, 3)
-    message = rf"(?s)models\[1\] \({type(network).__name__}\): .*{words}"
+    message = rf"(?s)networks\[1\] \({type(network).__name__}\): .*{words}"
     with unchanged(network, good), evaluating(network), pytest.raises(HeadError, match=message) as caught:
         find_heads([good, network], [None, None], X, CATEGORICAL)
     advice = re.search(r"returns the output of '([^']+)'", str(caught.value))

@@ -12,8 +12,8 @@ from mola import metrics
 from mola.errors import MolaWarning, OptionError
 from mola.links import Probit
 from mola.rules import Distance, Evidence, Outliers, Score, Threshold
-from mola.tuning.search import grid_value, maximise
 from mola.tuning.scores import Candidates, averages, scores
+from mola.tuning.search import grid_value, maximise
 from tests.conftest import CLOSED_FORM_LINKS, make_problem
 from tests.library.problems import data, loader, networks
 

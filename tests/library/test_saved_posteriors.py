@@ -228,9 +228,9 @@ def test_networks_in_the_wrong_order_are_refused(tmp_path):
     first, second, third = networks = [plain(seed) for seed in (0, 2, 3)]
     posterior(networks).save(tmp_path)
     for order, words in (
-        ([second, first, third], r"models\[0\].*weights differ.*those of models\[1\]\. Pass the same 3 networks"),
-        ([first, third, second], r"models\[1\].*those of models\[2\]"),
-        ([first, second, second], r"models\[2\]: its weights differ.* fitted on\. Pass"),
+        ([second, first, third], r"networks\[0\].*weights differ.*those of networks\[1\]\. Pass the same 3 networks"),
+        ([first, third, second], r"networks\[1\].*those of networks\[2\]"),
+        ([first, second, second], r"networks\[2\]: its weights differ.* fitted on\. Pass"),
         ([first, second], "3 components, got 2 networks"),
     ):
         with pytest.raises(StorageError, match=words):
@@ -262,7 +262,7 @@ def test_a_posterior_does_not_load_on_another_network(name, tmp_path):
     change, words = OTHERS[name]
     network = plain()
     posterior([network]).save(tmp_path)
-    with pytest.raises(StorageError, match=rf"models\[0\].*{words}"):
+    with pytest.raises(StorageError, match=rf"networks\[0\].*{words}"):
         load_posterior(tmp_path, [change(copy.deepcopy(network))])
     load_posterior(tmp_path, [copy.deepcopy(network).train()])  # the same weights in another object
 

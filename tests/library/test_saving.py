@@ -478,8 +478,8 @@ def test_each_process_keeps_its_own_sums(tmp_path):
 
 
 CHANGES = {
-    "networks": (["ab", "ef"], r"models\[1\] is another network"),
-    "heads": ([{"name": "2"}, {"name": "head"}], r"head of models\[1\].*'fc'.*'head'"),
+    "networks": (["ab", "ef"], r"networks\[1\] is another network"),
+    "heads": ([{"name": "2"}, {"name": "head"}], r"head of networks\[1\].*'fc'.*'head'"),
     "structure": ({"name": "diag"}, "structure: expected .*'kron'.*'diag'"),
     "likelihood": ("bernoulli", "likelihood: expected None"),
 }

@@ -449,7 +449,7 @@ def test_bad_input_is_explained(monkeypatch):
         (OptionError, "at most 168", loader, {"subnetwork": 10**6}),
         (OptionError, "is for classes", loader, {"likelihood": "gaussian"}),
         (DataError, "two passes", iter(loader), {"subnetwork": 3}),
-        (DataError, r"batch 1 .*models\[0\].*NaN", [*loader, (inputs * torch.nan, labels)], {}),
+        (DataError, r"batch 1 .*networks\[0\].*NaN", [*loader, (inputs * torch.nan, labels)], {}),
         (DataError, "unlike the batches before", [*loader, inputs], {}),
         (DataError, r"labels must lie in \[0, 3\]", [(inputs, labels + 1)], {}),
         (DataError, "same number of classes", loader, {"networks": [network, convolutional(classes=3)]}),

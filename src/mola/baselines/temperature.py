@@ -249,7 +249,7 @@ class TemperatureScaled(MoLA):
             raise StorageError(f"{directory} was saved with {counted(len(saved), 'network')}, got {len(given)}.")
         for index, (network, checksum) in enumerate(zip(given, saved, strict=True)):
             if state_checksum(network) != checksum:
-                raise StorageError(f"models[{index}]: this is not the network that was saved: its weights differ.")
+                raise StorageError(f"networks[{index}]: this is not the network that was saved: its weights differ.")
         likelihood = rebuild_likelihood(document["likelihood"])
         options = {name: document[name] for name in ("mean", "pooled")}
         try:

@@ -59,6 +59,8 @@ class Structure(ABC):
     """A way to approximate the Hessian of the last layer."""
 
     name: str
+    smaller: str | None = None
+    """Name of the structure to use where this one does not fit into memory; None chooses by the sizes."""
     additive = True
     """Whether sums of parts of the data add up to those of all data, in any order."""
 
@@ -88,11 +90,11 @@ def check_size(structure: Structure, features: Sequence[int], outputs: int) -> N
     """Raise `StructureTooLargeError` if the sums of networks with these widths do not fit into the free memory."""
     needed, free = sum(structure.bytes(width, outputs) for width in features), _free_memory()
     if free is not None and needed > free:
-        smaller = "'kron-diag'" if outputs >= max(features) else "'diag'"
+        smaller = structure.smaller or ("kron-diag" if outputs >= max(features) else "diag")
         raise StructureTooLargeError(
             f"structure {structure.name!r} takes about {needed / 1e9:.1f} GB to fit ({len(features)} x {outputs:,} outputs x "
             f"{max(features):,} features), and {free / 1e9:.1f} GB are free. Use structure "
-            f"{'kron' if structure.name == 'full' else smaller.strip(chr(39))!r}."
+            f"{smaller!r}."
         )
 
 

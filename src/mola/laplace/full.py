@@ -34,6 +34,7 @@ class Full(Structure):
     """The exact Hessian: best where C P is at most a few thousand."""
 
     name = "full"
+    smaller = "kron"
 
     def sums(self, phi: Tensor, curvature: OutputCurvature) -> dict[str, Tensor]:
         """`Z_i' Z_j` (C, P, C, P), `Phi' diag(d_i) Phi` (C, P, P), and the outer products of the features."""

@@ -1,6 +1,6 @@
 """What the outputs of a network mean: one file for each likelihood."""
 
-from mola.likelihoods.base import DiscreteLikelihood, Likelihood, OutputCurvature, Predictive
+from mola.likelihoods.base import DiscreteLikelihood, Likelihood, OutputCurvature, Predictive, RegressionPredictive
 from mola.likelihoods.bernoulli import BERNOULLI, Bernoulli, BernoulliPredictive
 from mola.likelihoods.categorical import CATEGORICAL, Categorical, CategoricalPredictive
 from mola.likelihoods.gaussian import GAUSSIAN, Gaussian, NormalMixture
@@ -21,6 +21,7 @@ __all__ = [
     "NormalMixture",
     "OutputCurvature",
     "Predictive",
+    "RegressionPredictive",
     "as_likelihood",
 ]
 

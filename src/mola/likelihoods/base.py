@@ -59,6 +59,22 @@ class Predictive(Protocol):
         """Scores (..., m) of each datum, or of each known yes/no question of multi-label data."""
 
 
+class RegressionPredictive(Predictive, Protocol):
+    """The predictive distribution of a regression: a mixture of K distributions with these moments, in the targets' units."""
+
+    @property
+    def means(self) -> Tensor:
+        """Means (K, ..., n, D)."""
+
+    @property
+    def variances(self) -> Tensor:
+        """Variances (K, ..., n, D), noise included."""
+
+    @property
+    def noises(self) -> Tensor:
+        """Variance (K, ..., n, D) of the noise, without scaling."""
+
+
 class LinkFunction(Protocol):
     """From Gaussian logits to probabilities (`mola.links`)."""
 
@@ -154,6 +170,10 @@ class Likelihood(ABC):
     def uncertain(self, weights: Tensor) -> Tensor:
         """The rows of a head's weights (C, P) whose outputs are uncertain."""
         return weights
+
+    def sum_log_likelihood(self, outputs: Tensor, labels: Tensor) -> float:
+        """Log-likelihood of a batch of training labels, as far as it is known during the fit."""
+        return float(self.log_likelihood(outputs, labels).sum())
 
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         """Further sums over labels, by name."""

@@ -59,6 +59,8 @@ class NormalMixture:
     """(K, ..., n, D)"""
     variances: Tensor
     """(K, ..., n, D), noise included."""
+    noises: Tensor
+    """Variance (K, ..., n, D) of the noise, without scaling."""
 
     def point(self) -> Tensor:
         """The mixture's mean (..., n, D)."""
@@ -242,6 +244,10 @@ class Gaussian(Likelihood):
         means = self.means(outputs)
         return OutputCurvature(separate=torch.ones_like(means) if predicted is None else 1 / predicted)
 
+    def sum_log_likelihood(self, outputs: Tensor, labels: Tensor) -> float:
+        """0: the noise is unknown during the fit, and the log-likelihood follows from the label sums."""
+        return 0.0
+
     def label_sums(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         """Sums (4, D) from which the noise and the log-likelihood at any noise follow.
 
@@ -328,6 +334,7 @@ class Gaussian(Likelihood):
             weights,
             self.in_units(torch.stack([one.expand(shape) for one in means])),
             self.variance_in_units(torch.stack([one.expand(shape) for one in variances])),
+            self.variance_in_units(torch.stack([one.expand(shape) for one in noises])),
         )
 
     def num_groups(self, outputs: int) -> int:

@@ -154,7 +154,7 @@ def find_heads(
     """
     heads = []
     for index, (network, name) in enumerate(zip(networks, names, strict=True)):
-        with located(f"models[{index}] ({type(unwrapped(network)).__name__})"):
+        with located(f"networks[{index}] ({type(unwrapped(network)).__name__})"):
             heads.append(find_head(network, inputs, name, likelihood))
     outputs = [head.outputs for head in heads]
     if len(set(outputs)) > 1:
@@ -260,7 +260,7 @@ def _captures(
 ) -> list[Captured]:
     seen: list[Captured] = []
     for index, (network, head) in enumerate(zip(networks, heads, strict=True)):
-        with located(f"{place}, models[{index}]"):
+        with located(f"{place}, networks[{index}]"):
             one = capture(network, head, batch.inputs, likelihood)
             if head is None and one.layout is None:
                 check_logits(network, batch.inputs, one.outputs, likelihood)
@@ -272,7 +272,7 @@ def _captures(
         )
     for index, one in enumerate(seen[1:], 1):
         if first is not None and one.layout is not None:
-            first.check_same(one.layout, f"{place}: models[{index}]")
+            first.check_same(one.layout, f"{place}: networks[{index}]")
     counts = [len(one) for one in seen]
     if len(set(counts)) > 1:
         raise DataError(f"{place}: the networks gave {counts} rows; a mixture needs the same data from each.")
@@ -307,7 +307,7 @@ def _rows(
         numbers = torch.arange(start, stop, device="cpu") if in_use is None else in_use[start:stop]
         pairs = [one.rows(index) for one in seen]
         for position, (phi, logits) in enumerate(pairs):
-            with located(f"{place}, models[{position}]"):
+            with located(f"{place}, networks[{position}]"):
                 check_finite(phi, logits)
         own = None
         if labels is not None:

@@ -185,6 +185,6 @@ def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str | Non
             return f"expected {len(first)} networks, got {len(second)}"
         index = next(index for index, (one, other) in enumerate(zip(first, second, strict=True)) if one != other)
         if name == "networks":
-            return f"models[{index}] is another network: its weights differ"
-        return f"the head of models[{index}]: expected {first[index]}, got {second[index]}"
+            return f"networks[{index}] is another network: its weights differ"
+        return f"the head of networks[{index}]: expected {first[index]}, got {second[index]}"
     return None

@@ -232,12 +232,12 @@ def _check_networks(networks: Sequence[nn.Module], parts: Sequence[Mapping[str, 
                 problem = "its weights differ from those that the posterior was fitted on."
         if problem is not None:
             hint = (
-                f" They are those of models[{checksums.index(part['network'])}]."
+                f" They are those of networks[{checksums.index(part['network'])}]."
                 if part["network"] in checksums
                 else ""
             )
             raise StorageError(
-                f"models[{index}]: {problem}{hint} Pass the same {counted(len(networks), 'network')}, in the order and precision in "
+                f"networks[{index}]: {problem}{hint} Pass the same {counted(len(networks), 'network')}, in the order and precision in "
                 f"which they were fitted."
             )
         options = {name: described[name] for name in ("every_position", "dense_axes")}

@@ -69,7 +69,7 @@ def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> Wh
     for index, (network, part) in enumerate(zip(models, parts, strict=True)):
         if state_checksum(network) != part["network"]:
             raise StorageError(
-                f"models[{index}]: its weights differ from those that the posterior was fitted on. Pass the same networks, in the "
+                f"networks[{index}]: its weights differ from those that the posterior was fitted on. Pass the same networks, in the "
                 f"order and precision in which they were fitted."
             )
     try:

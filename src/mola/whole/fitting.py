@@ -166,7 +166,7 @@ def _largest_variances(diagonal: Tensor, count: int) -> Tensor:
 def _layouts(networks: Sequence[nn.Module], inputs: Inputs) -> tuple[list[Layout], int]:
     layouts, classes, size = [], [], size_of(inputs)
     for index, network in enumerate(networks):
-        with located(f"batch 0 of the training loader, models[{index}]"):
+        with located(f"batch 0 of the training loader, networks[{index}]"):
             outputs = call(network, inputs)
             if outputs.dim() != 2 or len(outputs) != size:
                 raise DataError(
@@ -199,7 +199,7 @@ def _sum_up(
             raise DataError(f"{place} {'has no' if labelled else 'has'} labels, unlike the batches before it.")
         labelled = batch.labels is not None
         for position, (network, structure) in enumerate(zip(networks, structures, strict=True)):
-            with located(f"{place}, models[{position}]"):
+            with located(f"{place}, networks[{position}]"):
                 own = _batch_sums(network, structure, batch.inputs, batch.labels, place)
             totals[position] = structure.accumulate(totals[position], own)
     if team.size == 1:
