@@ -415,7 +415,7 @@ NO_NAMES = (3, "", "krn", b"kron", [], ["kron"], {}, True, nn.Linear, object())
 NO_LOADERS = (3, "data.npz", b"", True, [], (), {}, object(), [None], [3], ["x"], [[]], [{}], iter([]), [("x", "y")])
 SOFTMAX = nn.Sequential(nn.Linear(3, 2), nn.Softmax(1))
 NO_NETWORKS = (None, 3, "net.pt", [], {}, [None], nn.Linear, object(), nn.ReLU(), SOFTMAX)
-NO_FOLDERS = ("/dev/null/here", None, 3, "\0", [], object())
+NO_FOLDERS = ("/dev/null/here", None, 3, [], object())
 
 
 def bad_inputs(s: Scene, _: Any) -> list[Any]:
