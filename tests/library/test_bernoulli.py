@@ -14,6 +14,7 @@ from mola import metrics
 from mola.errors import DataError, HeadError, OptionError
 from mola.likelihoods import BERNOULLI, CATEGORICAL, LIKELIHOODS, as_likelihood
 from mola.outliers import far_field_score, label_energy_score
+from mola.tuning import RULES
 from mola.uncertainty import entropy, expected_sigmoid
 from tests.conftest import Problem, make_problem
 from tests.reference import dense
@@ -532,7 +533,7 @@ def test_likelihoods_by_name():
     assert as_likelihood(BERNOULLI) is BERNOULLI
     for name, kind in LIKELIHOODS.items():
         assert kind.name == name
-        assert kind.rules
+        assert kind.default_rule in RULES
 
 
 @pytest.mark.parametrize("wrapped", [nn.Sequential, Squeezed])
