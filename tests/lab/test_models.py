@@ -433,7 +433,7 @@ def test_shared_networks_load():
         load_weights(network, file)
         expected = load_file(file)
         assert all(torch.equal(value, network.state_dict()[name]) for name, value in expected.items())
-    refused(resnet56(), require_shared("networks/resnet20/00.safetensors"), r"missing: layer1\.3.*depth included")
+    refused(resnet56(), require_shared("networks/resnet20/00.safetensors"), r"missing: layer1\.3.*including its depth")
 
 
 @pytest.mark.real_data
