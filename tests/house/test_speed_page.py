@@ -30,7 +30,15 @@ def test_the_tables_are_those_of_the_records(measured):
 
 def test_a_missed_bar_is_shown(measured, tmp_path):
     folder = shutil.copytree(RESULTS, tmp_path / "results")
-    row = {"setting": "LeNet", "work": "fit", "kind": "kron", "ratio": 1.4, "added": 1.31, "seconds": 2.0, "limit": None}
+    row = {
+        "setting": "LeNet",
+        "work": "fit",
+        "kind": "kron",
+        "ratio": 1.4,
+        "added": 1.31,
+        "seconds": 2.0,
+        "limit": None,
+    }
     for bar, missed, shown in ((1.3, True, "**missed**"), (1.4, False, "met")):
         (folder / "speed.json").write_text(json.dumps({"rows": [row | {"bar": bar, "missed": missed}]}))
         table = measured.overhead(measured.Results(folder))

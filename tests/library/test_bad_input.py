@@ -399,7 +399,10 @@ LOADERS = {
     "empty": (lambda: [], r"prediction loader is empty"),
     "used-up generator": (used_up, r"prediction loader is empty.*read before"),
     "empty batch": (lambda: changed(2, x=empty), r"batch 2 of the prediction loader is empty"),
-    "NaN": (lambda: changed(2, x=put(NAN, slice(1, 4))), r"batch 2 of the prediction loader, networks\[0\].*NaN.*3 of 8"),
+    "NaN": (
+        lambda: changed(2, x=put(NAN, slice(1, 4))),
+        r"batch 2 of the prediction loader, networks\[0\].*NaN.*3 of 8",
+    ),
     "infinite": (lambda: changed(1, x=put(INF)), r"batch 1 of the prediction loader, networks\[0\].*infinite.*1 of 1"),
     "NaN in one tensor": (lambda: put(NAN, 7)(X), r"networks\[0\].*NaN.*1 of 20"),
     "a number": (lambda: 3, r"prediction loader: expected an iterable of batches, got int"),

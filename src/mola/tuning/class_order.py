@@ -53,8 +53,8 @@ def check_class_order(targets: Tensor, predicted: Sequence[Tensor], where: str) 
             order = ", ".join(f"{label} -> {output}" for label, output in list(matched.items())[:20])
             raise DataError(
                 f"the {where}: the classes seem to be in another order than the outputs of networks[{index}]. {right:.1%} of the "
-                f"labels agree with this network, but {moved:.1%} would in this order: {order}{', ...' if len(matched) > 20 else ''}. Label "
-                f"each input with the index of its class's output."
+                f"labels agree with this network, but {moved:.1%} would in this order: {order}"
+                f"{', ...' if len(matched) > 20 else ''}. Label each input with the index of its class's output."
             )
 
 

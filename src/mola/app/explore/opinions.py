@@ -172,7 +172,9 @@ class Explorer:
             weights, pooling = posterior.weights.to(outputs[0]), scaling.pooling
             scale = list(scaling.factors(distance, norm, weights, norms=True))
             spreads = [one.spread(phi) for one, phi in zip(posterior.components, rows.phi, strict=True)]
-            each = CATEGORICAL.member_probabilities(outputs, spreads, weights, posterior.link, scale=scale, pooling=pooling)
+            each = CATEGORICAL.member_probabilities(
+                outputs, spreads, weights, posterior.link, scale=scale, pooling=pooling
+            )
         return [one.cpu() for one in each]
 
     def _uncooled(self, rows: MixtureRows) -> float | None:
