@@ -300,7 +300,10 @@ def call_predict(scene: Scene) -> bool:
     compare(
         scene, "logit_variance", prediction.logit_variance, lambda one: one.variance(*seen), reference, relative=True
     )
-    compare(scene, "ood_score", prediction.ood_score, lambda one: one.outlier_score(*seen), reference, relative=True)
+    if all(one.gram.max() > 0 for one in reference.components):  # training features that are all 0 give no unit
+        compare(
+            scene, "ood_score", prediction.ood_score, lambda one: one.outlier_score(*seen), reference, relative=True
+        )
     entropy = dense.entropy(prediction.probs.double().numpy())
     require(np.abs(prediction.entropy.double().numpy() - entropy).max() <= 1e-5, "entropy")
     require(torch.equal(prediction.label, prediction.probs.argmax(1)), "label")
@@ -311,10 +314,9 @@ def call_predict(scene: Scene) -> bool:
 
 def call_evidence(scene: Scene) -> bool:
     scene.labelled = True
-    found = scene.fit().log_evidence()
-    return compare(
-        scene, "log_evidence", found, lambda one: one.log_evidence(), scene.reference(), dense.EPS, relative=True
-    )
+    found, exact = scene.fit().log_evidence(), scene.reference()
+    # Hundreds of logarithms are added up, and may cancel.
+    return compare(scene, "log_evidence", found, lambda one: one.log_evidence(), exact, 16 * dense.EPS, relative=True)
 
 
 def call_with(scene: Scene) -> bool:
@@ -412,6 +414,7 @@ VALID_SHARES = np.array([22, 26, 7, 9, 14, 6, 8, 4]) / 96
 NAN = float("nan")
 NO_NUMBERS = (0, -1.0, NAN, "one", None, [], {}, 1j, object(), b"1", [[1.0]], [None], torch.ones(2, 2))
 NO_NAMES = (3, "", "krn", b"kron", [], ["kron"], {}, True, nn.Linear, object())
+NO_WEIGHTS = ("uniformly", None, [], [2.0, -1.0], [NAN] * 2, {}, 7, object(), ["a"], 1j)
 NO_LOADERS = (3, "data.npz", b"", True, [], (), {}, object(), [None], [3], ["x"], [[]], [{}], iter([]), [("x", "y")])
 SOFTMAX = nn.Sequential(nn.Linear(3, 2), nn.Softmax(1))
 NO_NETWORKS = (None, 3, "net.pt", [], {}, [None], nn.Linear, object(), nn.ReLU(), SOFTMAX)
@@ -456,8 +459,8 @@ ATTACKS: dict[str, tuple[Any, Callable[[Scene, mola.MoLA, Any], Any]]] = {
     "temperature": (NO_NUMBERS, lambda s, p, bad: p.with_temperature(bad)),
     "pooling": ((*NO_NUMBERS[1:], 2), lambda s, p, bad: p.with_pooling(bad)),
     "exponent": (NO_NUMBERS[1:], lambda s, p, bad: p.with_distance_exponent(bad)),
-    "weights": ((*NO_NAMES, [2.0, -1.0], [NAN] * 2, 7), lambda s, p, bad: refit(s, weights=bad)),
-    "with_weights": ((*NO_NAMES, [2.0, -1.0], [NAN] * 2, 7), lambda s, p, bad: p.with_weights(bad)),
+    "weights": (NO_WEIGHTS, lambda s, p, bad: refit(s, weights=bad)),
+    "with_weights": (NO_WEIGHTS, lambda s, p, bad: p.with_weights(bad)),
     "structure": (NO_NAMES, lambda s, p, bad: refit(s, structure=bad)),
     "link": (NO_NAMES, lambda s, p, bad: p.with_link(bad)),
     "head": (("", "krn", 3, True, ["0"] * 9, b"1", object()), lambda s, p, bad: refit(s, head=bad)),
