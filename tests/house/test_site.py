@@ -145,7 +145,7 @@ def test_formulas_are_mathml(pages):
 
 
 def test_records_that_pages_cite_are_on_the_site(site):
-    for path in ("benchmarks/results/fit_overhead.json", "results/cifar10/cost.json"):
+    for path in ("benchmarks/results/speed.json", "results/cifar10/cost.json"):
         assert (site / "repository" / path).read_bytes() == (ROOT / path).read_bytes()
 
 

@@ -171,8 +171,8 @@ def test_the_page_of_choices_has_a_table_for_each_option():
         ("<!-- cut: cifar10 in-distribution; MoLA; nil -->\n<!-- end -->", "no .'nil'.. Rows: .* Columns: accuracy"),
         ("<!-- = benchmarks/results/modes.json; weigths; d -->?<!-- /= -->", "weigths"),
         (
-            "<!-- = benchmarks/results/fit_overhead.json; rows; structure=krom; fit; whole; .2f -->?<!-- /= -->",
-            "0 of [0-9]+ entries have structure=krom, expected one",
+            "<!-- = benchmarks/results/speed.json; rows; kind=krom; added; .2f -->?<!-- /= -->",
+            "0 of [0-9]+ entries have kind=krom, expected one",
         ),
     ],
 )
