@@ -122,7 +122,9 @@ def unread():
 
 @pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 @pytest.mark.parametrize(
-    "rule", [*CATEGORICAL.rules, mola.rules.Threshold(0.5), mola.rules.Evidence(shared=False)], ids=str
+    "rule",
+    [*(one for one in RULES if one != "crps"), mola.rules.Threshold(0.5), mola.rules.Evidence(shared=False)],
+    ids=str,
 )
 def test_a_rule_of_fit_is_the_rule_of_tune(parts, rule):
     networks, train, val = parts
