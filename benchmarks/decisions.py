@@ -17,7 +17,8 @@ calibrates, the other shows what became of the guarantees. CLINC150 is embedded 
 - `tuned_on_same`: the same guarantees if the posterior is tuned anew on each calibration part, as `mola fit` does.
 - `shift`: guarantees from test data on shifted data and outliers, with and without the alarm as a gate.
 
-Exits with 1 if `violations` of MoLA's answers exceed one minus the certainty by more than chance, or coverage or alarms are off by more than 4 standard errors.
+Exits with 1 if `violations` of MoLA's answers exceed one minus the certainty by more than chance, or coverage or alarms are off by
+more than 4 standard errors.
 """
 
 import argparse

@@ -5,9 +5,9 @@
 The libraries run in environments of their own (peer_environment.py), in one process with mola.
 
 laplace-torch defines the same posterior for `full` and `diag`, and for mola's `kron-exact` beside its `kron` on a head without bias
-(with one, laplace-torch gives the bias a block of its own). The Laplace bridge is the same for all structures but `diag`: laplace-torch
-conditions the logits on a sum of 0, mola projects them. It computes with BackPACK here; its default backend, curvlinops, multiplies
-the Hessian of `full` in float32 whatever the network's precision, and is listed apart.
+(with one, laplace-torch gives the bias a block of its own). The Laplace bridge is the same for all structures but `diag`:
+laplace-torch conditions the logits on a sum of 0, mola projects them. It computes with BackPACK here. Its default backend,
+curvlinops, is listed apart: it multiplies the Hessian of `full` in float32, whatever the network's precision.
 
 Prediction sets of MAPIE (lac, and randomised aps with the same random numbers) and TorchCP (lac, aps, raps, and lac by class) must be
 equal class by class, up to one set in a hundred: MAPIE adds classes whose score is above the threshold by rounding. MAPIE's other
