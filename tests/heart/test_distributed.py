@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from heart.distributed import Team, check_sampler, join, shard
 from heart.errors import MolaWarning, OptionError
+from heart.fitting import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 3
@@ -26,6 +27,7 @@ def process(rank, path):
     check_sums(team)
     check_rows(team)
     check_documents(team)
+    check_fit(team)
     pair = dist.new_group([0, 2])
     if rank == 1:
         with pytest.raises(OptionError, match="not in the process group"):
@@ -80,6 +82,24 @@ def check_documents(team):
     with pytest.raises(OptionError, match=r"tune: rank 1 .* rule: expected None, got 'nll'"):
         team.agree({"rule": "nll"} if team.rank else {}, "tune")
     assert team.shard(list(range(7))) == [[0, 1], [2, 3], [4, 5, 6]][team.rank]
+
+
+def check_fit(team):
+    """The posterior of all processes is that of one; the last rank has no data."""
+    torch.manual_seed(0)
+    networks = [torch.nn.Linear(4, 3).double() for _ in range(2)]
+    batches = [(torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3) for _ in range(5)]
+    own = [batches[:3], batches[3:], []][team.rank]
+    found, alone = fit(networks, own, team=team, progress=False), fit(networks, batches, progress=False)
+    for one, two in zip(found.components, alone.components, strict=True):
+        assert one.layer.sums.count == two.layer.sums.count == 30
+        assert one.layer.sums.log_likelihood == pytest.approx(two.layer.sums.log_likelihood, rel=1e-12)
+        for name, tensor in two.layer.sums.tensors.items():
+            torch.testing.assert_close(one.layer.sums.tensors[name], tensor, rtol=1e-12, atol=1e-12)
+    probs = found(batches[0][0])
+    assert all(torch.equal(probs, one) for one in team.collect(probs))
+    with pytest.raises(OptionError, match=r"fit: rank 1 .* structure"):
+        fit(networks, batches, structure="diag" if team.rank == 1 else "kron", team=team, progress=False)
 
 
 def test_processes_work_together(tmp_path):

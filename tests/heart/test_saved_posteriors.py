@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
+from heart import fitting
 from heart.errors import OptionError, StorageError
 from heart.laplace import Diag, Full, Kron, KronDiag, KronExact, Sums, distance_sums
 from heart.likelihoods import Bernoulli, Categorical, Gaussian
@@ -170,6 +171,18 @@ def test_tuning_and_scaling_come_back(tmp_path):
     assert_same(loaded, saved)
     assert torch.equal(loaded.predict(FAR).ood_score, saved.predict(FAR).ood_score)
     assert_same(loaded.with_prior_precision(3.0), saved.with_prior_precision(3.0))
+
+
+@pytest.mark.filterwarnings("ignore::heart.errors.MolaWarning")
+@pytest.mark.parametrize("rule", ["nll", "threshold", "evidence", None])
+def test_a_tuned_posterior_comes_back(rule, tmp_path):
+    networks, loader = three(), [(X[:9], Y[:9]), (X[9:], Y[9:])]
+    saved = fitting.fit(networks, loader, None if rule == "evidence" else loader, rule=rule, progress=False)
+    loaded = fitting.load(saved.save(tmp_path), networks)
+    assert_same(loaded, saved)
+    assert loaded.tuning == saved.tuning is not None
+    with pytest.raises(OptionError, match="networks: expected"):
+        fitting.load(tmp_path, "model.pt")
 
 
 @pytest.mark.parametrize("structure", STRUCTURES[:5], ids=str)

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from heart.errors import OptionError, StorageError
-from heart.laplace.sums import Sums
+from heart.fitting import fit
+from heart.laplace import Kron, Sums
 from heart.saving import files
 from heart.saving.files import kind_of, partial_file, read_folder, write_atomically, write_folder
 from heart.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksum, skip
@@ -433,6 +434,34 @@ def test_an_interrupted_fit_goes_on_bit_for_bit(fail_at, tmp_path):
     assert (kept.load(IDENTITY) is None) == (fail_at < 2)
     assert equal_sums(fitted(range(7), kept), expected)
     assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", Kron(running_average=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "fail_at",
+    [1, 5, pytest.param(6, marks=pytest.mark.xfail(strict=True, reason="no batch is left for the fit to read"))],
+)
+def test_fit_goes_on_from_its_checkpoint(structure, fail_at, tmp_path):
+    networks = [nn.Sequential(small(seed), nn.Linear(3, 2).double()) for seed in range(2)]
+    batches = [(torch.randn(7, 5, dtype=torch.float64), torch.arange(7) % 2) for _ in range(6)]
+
+    def interrupted():
+        yield from batches[:fail_at]
+        raise ZeroDivisionError
+
+    options = {"structure": structure, "checkpoint_every": 2, "progress": False}
+    expected = fit(networks, batches, **options)
+    with pytest.raises(ZeroDivisionError):
+        fit(networks, interrupted(), checkpoint=tmp_path / "kept", **options)
+    calls = []
+    networks[0].register_forward_hook(lambda *_: calls.append(1))
+    found = fit(networks, iter(batches), checkpoint=tmp_path / "kept", **options)
+    assert len(calls) == 1 + 6 - fail_at // 2 * 2, "one pass finds the head, and batches in the sums are not run again"
+    assert not (tmp_path / "kept").exists()
+    for one, two in zip(found.components, expected.components, strict=True):
+        left, right = one.layer.sums, two.layer.sums
+        assert (left.count, left.log_likelihood) == (right.count, right.log_likelihood)
+        assert all(torch.equal(tensor, right.tensors[name]) for name, tensor in left.tensors.items())
 
 
 def test_each_process_keeps_its_own_sums(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,16 +29,19 @@ WEIGHTS = "weights"  # name of the tensor with a head's trained weights; all oth
 REFERENCE = {"scales": [[float]], "score": Optional([[float]]), "energies": Optional([float])}
 SCALING = {"temperature": float, "pooling": float, "exponent": float, "onset": float, "reference": Optional(REFERENCE)}
 HEAD = {"name": str, "every_position": bool, "dense_axes": int, "outputs": int, "width": int}
-MIXTURE = {
+TUNING = {
+    **dict.fromkeys(("rule", "summary"), str),
+    **{name: [float] for name in ("prior_precision", "noise_factors")},
+    **dict.fromkeys(("temperature", "pooling", "distance_exponent", "onset"), float),
+    **{"notes": [str], "curve": {str: [float]}},
+}
+SCHEMA = {
+    "structure": {"name": str},
     "link": {"name": str},
     "weighting": str,
     "weights": [float],
     "scaling": SCALING,
-    "tuning": Optional({"rule": str, "curve": {str: [float]}, "notes": [str]}),
-}
-SCHEMA = {
-    "structure": {"name": str},
-    **MIXTURE,
+    "tuning": Optional(TUNING),
     "components": [{"network": str, "head": HEAD, "prior_precision": float, "likelihood": {"name": str}, **SUMS[0]}],
 }
 
@@ -86,7 +89,7 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "weighting": posterior.weighting,
         "weights": posterior.weights.tolist(),
         "scaling": {**{name: getattr(scaling, name) for name in SCALING}, "reference": reference},
-        "tuning": None if posterior.tuning is None else asdict(posterior.tuning),
+        "tuning": None if posterior.tuning is None else posterior.tuning.as_json(),
         "components": parts,
     }
     return document, tensors
@@ -122,7 +125,7 @@ def unpack(document: dict[str, Any], tensors: dict[str, Tensor], networks: Seque
             components,
             _rebuilt(document["link"], LINKS, "link"),
             weights if document["weighting"] == "given" else document["weighting"],
-            _tuning(document["tuning"]),
+            None if document["tuning"] is None else Tuning.from_json(document["tuning"]),
             _scaling(document["scaling"], len(parts)),
         )
     except (OptionError, TypeError, ValueError) as error:
@@ -151,14 +154,6 @@ def _scaling(entry: Mapping[str, Any], count: int) -> LogitScaling:
         if lengths != (count, count, 3) or any(len(pair) != 2 for pair in pairs):
             raise StorageError(f"the saved reference distances do not belong to {counted(count, 'component')}.")
     return LogitScaling(**{**entry, "reference": None if reference is None else Reference.from_json(reference)})
-
-
-def _tuning(entry: Mapping[str, Any] | None) -> Tuning | None:
-    if entry is None:
-        return None
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
-    curve = {name: tuple(column) for name, column in entry["curve"].items()}
-    return Tuning(**{**values, "curve": curve})
 
 
 def _component(
