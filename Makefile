@@ -12,9 +12,9 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 SHELL := /bin/bash
 CALMLY := 2> >(grep -v '^WARNING: Location' >&2)
 
-.PHONY: help setup demo explore test test-slow test-all test-wheel check bench fuzz crash docs clean
+.PHONY: help setup demo explore test test-slow test-all test-numerical test-processors test-minimum test-wheel check bench fuzz crash docs clean
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 17
 
 setup: $(READY)  ## make the virtual environment, with everything in it
 
@@ -60,6 +60,40 @@ test-slow: $(READY)  ## the others: in a browser (chromium), on real data, long 
 test-all: $(READY)  ## all tests
 	$(PYTEST)
 
+# Processor levels: PyTorch, oneDNN and MKL choose their code by these variables. `native` is what the machine has.
+native :=
+avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+plain := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+LEVELS ?= native avx2 plain
+THREADS ?= 1 2
+PART ?= not browser and not slow
+SEED ?= 1
+
+test-numerical: $(READY)  ## tests that compare numbers computed in two ways, at the plainest processor level: a minute
+	$(plain) OMP_NUM_THREADS=1 $(PYTEST) -m 'numerical and not browser and not slow'
+
+# All runs are made, and the target fails if one did. `make test-processors PART=numerical` runs the numerical tests only.
+test-processors: $(READY)  ## the tests at three processor levels with one and two threads, then in random order: seven times as long
+	@failed=; \
+	$(foreach level,$(LEVELS),$(foreach threads,$(THREADS), \
+		echo "== $(level), $(threads) thread(s)"; \
+		$($(level)) OMP_NUM_THREADS=$(threads) $(PYTEST) -m '$(PART)' || failed="$$failed $(level)-$(threads)";)) \
+	echo "== random order, hypothesis seed $(SEED)"; \
+	$(PYTEST) -m '$(PART)' --random-order --random-order-seed=$(SEED) --hypothesis-seed=$(SEED) || failed="$$failed random-order"; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+# Not in CI: old wheels of torch bring gigabytes of CUDA libraries. The library and the extra `export` need different versions of torch.
+test-minimum:  ## the library and the export of files with the lowest versions declared, in environments of their own
+	@for part in minimum minimum-export; do \
+		$(PYTHON) -m venv $(VENV)-$$part && \
+		$(VENV)-$$part/bin/python -m pip install -q --disable-pip-version-check -c constraints-$$part.txt -e . \
+			hypothesis pytest pytest-xdist torchmetrics pandas pyyaml typer rich scikit-learn scipy matplotlib pooch pillow click pyparsing \
+			$$([ $$part = minimum ] && echo einops einconv linear_operator opt-einsum || echo onnx onnxruntime onnxscript) && \
+		$(VENV)-$$part/bin/python -m pip install -q --no-deps 'curvlinops-for-pytorch>=3.0,<4' || exit 1; \
+	done
+	PYTHONDONTWRITEBYTECODE= $(VENV)-minimum/bin/python -m pytest -n 2 --dist loadfile tests/library -m 'not slow and not browser and not export'
+	PYTHONDONTWRITEBYTECODE= $(VENV)-minimum-export/bin/python -m pytest -n 2 --dist loadfile tests/library -m 'export and not browser'
+
 test-wheel: $(READY)  ## what users get: the wheel, installed into an empty environment and used from an empty folder
 	$(BIN)/python tests/installed.py
 
@@ -94,4 +128,4 @@ docs: $(READY)  ## the documentation as a site in site/: open site/index.html; a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) build dist demo-results site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-minimum $(VENV)-minimum-export build dist demo-results site .pytest_cache .mypy_cache .ruff_cache

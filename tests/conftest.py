@@ -20,18 +20,23 @@ from filelock import FileLock  # comes with torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
-torch.set_num_threads(1)
+from tests import closeness
 
-# The same examples every time, few of them, and no folder of those that failed: `benchmarks/fuzz.py` is for many.
-settings.register_profile(
-    "tests",
-    derandomize=True,
-    deadline=None,
-    max_examples=25,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-settings.load_profile("tests")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same hypothesis examples in every run, unless `--hypothesis-seed` is given; few: `benchmarks/fuzz.py` is for many."""
+    settings.register_profile(
+        "tests",
+        derandomize=config.getoption("hypothesis_seed", None) is None,
+        deadline=None,
+        max_examples=25,
+        database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    settings.load_profile("tests")
+
 
 SHARED = Path(os.environ.get("MOLA_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 """Real datasets and networks, where they are."""
@@ -58,10 +63,18 @@ LONGEST = (
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What reads the real data is slow: unpacking them takes longer than most tests. The longest files come first."""
+    """Mark tests and sort the longest files first.
+
+    Tests on real data are slow: unpacking takes longer than most tests. Files that use `tests/closeness.py` are numerical, and files
+    named `test_export*` need the extra `export`.
+    """
     for item in items:
+        if item.path.name.startswith("test_export"):
+            item.add_marker("export")
         if item.get_closest_marker("real_data"):
             item.add_marker("slow")
+        if getattr(getattr(item, "module", None), "assert_close", None) is closeness.assert_close:
+            item.add_marker("numerical")
     ranks = {path: rank for rank, path in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.relative_to(Path(__file__).parent).as_posix(), len(ranks)))
 

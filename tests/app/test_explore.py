@@ -46,6 +46,7 @@ from mola.app.jobs.fit import LEVELS, quantiles
 from mola.app.jobs.preparation import Intake
 from mola.errors import DataError, OptionError, StorageError
 from mola.lab.data.images import NORMALISATIONS
+from tests.closeness import assert_close
 
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar": (3, 32, 32), "wide": (3, 12, 20)}
 
@@ -374,14 +375,13 @@ def test_all_three_methods_say_what_their_public_forms_say(subject):
         "MoLA": subject.posterior,
     }
     for method, predictor in expected.items():
-        assert opinions.probs[method] == pytest.approx(predictor(inputs)[0].tolist(), abs=1e-6)
+        assert_close(opinions.probs[method], predictor(inputs)[0])
     prediction = subject.posterior.predict(inputs)
-    assert list(opinions.probs["MoLA"]) == prediction.probs[0].double().tolist()
-    assert opinions.epistemic == float(prediction.epistemic[0])
-    assert opinions.aleatoric == pytest.approx(float(prediction.aleatoric[0]), abs=1e-7)
-    assert opinions.score == float(prediction.ood_score[0])
-    assert opinions.distance == float(prediction.distance[0])
-    assert opinions.confidence("MoLA") == float(prediction.confidence[0])
+    assert_close(opinions.epistemic, prediction.epistemic[0], "difference", scale=1.0)
+    assert_close(opinions.aleatoric, prediction.aleatoric[0], scale=1.0)
+    assert_close(opinions.score, prediction.ood_score[0], "difference", scale=1.0)
+    assert_close(opinions.distance, prediction.distance[0])
+    assert_close(opinions.confidence("MoLA"), prediction.confidence[0])
     assert opinions.label("MoLA") == int(prediction.label[0])
 
 
@@ -401,12 +401,12 @@ def test_the_components_make_up_the_mixture(subject, exponent):
     weights = [member.weight for member in opinions.members]
     assert weights == pytest.approx([0.5, 0.3, 0.2])
     mixed = np.einsum("k,kc->c", weights, np.array([member.laplace for member in opinions.members]))
-    assert mixed == pytest.approx(opinions.probs["MoLA"], abs=1e-6)
+    assert_close(mixed, opinions.probs["MoLA"])
     plain = np.einsum("k,kc->c", weights, np.array([member.network for member in opinions.members]))
-    assert plain == pytest.approx(opinions.probs["DE"], abs=1e-6)
-    assert opinions.members[0].network == pytest.approx(opinions.probs["MAP"])
+    assert_close(plain, opinions.probs["DE"])
+    assert_close(opinions.members[0].network, opinions.probs["MAP"])
     for method in METHODS:
-        assert sum(opinions.probs[method]) == pytest.approx(1, abs=1e-6)
+        assert_close(sum(opinions.probs[method]), 1)
 
 
 def test_the_curve_passes_through_what_is_seen_now(subject):
@@ -418,7 +418,7 @@ def test_the_curve_passes_through_what_is_seen_now(subject):
         assert {*range(-180, 181, 45), rotation} == set(turned.angles)
         here = turned.angles.index(rotation)
         for method in METHODS:
-            assert turned.confidence[method][here] == pytest.approx(opinions.confidence(method), abs=1e-6)
+            assert_close(turned.confidence[method][here], opinions.confidence(method))
         assert turned.labels[here] == opinions.label("MoLA")
         assert turned.confidence["MAP"][0] == pytest.approx(turned.confidence["MAP"][-1], abs=1e-5)  # half turns meet
 

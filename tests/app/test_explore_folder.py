@@ -33,6 +33,7 @@ from mola.app.jobs.sets import open_set
 from mola.compare.demo_result import DemoSettings
 from mola.errors import MolaError, OptionError, StorageError
 from mola.saving.weights_files import save_weights
+from tests.closeness import assert_close
 from tests.conftest import require_shared
 from tests.forked_python import run_python
 from tests.own_work import CLASSES, as_of_old, fit_at, job_for, make_desk
@@ -81,9 +82,9 @@ def test_fitting_keeps_how_outlier_scores_are_distributed(folder, desk):
     posterior = mola.load(folder, models=desk.networks())
     inputs, _ = desk.inputs("val")
     measured = posterior.predict(inputs).ood_score.double().numpy()
-    assert np.quantile(measured, levels) == pytest.approx(scores, rel=1e-5)
+    assert_close(np.quantile(measured, levels), scores, "difference")
     threshold = mola.alarm_threshold(measured, validation["false_alarm_rate"])
-    assert validation["outlier_threshold"] == pytest.approx(threshold, rel=1e-5)
+    assert_close(validation["outlier_threshold"], threshold, "difference", scale=max(scores))
 
 
 def test_a_folder_is_opened_with_all_that_the_page_needs(folder, desk):
@@ -102,17 +103,17 @@ def test_a_folder_is_opened_with_all_that_the_page_needs(folder, desk):
     inputs, _ = desk.inputs("val")
     networks = desk.networks()
     for method, models in (("MAP", networks[:1]), ("DE", networks)):
-        assert opinions.probs[method] == pytest.approx(mola.ensemble(models)(inputs[3:4])[0].tolist(), abs=1e-6)
+        assert_close(opinions.probs[method], mola.ensemble(models)(inputs[3:4])[0])
     posterior = mola.load(folder, models=networks)
-    assert opinions.probs["MoLA"] == pytest.approx(posterior(inputs[3:4])[0].tolist(), abs=1e-6)
-    assert opinions.score == pytest.approx(float(posterior.predict(inputs[3:4]).ood_score[0]), abs=1e-6)
+    assert_close(opinions.probs["MoLA"], posterior(inputs[3:4])[0])
+    assert_close(opinions.score, posterior.predict(inputs[3:4]).ood_score[0], "difference", scale=1.0)
 
 
 def test_an_older_folder_is_scored_on_its_validation_data(folder, tmp_path):
     old = open_subject(without(folder, tmp_path / "old", data__val=str(Path("val").resolve())))
     new = open_subject(folder)
     assert old.notes == ()
-    assert old.reference.scores == pytest.approx(new.reference.scores, rel=1e-5)
+    assert_close(old.reference.scores, new.reference.scores, "difference")
 
 
 def test_other_data_can_be_compared_with(folder):
@@ -223,7 +224,7 @@ def test_the_digits_demo_is_that_of_the_demo():
     networks = train_ensemble(build_network, digits.train, Recipe(epochs=3), members=2, seed=1)
     expected = mola.fit(networks, digits.train.batches(), digits.val.batches(), rule="distance", progress=False)
     some = digits.test.inputs[:20]
-    assert torch.equal(subject.posterior(some), expected(some))
+    assert_close(subject.posterior(some), expected(some))
     assert subject.reference.count == len(digits.val)
     assert subject.classes == tuple("0123456789")
     assert [one.name[-1] for one in subject.examples[:10]] == list("0123456789")

@@ -26,6 +26,7 @@ from mola.compare.report.style import NARROW, WIDE
 from mola.compare.report.writing import evaluation_figures
 from mola.decisions.calibration import Calibration
 from mola.errors import DataError, MolaWarning, OptionError, StorageError
+from tests.closeness import assert_close
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
 
@@ -43,8 +44,8 @@ def test_what_was_kept_is_what_the_validation_data_say(fitted, known):
     kept, score = kept_calibration(fitted, "--coverage")
     now = Calibration.of(prediction, labels)
     for name, column in now.columns().items():
-        assert torch.allclose(kept.columns()[name].double(), column.double(), atol=1e-5), name
-    assert torch.allclose(score, prediction.ood_score.double(), atol=1e-4)
+        assert_close(kept.columns()[name], column, name=name)
+    assert_close(score, prediction.ood_score, "difference")
 
 
 def test_decisions_are_those_of_the_library(fitted, known):
@@ -53,11 +54,11 @@ def test_decisions_are_those_of_the_library(fitted, known):
     alarm = mola.alarm_threshold(prediction.ood_score, 0.25)
     gated = torch.where(prediction.ood_score > alarm, -math.inf, prediction.confidence)
     answer = mola.abstain_threshold(prediction, labels, 0.4, 0.7, score=gated)
-    assert found.alarm == pytest.approx(alarm, rel=1e-5)
-    assert found.answer == pytest.approx(max(0.0, answer), abs=1e-5)
+    assert_close(found.alarm, alarm, "difference", scale=float(prediction.ood_score.abs().max()))
+    assert_close(float(found.answer), max(0.0, float(answer)), scale=1.0)
     assert (found.answer.answered, found.answer.errors) == (answer.answered, answer.errors)
     sets = mola.prediction_sets(prediction, labels, 0.8)
-    assert found.sets.least_probability == pytest.approx(sets.least_probability, abs=1e-5)
+    assert_close(found.sets.least_probability, sets.least_probability, scale=1.0)
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl", "npz"])

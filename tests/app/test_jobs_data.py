@@ -21,6 +21,7 @@ from mola.app.jobs.preparation import Hints, Intake, settle
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import open_set
 from mola.errors import DataError, OptionError
+from tests.closeness import assert_close
 from tests.own_work import CLASSES, Desk, job_for
 
 pytestmark = pytest.mark.usefixtures("_at_the_desk")
@@ -278,10 +279,10 @@ def test_bytes_are_pixels_in_any_layout(tmp_path):
     for name, values in (("last", pixels), ("first", pixels.transpose(0, 3, 1, 2))):
         np.savez(tmp_path / f"{name}.npz", x=values)
         (rows,) = open_arrays(tmp_path / f"{name}.npz", None, intake, labelled=False)
-        assert torch.allclose(rows.inputs, expected, atol=1e-6)
+        assert_close(rows.inputs, expected)
     np.savez(tmp_path / "grey.npz", x=pixels[..., 0])
     (rows,) = open_arrays(tmp_path / "grey.npz", None, intake, labelled=False)
-    assert torch.allclose(rows.inputs, expected[:, :1], atol=1e-6)
+    assert_close(rows.inputs, expected[:, :1])
 
 
 def save_arrays(path, **arrays):
@@ -393,7 +394,8 @@ def test_grey_of_16_bits_is_not_white(tmp_path):
 def test_one_image_alone(tmp_path, fitted):
     expected = fitted.posterior.predict(next(iter(open_set("strange", INTAKE, labelled=False))).inputs[:1])
     result = run_predict(fitted, "strange/00.png", tmp_path / "out.csv")
-    assert (result.count, result.confidence) == (1, pytest.approx(float(expected.confidence), rel=1e-6))
+    assert result.count == 1
+    assert_close(result.confidence, float(expected.confidence))
     with pytest.raises(DataError, match="is of an unknown kind"):
         open_set("strange/00.png", INTAKE, labelled=True)
 

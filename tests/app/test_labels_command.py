@@ -20,6 +20,7 @@ from mola.app.explore.subject import open_subject
 from mola.app.jobs.folder import open_posterior
 from mola.errors import OptionError
 from mola.metrics import auroc_of_labels, average_precision_of_labels, calibration_error_of_labels
+from tests.closeness import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
 NAMES = ("bright", "left", "top")
@@ -140,7 +141,7 @@ def test_a_row_for_each_input(run, desk, fitted, ending):
     path = desk / f"predictions.{ending}"
     if ending == "npz":
         with np.load(path) as found:
-            np.testing.assert_allclose(found["probabilities"], probs, atol=1e-5)
+            assert_close(found["probabilities"], probs)
             np.testing.assert_array_equal(found["label"], (probs > 0.5).sum(1))
         return
     if ending == "csv":
@@ -150,7 +151,7 @@ def test_a_row_for_each_input(run, desk, fitted, ending):
     else:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         given = [row["probabilities"] for row in rows]
-    np.testing.assert_allclose(np.array(given), probs, atol=1e-5)
+    assert_close(given, probs)
     expected = ["|".join(name for name, value in zip(NAMES, row, strict=True) if value > 0.5) for row in probs]
     assert [row["class"] for row in rows] == expected
 

@@ -16,6 +16,7 @@ from mola.app.jobs.folder import open_posterior
 from mola.app.jobs.numbers import networks_alone, noise_factors, untuned_noise
 from mola.training import Recipe, train_mlps
 from mola.training.labelled import Labelled
+from tests.closeness import assert_close
 
 LOCATION, SCALE = 20.0, 4.0
 
@@ -75,15 +76,15 @@ def test_numbers_from_fit_to_rows_and_scores(place, monkeypatch):
     assert 0.75 < np.mean((truth >= lower) & (truth <= upper)) <= 1
     assert {row["outlying"] for row in rows} <= {"true", "false"}
     assert run(place, "predict", "posterior", "test.npz", "--output", "rows.npz").exit_code == 0
-    assert np.allclose(np.load(place / "rows.npz")["mean"], mean, rtol=1e-6)
+    assert_close(np.load(place / "rows.npz")["mean"], mean)
     evaluated = run(place, "evaluate", "posterior", "--test", "test.npz", "--output", "report")
     assert evaluated.exit_code == 0, evaluated.output
     numbers = json.loads((place / "report" / "numbers.json").read_text(encoding="utf-8"))
     assert list(numbers["methods"]) == ["MAP", "MAP-N", "DE", "DE-N", "LLLA", "MoLA"]
     found = numbers["methods"]["MoLA"]["scores"]
-    assert found["rmse"] == pytest.approx(np.sqrt(np.mean((mean - truth) ** 2)), rel=1e-5)
+    assert_close(found["rmse"], np.sqrt(np.mean((mean - truth) ** 2)))
     assert found["coverage_90"] == pytest.approx(np.mean((truth >= lower) & (truth <= upper)))
-    assert found["width_90"] == pytest.approx(np.mean(upper - lower), rel=1e-5)
+    assert_close(found["width_90"], np.mean(upper - lower))
     exported = run(place, "export", "posterior", "--torch", "posterior.pt2")
     assert exported.exit_code == 0, exported.output
     assert set(mola.load_exported(place / "posterior.pt2", trust=True).outputs) >= {"mean", "variance", "epistemic"}
@@ -134,8 +135,8 @@ def test_intervals_hold_what_was_promised(fitted, monkeypatch, coverage):
         kind = next(posterior.networks[0].parameters()).dtype
         band = mola.prediction_intervals(posterior.predict(torch.from_numpy(val["x"]).to(kind)), val["y"], coverage)
         lower, upper = band(posterior.predict(torch.from_numpy(more["x"]).to(kind)))
-        np.testing.assert_allclose(rows["lower"], lower[:, 0], rtol=1e-4)
-        np.testing.assert_allclose(rows["upper"], upper[:, 0], rtol=1e-4)
+        assert_close(rows["lower"], lower[:, 0])
+        assert_close(rows["upper"], upper[:, 0])
 
 
 def test_promises_that_cannot_be_kept_are_refused(fitted, monkeypatch):

@@ -13,6 +13,7 @@ from mola import metrics
 from mola.compare import CLEAR, SCORES, Answer, Tally, area_between, calibration_error, lead, mean_of, pass_rate
 from mola.compare.report.estimate import Estimate, leaders, ranking, within
 from mola.compare.results import labelled_result, outlier_result
+from tests.closeness import assert_close
 
 
 def answers(count=60, members=3, classes=4, seed=0):
@@ -260,7 +261,7 @@ def test_classes_are_counted_each_for_itself():
         mine = labels == label
         assert counts[label] == int(mine.sum())
         assert right[label] == int((answer.probs[mine].argmax(1) == label).sum())
-        assert sure[label] == pytest.approx(float(answer.probs[mine].amax(1).sum()), rel=1e-6)
+        assert_close(sure[label], answer.probs[mine].amax(1).sum())
     assert sum(counts) == 60
 
 
@@ -273,7 +274,7 @@ def test_an_ensemble_by_its_logits_is_the_ensemble_itself():
     inputs, weights = torch.randn(40, 5), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     with torch.no_grad():
         found = _mixed(torch.stack([network(inputs) for network in networks]), weights)
-    assert torch.allclose(found.probs, mola.ensemble(networks).with_weights(weights.tolist())(inputs), atol=1e-7)
+    assert_close(found.probs, mola.ensemble(networks).with_weights(weights.tolist())(inputs))
 
 
 def test_the_words_for_a_clear_lead_say_what_it_takes():

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from mola.__main__ import main
+from tests.closeness import assert_close
 from tests.conftest import require_shared
 from tests.house.test_docs import COMMANDS
 
@@ -194,13 +195,13 @@ def test_torchrun_gives_the_posterior_of_one_process(run, tmp_path):
     assert both.returncode == 0, both.stderr
     assert "read 500 of 1000" in both.stdout
     for row in ("prior precision", "log evidence", "test accuracy", "mean confidence"):
-        assert numbers(both.stdout, row) == pytest.approx(numbers(printed, row), rel=1e-9)
+        assert_close(numbers(both.stdout, row), numbers(printed, row), name=row)
     one, two = (tmp_path / "example-results" / f"posterior-of-{size}" for size in (1, 2))
     stored = [next(folder.glob("*.safetensors")) for folder in (one, two)]
     alone, together = (load_file(path) for path in stored)
     assert alone.keys() == together.keys()
     for name, tensor in alone.items():
-        torch.testing.assert_close(together[name], tensor, rtol=1e-9, atol=1e-9 * float(tensor.abs().max()))
+        assert_close(together[name], tensor, name=name)
 
 
 SCRIPT = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.M | re.S)

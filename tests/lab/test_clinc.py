@@ -17,6 +17,7 @@ from mola.lab.data.clinc150 import load_clinc150
 from mola.lab.data.sentences import WIDTH, embed
 from mola.lab.suite import DataOptions
 from mola.lab.suites.clinc import CLINC
+from tests.closeness import assert_close
 
 WORDS = (
     "red",
@@ -105,8 +106,8 @@ def test_from_sentences_to_records_and_a_report(data, tmp_path, monkeypatch):
 def test_sentences_are_means_of_their_tokens():
     rows = embed(["hello", "world", "hello world", "world hello"])
     assert rows.shape == (4, WIDTH)
-    assert torch.allclose(rows[2], rows[:2].mean(0), atol=1e-6)
-    assert torch.equal(rows[2], rows[3])
+    assert_close(rows[2], rows[:2].mean(0))
+    assert_close(rows[2], rows[3])
     with pytest.raises(DataError, match="sentence 1 is empty"):
         embed(["hello", ""])
 

@@ -26,6 +26,7 @@ from mola.lab.plan import Plan
 from mola.lab.runner import run_suite
 from mola.lab.suite import DataOptions
 from mola.lab.suites.imagenet import IMAGENET
+from tests.closeness import assert_close
 from tests.forked_python import run_python, run_team
 
 SIDE = 24
@@ -176,7 +177,7 @@ def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatc
     labels = torch.cat([labels for _, labels in part.open()])
     assert torch.equal(seen.labels, labels)
     expected = torch.stack([network.load()(inputs) for network in networks]).detach()
-    torch.testing.assert_close(seen.logits(), expected, rtol=1e-4, atol=1e-5)
+    assert_close(seen.logits(), expected)
     # One slice is lost, and it alone is made again.
     lost = kept.paths(networks[1], part.whole)[2]
     lost.unlink()
@@ -184,7 +185,7 @@ def test_a_part_reads_what_was_computed_for_the_whole(root, tmp_path, monkeypatc
     kept.compute(networks, [part.whole], lambda what, done: None)
     assert set(tmp_path.rglob("*.safetensors")) == {*times, lost}
     assert all(path.stat().st_mtime_ns == when for path, when in times.items())
-    torch.testing.assert_close(kept.read(networks, part).logits(), expected, rtol=1e-4, atol=1e-5)
+    assert_close(kept.read(networks, part).logits(), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*is left out of the comparison:mola.MolaWarning")
@@ -220,10 +221,9 @@ def test_streamed_sums_give_the_records_of_stored_activations(root, tmp_path, mo
         records[name] = {record.method: record for record in found}
     for method, record in records["stored"].items():
         other = records["streamed"][method]
-        assert other.chosen["prior_precision"] == pytest.approx(record.chosen["prior_precision"], rel=1e-6)
+        assert_close(other.chosen["prior_precision"], record.chosen["prior_precision"])
         for one in record.labelled:
-            numbers = other.labelled[one].metrics
-            assert numbers == pytest.approx(record.labelled[one].metrics, rel=1e-5, abs=1e-6)
+            assert_close(other.labelled[one].metrics, record.labelled[one].metrics, scale=1.0)
     train = folds.sources[0]["train"]
     assert (tmp_path / "streamed" / "sums").is_dir()
     assert not any(train.checksum in path.name for path in (tmp_path / "streamed").rglob("*"))
@@ -347,14 +347,12 @@ def test_two_processes_make_the_records_of_one(root, tmp_path, stream):
         other = two[name]
         if not stream:
             assert replace(other, seconds={}, environment={}) == replace(record, seconds={}, environment={})
-        assert other.chosen.get("prior_precision", 0) == pytest.approx(
-            record.chosen.get("prior_precision", 0), rel=1e-9
-        )
+        assert_close(other.chosen.get("prior_precision", 0), record.chosen.get("prior_precision", 0))
         for shown, result in record.labelled.items():
-            assert other.labelled[shown].metrics == pytest.approx(result.metrics, rel=1e-6, abs=1e-9), name
+            assert_close(other.labelled[shown].metrics, result.metrics, scale=1.0, name=name)
         for shown, result in record.outliers.items():
             for score, numbers in result.scores.items():
-                assert other.outliers[shown].scores[score] == pytest.approx(numbers, rel=1e-6), (name, score)
+                assert_close(other.outliers[shown].scores[score], numbers, "difference", scale=1.0, name=(name, score))
 
 
 @pytest.mark.parametrize("name", IMAGENET_PARAMETERS)

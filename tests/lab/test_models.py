@@ -29,6 +29,7 @@ from mola.lab.models import (
 )
 from mola.saving.weights_files import load_weights, read_metadata, read_state, save_weights
 from mola.training.mlps import mlp
+from tests.closeness import assert_close
 from tests.conftest import require_shared
 
 LOCAL = [name for name in MODELS if name != "wrn-50-2"]
@@ -97,7 +98,7 @@ def test_wide_resnet_computes_what_the_paper_describes():
             buffer.copy_(0.5 + torch.rand_like(buffer))
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        torch.testing.assert_close(network.eval()(images), plain_wrn16_4(network, images))
+        assert_close(network.eval()(images), plain_wrn16_4(network, images))
 
 
 def test_wide_resnet_starts_and_drops_as_the_paper_says():

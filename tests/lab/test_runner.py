@@ -33,6 +33,7 @@ from mola.lab.suites.registry import SUITES, find_suite
 from mola.training import Recipe
 from mola.training.labelled import Labelled
 from mola.training.mlps import mlp
+from tests.closeness import assert_close
 from tests.forked_python import run_python, run_team
 
 CLASSES, SIDE = 3, 4
@@ -165,17 +166,17 @@ def test_stored_activations_give_what_the_whole_networks_give(plan, finished, me
         inside = predictor.predict([inputs for inputs, _ in test], progress=False)
         outside = predictor.predict(strange, progress=False)
         found = record.labelled["test"].metrics
-        assert found["nll"] == pytest.approx(metrics.negative_log_likelihood(inside.probs, labels), rel=1e-5)
+        assert_close(found["nll"], metrics.negative_log_likelihood(inside.probs, labels), scale=1.0)
         assert found["accuracy"] == metrics.accuracy(inside.probs, labels)
         assert record.labelled["test"].count == 90
         assert sum(record.labelled["test"].histogram) == 90
         shown = record.outliers["strange"]
-        assert shown.confidence == pytest.approx(metrics.mean_confidence(outside.probs), rel=1e-5)
+        assert_close(shown.confidence, metrics.mean_confidence(outside.probs))
         assert shown.scores["entropy"]["auroc"] == pytest.approx(
             metrics.auroc(inside.entropy, outside.entropy), abs=1e-3
         )
         if method in ("LLLA", "MoLA"):
-            assert record.chosen["prior_precision"][0] == pytest.approx(predictor.prior_precision[0], rel=1e-6)
+            assert_close(record.chosen["prior_precision"][0], predictor.prior_precision[0])
 
 
 def test_rows_of_the_own_score_have_one_name_whatever_the_score_is(plan, tmp_path, monkeypatch):
@@ -308,9 +309,7 @@ def test_a_new_measure_is_asked_on_its_own_sets_alone(plan, copied):
         old = before[record.method, record.run]
         assert record == replace(old, measures=record.measures)
         # All people agree with the label: their cross-entropy is the log loss.
-        assert record.measures["people"]["cross-entropy"] == pytest.approx(
-            old.labelled["test"].metrics["nll"], rel=1e-5
-        )
+        assert_close(record.measures["people"]["cross-entropy"], old.labelled["test"].metrics["nll"], scale=1.0)
     seen = {path.stem for path in (copied / "activations").rglob("*.safetensors")}
     assert seen == {plan.sources[name].checksum for name in ("train", "validation", "test")}
 

@@ -453,6 +453,7 @@ def test_a_parametrised_convolution_has_the_weights_that_it_uses():
     close(fitted(network, [(x, y)]).predict(x).probs, plain.probs)
 
 
+@pytest.mark.export
 @pytest.mark.parametrize(
     ("kind", "file", "outputs"),
     [

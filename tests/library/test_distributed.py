@@ -25,6 +25,7 @@ from mola.errors import StorageError
 from mola.laplace import Kron, base
 from mola.saving import storage
 from mola.sums import START, batch_checksum
+from tests.closeness import assert_close
 from tests.conftest import make_problem
 from tests.forked_python import run_team
 from tests.own_work import make_desk
@@ -68,13 +69,8 @@ def check_laws(found, expected):
     for name, one in expected.items():
         for other in found[1:]:
             assert torch.equal(other[name], found[0][name]), f"{name} differs between ranks"
-        scale = max(1.0, float(one.abs().max()))
-        # Stacking is solved to 1e-10 nats, which leaves its weights some room.
-        tolerance = 1e-9 if name.endswith("stacking") else 1e-12
-        assert float((found[0][name] - one).abs().max()) <= tolerance * scale, name
-    for name in expected:
-        if name.endswith(("lambda", "threshold")):
-            assert torch.equal(found[0][name], expected[name]), name
+        kind = "search" if name.endswith(("stacking", "ensemble")) else "float64"  # weights found by stacking
+        assert_close(found[0][name], one, kind, scale=max(1.0, float(one.abs().max())), name=name)
     assert len(expected) > 300
 
 
@@ -194,14 +190,14 @@ def test_the_command_under_torchrun(tmp_path, monkeypatch):
     assert two["result"]["train_count"] == one["result"]["train_count"] == 36
     assert two["left_out"] == one["left_out"]
     assert list(two["left_out"]["train"]) == ["dog/zz.png"]
-    assert two["result"]["prior_precision"] == pytest.approx(one["result"]["prior_precision"])
+    assert_close(two["result"]["prior_precision"], one["result"]["prior_precision"])
     for who in ("networks", "posterior"):
-        assert two["result"]["validation"][who] == pytest.approx(one["result"]["validation"][who], rel=1e-5)
+        assert_close(two["result"]["validation"][who], one["result"]["validation"][who], scale=1.0)
     scores = [each["result"]["validation"]["outlier_threshold"] for each in (one, two)]
-    assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+    assert_close(scores[1], scores[0], "difference", scale=1.0)
     inputs, _ = desk.inputs("test")
     posteriors = [mola.load(tmp_path / name, desk.networks(2)) for name in ("one", "two")]
-    assert float((posteriors[0](inputs) - posteriors[1](inputs)).abs().max()) < 1e-5
+    assert_close(posteriors[0](inputs), posteriors[1](inputs))
     evaluate = ["evaluate", "two", "--test", "test", "--ood", "strange", "--output", "report", "--json"]
     pictures, arrays = (
         ["predict", "two", given, "--probabilities", "--json", "--output", output]
@@ -243,7 +239,7 @@ def check_predictions(root, pictures, arrays, strict, nothing):
         assert (two["count"], two["labels"], two["left_out"]) == (one["count"], one["labels"], one["left_out"])
         assert one["count"] == 18
         for name in ("confidence", "entropy", "epistemic", "outlying"):
-            assert two[name] == pytest.approx(one[name], rel=1e-5)
+            assert_close(two[name], one[name], "difference" if name == "epistemic" else "float32", scale=1.0, name=name)
         assert (root / f"two-{output}.toml").exists()
         rows = [read_rows(root / f"{who}-{output}") for who in ("one", "two")]
         one, two = ([[row.get(key) for key in ("name", "class", "error")] for row in some] for some in rows)
@@ -251,7 +247,7 @@ def check_predictions(root, pictures, arrays, strict, nothing):
         assert sum(bool(error) for *_, error in one) == (2 if given == "test" else 0)
         for mine, theirs in zip(*rows, strict=True):
             if not mine.get("error"):
-                assert float(mine["ood_score"]) == pytest.approx(float(theirs["ood_score"]), rel=1e-4)
+                assert_close(float(mine["ood_score"]), float(theirs["ood_score"]), "difference", scale=1.0)
     assert strict["codes"] == nothing["codes"] == [1, 1]
     assert "bad.png" in strict["stderr"]
     assert "--strict leaves nothing out" in strict["stderr"]
@@ -272,9 +268,9 @@ def check_evaluation(root, done, alone):
     assert (root / "report" / "index.html").exists()
     assert shared["count"] == alone["count"] == 18
     for method, one in alone["methods"].items():
-        assert shared["methods"][method]["scores"] == pytest.approx(one["scores"], rel=1e-4), method
+        assert_close(shared["methods"][method]["scores"], one["scores"], scale=1.0, name=method)
         found, expected = (each["outside"]["strange"] for each in (shared["methods"][method], one))
-        assert found["confidence"] == pytest.approx(expected["confidence"], rel=1e-4)
+        assert_close(found["confidence"], expected["confidence"])
         assert list(found["scores"]) == list(expected["scores"])
         for score, other in expected["scores"].items():
             for name in ("auroc", "auroc_error", "fpr95"):
@@ -283,7 +279,7 @@ def check_evaluation(root, done, alone):
                     score,
                     name,
                 )
-        assert shared["methods"][method]["errors"] == pytest.approx(one["errors"], rel=1e-4)
+        assert_close(shared["methods"][method]["errors"], one["errors"], scale=1.0, name=method)
         assert shared["methods"][method]["classes"].keys() == one["classes"].keys()
     assert {name: found["best"] for name, found in shared["leads"].items()} == {
         name: list(found["best"]) for name, found in alone["leads"].items()
@@ -302,7 +298,7 @@ class TestAlone:
             together = mola.fit(problem.network, problem.loader, team=team, progress=False)
             predicted = together.predict(problem.loader, team=team)
         alone = mola.fit(problem.network, problem.loader, progress=False).predict(problem.loader)
-        assert torch.equal(predicted.probs, alone.probs)  # of the same batches: others may be rounded otherwise
+        assert_close(predicted.probs, alone.probs, "float64")
 
     def test_half_an_environment(self, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "2")

@@ -24,6 +24,7 @@ from mola.export import OUTPUTS, Exported, Pixels
 from mola.export.graph import Signature, check_outputs
 from mola.export.tracing import Settings, in_half_precision, trace
 from mola.links import as_link
+from tests.closeness import assert_close
 from tests.conftest import CLOSED_FORM_LINKS, STRUCTURES
 
 CLASSES = 5
@@ -173,7 +174,7 @@ def test_very_many_classes_make_one_table(monkeypatch):
     traced = trace(posterior, inputs, Settings(outputs=["probabilities", "distance"]))
     with torch.no_grad():
         compare(traced.program.module()(inputs), posterior, inputs)
-        assert torch.allclose(posterior(inputs), wanted, atol=1e-6)
+        assert_close(posterior(inputs), wanted)
     tables = [one for one in traced.program.constants.values() if one.shape == (CLASSES, 7)]
     assert [one.dtype for one in tables] == [torch.float32]
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mola
+from tests.closeness import assert_close
 from tests.library.test_bernoulli import Squeezed
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -46,7 +47,7 @@ def test_a_file_says_what_the_posterior_says(writer, outputs, squeezed, tmp_path
     found = mola.load_exported(path, trust=True)(inputs[:7])
     expected = posterior.predict(inputs[:7])
     assert found["probabilities"].shape == found["mutual_information"].shape == (7, outputs)
-    torch.testing.assert_close(torch.as_tensor(found["probabilities"]), expected.probs, rtol=1e-4, atol=1e-5)
+    assert_close(found["probabilities"], expected.probs)
     assert torch.equal(torch.as_tensor(found["label"]), expected.label)
 
 

@@ -699,6 +699,7 @@ def test_validation_data_that_were_trained_on_or_are_in_other_units_are_noticed(
 # --- export -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.export
 @pytest.mark.parametrize("rule", [pytest.param("nll", marks=pytest.mark.slow), "distance"])
 def test_exported_files_say_what_the_posterior_says(tmp_path, trained, rule):
     nets, train, held = trained

@@ -654,6 +654,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.export
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_head_at_every_position_is_that_of_the_features_at_the_positions_taken(name, tmp_path):
     take, same = TAKEN[name]

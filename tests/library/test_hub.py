@@ -14,6 +14,7 @@ import mola
 from mola import hub
 from mola.errors import DataError, OptionError, StorageError
 from mola.hub.card import as_yaml
+from tests.closeness import assert_close
 from tests.forked_python import run_python
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,18 +48,18 @@ def test_what_is_saved_is_loaded_in_any_precision(tmp_path, dtype):
     posterior = mola.fit([build(dtype), build(dtype)], [(X.to(dtype), Y)], structure="full", link="mean-field")
     folder = mola.save_to_hub_folder(posterior, tmp_path / "model")
     again = mola.load_from_hub_folder(folder, build)  # which builds in float64
-    assert torch.equal(again(X.to(dtype)), posterior(X.to(dtype)))
-    assert torch.equal(again.predict(X.to(dtype)).ood_score, posterior.predict(X.to(dtype)).ood_score)
+    assert_close(again(X.to(dtype)), posterior(X.to(dtype)))
+    assert_close(again.predict(X.to(dtype)).ood_score, posterior.predict(X.to(dtype)).ood_score, "difference")
     assert not any(network.training for network in again.networks)
 
 
 def test_ensembles_and_folders_without_networks(tmp_path, posterior):
     plain = mola.ensemble(posterior.networks, weights=[0.25, 0.75])
     mola.save_to_hub_folder(plain, tmp_path / "plain", classes=NAMES)
-    assert torch.equal(mola.load_from_hub_folder(tmp_path / "plain", build)(X), plain(X))
+    assert_close(mola.load_from_hub_folder(tmp_path / "plain", build)(X), plain(X), "float64")
     mola.save_to_hub_folder(posterior, tmp_path / "bare", networks=False)
     assert not (tmp_path / "bare" / "networks").exists()
-    assert torch.equal(mola.load_from_hub_folder(tmp_path / "bare", posterior.networks)(X), posterior(X))
+    assert_close(mola.load_from_hub_folder(tmp_path / "bare", posterior.networks)(X), posterior(X), "float64")
     with pytest.raises(OptionError, match="saved without its networks"):
         mola.load_from_hub_folder(tmp_path / "bare", build)
 
@@ -70,7 +71,7 @@ def test_cooling_is_kept_and_told(tmp_path, posterior):
     folder = mola.save_to_hub_folder(cooled, tmp_path / "cooled")
     again, card = mola.load_from_hub_folder(folder, build), (folder / "README.md").read_text()
     for name in ("probs", "distance", "ood_score", "mutual_information"):
-        assert torch.equal(getattr(again.predict(X), name), getattr(cooled.predict(X), name))
+        assert_close(getattr(again.predict(X), name), getattr(cooled.predict(X), name), "float64", name=name)
     assert (again.temperature, again.distance_exponent) == (0.8, 1.5)
     assert "| temperature | 0.8: logits are divided by it, and so sharpened |" in card
     assert (
@@ -85,7 +86,7 @@ def test_the_temperature_of_an_ensemble_is_kept_and_no_older_reader_loses_it(tmp
     mola.save_to_hub_folder(warm, tmp_path / "warm", classes=NAMES)
     again = mola.load_from_hub_folder(tmp_path / "warm", build)
     assert again.temperature == 1.7
-    assert torch.equal(again(X), warm(X))
+    assert_close(again(X), warm(X), "float64")
     assert "1.7: logits are divided by it, and so softened" in (tmp_path / "warm" / "README.md").read_text()
     assert json.loads(config.read_bytes())["version"] == 2
     mola.save_to_hub_folder(warm.with_temperature(1.0), tmp_path / "warm", classes=NAMES)
@@ -159,7 +160,7 @@ def test_the_snippet_of_the_card_works(tmp_path, posterior, monkeypatch):
         (snippet,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
         namespace = {"x": X} if named else {"x": X, "build": build}
         exec(snippet, namespace)
-        assert torch.equal(namespace["prediction"].probs, posterior(X))
+        assert_close(namespace["prediction"].probs, posterior(X), "float64")
 
 
 def test_networks_of_transformers_load_by_themselves(tmp_path, monkeypatch):
@@ -175,13 +176,13 @@ def test_networks_of_transformers_load_by_themselves(tmp_path, monkeypatch):
     front, body = read_card(folder)
     assert front["pipeline_tag"] == "image-classification"
     assert "Classes (3): ant, bee, cat." in body
-    assert torch.equal(mola.load_from_hub_folder(folder)(batch), posterior(batch))
+    assert_close(mola.load_from_hub_folder(folder)(batch), posterior(batch))
     auto = mola.load_from_hub_folder(folder, transformers.AutoModelForImageClassification)
-    assert torch.equal(auto(batch), posterior(batch))
+    assert_close(auto(batch), posterior(batch))
     monkeypatch.chdir(tmp_path)
     namespace = {"x": batch}
     exec(re.findall(r"```python\n(.*?)```", body, re.S)[0], namespace)
-    assert torch.equal(namespace["prediction"].probs, posterior(batch))
+    assert_close(namespace["prediction"].probs, posterior(batch))
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -283,7 +284,7 @@ def test_saving_again_replaces_the_old_model(tmp_path, posterior):
     mola.save_to_hub_folder(posterior, tmp_path / "model")
     single = mola.fit(build(), [(X, Y)])
     mola.save_to_hub_folder(single, tmp_path / "model")
-    assert torch.equal(mola.load_from_hub_folder(tmp_path / "model", build)(X), single(X))
+    assert_close(mola.load_from_hub_folder(tmp_path / "model", build)(X), single(X), "float64")
     assert sorted(path.name for path in (tmp_path / "model" / "networks").iterdir()) == ["0"]
 
 

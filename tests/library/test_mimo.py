@@ -222,6 +222,7 @@ RATES = torch.optim.lr_scheduler
     ],
     ids=["adam", "steps", "one cycle", "one cycle with adam", "one after the other"],
 )
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR's own, before torch 2.9
 def test_every_optimiser_and_schedule_resumes_to_the_same_bits(tmp_path, made, schedule):
     inputs, labels = images()
     options = {"epochs": 5, "optimiser": made, "schedule": schedule, "progress": False}

@@ -15,6 +15,7 @@ from torch import nn
 
 import mola
 from mola import DataError, OptionError
+from tests.closeness import assert_close
 from tests.witness import unchanged
 
 X = torch.randn(20, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -133,15 +134,15 @@ def test_a_mixture_is_the_weighted_mean_of_any_predictors(name):
     mixture = mola.Mixture(predictors, weights)
     members = [probabilities(predictor, X) for predictor in predictors]
     expected = sum(weight * probs for weight, probs in zip(weights, members, strict=True))
-    torch.testing.assert_close(mixture(X).double().detach(), expected, rtol=1e-6, atol=1e-6)
+    assert_close(mixture(X), expected)
     prediction = mixture.predict(X)
-    torch.testing.assert_close(prediction.probs.double(), expected, rtol=1e-6, atol=1e-6)
+    assert_close(prediction.probs, expected)
     spread = entropy(expected) - sum(weight * entropy(probs) for weight, probs in zip(weights, members, strict=True))
-    torch.testing.assert_close(prediction.mutual_information.double(), spread, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(prediction.ood_score.double(), 1 - expected.max(1).values, rtol=1e-6, atol=1e-6)
+    assert_close(prediction.mutual_information, spread, "difference")
+    assert_close(prediction.ood_score, 1 - expected.max(1).values, "difference")
     assert prediction.ood_score_name == "max-probability"
     assert not prediction.probs.requires_grad
-    np.testing.assert_allclose(mixture.predict_proba(X.numpy()), expected.numpy(), rtol=1e-6, atol=1e-6)
+    assert_close(mixture.predict_proba(X.numpy()), expected)
 
 
 def test_any_sequence_of_predictors_will_do():
@@ -379,16 +380,16 @@ def test_arrays_of_any_kind_are_taken():
         "reversed": X.numpy()[::-1][::-1],
     }
     for name, array in kinds.items():
-        assert np.array_equal(posterior.predict_proba(array), expected), name
-    np.testing.assert_allclose(posterior.predict_proba(X.numpy().astype(np.float32)), expected, rtol=1e-5)
-    np.testing.assert_allclose(posterior.predict_proba(X.numpy().astype(">f8")), expected, rtol=1e-12)
+        assert_close(posterior.predict_proba(array), expected, "float64", name=name)
+    assert_close(posterior.predict_proba(X.numpy().astype(np.float32)), expected)
+    assert_close(posterior.predict_proba(X.numpy().astype(">f8")), expected, "float64")
 
 
 def test_the_array_is_read_in_the_precision_of_the_network():
     posterior = mola.fit(make_network().float(), [(x.float(), y) for x, y in LOADER])
     probs = posterior.predict_proba(X.numpy())
     assert probs.dtype == np.float32
-    np.testing.assert_array_equal(probs, posterior.predict(X.float()).probs.numpy())
+    assert_close(probs, posterior.predict(X.float()).probs)
 
 
 def test_token_numbers_stay_integers():
@@ -483,7 +484,7 @@ def test_a_network_that_its_owner_moves_takes_the_posterior_along():
     network.double()
     probs = posterior(X)
     assert probs.dtype == torch.float64
-    torch.testing.assert_close(probs.float(), expected, rtol=1e-5, atol=1e-6)
+    assert_close(probs, expected)
     assert posterior.predict(X).probs.dtype == torch.float64
 
 
@@ -516,6 +517,7 @@ def test_a_copy_is_whole_and_apart(structure, how):
             twin.predict(X)
 
 
+@pytest.mark.export
 @pytest.mark.parametrize(("structure", "used"), [("kron", False), ("kron", True), (None, False)])
 def test_an_exported_posterior_gives_the_same_for_any_batch_size(structure, used):
     """With the other structures: test_export.py, and for one size test_five_ways.py."""
@@ -531,6 +533,7 @@ def test_an_exported_posterior_gives_the_same_for_any_batch_size(structure, used
         torch.testing.assert_close(exported(inputs), posterior(inputs), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.export
 def test_a_mixture_of_modules_can_be_exported():
     mixture = mola.Mixture([mola.fit(three(), LOADER), mola.ensemble(make_network()), Probabilities()], [0.5, 0.3, 0.2])
     program = torch.export.export(mixture.eval(), (X,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))

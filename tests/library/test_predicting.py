@@ -24,6 +24,7 @@ from mola.export.graph import Signature
 from mola.links import LINKS
 from mola.tuning.candidates import read_held_out
 from mola.uncertainty import SPREAD_DRAWS, entropy_of_all, epistemic_share, spread_draws
+from tests.closeness import assert_close
 from tests.conftest import STRUCTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -456,7 +457,7 @@ def test_first_predictions_from_many_threads(structure):
     assert len(answers) == 200
     for index, probs in answers:
         assert probs.dtype == torch.float32
-        torch.testing.assert_close(probs, expected[index], rtol=1e-5, atol=1e-6)
+        assert_close(probs, expected[index])
 
 
 @pytest.mark.usefixtures("eager_threads")
@@ -544,7 +545,7 @@ def test_a_weight_normalised_head_is_known_again(normalise):
     expected = posterior(inputs)
     trained = torch.cat([net(torch.zeros(1, 5, dtype=torch.float32)), net(inputs)])  # reads the weight of today
     assert trained.isfinite().all()
-    torch.testing.assert_close(posterior(inputs), expected)
+    assert_close(posterior(inputs), expected)
     net.half()
     torch.testing.assert_close(posterior(inputs.half()), expected, rtol=2e-2, atol=2e-2)
     nn.functional.cross_entropy(net.float()(inputs), Y).backward()
@@ -578,7 +579,7 @@ def test_a_half_precision_network_under_the_other_autocast(bias):
         tuned = posterior.tune([(inputs, Y)], "nll", progress=False)
         prediction = posterior.predict(inputs)
         assert prediction.mutual_information.dtype == torch.float32
-        assert torch.equal(posterior(inputs), prediction.probs)
+        assert_close(posterior(inputs), prediction.probs)
         assert tuned(inputs).isfinite().all()
     torch.testing.assert_close(
         mola.fit(net, [(inputs, Y)], progress=False)(inputs), prediction.probs, rtol=0.1, atol=0.02

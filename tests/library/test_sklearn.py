@@ -20,6 +20,7 @@ from mola.errors import DataError, OptionError
 from mola.training import Recipe, train_ensemble, train_mlps
 from mola.training.labelled import Labelled
 from mola.training.mlps import mlp
+from tests.closeness import assert_close
 from tests.forked_python import run_python
 
 
@@ -95,12 +96,12 @@ def test_the_prior_precision_is_chosen_by_networks_that_did_not_see_the_data_set
         tuned = mola.fit(networks, [(rest.inputs, rest.labels)]).tune(
             [(data.inputs[aside], data.labels[aside])], rule=mola.ValidationScore("brier")
         )
-    assert model.posterior_.prior_precision == pytest.approx(tuned.prior_precision, rel=1e-6)
+    assert_close(model.posterior_.prior_precision, tuned.prior_precision)
     assert model.tuning_.rule == tuned.tuning.rule
     final = train_ensemble(lambda: mlp(4, (16,), 3), data, recipe, members=2, seed=seed)
     expected = mola.fit(final, [(data.inputs, data.labels)]).with_prior_precision(tuned.prior_precision)
     expected = expected.with_temperature(tuned.temperature)
-    np.testing.assert_allclose(model.predict_proba(rows), expected(data.inputs).numpy(), rtol=1e-6)
+    assert_close(model.predict_proba(rows), expected(data.inputs))
 
 
 @pytest.mark.parametrize("rule", ["nll", "brier", "ece", "threshold", mola.ConfidenceThreshold(0.8)])
@@ -126,7 +127,7 @@ def test_caution_by_distance_is_taken_over(rule):
     without = posterior.with_distance_exponent(0.0)(torch.from_numpy((30 * rows - model.mean_) / model.scale_))
     assert float(far.confidence.mean()) < float(without.amax(1).mean()) - 0.1
     again = pickle.loads(pickle.dumps(model))
-    np.testing.assert_array_equal(again.predict_proba(rows), model.predict_proba(rows))
+    assert_close(again.predict_proba(rows), model.predict_proba(rows))
 
 
 @pytest.mark.parametrize(
@@ -180,9 +181,9 @@ def test_pipelines_searches_copies_and_displays(tmp_path):
     search.fit(rows, labels)
     best = search.best_estimator_
     again = pickle.loads(pickle.dumps(best))
-    np.testing.assert_array_equal(again.predict_proba(rows), best.predict_proba(rows))
+    assert_close(again.predict_proba(rows), best.predict_proba(rows))
     twin = clone(best).fit(rows, labels)
-    np.testing.assert_array_equal(twin.predict_proba(rows), best.predict_proba(rows))
+    assert_close(twin.predict_proba(rows), best.predict_proba(rows))
     assert not np.array_equal(
         clone(best).set_params(random_state=1).fit(rows, labels).predict_proba(rows), best.predict_proba(rows)
     )

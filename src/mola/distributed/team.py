@@ -72,7 +72,7 @@ class Team:
         self._what, self._failures, self._looked = "nothing", 0, 0.0
         if self.size > 1:
             # A group of its own, of gloo also among GPUs: it is in nobody's way, and notices at once who has died.
-            self._ranks = dist.get_process_group_ranks(group)
+            self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # torch 2.6 takes no None
             self._group = dist.new_group(
                 self._ranks,
                 timeout=timedelta(seconds=patience),
