@@ -22,7 +22,7 @@ from mola.distributed import Team
 from mola.errors import DataError, MissingExtraError, OptionError
 from mola.likelihoods import Gaussian, Likelihood
 from mola.likelihoods.gaussian import NormalMixture
-from mola.mixture import Mixture
+from mola.mixture import Mixture, named_batches
 from mola.network import (
     IGNORE_INDEX,
     Layout,
@@ -150,14 +150,22 @@ def evaluate(
         progress: show a progress bar on stderr, if that is a terminal.
         team: processes that evaluate together, each with its own shard.
     """
+    if not isinstance(predictors, Mapping) and not callable(predictors):
+        raise OptionError(
+            f"predictors: expected one predictor or a dict of names to predictors, such as {{'a': a, 'b': b}}; got "
+            f"{type(predictors).__name__}."
+        )
     named = dict(predictors) if isinstance(predictors, Mapping) else {_name_of(predictors): predictors}
-    labelled, outliers = {"test": test_loader, **(shifted or {})}, dict(ood or {})
-    if not named or "test" in (shifted or {}) or labelled.keys() & outliers.keys():
+    moved, outliers = _by_name(shifted, "shifted", "blur"), _by_name(ood, "ood", "noise")
+    labelled = {"test": test_loader, **moved}
+    if not named or "test" in moved or labelled.keys() & outliers.keys():
         raise OptionError(
             f"expected at least one predictor, and a different name for each data set ('test' is the test data); got the "
-            f"predictors {list(named)} and the data {[*(shifted or {}), *outliers]}."
+            f"predictors {list(named)} and the data {[*moved, *outliers]}."
         )
     for name, loader in {**labelled, **outliers}.items():
+        if name in outliers and isinstance(loader, Tensor):
+            raise DataError(f"the {name} loader: expected an iterable of batches, got Tensor. Pass a single batch in a list: [x].")
         check_loader(loader, f"{name} loader")
     check_positions(positions)
     reader = _Reader(positions, ignore_index, progress, Team.single() if team is None else team)
@@ -169,13 +177,25 @@ def evaluate(
         spread = "confidence" if mixture.likelihood.discrete else "std"
         inliers = None
         for data, loader in {**labelled, **outliers}.items():
-            read = reader.read(mixture, loader, f"{data} loader", labelled=data in labelled)
+            try:
+                read = reader.read(mixture, loader, f"{data} loader", labelled=data in labelled)
+            except DataError as error:
+                found = str(error).removeprefix("predictors[0]: ")  # the only one of a `_Callable`
+                raise DataError(f"predictor {predictor!r} on the {data} loader: {found}") from error
             inliers = read if inliers is None else inliers
             counts[predictor, data] = read.inputs
             rows[predictor, data] = _metrics(read) if data in labelled else _against(inliers, read, spread)
             if "confidence" in read.scores:
                 bins[predictor, data] = metrics.bin_sums(read.scores["confidence"], read.scores["correct"])
     return Evaluation(rows, counts, bins)
+
+
+def _by_name(loaders: Any, argument: str, example: str) -> dict[str, Iterable[Any]]:
+    if loaders is not None and not isinstance(loaders, Mapping):
+        raise OptionError(
+            f"{argument}: expected a dict of names to loaders, such as {{{example!r}: loader}}, got {type(loaders).__name__}."
+        )
+    return dict(loaders or {})
 
 
 def _name_of(predictor: Any) -> str:
@@ -226,8 +246,9 @@ class _Reader:
         outliers: list[dict[str, Tensor]] = []
         count = 0
         empty = self.team.size > 1 and batch_count(loader) == 0  # the shard of this process
-        batches = () if empty else mixture.predict_batches(_recorded(loader, where, labels), progress=self.progress)
-        for index, prediction in enumerate(batches):
+        recorded = () if empty else named_batches(_recorded(loader, where, labels), where, progress=self.progress)
+        for index, (place, batch) in enumerate(recorded):
+            prediction = mixture._predict_batch(batch, None, place).cpu()
             own = labels[index]
             if labelled and own is None:
                 raise DataError(

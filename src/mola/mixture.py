@@ -181,7 +181,7 @@ class Mixture(nn.Module):
 
 
 def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[tuple[str, Inputs]]:
-    # A tensor, tuple or mapping is one batch; anything else is an iterable of batches, whose labels are dropped.
+    # A tensor, tuple or mapping is one batch; anything else is an iterable of batches.
     if isinstance(inputs, (Tensor, tuple, dict)) or hasattr(inputs, "keys"):
         yield "the inputs", one_batch(inputs)
         return
@@ -189,13 +189,17 @@ def _batches(inputs: Any, *, progress: bool, required: bool = True) -> Iterator[
         raise DataError(
             "expected a tensor, got a NumPy array: use predict_proba(array), or predict(torch.from_numpy(array))."
         )
-    if required:
-        _, inputs_again = peek(inputs, "prediction loader")
-    else:
-        inputs_again = iter(inputs)
+    yield from named_batches(inputs, "prediction loader", progress=progress, required=required)
+
+
+def named_batches(
+    inputs: Iterable[Any], where: str, *, progress: bool, required: bool = True
+) -> Iterator[tuple[str, Inputs]]:
+    """The batches of a loader without their labels, each after its name for messages."""
+    inputs_again = peek(inputs, where)[1] if required else iter(inputs)
     bar = tqdm(inputs_again, desc="predict", total=batch_count(inputs), disable=None if progress else True, leave=False)
     for index, raw in enumerate(bar):
-        place = f"batch {index} of the prediction loader"
+        place = f"batch {index} of the {where}"
         yield place, as_batch(raw, place).inputs
 
 
