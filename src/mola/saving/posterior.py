@@ -79,6 +79,11 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
         for index, (component, layer, entry) in enumerate(zip(posterior.components, layers, sums, strict=True)):
             head = component.head
             assert head is not None  # as there is a last layer
+            trained = component.likelihood.uncertain(head.weights()).to(layer.weights)
+            if not torch.equal(trained, layer.weights):
+                raise StorageError(
+                    f"networks[{index}]: the weights of head {head.name!r} changed since the posterior was fitted. Fit again: mola.fit(...)."
+                )
             tensors[f"{index}.{WEIGHTS}"] = layer.weights
             described = {name: getattr(head, name) for name in HEAD}
             likelihood = describe(component.likelihood, LIKELIHOODS, "likelihood")
