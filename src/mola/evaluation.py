@@ -165,7 +165,9 @@ def evaluate(
         )
     for name, loader in {**labelled, **outliers}.items():
         if name in outliers and isinstance(loader, Tensor):
-            raise DataError(f"the {name} loader: expected an iterable of batches, got Tensor. Pass a single batch in a list: [x].")
+            raise DataError(
+                f"the {name} loader: expected an iterable of batches, got Tensor. Pass a single batch in a list: [x]."
+            )
         check_loader(loader, f"{name} loader")
     check_positions(positions)
     reader = _Reader(positions, ignore_index, progress, Team.single() if team is None else team)

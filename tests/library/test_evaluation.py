@@ -311,11 +311,15 @@ def test_loaders_and_predictors_without_names_are_refused(posterior):
     inputs, labels = table(20, 6)
     test = [(inputs, labels)]
     for given in (inputs, [inputs], torch.utils.data.DataLoader(inputs)):
-        with pytest.raises(OptionError, match=r"ood: expected a dict of names to loaders, such as \{'noise': loader\}, got"):
+        with pytest.raises(
+            OptionError, match=r"ood: expected a dict of names to loaders, such as \{'noise': loader\}, got"
+        ):
             mola.evaluate(posterior, test, ood=given)
         with pytest.raises(OptionError, match="shifted: expected a dict of names to loaders"):
             mola.evaluate(posterior, test, shifted=given)
-    with pytest.raises(OptionError, match="predictors: expected one predictor or a dict of names to predictors.*got list"):
+    with pytest.raises(
+        OptionError, match=r"predictors: expected one predictor or a dict of names to predictors.*got list"
+    ):
         mola.evaluate([posterior, posterior], test)
     with pytest.raises(DataError, match=r"the n loader.*a single batch in a list: \[x\]"):
         mola.evaluate(posterior, test, ood={"n": inputs})
@@ -324,7 +328,7 @@ def test_loaders_and_predictors_without_names_are_refused(posterior):
 def test_errors_name_the_predictor_and_the_data(posterior):
     inputs, labels = table(20, 6)
     test = [(inputs, labels)]
-    with pytest.raises(DataError, match="^predictor 'a' on the test loader: probabilities must lie between 0 and 1"):
+    with pytest.raises(DataError, match=r"^predictor 'a' on the test loader: probabilities must lie between 0 and 1"):
         mola.evaluate({"a": network()}, test)
     with pytest.raises(DataError, match=r"^predictor 'a' on the n loader: batch 0 of the n loader, networks\[0\].*NaN"):
         mola.evaluate({"a": posterior}, test, ood={"n": [inputs * torch.nan]})
