@@ -211,6 +211,15 @@ def test_too_few_data_are_refused_with_the_number_needed(rate, certainty, needed
     assert mola.abstain_threshold(probs, labels, rate, certainty).answered == needed
 
 
+@pytest.mark.parametrize("count", [1, 3, 7, 10, 58, 100, 298, 2994])
+def test_the_rate_that_is_suggested_is_enough(count):
+    probs, labels = made(torch.linspace(0.6, 0.9, count), torch.ones(count, dtype=torch.bool))
+    with pytest.raises(DataError, match="allow an error rate of") as caught:
+        mola.abstain_threshold(probs, labels, 0.001)
+    rate = float(str(caught.value).removesuffix(".").rsplit(" ", 1)[1])
+    assert mola.abstain_threshold(probs, labels, rate).answered == count
+
+
 def test_errors_name_the_remedy():
     probs, labels = made(torch.linspace(0.6, 0.9, 1000), torch.arange(1000) % 10 > 0)
     with pytest.raises(DataError, match=r"More data would not help"):

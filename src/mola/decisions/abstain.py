@@ -257,10 +257,11 @@ def _why_none(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> str:
     count, bound = len(scores), f"an error rate of {rate:g} with certainty {1 - delta:g}"
     starts = _starts(count, rate, delta)
     if not starts:
+        enough = _rounded_up(1 - delta ** (1 / count)) if count else 1.0
+        remedy = f", or allow an error rate of {enough:g}" if enough < 1 else ""
         return (
             f"no threshold guarantees {bound} from {counted(count, 'labelled datum', 'labelled data')}: even without a wrong answer, "
-            f"{_fewest(rate, delta):,} are needed. Pass more data, or allow an error rate of "
-            f"{1 - delta ** (1 / count) if count else 1:.2g}."
+            f"{_fewest(rate, delta):,} are needed. Pass more data{remedy}."
         )
     ordered, order = scores.sort(descending=True, stable=True)
     errors = wrong[order].long().cumsum(0)
@@ -285,6 +286,12 @@ def _why_none(scores: Tensor, wrong: Tensor, rate: float, delta: float) -> str:
         f"no threshold guarantees {bound}: {seen}, which is lower, but not by enough for this few data. At this rate, {much} "
         f"would be enough; or allow a higher error rate or a lower certainty."
     )
+
+
+def _rounded_up(rate: float) -> float:
+    # To two significant digits, so that the rate is enough.
+    digits = 1 - math.floor(math.log10(rate))
+    return round(math.ceil(rate * 10**digits - ROUNDING) / 10**digits, digits)
 
 
 def _needed(share: float, rate: float, delta: float) -> int:
