@@ -93,6 +93,12 @@ def test_what_is_no_score_is_refused():
             mola.alarm_threshold(scores, 0.5)
 
 
+def test_a_prediction_stands_for_its_outlier_scores():
+    network = torch.nn.Linear(3, 2)
+    prediction = mola.ensemble([network]).predict(torch.randn(40, 3, generator=torch.Generator().manual_seed(0)))
+    assert mola.alarm_threshold(prediction, 0.1) == mola.alarm_threshold(prediction.ood_score, 0.1)
+
+
 @pytest.mark.parametrize("kind", ["reversed", "foreign", "read-only", "tensors"])
 def test_scores_of_any_kind_are_read(kind):
     scores = np.arange(20.0)

@@ -12,6 +12,7 @@ from typing import Any
 from mola.decisions.ranks import as_numbers, check_share, conformal_rank, data_needed
 from mola.errors import DataError
 from mola.options import counted
+from mola.prediction import Prediction, RegressionPrediction
 
 
 def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
@@ -35,13 +36,16 @@ def alarm_threshold(scores: Any, false_alarm_rate: float) -> float:
     mean and the standard deviation of three scores of the validation data.
 
     Args:
-        scores: (n,), of validation data; higher = more outlying. A tensor, an array or a list.
+        scores: (n,), of validation data; higher = more outlying. A tensor, an array or a list; or a `Prediction`, whose
+            `ood_score` is used.
         false_alarm_rate: alpha, such as 0.05 for one alarm in twenty in-distribution inputs.
 
     Returns:
         The threshold: raise an alarm for scores *above* it.
     """
     rate = _checked_rate(false_alarm_rate)
+    if isinstance(scores, (Prediction, RegressionPrediction)):
+        scores = scores.ood_score
     values = as_numbers(scores, "scores: expected one number for each validation datum")
     if values.ndim != 1 or bool(values.isnan().any()):
         raise DataError(
