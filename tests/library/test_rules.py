@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import re
 
 import pytest
 import torch
@@ -187,6 +188,7 @@ class TestSearch:
         with pytest.warns(MolaWarning, match="outside the grid") as caught:
             low = posterior.tune(validation, rule=Threshold(0.3))
         assert caught[0].filename == __file__
+        assert "tried lowers it" not in low.tuning.summary
         assert low.prior_precision[0] < 1e-4
         assert any("outside the grid" in note for note in low.tuning.notes)
         confidence = low.tuning.curve["confidence"]
@@ -199,6 +201,9 @@ class TestSearch:
         posterior = mola.fit(members, train, structure="diag")
         tuned = posterior.tune(validation, rule=Threshold(0.26))
         assert 1e-24 < tuned.prior_precision[0] < 1e-4
+        assert tuned.tuning.summary.endswith(
+            "(target: 26.00% as given); no prior precision tried lowers it to the target."
+        )
         inputs, _ = joined(validation)
         assert torch.allclose(tuned(inputs), posterior.with_prior_precision(1e-24)(inputs), atol=1e-5)
 
@@ -254,6 +259,17 @@ class TestThreshold:
             assert any("few validation data" in note for note in notes) == named
         given = posterior.tune(validation, rule=Threshold(0.7)).tuning.notes
         assert not any("few validation data" in note for note in given)
+
+    @quiet
+    def test_a_target_at_chance_says_so(self, trained):
+        members, train, validation = trained
+        inputs, _ = joined(validation)
+        posterior = mola.fit(members, train)
+        assert posterior.tune(validation, rule="threshold").tuning.rule.endswith("% less 1 point")
+        classes = members[0](inputs).shape[1]
+        rule = posterior.tune(validation, rule=Threshold(margin=0.99)).tuning.rule
+        words = rf"target confidence {1 / classes:.2%}, which is chance: .* less 99 points would be even lower"
+        assert re.search(words, rule)
 
     @quiet
     def test_a_given_confidence_needs_no_labels(self, trained):

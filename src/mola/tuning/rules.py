@@ -25,6 +25,7 @@ from mola.tuning.search import (
     curve_of,
     maximise,
     noted,
+    points,
     require_classes,
     require_data,
 )
@@ -43,6 +44,9 @@ DOUBTLESS = 2.0
 
 ALIKE = 1e-3
 """Log loss per output, in nats, up to which the prior precisions of a regression score alike; of other scores, the same share."""
+
+NEAR = 0.005
+"""Mean confidence above the target up to which it counts as met closely."""
 
 NOISE_FACTORS = tuple(4.0 ** (step / 8) for step in range(-8, 9))
 """Of the noise of a regression, tried around the current one; then finer."""
@@ -93,14 +97,12 @@ class Threshold:
         if error > self.margin:
             notes = (
                 f"few validation data: the networks' mean accuracy of {accuracy:.1%} has a standard error of "
-                f"{100 * error:.2g} points, "
-                f"and so has the target confidence.",
+                f"{points(error, '.2g')}, and so has the target confidence.",
             )
-        return (
-            target,
-            f"{target:.2%}, the networks' mean accuracy {accuracy:.2%} less {100 * self.margin:g} points",
-            notes,
-        )
+        origin = f"the networks' mean accuracy {accuracy:.2%} less {points(self.margin)}"
+        if target > accuracy - self.margin:
+            origin = f"which is chance: {origin} would be even lower"
+        return target, f"{target:.2%}, {origin}", notes
 
     def applies_to(self, likelihood: Likelihood) -> bool:
         """Whether the rule means anything for a likelihood."""
@@ -125,9 +127,11 @@ class Threshold:
             )
         else:
             notes = (*notes, *search.note(index))
+            lowest = min(row["confidence"] for row in search.tried.values())
+            above = "; no prior precision tried lowers it to the target" if lowest > target + NEAR else ""
             summary = (
                 f"The mean confidence on the validation data is {search.tried[index]['confidence']:.2%} at prior precision "
-                f"{search.value(index):.3g} (target: {origin})."
+                f"{search.value(index):.3g} (target: {origin}){above}."
             )
         return Tuning(rule, (search.value(index),) * len(posterior.components), summary, notes, search.curve())
 
@@ -137,7 +141,10 @@ class Threshold:
             "already below the "
             f"target of {target:.2%}, and covariance only lowers it. "
         )
-        end = f" Took prior precision {precision:.3g}, all but the plain ensemble. Use rule='nll', which also sharpens logits."
+        end = (
+            f" The prior precision is set to {precision:.3g}, nearly the plain ensemble. Use rule='nll', which also sharpens "
+            "logits."
+        )
         if data.labels is None:
             return start.rstrip() + end
         likelihood: Any = posterior.likelihood

@@ -38,6 +38,12 @@ def noted(note: str) -> str:
     return note
 
 
+def points(share: float, digits: str = "g") -> str:
+    """A difference of shares in percentage points: "1 point" or "2.6 points"."""
+    text = f"{100 * share:{digits}}"
+    return f"{text} point{'' if text == '1' else 's'}"
+
+
 def grid_value(index: int) -> float:
     """The prior precision at an index of the paper's grid, which grows by 14 values per decade beyond its ends."""
     if index < LOW:
@@ -124,8 +130,7 @@ class PrecisionSearch:
         if self.given is not None or LOW <= index <= HIGH:
             return ()
         meaning = (
-            "the prior has next to no influence, and the training data alone set the covariance. If confidence outside the data is "
-            "then too low, use another rule or set the prior precision"
+            "the prior has next to no influence, and the training data alone set the covariance"
             if index < LOW
             else "next to no covariance is left, and predictions are close to the plain ensemble's"
         )

@@ -29,6 +29,7 @@ from mola.numerics import check_seed
 from mola.options import is_real, whole_number
 from mola.rules import Threshold
 from mola.saving.files import DOCUMENT, read_folder, write_folder
+from mola.tuning.search import points
 
 EPOCHS, PASSES, MEMBERS = 0, 2, 3  # purposes of seeds: of epochs, of the draws' statistics, of the members of MultiSWAG
 DRAW_KIND = "swag-draw"
@@ -394,7 +395,7 @@ def choose_learning_rate(
     if rule.confidence is None:
         own = sum(_score(one, val_loader, labelled=True)["accuracy"] for one in plain) / len(plain)
         target = own - rule.margin
-        origin = f"{target:.2%}, the networks' mean accuracy {own:.2%} less {100 * rule.margin:g} points"
+        origin = f"{target:.2%}, the networks' mean accuracy {own:.2%} less {points(rule.margin)}"
     else:
         target, origin = rule.confidence, f"{rule.confidence:.2%} as given"
     record: list[tuple[float, dict[str, float]]] = []
