@@ -366,7 +366,11 @@ WRONG_LABELS = {
     "another size": (lambda y: y.repeat_interleave(2, 1), r"got labels of shape \(6, 10, 7\).*size of the outputs"),
     "one-hot": (lambda y: functional.one_hot(y, CLASSES).movedim(-1, 1), "not one-hot"),
     "float": (lambda y: y.double(), "integer type"),
-    "out of range": (lambda y: y + 1, r"labels must lie in \[0, 2\]"),
+    "out of range": (lambda y: y + 2, r"labels must lie in \[0, 2\].*\. Remove padding"),
+    "from 1": (
+        lambda y: y + 1,
+        r"labels must lie in \[0, 2\].* from 1 to 3\. Class indices start at 0: pass labels - 1\.",
+    ),
 }
 
 

@@ -86,9 +86,10 @@ class Categorical(DiscreteLikelihood):
         labels = labels.to(outputs.device, torch.int64)
         low, high = (int(end) for end in torch.aminmax(labels))
         if low < 0 or high >= classes:
+            start = "Class indices start at 0: pass labels - 1. Or remove" if (low, high) == (1, classes) else "Remove"
             raise DataError(
                 f"{where}: labels must lie in [0, {classes - 1}] for a network with {classes} outputs, got values from {low} to "
-                f"{high}. Remove padding, or remap the classes; for dense outputs, pass the label of ignored positions: "
+                f"{high}. {start} padding, or remap the classes; for dense outputs, pass the label of ignored positions: "
                 f"ignore_index={high if high >= classes else low}."
             )
         return labels
