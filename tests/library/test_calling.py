@@ -307,6 +307,15 @@ def test_a_pass_that_fails_names_the_inputs():
         call(nn.Linear(5, 3).double(), {"input": X, "ids": Y})
 
 
+@pytest.mark.parametrize("key", ["label", "target", "targets", "y"])
+def test_labels_under_another_key_are_named(key):
+    for batch in ({"input": X, key: Y}, {"x": X, key: Y}):
+        with pytest.raises(
+            DataError, match=f"Labels go under 'labels', not '{key}'; other keys become keyword arguments"
+        ):
+            call(nn.Linear(5, 3).double(), batch)
+
+
 # --- checksum -----------------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ Inputs = Any
 """A tensor, a tuple of tensors (positional arguments), or a mapping of tensors (keyword arguments)."""
 
 LABELS = "labels"
+LABEL_LIKE = ("label", "target", "targets", "y")
 
 
 class Batch(NamedTuple):
@@ -274,6 +275,9 @@ def _unused(network: nn.Module, inputs: Inputs) -> str:
         return ""
     known = inspect.signature(network.forward).parameters
     foreign = [key for key in inputs if key not in known and key != LABELS]
+    named = [key for key in foreign if key in LABEL_LIKE]
+    if named:
+        return f" Labels go under {LABELS!r}, not {named[0]!r}; other keys become keyword arguments of forward."
     if not foreign or len(foreign) == len(inputs):
         return ""
     return f" Its forward has no argument {foreign}: remove it from the batches."
