@@ -66,6 +66,7 @@ _MODULES = (
     "structures",
     "whole",
 )
+_HOMES = ("errors", "rules", "structures", "links", "likelihoods", "baselines")
 _LAZY = {"MolaClassifier": "mola.sklearn", "MolaRegressor": "mola.sklearn", "evaluate": "mola.evaluation"}
 
 
@@ -75,7 +76,14 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"mola.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'mola' has no attribute {name!r}")
+    place = (
+        "" if name.startswith("_") else next((f"; it is mola.{one}.{name}" for one in _HOMES if _has(one, name)), "")
+    )
+    raise AttributeError(f"module 'mola' has no attribute {name!r}{place}")
+
+
+def _has(module: str, name: str) -> bool:
+    return name in importlib.import_module(f"mola.{module}").__all__
 
 
 def __dir__() -> list[str]:

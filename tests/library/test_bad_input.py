@@ -519,3 +519,22 @@ def test_errors_can_be_caught_by_the_built_in_that_fits():
     for kind, builtin in kinds.items():
         assert issubclass(kind, builtin)
         assert issubclass(kind, MolaError)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("MolaError", "errors"),
+        ("Threshold", "rules"),
+        ("KronExact", "structures"),
+        ("Probit", "links"),
+        ("Gaussian", "likelihoods"),
+    ],
+)
+def test_a_name_of_a_submodule_is_found_there(name, place):
+    with pytest.raises(
+        AttributeError, match=rf"^module 'mola' has no attribute '{name}'; it is mola\.{place}\.{name}$"
+    ):
+        getattr(mola, name)
+    with pytest.raises(AttributeError, match=r"^module 'mola' has no attribute 'nothing'$"):
+        mola.nothing  # noqa: B018
