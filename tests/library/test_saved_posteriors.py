@@ -328,7 +328,7 @@ def test_replaced_tensors_are_refused(name, value, tmp_path):
 def test_a_head_that_was_trained_on_is_not_saved(tmp_path):
     network = nn.Linear(3, 2)
     inputs = torch.randn(40, 3)
-    posterior = fit(network, [(inputs, (inputs[:, 0] > 0).long())], progress=False)
+    posterior = fitting.fit(network, [(inputs, (inputs[:, 0] > 0).long())], progress=False)
     with torch.no_grad():
         network.weight.mul_(0.1)
     with pytest.raises(StorageError, match="changed since"):

@@ -82,7 +82,7 @@ def pack(posterior: MoLA) -> tuple[dict[str, Any], dict[str, Tensor]]:
             trained = component.likelihood.uncertain(head.weights()).to(layer.weights)
             if not torch.equal(trained, layer.weights):
                 raise StorageError(
-                    f"networks[{index}]: the weights of head {head.name!r} changed since the posterior was fitted. Fit again: mola.fit(...)."
+                    f"networks[{index}]: the weights of head {head.name!r} changed since the posterior was fitted. Fit again."
                 )
             tensors[f"{index}.{WEIGHTS}"] = layer.weights
             described = {name: getattr(head, name) for name in HEAD}
