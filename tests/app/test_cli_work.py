@@ -147,6 +147,8 @@ def test_info_for_people_and_for_programs(posterior, mola_command):
         "intact",
         "false alarms",
         "distances from the training classes are known",
+        "last layer '",
+        "': 12 features, 3 classes",
     ):
         assert words in " ".join(out.split()), words
     code, out, err = mola_command("info", posterior, "--json")
@@ -182,7 +184,9 @@ def test_caution_by_distance_from_fit_to_evaluate(desk, tmp_path, mola_command):
 def test_a_posterior_without_distances_says_so_and_predicts(desk, tmp_path, mola_command):
     place, output = tmp_path / "posterior", tmp_path / "out.csv"
     assert mola_command(*arguments(desk, place, "--no-distances", "--quiet"))[0] == 0
-    assert "no distances" in " ".join(mola_command("info", place)[1].split())
+    told = " ".join(mola_command("info", place)[1].split())
+    assert "no distances" in told
+    assert "': 13 features with the bias, if it has one, 3 classes" in told
     assert json.loads(mola_command("info", place, "--json")[1])["has_distances"] is False
     assert mola_command("predict", place, "test", "--output", output, "--quiet")[0] == 0
     assert set(read(output)["distance"]) == {""}
@@ -538,4 +542,8 @@ def test_a_misspelt_folder_is_answered_with_the_nearest(desk, tmp_path, mola_com
     (tmp_path / "images" / "train").mkdir(parents=True)
     code, _, err = mola_command(*arguments(desk, tmp_path / "posterior", train=f"{tmp_path}/imges/trian"))
     assert f"Did you mean {tmp_path}/images/train?" in err
-    assert "Did you mean" not in mola_command(*arguments(desk, tmp_path / "posterior", train="qqqqqqqq"))[2]
+    assert "Did you mean 'cifar10'" in mola_command(*arguments(desk, tmp_path / "posterior", train="cifr10"))[2]
+    for name in ("qqqqqqqq", "data/tinyimagenett", "cifr10.npz"):
+        err = mola_command(*arguments(desk, tmp_path / "posterior", train=name))[2]
+        assert "no such file or folder" in err
+        assert "Did you mean" not in err

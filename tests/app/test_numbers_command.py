@@ -265,7 +265,7 @@ def test_outputs_that_are_variances_are_no_targets(place, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "1 network with 2 outputs, means and variances of 1 target, on 300 inputs" in " ".join(result.output.split())
     told = " ".join(run(place, "info", "said").output.split())
-    assert "4 features, 2 outputs (means and variances of 1 target), likelihood gaussian" in told
+    assert "3 features, 2 outputs (means and variances of 1 target), likelihood gaussian" in told
 
 
 def test_numbers_for_networks_that_name_classes_ask_for_their_likelihood(place, monkeypatch):

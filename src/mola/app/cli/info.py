@@ -48,12 +48,18 @@ def _fitted_on(found: dict[str, Any]) -> str:
     return counted(found["train_count"], "position")
 
 
+def _features(found: dict[str, Any]) -> str:
+    width, bias, name = found["features"][0], found["bias"][0], found["heads"][0]
+    layer = f"'{name}': " if name else ""  # a network may be a single layer
+    return f"{layer}{counted(width - bool(bias), 'feature')}{' with the bias, if it has one' if bias is None else ''}"
+
+
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     precisions = ", ".join(dict.fromkeys(f"{value:.4g}" for value in found["prior_precision"]))
     lines = [
         ("posterior", found["folder"]),
         ("networks", str(found["components"])),
-        ("last layer", f"{found['heads'][0]}: {found['features'][0]} features, {_outputs(found)}"),
+        ("last layer", f"{_features(found)}, {_outputs(found)}"),
         ("structure", f"{found['structure']}, link {found['link']}, weights {found['weighting']}"),
         ("lambda", f"{precisions}, {'by ' + found['rule'] if found['rule'] else 'as given'}"),
         ("scaling", _scaling(found)),

@@ -36,7 +36,7 @@ from mola.decisions.alarm import alarm_rank, alarm_threshold
 from mola.errors import DataError, OptionError, StorageError, warn
 from mola.fitting import load
 from mola.lab.models import MODELS
-from mola.laplace.distance import COUNTS
+from mola.laplace.distance import COUNTS, DIRECTIONS
 from mola.posterior import MoLA
 from mola.saving import files
 from mola.saving.posterior import KIND, SCHEMA
@@ -404,6 +404,11 @@ def holds_posterior(output: Path, checkpoint: Path | None) -> bool:
     return kind is not None
 
 
+def _has_bias(width: int, directions: Tensor | None) -> bool | None:
+    # Distances are kept of the features alone, whose width counts the bias; without distances it is not known.
+    return None if directions is None else width > directions.shape[1]
+
+
 def read_information(folder: Path) -> dict[str, Any]:
     """What a folder holds and how it was made, its files checked.
 
@@ -434,6 +439,7 @@ def read_information(folder: Path) -> dict[str, Any]:
         "notes": [] if tuning is None else [tuning["summary"], *tuning["notes"]],
         "outputs": parts[0]["head"]["outputs"],
         "features": [part["head"]["width"] for part in parts],
+        "bias": [_has_bias(part["head"]["width"], tensors.get(f"{n}.{DIRECTIONS}")) for n, part in enumerate(parts)],
         "heads": [part["head"]["name"] for part in parts],
         "train_count": parts[0]["count"],
         "has_positions": parts[0]["head"]["dense_axes"] > 0,

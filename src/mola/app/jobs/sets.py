@@ -171,7 +171,9 @@ def open_set(
     if is_own_function(name):
         return open_own(name, outputs, intake, labelled=labelled, likelihood=likelihood)
     near = _nearest(path)
-    hint = did_you_mean(name.partition(":")[0], BUILT_IN) if near is None else f" Did you mean {near}?"
+    hint = f" Did you mean {near}?"
+    if near is None:  # what is clearly a path is no misspelt set
+        hint = "" if "/" in name or path.suffix else did_you_mean(name.partition(":")[0], BUILT_IN)
     raise OptionError(
         f"unknown data {name!r}: there is no such file or folder.{hint} The built-in sets are {', '.join(BUILT_IN)}; a function "
         f"of your own is named package.module:function."
