@@ -76,14 +76,11 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"mola.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    place = (
-        "" if name.startswith("_") else next((f"; it is mola.{one}.{name}" for one in _HOMES if _has(one, name)), "")
+    homes = (
+        home for home in _HOMES if not name.startswith("_") and hasattr(importlib.import_module(f"mola.{home}"), name)
     )
+    place = next((f"; it is mola.{home}.{name}" for home in homes), "")
     raise AttributeError(f"module 'mola' has no attribute {name!r}{place}")
-
-
-def _has(module: str, name: str) -> bool:
-    return name in importlib.import_module(f"mola.{module}").__all__
 
 
 def __dir__() -> list[str]:

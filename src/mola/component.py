@@ -92,7 +92,7 @@ class Component(nn.Module):
         layer = self.layer
         if layer is not None:
             curvature = layer.structure.solve(layer.sums, likelihood.output_scale(len(layer.weights)))
-            layer = replace(layer, curvature=curvature)
+            layer = replace(layer, curvature=curvature.to(layer.weights.device))
         return Component(self.network, self.head, layer, self.prior_precision, likelihood)
 
     def on(self, device: torch.device) -> LastLayer | None:

@@ -1,4 +1,4 @@
-"""What can go wrong, each kind saying what was expected, what came, and what to do.
+"""The errors that this library raises; each message tells what was expected, what came, and what to do.
 
 Every error raised on purpose derives from `MolaError`, so `except mola.errors.MolaError` catches all of them and nothing
 else. Kinds also derive from the built-in a Python user would reach for (`ValueError`, `MemoryError`, ...).
@@ -10,22 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-__all__ = [
-    "BoundError",
-    "DataError",
-    "DistributedError",
-    "ExportError",
-    "HeadError",
-    "MissingExtraError",
-    "MolaError",
-    "MolaWarning",
-    "OptionError",
-    "StorageError",
-    "StructureTooLargeError",
-    "located",
-    "warn",
-]
 
 
 class MolaError(Exception):
@@ -68,7 +52,6 @@ class MissingExtraError(MolaError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
-        """Name the `feature` that needs `package`, and the `extra` that installs it."""
         super().__init__(
             f"{feature} needs {package}, which is not installed. Install it with: pip install 'mola-torch[{extra}]' "
             f"(in a clone of the repository: pip install '.[{extra}]')"
@@ -81,21 +64,16 @@ class MolaWarning(UserWarning):
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Say where it happened: errors about data or heads raised inside get `place` in front of their message.
-
-    Yields:
-        Nothing.
-
-    """
+    """Put `place` in front of the message of errors about data or heads that are raised inside."""
     try:
         yield
     except (DataError, HeadError) as error:
-        message = f"{place}, {error}" if str(error).startswith("networks[") else f"{place}: {error}"
-        raise type(error)(message) from error.__cause__
+        separator = "," if str(error).startswith("networks[") else ":"
+        raise type(error)(f"{place}{separator} {error}") from error.__cause__
 
 
 def warn(message: str) -> None:
-    """Warn of something, pointing at the line outside this library that asked for it."""
+    """Warn, pointing at the line outside this library that made the call."""
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "mola":
         frame, depth = frame.f_back, depth + 1

@@ -221,14 +221,22 @@ def _sum_up(
         positions=positions,
         ignore_index=ignore_index,
         first_batch=read,
-        first_input=inputs,
+        first_input=inputs + (team.rank << 40),  # each process draws positions of its own
+        required=team.size == 1,
     )
+    batch: list[Sums | None] = [None] * len(heads)
     for rows in rows_of if has_data else ():
         if len(rows):
             for index, (head, phi, outputs) in enumerate(zip(heads, rows.features, rows.outputs, strict=True)):
                 own = _row_sums(head, phi, outputs, rows.labels, structure, likelihood, distances=distances)
-                totals[index] = structure.accumulate(totals[index].to(phi.device), own)
+                before = batch[index]
+                batch[index] = own if before is None else before + own
         if rows.last:
+            for index, whole in enumerate(batch):
+                if whole is not None:
+                    place = next(iter(whole.tensors.values())).device
+                    totals[index] = structure.accumulate(totals[index].to(place), whole)
+            batch = [None] * len(heads)
             read, inputs, used = read + 1, inputs + rows.inputs_read, used + rows.inputs
             if checkpoints.due(read):
                 save()

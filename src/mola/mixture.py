@@ -95,6 +95,10 @@ class Mixture(nn.Module):
             return self._predict_regression(self.likelihood, inputs, seed, place)
         assert isinstance(self.likelihood, DiscreteLikelihood)
         members = torch.stack(self._member_outputs(inputs, seed))
+        if members.dim() > 3:
+            raise DataError(
+                "a Mixture predicts one row per input; for dense outputs fit all networks in one posterior."
+            )
         probs = mixed(self.weights, list(members))
         return Prediction(
             {

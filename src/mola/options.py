@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from mola.errors import OptionError
 
-__all__ = ["counted", "did_you_mean", "is_real", "one_of", "resolve", "whole_number"]
-
 Kind = TypeVar("Kind")
 
 
@@ -42,16 +40,12 @@ def one_of(name: object, known: Collection[str], argument: str, otherwise: str |
 
     Returns:
         The name.
-
-    Raises:
-        OptionError: listing the known names, with the nearest one.
     """
     if isinstance(name, str) and name in known:
         return name
     names = f"one of {', '.join(known)}" if len(known) > 1 else repr(next(iter(known)))
     more = "" if otherwise is None else f", or {otherwise}"
-    message = f"{argument} must be {names}{more}; got {name!r}.{did_you_mean(name, known)}"
-    raise OptionError(message)
+    raise OptionError(f"{argument} must be {names}{more}; got {name!r}.{did_you_mean(name, known)}")
 
 
 def did_you_mean(name: object, known: Collection[str]) -> str:
@@ -80,11 +74,7 @@ def whole_number(value: object, argument: str, least: int = 1) -> int:
 
     Returns:
         The number.
-
-    Raises:
-        OptionError: if it is not a whole number, or is smaller.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        message = f"{argument} must be a whole number of at least {least}, got {value!r}."
-        raise OptionError(message)
+        raise OptionError(f"{argument} must be a whole number of at least {least}, got {value!r}.")
     return int(value)

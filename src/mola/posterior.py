@@ -214,6 +214,9 @@ class MoLA(Mixture):
             for index, component in enumerate(self.components):
                 with located(f"networks[{index}]"):
                     captured.append(capture(component.network, component.head, inputs, self.likelihood))
+        for index, one in enumerate(captured):
+            if captured[0].layout is not None and one.layout is not None:
+                captured[0].layout.check_same(one.layout, f"networks[{index}]")
         shapes = [one.outputs.shape for one in captured]
         if any(shape[1:] != shapes[0][1:] for shape in shapes):
             raise DataError(
@@ -281,7 +284,8 @@ class MoLA(Mixture):
             outputs: (n, C) of each network.
         """
         pairs = zip(features, outputs, strict=True)
-        kept = [Captured(to_float64(one), to_float64(two), None, None) for one, two in pairs]
+        # Copies: fields are computed when they are first read.
+        kept = [Captured(to_float64(one).clone(), to_float64(two).clone(), None, None) for one, two in pairs]
         with torch.no_grad():
             return self._make_prediction(
                 lambda: self._chunks(kept), Captured(features[0], outputs[0], None, None), None
@@ -478,7 +482,7 @@ class MoLA(Mixture):
         loader: Iterable[Any] | HeldOut,
         where: str,
         *,
-        labelled: bool,
+        labelled: bool | None,
         progress: bool = False,
         team: Team | None = None,
     ) -> HeldOut:
@@ -519,7 +523,7 @@ class MoLA(Mixture):
         data = None
         with torch.inference_mode(False), torch.no_grad():
             if val_loader is not None:
-                needs_labels = getattr(chosen, "needs_labels", True)
+                needs_labels = True if getattr(chosen, "needs_labels", True) else None
                 data = self.read(val_loader, "validation loader", labelled=needs_labels, progress=progress, team=team)
                 data.check_labels()
                 if self.has_distances:
@@ -547,7 +551,9 @@ class MoLA(Mixture):
 
     def reference_on(self, data: HeldOut) -> Reference:
         """Distances, norms and outlier scores that are usual on validation data."""
-        reference = data.feature_scales([one.layer.distance for one in self.components if one.layer is not None])
+        reference = data.feature_scales(
+            [layer.distance for one in self.components if (layer := one.on(torch.device("cpu")))]
+        )
         if not self.likelihood.discrete:
             return reference
         posterior = self._with(scaling=replace(self.scaling, reference=reference))
@@ -590,22 +596,20 @@ class MoLA(Mixture):
         return self.with_weights(shared)
 
     def _member_log_likelihoods(self, rows: MixtureRows, labels: Tensor) -> Tensor:
-        # Log-likelihood (m, K) of each datum, or of each known question, under each component.
-        one = torch.ones(1, dtype=torch.float64, device="cpu")
-        found = []
-        for index, component in enumerate(self.components):
-            # Each component by itself, with the scale and the pooled mean of the whole mixture.
-            predictive = self._member_predictive(rows, index, component, one)
-            found.append(-predictive.scores(labels)["nll"])
-        return torch.stack(found, dim=-1)
-
-    def _member_predictive(self, rows: MixtureRows, index: int, component: Component, one: Tensor) -> Predictive:
-        likelihood, scale, spreads = component.likelihood, self._scale(rows), self._spreads(rows)
+        # Log-likelihood (m, K) of each datum, or of each known question, under each component, scaled and pooled as in the mixture.
+        likelihood, count = self.likelihood, len(self.components)
         if isinstance(likelihood, DiscreteLikelihood):
-            means, scaled = likelihood.scaled(rows.outputs, spreads, self.weights, scale, self.scaling.pooling)
-            return likelihood.predictive([means[index]], [scaled[index]], one, self.link)
-        own = None if scale is None else [scale[index]]
-        return likelihood.predictive([rows.outputs[index]], [spreads[index]], one, self.link, scale=own)
+            scale, spreads = self._scale(rows), self._spreads(rows)
+            probs = likelihood.member_probabilities(
+                rows.outputs, spreads, self.weights, self.link, scale=scale, pooling=self.scaling.pooling
+            )
+            members: list[Predictive] = [likelihood.distribution(one) for one in probs]
+        else:
+            whole: Any = self.predictive(rows)
+            names, one = ("means", "variances", "noises"), torch.ones(1, dtype=torch.float64, device="cpu")
+            parts = [{name: getattr(whole, name)[k : k + 1] for name in names} for k in range(count)]
+            members = [replace(whole, weights=one, **part) for part in parts]
+        return torch.stack([-member.scores(labels)["nll"] for member in members], dim=-1)
 
     def log_evidence(self) -> Tensor:
         """Log marginal likelihoods (K,) of the training labels, one for each component."""

@@ -22,7 +22,7 @@ def uniform_weights(count: int) -> Tensor:
 def check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
     """Return given weights as (K,) in float64, or raise `OptionError` unless they are K non-negative numbers with the sum 1."""
     try:
-        values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
+        values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptionError(f"weights: expected {counted(count, 'number')} with the sum 1, got {weights!r}.") from error
     if values.dim() > 1 or values.numel() != count:

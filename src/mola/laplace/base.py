@@ -232,7 +232,11 @@ class LastLayerSpread:
         return replace(self, divisor=divisor if self.divisor is None else divisor * self.divisor)
 
     def __getitem__(self, rows: slice) -> LastLayerSpread:
-        return replace(self, phi=self.phi[rows], divisor=None if self.divisor is None else self.divisor[rows])
+        return replace(
+            self,
+            phi=self.phi[rows],
+            divisor=self.divisor if self.divisor is None or self.divisor.shape[-2] == 1 else self.divisor[rows],
+        )
 
 
 # --- linear algebra ---------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class ClassDistance:
             return None
         counts, totals, gram, norms = (sums.tensors[name].cpu() for name in (COUNTS, DIRECTIONS, GRAM, NORMS))
         number, width = float(counts.sum()), totals.shape[1]
-        means = totals / counts.clamp_min(1)[:, None]
+        means = totals / torch.where(counts > 0, counts, 1)[:, None]
         within = (gram - means.T @ totals) / number
         size, rounding = float(torch.linalg.matrix_norm(within)), ROUNDING * math.sqrt(number)
         ridge = max(RIDGE * size, rounding)

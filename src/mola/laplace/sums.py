@@ -25,7 +25,7 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         merged = dict(self.tensors)
         for name, tensor in other.tensors.items():
-            merged[name] = merged[name] + tensor if name in merged else tensor
+            merged[name] = merged[name] + tensor if name in merged else tensor.clone()
         return self._with(merged, other)
 
     def __iadd__(self, other: Sums) -> Sums:

@@ -211,6 +211,7 @@ def stream(
     first_batch: int = 0,
     first_input: int = 0,
     chunk: int = 4096,
+    required: bool = True,
 ) -> Iterator[Rows]:
     """Read a loader once and yield the rows of every network. Call it inside `evaluating(*networks)`.
 
@@ -230,6 +231,7 @@ def stream(
         first_batch: number of batches read before, which continues their numbering.
         first_input: number of inputs in these batches, which continues the random draws of positions.
         chunk: largest number of rows at a time.
+        required: raise `DataError` if no batch has a row in use; a shard of several processes may have none.
     """
     had_labels, any_rows = labelled, first_batch > 0
     shown = {"desc": where, "total": total, "initial": first_batch, "disable": None if progress else True}
@@ -251,7 +253,7 @@ def stream(
                 first_input += rows.inputs_read
                 yield rows
             del seen, labels, rows  # not kept while the next batch is loaded
-    if not any_rows:
+    if required and not any_rows:
         raise DataError(f"the {where}: the networks gave no row for any batch. Is every position masked?")
 
 

@@ -168,9 +168,15 @@ def batch_checksum(so_far: str, batch: Any) -> str:
 def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
             yield from _tensors(part)
+    elif isinstance(batch, (list, tuple)) and not all(isinstance(one, (int, float)) for one in batch):
+        for part in batch:
+            yield from _tensors(part)
+    else:
+        with suppress(TypeError, ValueError, RuntimeError):  # text, say, which has no checksum
+            yield torch.as_tensor(batch, device="cpu")
 
 
 def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str | None:

@@ -74,7 +74,8 @@ class Search:
         """Each (precision, pooling, exponent) at its best temperature within a factor of `e^width` of `around`."""
         low, high = [math.log(around) - width] * len(settings), [math.log(around) + width] * len(settings)
         found: list[Setting] = []
-        for points in (9, 9):  # a coarse grid of temperatures, then one between the neighbours of its best
+        points = 7
+        for _ in range(4):  # narrower around the best temperature, or moved on where that is at an end
             grids = [np.exp(np.linspace(one, two, points)) for one, two in zip(low, high, strict=True)]
             rows = [(*setting, float(t)) for setting, grid in zip(settings, grids, strict=True) for t in grid]
             precision, pooling, exponent, temperature = zip(*rows, strict=True)
@@ -92,7 +93,11 @@ class Search:
             for index, (setting, grid, place) in enumerate(zip(settings, grids, places.tolist(), strict=True)):
                 one, two, three = setting
                 found.append(Setting(one, float(grid[place]), two, three, losses[index, place].clone()))
-                low[index], high[index] = (math.log(grid[min(max(place + step, 0), points - 1)]) for step in (-1, 1))
+                if place in (0, points - 1):
+                    half = (high[index] - low[index]) / 2
+                    low[index], high[index] = math.log(grid[place]) - half, math.log(grid[place]) + half
+                else:
+                    low[index], high[index] = math.log(grid[place - 1]), math.log(grid[place + 1])
         self.curve += [(one.precision, one.temperature, one.pooling, one.exponent, one.loss) for one in found]
         return found
 
@@ -103,13 +108,14 @@ def choose(posterior: MoLA, data: HeldOut, price: float) -> tuple[Setting, Setti
     (scaled,) = search.best_temperatures([(NO_COVARIANCE, 1.0, 0.0)], 1.0, 2.0)
     poolings = POOLINGS if len(posterior.components) > 1 else (1.0,)
     tried = search.best_temperatures([(one, c, 0.0) for one in PRECISIONS for c in poolings], scaled.temperature)
+    scaled = min([scaled, tried[0]], key=lambda one: one.loss)
     best = min(tried, key=lambda one: one.loss)
     if best.pooling != 1:
         step = 0.5 * (best.pooling - POOLINGS[POOLINGS.index(best.pooling) + 1]) if best.pooling > 0 else 0.05
         near = [(best.precision, min(1.0, max(0.0, best.pooling + one * step)), 0.0) for one in (-1, 1)]
         best = min([best, *search.best_temperatures(near, best.temperature, 0.3)], key=lambda one: one.loss)
         mixed = min((one for one in tried if one.pooling == 1), key=lambda one: one.loss)
-        gain, error = paired(mixed.losses, best.losses, data.independent)
+        gain, error = paired(mixed.losses, best.losses, data)
         if gain <= CLEAR * error:
             best = mixed
     if not posterior.has_distances:
@@ -188,7 +194,7 @@ class Calibrated:
 
 
 def _summary(chosen: Setting, best: Setting, scaled: Setting, data: HeldOut) -> str:
-    gain, error = paired(scaled.losses, chosen.losses, data.independent)
+    gain, error = paired(scaled.losses, chosen.losses, data)
     if chosen.pooling == 1 and chosen.exponent == 0 and chosen.precision == NO_COVARIANCE:
         return (
             f"Nothing could be gained on the validation data: the posterior equals the temperature-scaled ensemble here (log loss "

@@ -97,12 +97,19 @@ class Distance:
             notes,
             curve,
             base.temperature,
+            base.pooling,
+            onset=base.onset,
             distance_exponent=chosen,
         )
 
     def _scored(self, posterior: MoLA, data: HeldOut, base: Tuning, exponents: Sequence[float]) -> Scored:
         candidates = Candidates.of(
-            posterior, precision=[base.prior_precision], temperature=base.temperature, exponent=exponents
+            posterior,
+            precision=[base.prior_precision],
+            temperature=base.temperature,
+            pooling=base.pooling,
+            onset=base.onset,
+            exponent=exponents,
         )
         return averages(scores(posterior, data, candidates))
 

@@ -89,6 +89,16 @@ class HeldOut:
                 f"({chance:.1%}): are the labels those of these inputs, and are the inputs preprocessed as in training?"
             )
 
+    def score_groups(self) -> Tensor:
+        """Index (m,) of the input that each score belongs to: multi-label data have a score for each known question."""
+        own = torch.arange(len(self), device="cpu")
+        if self.labels is not None and isinstance(self.likelihood, DiscreteLikelihood):
+            targets = self.likelihood.targets(self.labels)
+            if targets.dim() == 2:
+                own = (targets >= 0).nonzero()[:, 0]
+        found: Tensor = torch.unique(self.gather(own + (self.team.rank << 40)), return_inverse=True)[1]
+        return found
+
     def accuracy(self) -> tuple[float, float]:
         """Mean accuracy of the single networks, and its standard error over the data, which the networks share."""
         likelihood = self.likelihood
@@ -136,7 +146,7 @@ def read_held_out(
     likelihood: Likelihood,
     *,
     where: str,
-    labelled: bool,
+    labelled: bool | None,
     progress: bool = False,
     team: Team | None = None,
 ) -> HeldOut:
@@ -148,7 +158,7 @@ def read_held_out(
         loader: any iterable of batches.
         likelihood: what the outputs mean.
         where: name of the loader in messages.
-        labelled: whether every batch must have labels.
+        labelled: True demands labels in every batch, False ignores them, None reads them where they are.
         progress: show a progress bar.
         team: processes whose shards make up the data.
     """
@@ -171,7 +181,8 @@ def read_held_out(
         given,
         where=where,
         likelihood=likelihood,
-        labelled=True if labelled else None,
+        labelled=labelled,
+        required=team.size == 1,
         progress=progress,
         total=batch_count(loader),
         positions=POSITIONS_KEPT,

@@ -17,7 +17,7 @@ from mola.errors import OptionError
 from mola.likelihoods import Gaussian, Likelihood
 from mola.options import is_real, one_of
 from mola.tuning.held_out import HeldOut
-from mola.tuning.scores import Candidates, averages, confidence_and_uniformity, paired, scores
+from mola.tuning.scores import Candidates, averages, confidence_and_uniformity, paired, scores, share_error
 from mola.tuning.search import (
     SAME,
     PrecisionSearch,
@@ -133,7 +133,10 @@ class Threshold:
                 f"The mean confidence on the validation data is {search.tried[index]['confidence']:.2%} at prior precision "
                 f"{search.value(index):.3g} (target: {origin}){above}."
             )
-        return Tuning(rule, (search.value(index),) * len(posterior.components), summary, notes, search.curve())
+        curve = search.curve()
+        if data.labels is None:  # other scores need labels
+            curve = {name: curve[name] for name in ("prior_precision", "confidence")}
+        return Tuning(rule, (search.value(index),) * len(posterior.components), summary, notes, curve)
 
     def _no_effect(self, posterior: MoLA, data: HeldOut, confidence: float, target: float, precision: float) -> str:
         start = (
@@ -227,7 +230,7 @@ class Score:
         # networks trained with label smoothing or mixup need the opposite.
         score = self.score
         each = scores(posterior, data, Candidates.of(posterior, precision=[search.value(index)]))
-        gap, error = paired(each["correct"][0], each["confidence"][0], data.independent)
+        gap, error = paired(each["correct"][0], each["confidence"][0], data, least=share_error(data))
         if gap <= DOUBTLESS * error:
             return None
         before, temperature, tried = search.tried[index][score], 1.0, TEMPERATURES
@@ -365,7 +368,8 @@ def _tune_regression(posterior: MoLA, data: HeldOut, score: str, grid: Sequence[
     for _ in range(20):
         search = PrecisionSearch(curve_of(at(factor), data), grid)
         smallest = search.tried[search.minimise(score)][score]
-        room = ALIKE * data.outputs[0].shape[1] if score == "nll" else ALIKE * abs(smallest)
+        targets = posterior.likelihood.num_uncertain(data.outputs[0].shape[1])
+        room = ALIKE * targets if score == "nll" else ALIKE * abs(smallest)
         close = [index for index, row in search.tried.items() if row[score] <= smallest + room]
         index, before = min(close, key=lambda one: abs(math.log(search.value(one)))), factor
         if not free:

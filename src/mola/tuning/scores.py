@@ -168,9 +168,16 @@ def averages(scored: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def paired(first: Tensor, second: Tensor, independent: float = 1.0) -> tuple[float, float]:
-    """Mean difference of two scores (m,) of the same data, and its standard error."""
-    gap = first - second
-    count = max(1.0, independent * len(gap))
-    # At least 1 / (count + 2), as for a share: a few data are still a few where all are alike.
-    return float(gap.mean()), max(float(gap.std(unbiased=False)) / math.sqrt(count), 1 / (count + 2))
+def paired(first: Tensor, second: Tensor, data: HeldOut, *, least: float = 0.0) -> tuple[float, float]:
+    """Mean difference of two scores (m,) of the same data, and its standard error over inputs, which is at least `least`."""
+    gap, group = first - second, data.score_groups()
+    mean = gap.mean()
+    # The questions of one input are not independent: their differences are added up first.
+    total = torch.zeros(int(group.max()) + 1, dtype=gap.dtype).index_add_(0, group, gap - mean)
+    error = float(total.square().sum().sqrt()) / len(gap) / math.sqrt(data.independent)
+    return float(mean), max(error, least)
+
+
+def share_error(data: HeldOut) -> float:
+    """Smallest standard error of a share: where all data are alike, a few are still a few."""
+    return 1 / (data.independent * (int(data.score_groups().max()) + 1) + 2)

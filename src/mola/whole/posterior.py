@@ -277,7 +277,7 @@ class WholeMoLA(MoLA):
         loader: Iterable[Any] | HeldOut,
         where: str,
         *,
-        labelled: bool,
+        labelled: bool | None,
         progress: bool = False,
         team: Team | None = None,
     ) -> HeldOut:
