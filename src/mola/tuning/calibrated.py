@@ -35,6 +35,9 @@ PRECISIONS = (NO_COVARIANCE, 1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3)
 POOLINGS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
 EXPONENTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
+COLDEST, HOTTEST = 0.01, 100.0
+"""Temperatures that are tried: on data without any error the log loss falls for ever as logits are sharpened."""
+
 ONSET = 0.9
 """Quantile of the validation data's distances from which the distance counts."""
 
@@ -95,7 +98,8 @@ class Search:
                 found.append(Setting(one, float(grid[place]), two, three, losses[index, place].clone()))
                 if place in (0, points - 1):
                     half = (high[index] - low[index]) / 2
-                    low[index], high[index] = math.log(grid[place]) - half, math.log(grid[place]) + half
+                    low[index] = max(math.log(grid[place]) - half, math.log(COLDEST))
+                    high[index] = min(math.log(grid[place]) + half, math.log(HOTTEST))
                 else:
                     low[index], high[index] = math.log(grid[place - 1]), math.log(grid[place + 1])
         self.curve += [(one.precision, one.temperature, one.pooling, one.exponent, one.loss) for one in found]
