@@ -33,7 +33,8 @@ from mola.app.explore.subject import digits_subject
 from mola.compare.demo_result import DemoSettings
 from tests.app.test_explore import bomb, saved
 
-pytestmark = pytest.mark.browser
+# Now and then the page misses an update of gradio 6.31's queue, about one test in twenty; the next try shows it.
+pytestmark = [pytest.mark.browser, pytest.mark.flaky(reruns=3)]
 
 PATIENCE = 90
 """Seconds: on a busy machine a page takes long to load. Nothing here waits longer than it must."""
