@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from mola.links import Link, as_link
 from mola.network import (
     IGNORE_INDEX,
     Head,
+    LogitsOf,
     Positions,
     as_batch,
     batch_count,
@@ -39,9 +40,19 @@ from mola.saving.fit_checkpoint import FitCheckpoint, FitProgress, batch_checksu
 from mola.tuning import Rule, as_rule
 from mola.weights import check_weighting
 
+Logits = Callable[[Any], Tensor]
+"""From a network's output to its logits."""
 
-def as_networks(networks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """One network or several as a list, without the wrapper of torch.compile; `OptionError` for anything else."""
+
+def as_networks(
+    networks: nn.Module | Sequence[nn.Module], logits: Logits | Sequence[Logits] | None = None
+) -> list[nn.Module]:
+    """One network or several as a list, without the wrapper of torch.compile; `OptionError` for anything else.
+
+    Args:
+        networks: one or several.
+        logits: picks the logits from a network's output, one for all networks or one for each; None takes it as it is.
+    """
     if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):
         given: list[Any] = [networks]  # a Sequential can be iterated, but is one network
     else:
@@ -64,7 +75,16 @@ def as_networks(networks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         raise OptionError(f"networks: expected one nn.Module or a non-empty list of them, got {kinds}.")
     for one in given:
         check_network(one)
-    return [unwrapped(one) for one in given]
+    models = [unwrapped(one) for one in given]
+    if logits is None:
+        return models
+    functions = [logits] * len(models) if callable(logits) else list(logits)
+    if len(functions) != len(models) or not all(map(callable, functions)):
+        raise OptionError(
+            f"logits: expected a function from a network's output to its logits, such as `lambda output: output[0]`, or "
+            f"{len(models)} of them; got {logits!r}."
+        )
+    return [LogitsOf(model, function) for model, function in zip(models, functions, strict=True)]
 
 
 def fit(
@@ -79,6 +99,7 @@ def fit(
     prior_precision: float | Sequence[float] = 1.0,
     weights: str | Sequence[float] | Tensor = "uniform",
     head: str | Sequence[str] | None = None,
+    logits: Logits | Sequence[Logits] | None = None,
     distances: bool = True,
     positions: Positions = "all",
     ignore_index: int = IGNORE_INDEX,
@@ -104,6 +125,8 @@ def fit(
         prior_precision: lambda, one number or K.
         weights: "uniform", "evidence", or K numbers that sum to 1.
         head: dotted name of the last linear layer, one for all networks or one for each; None finds it.
+        logits: picks the logits from the output of a network that returns more, such as `lambda output: output[0]`; one
+            function for all networks or one for each. Pass it to `mola.load` again.
         distances: whether to sum what the distance from the training classes needs: C x P and P x P numbers for each network.
         positions: of dense outputs (n, C, H, W) or (n, T, C): "all" counts each position as a datum, "average"
             counts each input as one datum, and a number draws that many positions of each input.
@@ -117,7 +140,7 @@ def fit(
         OptionError: if an argument cannot be used; `HeadError` and `DataError` come from the networks and the loaders.
     """
     team = Team.single() if team is None else team
-    models, meaning = as_networks(networks), as_likelihood(likelihood)
+    models, meaning = as_networks(networks, logits), as_likelihood(likelihood)
     count = len(models)
     chosen_structure, chosen_link = as_structure(structure), as_link(link, meaning)
     weighting = check_weighting(weights, count)
@@ -139,7 +162,8 @@ def fit(
             raise OptionError(
                 "a running average depends on the order of the batches and cannot be shared by processes."
             )
-    if len({id(one) for one in models}) < count:
+    own = [(id(one._orig_mod), id(one.logits)) if isinstance(one, LogitsOf) else (id(one), 0) for one in models]
+    if len(set(own)) < count:
         warn(
             "the same network is given more than once: its copies agree with each other, and the mixture looks too confident."
         )
@@ -345,6 +369,7 @@ def ensemble(
     weights: str | Sequence[float] | Tensor = "uniform",
     *,
     likelihood: str | Likelihood = "categorical",
+    logits: Logits | Sequence[Logits] | None = None,
 ) -> MoLA:
     """The deep ensemble of trained networks, or the plain (MAP) prediction of one network: no data needed.
 
@@ -352,21 +377,29 @@ def ensemble(
         networks: one trained network, or K of them.
         weights: "uniform", or K numbers that sum to 1.
         likelihood: as for `fit`.
+        logits: as for `fit`.
     """
     meaning = as_likelihood(likelihood)
-    return MoLA([Component(network, None, None, 1.0, meaning) for network in as_networks(networks)], "probit", weights)
+    models = as_networks(networks, logits)
+    return MoLA([Component(network, None, None, 1.0, meaning) for network in models], "probit", weights)
 
 
-def load(directory: str | Path, networks: nn.Module | Sequence[nn.Module]) -> MoLA:
+def load(
+    directory: str | Path,
+    networks: nn.Module | Sequence[nn.Module],
+    *,
+    logits: Logits | Sequence[Logits] | None = None,
+) -> MoLA:
     """Load a saved posterior onto the networks it was fitted on.
 
     Args:
         directory: folder that `posterior.save` wrote.
         networks: the networks, in the same order.
+        logits: as for `fit`.
 
     Returns:
         The posterior; `StorageError` if the files are damaged or a network is not the one that was fitted.
     """
     from mola.saving.posterior import load_posterior
 
-    return load_posterior(directory, as_networks(networks))
+    return load_posterior(directory, as_networks(networks, logits))

@@ -11,8 +11,10 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import mola
 from mola.errors import DataError, HeadError, OptionError
 from mola.network import (
+    LogitsOf,
     Resized,
     as_batch,
     batch_count,
@@ -294,7 +296,7 @@ NO_LOGITS = {
 @pytest.mark.parametrize("form", NO_LOGITS)
 def test_an_output_without_logits_is_refused_with_a_remedy(form):
     output, words = NO_LOGITS[form]
-    with pytest.raises(HeadError, match=f"(?s)'logits'.*{words}.*forward returns the logits"):
+    with pytest.raises(HeadError, match=f"(?s){words}.*logits=lambda output"):
         call(Returning(lambda self, z: output(z)), X)
 
 
@@ -303,17 +305,38 @@ def test_a_pass_that_fails_names_the_inputs():
         call(nn.Linear(4, 3).double(), X)
     with pytest.raises(DataError, match="if the last are labels, pass the inputs alone"):
         call(nn.Linear(5, 3).double(), (X, Y))
-    with pytest.raises(DataError, match=r"forward has no argument \['ids'\]"):
+    with pytest.raises(DataError, match=r"forward, which has \['input'\] and not \['ids'\]"):
         call(nn.Linear(5, 3).double(), {"input": X, "ids": Y})
 
 
 @pytest.mark.parametrize("key", ["label", "target", "targets", "y"])
 def test_labels_under_another_key_are_named(key):
     for batch in ({"input": X, key: Y}, {"x": X, key: Y}):
-        with pytest.raises(
-            DataError, match=f"Labels go under 'labels', not '{key}'; other keys become keyword arguments"
-        ):
+        with pytest.raises(DataError, match=f"under 'labels', not '{key}'"):
             call(nn.Linear(5, 3).double(), batch)
+
+
+def test_logits_are_picked_from_any_output():
+    def pick(output):
+        return output["scores"][0]
+
+    class Scores(nn.Linear):
+        def forward(self, input):
+            return {"scores": (super().forward(input), input)}
+
+    network = Scores(5, 3).double()
+    assert call(LogitsOf(network, pick), {"input": X}).shape == (6, 3)
+    assert state_checksum(LogitsOf(network, pick)) == state_checksum(network)
+    for logits in ("scores", [pick, pick]):
+        with pytest.raises(OptionError, match="logits"):
+            mola.ensemble(network, logits=logits)
+
+
+def test_the_same_network_twice_is_warned_of():
+    network = nn.Linear(5, 3).double()
+    for options in ({}, {"logits": lambda output: output}):
+        with pytest.warns(mola.errors.MolaWarning, match="more than once"):
+            mola.fit([network, network], [X], **options)
 
 
 # --- checksum -----------------------------------------------------------------------------------------------------------

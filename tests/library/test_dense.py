@@ -14,6 +14,7 @@ import mola
 from mola.errors import BoundError, DataError, HeadError, OptionError
 from mola.likelihoods import Gaussian
 from mola.tuning import held_out
+from tests.closeness import assert_close
 from tests.library.test_capture import CLASSES, FEATURES, Body, Largest, made
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # untrained networks
@@ -377,28 +378,48 @@ def test_regression_at_every_position(kind, heteroscedastic):
         found.to_frame()
 
 
+# --- logits that are resized after the head ----------------------------------------------------------------------------
+
+
+class Segmenter(nn.Module):
+    """Ends as torchvision's segmentation networks do: a 1x1 convolution, then bilinear interpolation, in a mapping."""
+
+    def __init__(self, *, head_first):
+        super().__init__()
+        self.body, self.head, self.head_first = nn.Conv2d(3, 4, 3, padding=1, stride=2), nn.Conv2d(4, 5, 1), head_first
+
+    def forward(self, images):
+        features = self.body(images).relu()
+
+        def resize(values):
+            return functional.interpolate(values, images.shape[-2:], mode="bilinear", align_corners=False)
+
+        return {"out": resize(self.head(features)) if self.head_first else self.head(resize(features))}
+
+
+def test_resized_logits_are_those_of_resized_features(tmp_path):
+    torch.manual_seed(0)
+    images, labels = torch.randn(6, 3, 9, 8), torch.randint(5, (6, 9, 8))
+    resized, plain = Segmenter(head_first=True), Segmenter(head_first=False)
+    plain.load_state_dict(resized.state_dict())
+
+    def out(output):
+        return output["out"]
+
+    with pytest.raises(HeadError, match="logits=lambda"):
+        fit(resized, [(images, labels)])
+    found, expected = (
+        fit(one, [(images, labels)], [(images, labels)], rule="nll", logits=out) for one in (resized, plain)
+    )
+    assert_close(found.prior_precision, expected.prior_precision, "search")
+    for name in ("probs", "logit_variance", "distance"):
+        assert_close(getattr(found.predict(images), name), getattr(expected.predict(images), name), name=name)
+    found.save(tmp_path)
+    assert_close(mola.load(tmp_path, resized, logits=out)(images), found(images))
+    assert mola.ensemble(resized, logits=out)(images).shape == (6, 5, 9, 8)
+
+
 # --- wrong use --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("layer", "words"),
-    [
-        (
-            lambda: nn.Conv2d(FEATURES, CLASSES, 3, padding=1),
-            r"kernel size \(3, 3\), padding \(1, 1\).*1x1 convolution",
-        ),
-        (lambda: nn.Conv2d(FEATURES, CLASSES, 1, stride=2), r"stride \(2, 2\)"),
-        (lambda: nn.Conv2d(FEATURES, 4, 1, groups=2), "groups 2"),
-        (lambda: nn.Sequential(nn.Conv2d(FEATURES, CLASSES, 1), nn.Softmax(1)), r"'head.0'.*applies a softmax"),
-        (lambda: nn.Sequential(nn.Conv2d(FEATURES, CLASSES, 1), nn.Upsample(scale_factor=2)), "resizing"),
-        (lambda: nn.Conv2d(FEATURES, 1, 1), "at least 2 classes"),
-    ],
-)
-def test_other_last_layers_are_refused(layer, words):
-    network, x, y, _ = made("image")
-    network.head = layer()
-    with pytest.raises(HeadError, match=words):
-        fit(network, [(x, y)])
 
 
 @pytest.mark.parametrize(

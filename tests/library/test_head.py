@@ -232,7 +232,7 @@ BAD = {
     "head by function": (wrapped(functional_head), r"no nn.Linear.*End the network in an nn.Linear"),
     "cosine head": (lambda b, h: nn.Sequential(b, CosineLinear(4, 3)), r"'1'.*weight times its input plus bias"),
     "adapter in the head": (lambda b, h: nn.Sequential(b, LowRankLinear(4, 3)), r"'1'.*weight times its input plus bias"),
-    "tuple": (wrapped(lambda s, x: (s.head(s.body(x)), x)), r"got tuple.*returns the logits"),
+    "tuple": (wrapped(lambda s, x: (s.head(s.body(x)), x)), r"got tuple.*logits=lambda"),
     "features returned": (wrapped(lambda s, x: (s.head(s.body(x)), s.body(x))[1]), r"'body\.0'.*returns the output of 'body\.0'"),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mola.errors import DataError, OptionError
 from mola.network import Inputs
-from mola.network.calling import LABELS
+from mola.network.calling import LABELS, signature_of
 from mola.options import did_you_mean
 from mola.posterior import MoLA
 
@@ -112,7 +112,7 @@ def _fixed(items: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _positional_names(network: nn.Module, places: Sequence[int]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    known = [name for name, one in inspect.signature(network.forward).parameters.items() if one.kind in kinds]
+    known = [name for name, one in signature_of(network).parameters.items() if one.kind in kinds]
     return tuple(known[place] if place < len(known) else f"input_{place}" for place in places)
 
 

@@ -3,6 +3,7 @@
 from mola.network.calling import (
     Batch,
     Inputs,
+    LogitsOf,
     as_batch,
     batch_count,
     batches,
@@ -32,6 +33,7 @@ __all__ = [
     "Head",
     "Inputs",
     "Layout",
+    "LogitsOf",
     "Positions",
     "Resized",
     "Rows",

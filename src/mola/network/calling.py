@@ -9,7 +9,7 @@ never include labels: a tuple then holds positional arguments.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
@@ -130,12 +130,19 @@ def check_loader(loader: Any, where: str) -> None:
         loader: any iterable of batches, including one that can be read only once.
         where: the loader's name for error messages, such as "training loader".
     """
-    is_batch = isinstance(loader, tuple) and len(loader) > 0 and all(isinstance(part, Tensor) for part in loader)
-    if isinstance(loader, (Tensor, Mapping, str)) or is_batch or not isinstance(loader, Iterable):
+    if isinstance(loader, (Tensor, Mapping, str)) or _is_batch(loader) or not isinstance(loader, Iterable):
         raise DataError(
-            f"the {where}: expected an iterable of batches, got {type(loader).__name__}. "
-            f"Pass a DataLoader, or a single batch in a list: [(x, y)]."
+            f"the {where}: expected an iterable of batches, got {type(loader).__name__}"
+            f"{' of tensors' if _is_batch(loader) else ''}. Pass a DataLoader, or a single batch in a list: [(x, y)]."
         )
+
+
+def _is_batch(loader: Any) -> bool:
+    if not isinstance(loader, (tuple, list)) or not loader or not all(isinstance(part, Tensor) for part in loader):
+        return False
+    # A list of tensors may hold batches of inputs, all of one kind: [x, y] does not.
+    kinds = {(part.shape[1:], part.dtype) for part in loader}
+    return isinstance(loader, tuple) or (len(loader) == 2 and len(kinds) == 2 and len(loader[0]) == len(loader[1]))
 
 
 def batch_count(loader: Any) -> int | None:
@@ -180,11 +187,30 @@ def _batches(loader: Iterable[Any], where: str, first_batch: int) -> Iterator[Ba
 # --- networks ---------------------------------------------------------------------------------------------------------
 
 
+class LogitsOf(nn.Module):
+    """A network together with the function that picks the logits from its output, such as `lambda output: output[0]`."""
+
+    def __init__(self, network: nn.Module, logits: Callable[[Any], Any]) -> None:
+        super().__init__()
+        # Named as in torch.compile: names of layers and checksums leave this prefix out.
+        self._orig_mod, self.logits = network, logits
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the logits."""
+        return self.logits(self._orig_mod(*arguments, **keywords))
+
+
 def unwrapped(network: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile`, whose layers can be hooked; any other network is returned as it is."""
-    while isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
+    while not isinstance(network, LogitsOf) and isinstance(inner := getattr(network, "_orig_mod", None), nn.Module):
         network = inner
     return network
+
+
+def signature_of(network: nn.Module) -> inspect.Signature:
+    """Return the signature of the network's `forward`."""
+    inner = unwrapped(network)
+    return inspect.signature((unwrapped(inner._orig_mod) if isinstance(inner, LogitsOf) else inner).forward)
 
 
 def check_network(network: nn.Module) -> None:
@@ -262,7 +288,7 @@ def _run(network: nn.Module, inputs: Inputs) -> Any:
 def _takes_keywords(network: nn.Module, inputs: Mapping[str, Any]) -> bool:
     # Keys may be arguments of `forward`, as in transformers, or the mapping itself may be the input.
     try:
-        inspect.signature(network.forward).bind(**inputs)
+        signature_of(network).bind(**inputs)
     except TypeError:
         return False
     return True
@@ -273,14 +299,12 @@ def _unused(network: nn.Module, inputs: Inputs) -> str:
         return " A tuple holds the arguments, as in network(x, ids): if the last are labels, pass the inputs alone."
     if not isinstance(inputs, Mapping) or _takes_keywords(network, inputs):
         return ""
-    known = inspect.signature(network.forward).parameters
+    known = list(signature_of(network).parameters)
     foreign = [key for key in inputs if key not in known and key != LABELS]
     named = [key for key in foreign if key in LABEL_LIKE]
     if named:
         return f" Labels go under {LABELS!r}, not {named[0]!r}; other keys become keyword arguments of forward."
-    if not foreign or len(foreign) == len(inputs):
-        return ""
-    return f" Its forward has no argument {foreign}: remove it from the batches."
+    return f" Keys become keyword arguments of forward, which has {known} and not {foreign}." if foreign else ""
 
 
 def _describe(inputs: Inputs) -> str:
@@ -301,6 +325,6 @@ def _logits_of(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise HeadError(
             f"expected the network to return a tensor of logits, or an object or mapping with 'logits'; got "
-            f"{type(output).__name__}. Wrap the network in a module whose forward returns the logits alone."
+            f"{type(output).__name__}. Pass a function that picks the logits, such as logits=lambda output: output[0]."
         )
     return output

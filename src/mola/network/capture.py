@@ -88,7 +88,7 @@ def capture(network: nn.Module, head: Head | None, inputs: Inputs, likelihood: L
         return _without_head(network, inputs, likelihood)
     if head.every_position:
         features, outputs = carried_pass(network, head, inputs)
-        return Captured(features.detach(), outputs.detach(), head, None)
+        return _captured(features, outputs, head, head.axis)
     calls: list[tuple[Tensor, Any]] = []  # passes of other threads among them: the output below is of this pass
     with hooked([head.layer], lambda _, features, output: calls.append((features, output))):
         outputs = call(network, inputs)

@@ -4,10 +4,12 @@ The head is the linear layer whose output *is* the network's output: not the las
 ran. If a network changes the logits after its last linear layer, the error names the layer that came closest and what
 the network does to its output.
 
-One change is allowed: a layer that runs at every position of a sequence, from which the network then picks or averages
-positions. Language models classify in this way: they return the scores (n, T, C) of their last layer at the last token
-of each text. The head's input there is found by sending it along: during the pass it is appended to the layer's output
-as further columns, so whatever picks or averages positions does the same to both.
+One change is allowed: a layer that runs at every position, from which the network then picks, averages or interpolates
+positions. Language models return the scores (n, T, C) of their last layer at the last token of each text, and
+segmentation networks resize the output of a 1x1 convolution to the size of the image. The head's input is found by
+sending it along: during the pass it is appended to the layer's output as further columns or channels, so whatever
+averages positions does the same to both. Averages with weights that sum to 1 commute with the layer, so logits and
+their variances at the resized features are exact.
 
 A network may also return its last layer's output at every position: pixels by a 1x1 convolution, or tokens by a linear
 layer. Then each position is a datum (`dense.py`).
@@ -16,8 +18,8 @@ layer. Then each position is a datum (`dense.py`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +45,7 @@ class Head:
     Args:
         name: dotted name of the layer in the network.
         layer: a linear layer or a 1x1 convolution.
-        every_position: the layer runs at every position of a sequence, from which the network picks or averages some.
+        every_position: the layer runs at every position, and the network then picks, averages or resizes positions.
         dense_axes: number of axes of positions in the outputs: 0 for (n, C), 1 for a sequence, 2 for an image.
         ignore_index: label of positions of dense outputs that are left out, in training and in validation data.
     """
@@ -136,7 +138,7 @@ def hooked(layers: Iterable[nn.Module], hook: Callable[[nn.Module, Tensor, Any],
 
 
 def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the input (n, P') and output (n, C) of a head that runs at every position, at those the network picks."""
+    """Return the input and output of a head that runs at every position, at the positions that the network returns."""
     thread, dtypes = threading.get_ident(), [torch.float32]
 
     def join(_: nn.Module, features: Tensor, output: Tensor) -> Tensor | None:
@@ -144,16 +146,17 @@ def carried_pass(network: nn.Module, head: Head, inputs: Inputs) -> tuple[Tensor
             return None
         dtypes.append(output.dtype)
         with without_autocast(output.device):  # autocast refuses to join two half precisions
-            return torch.cat([output, features], dim=-1)
+            return torch.cat([output, features], dim=head.axis)
 
     with hooked([head.layer], join):
         joined = call(network, inputs)
-    if joined.dim() != 2 or joined.shape[1] != head.outputs + head.inputs:
+    if joined.dim() != 2 + head.dense_axes or joined.shape[head.axis] != head.outputs + head.inputs:
         raise HeadError(
-            f"the network does more to the output of its head {head.name!r} than to pick or average positions: "
+            f"the network does more to the output of its head {head.name!r} than to pick, average or resize positions: "
             f"expected {head.outputs + head.inputs} columns, got shape {tuple(joined.shape)}."
         )
-    return joined[:, head.outputs :], joined[:, : head.outputs].to(dtypes[-1])
+    outputs, features = torch.split(joined, [head.outputs, head.inputs], dim=head.axis)
+    return features, outputs.to(dtypes[-1])
 
 
 # --- finding the head -------------------------------------------------------------------------------------------------
@@ -245,8 +248,7 @@ def find_head(
     expected = None if name is None else head_by_name(network, name).layer
     seen = _watch(network, inputs)
     if seen.outputs.dim() > 2:
-        found, outputs = _dense_call(network, inputs, seen)
-        head = Head(found.name, found.layer, dense_axes=outputs.dim() - 2)
+        head, outputs = _dense_head(network, inputs, seen)
         some = Layout.of(outputs[:1], head.axis).by_position(outputs[:1])[0, :4096]
         likelihood.check_outputs(some, [(head.name, outputs.shape)])
     else:
@@ -256,7 +258,12 @@ def find_head(
             calls[-1].check_linear()
             head = Head(calls[-1].name, calls[-1].layer)
         else:
-            head = _sequence_head(network, inputs, outputs, seen)
+            wanted = (outputs.shape[0], outputs.shape[1])
+            names = [name for name, shape in seen.ran if len(shape) > 2 and (shape[0], shape[-1]) == wanted]
+            carried = _carried_head(network, inputs, outputs, names, nn.Linear)
+            if carried is None:
+                raise HeadError(_explain(network, outputs, seen))
+            head = carried
     if expected is not None and head.layer is not expected:
         raise HeadError(
             f"head={name!r} was given, but the network's output is the output of layer {head.name!r}. "
@@ -265,7 +272,7 @@ def find_head(
     return head
 
 
-def _dense_call(network: nn.Module, inputs: Inputs, seen: _Pass) -> tuple[_Call, Tensor]:
+def _dense_head(network: nn.Module, inputs: Inputs, seen: _Pass) -> tuple[Head, Tensor]:
     found, outputs = seen.last_dense, seen.outputs
     if found is None or not same_tensor(found.output, outputs):
         # Another layer may run after the head, such as one for an auxiliary loss: watch all with outputs of this shape.
@@ -273,28 +280,34 @@ def _dense_call(network: nn.Module, inputs: Inputs, seen: _Pass) -> tuple[_Call,
         outputs = again.outputs
         found = next((one for one in reversed(again.calls) if same_tensor(one.output, outputs)), None)
         if found is None:
-            raise HeadError(_explain_dense(network, again))
+            names = [
+                name
+                for name, shape in seen.dense
+                if shape[:2] == outputs.shape[:2] and shape != outputs.shape and len(shape) == outputs.dim()
+            ]
+            head = _carried_head(network, inputs, outputs, names, Convolution)
+            if head is None:
+                raise HeadError(_explain_dense(network, again))
+            return head, outputs
     reason = _why_not_linear(found.layer)
     if reason is not None:
         raise HeadError(f"the network's output is that of layer {found.name!r}, which {reason}")
     _Call(found.name, found.layer, found.features[:1], found.output[:1]).check_linear()
-    return found, outputs
+    return Head(found.name, found.layer, dense_axes=outputs.dim() - 2), outputs
 
 
-def _sequence_head(network: nn.Module, inputs: Inputs, outputs: Tensor, seen: _Pass) -> Head:
-    wanted = (outputs.shape[0], outputs.shape[1])
-    names = [name for name, shape in seen.ran if len(shape) > 2 and (shape[0], shape[-1]) == wanted]
-    if names:
-        layer = head_by_name(network, names[-1]).layer
-        head = Head(names[-1], layer, every_position=True)
-        try:
-            features, again = carried_pass(network, head, inputs)
-            same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
-            if same and _Call(head.name, layer, features, again).is_linear():
-                return head
-        except (DataError, HeadError):
-            pass  # the network does more than to pick or average positions, as explained below
-    raise HeadError(_explain(network, outputs, seen))
+def _carried_head(network: nn.Module, inputs: Inputs, outputs: Tensor, names: Sequence[str], kind: Any) -> Head | None:
+    # The last of some layers, if the network only picks, averages or resizes the positions of its output.
+    layer = dict(_modules(network)).get(names[-1]) if names else None
+    if not isinstance(layer, kind) or _why_not_linear(layer) is not None:
+        return None
+    head = Head(names[-1], layer, every_position=True, dense_axes=outputs.dim() - 2)
+    with suppress(DataError, HeadError):  # the network does more, which the caller explains
+        features, again = carried_pass(network, head, inputs)
+        same = torch.allclose(again, outputs, rtol=1e-3, atol=1e-3, equal_nan=True)
+        if same and _Call(head.name, layer, features, again).is_linear():
+            return head
+    return None
 
 
 # --- heads by name ----------------------------------------------------------------------------------------------------
@@ -304,12 +317,15 @@ def _bare(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
+def _modules(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((_bare(name), module) for name, module in unwrapped(network).named_modules(remove_duplicate=False))
+
+
 def head_by_name(network: nn.Module, name: str) -> Head:
     """Return the linear layer or 1x1 convolution of a dotted name, as in `named_modules`; "" is the network itself."""
     if not isinstance(name, str):
         raise HeadError(f"head must be the dotted name of a layer, such as 'fc', got {name!r}.")
-    modules = {_bare(found): module for found, module in unwrapped(network).named_modules(remove_duplicate=False)}
-    name = _bare(name)
+    modules, name = dict(_modules(network)), _bare(name)
     linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
     if name not in modules:
         raise HeadError(f"head={name!r}: the network has no module of that name. Its linear layers are {linear[-8:]}.")
@@ -391,9 +407,9 @@ def _explain_dense(network: nn.Module, seen: _Pass) -> str:
     last = f" Its last linear layer or convolution, {ran[0][0]!r}, gives shape {tuple(ran[0][1])}." if ran else ""
     return (
         "expected outputs of shape (batch, classes), or dense outputs: (batch, classes, height, width) of a 1x1 "
-        f"convolution or (batch, positions, classes) of a linear layer; got shape {shape} from "
-        f"{type(network).__name__}.{last} Pass a network that returns the output of its last layer as it is, without "
-        "reshaping or resizing it."
+        f"convolution, also resized, or (batch, positions, classes) of a linear layer; got shape {shape} from "
+        f"{type(network).__name__}.{last} Pass a network that returns the output of its last layer "
+        "without reshaping it."
     )
 
 
