@@ -10,7 +10,14 @@ from scipy.stats import spearmanr
 
 from mola.compare.tally import Answer
 from mola.errors import DataError
-from mola.lab.measures import HumanLabels, Rejection, best_threshold, rank_correlation
+from mola.lab.measures import (
+    EstimatedAccuracy,
+    HumanLabels,
+    Rejection,
+    accuracy_estimates,
+    best_threshold,
+    rank_correlation,
+)
 from mola.uncertainty import entropy
 
 VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=30)
@@ -46,7 +53,7 @@ def test_no_threshold_treats_more_inputs_rightly(known, unknown):
 def answers(**sets):
     """What a method says: probabilities and labels by set, in batches of three."""
 
-    def ask(name):
+    def ask(name, *, scores=True):
         probs, labels = sets[name]
         return ((Answer(some), some_labels) for some, some_labels in zip(probs.split(3), labels.split(3), strict=True))
 
@@ -85,3 +92,30 @@ def test_rejection_counts_what_is_answered_and_what_is_not():
     for score in ("max probability", "entropy"):
         assert found[f"in-scope accuracy, {score}"] == 2 / 4  # one is wrong, one is rejected
         assert found[f"out-of-scope recall, {score}"] == pytest.approx(2 / 3)
+
+
+def test_accuracy_of_calibrated_predictions_is_estimated_without_labels():
+    generator = torch.Generator().manual_seed(0)
+    sharpness = {"validation": 3.0, "shifted": 1.0}
+    sets = {}
+    for name, scale in sharpness.items():
+        probs = (scale * torch.randn(30000, 4, generator=generator, dtype=torch.float64)).softmax(1)
+        sets[name] = probs, torch.multinomial(probs, 1, generator=generator).squeeze(1)  # calibrated by construction
+    found = EstimatedAccuracy((("shifted", 3),))(answers(**sets))
+    assert found["shifted, confidence"] < 0.02
+    assert found["shifted, DoC"] < 0.02
+    assert found["shifted, ATC, confidence"] > 0.05  # assumes that the errors are the least confident inputs
+
+
+def test_accuracy_estimates_by_hand():
+    known = {
+        "confidence": torch.tensor([0.9, 0.8, 0.7, 0.6]).double(),
+        "negative entropy": -torch.tensor([0.1, 0.2, 0.3, 0.4]).double(),
+        "correct": torch.tensor([1.0, 1, 0, 1]).double(),
+    }
+    unknown = {
+        "confidence": torch.tensor([0.9, 0.5]).double(),
+        "negative entropy": -torch.tensor([0.1, 0.2]).double(),
+    }
+    expected = {"confidence": 0.7, "DoC": 0.75 + 0.7 - 0.75, "ATC, confidence": 0.5, "ATC, negative entropy": 1.0}
+    assert accuracy_estimates(known, unknown) == pytest.approx(expected)

@@ -1,6 +1,6 @@
 """Methods as values: what they are made of, how they are fitted, and what they say of a batch.
 
-`LastLayer` is MAP, MAP-T, DE, DE-T, LLLA, MoLA and every ablation of them. Its networks may be whole ones, or `HeadOnly` over
+`LastLayer` is MAP, MAP-T, DE, DE-T, DE-L, LLLA, MoLA and every ablation of them. Its networks may be whole ones, or `HeadOnly` over
 stored features: both go through the same public `mola.fit`, `tune` and call.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from mola.errors import MolaWarning, OptionError
 from mola.likelihoods import CATEGORICAL
 from mola.options import one_of
 from mola.outliers import max_probability_score
-from mola.rules import Distance, Evidence, Rule, Score, Threshold
+from mola.rules import Calibrated, Distance, Evidence, Rule, Score, Threshold
 from mola.uncertainty import entropy
 
 FeatureScores = Mapping[str, Callable[[Seen], Tensor]]
@@ -112,6 +112,7 @@ RULES: Mapping[str, Callable[[float | None], Rule | str]] = {
     "evidence": lambda _: Evidence(),
     "distance": lambda _: "distance",
     "distance at 2 %": lambda _: Distance(price=0.02),
+    "calibrated": lambda _: Calibrated(),
 }
 """Ways to choose the prior precision, by name; "distance" chooses an exponent by which distances cool logits as well, at the paper's
 price in confidence or for so much of the log loss."""
@@ -133,6 +134,8 @@ class LastLayer:
     weights: str = "uniform"
     temperature: bool = False
     """Whether one temperature, tuned by validation NLL, divides all logits."""
+    mean: Literal["probabilities", "logits"] = "probabilities"
+    """What an ensemble averages."""
     detectors: bool = False
     """Whether to compare outlier scores, those of the bare features and logits included."""
 
@@ -147,6 +150,8 @@ class LastLayer:
             settings |= {"structure": self.structure, "link": self.link, "rule": self.rule}
         if self.temperature:
             settings["temperature"] = "shared"
+        if self.mean == "logits":
+            settings["mean"] = self.mean
         return settings
 
     def fit(self, material: Material) -> Fitted:
@@ -162,7 +167,9 @@ class LastLayer:
             networks = validation.heads
             chosen: dict[str, Any] = {}
             if self.temperature:
-                temperature = fit_temperature(validation.logits(), validation.labels)
+                logits = validation.logits()
+                averaged = logits.mean(0) if self.mean == "logits" else logits
+                temperature = fit_temperature(averaged, validation.labels)
                 networks, chosen["temperature"] = tuple(one.cooled(temperature) for one in networks), temperature
             posterior = self.posterior(networks, train or (), validation, material.threshold, material.sums)
         chosen |= self.tuned(posterior)
@@ -226,7 +233,7 @@ class LastLayer:
             The predictor.
         """
         if self.structure is None:
-            return mola.ensemble(networks)
+            return mola.ensemble(networks).with_pooling(0.0 if self.mean == "logits" else 1.0)
         weights = "evidence" if self.weights == "evidence" else "uniform"
         if sums is None:
             posterior = mola.fit(

@@ -25,11 +25,14 @@ def _main(_: Budget) -> list[SuiteMethod]:
         LastLayer("MAP-T", components=1, temperature=True, detectors=True),
         LastLayer("DE", detectors=True),
         LastLayer("DE-T", temperature=True, detectors=True),
+        LastLayer("DE-L", temperature=True, mean="logits", detectors=True),
         LastLayer("LLLA", components=1, structure="kron", detectors=True),
         LastLayer("MoLA", structure="kron", detectors=True),
         LastLayer("MoLA (NLL)", structure="kron", rule="nll", detectors=True),
         LastLayer("LLLA (distance)", components=1, structure="kron", rule="distance", detectors=True),
         LastLayer("MoLA (distance)", structure="kron", rule="distance", detectors=True),
+        LastLayer("LLLA (calibrated)", components=1, structure="kron", rule="calibrated", detectors=True),
+        LastLayer("MoLA (calibrated)", structure="kron", rule="calibrated", detectors=True),
     ]
 
 

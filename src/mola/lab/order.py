@@ -11,6 +11,7 @@ from mola.errors import OptionError
 from mola.lab.activations import Activations, Progress, open_networks
 from mola.lab.comparisons import COMPARISONS, NAMED, SWEEP
 from mola.lab.cost import measure_cost
+from mola.lab.measures import EstimatedAccuracy
 from mola.lab.named_networks import are_names, open_named
 from mola.lab.networks import Training, check_networks, find_networks, train_networks
 from mola.lab.plan import Plan, claim, describe
@@ -103,6 +104,8 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
         networks = open_networks(paths, build, name)
     runs = order.runs or (1 if folds is None else len(folds.sources))
     comparisons = tuple(group for group in groups if group in COMPARISONS)
+    shifted = tuple((key, len(one.types) or 1) for key, one in sources.items() if one.role == "shift")
+    estimates = (EstimatedAccuracy(shifted),) if shifted else ()
     plan = Plan(
         suite=order.suite,
         network=name,
@@ -113,7 +116,7 @@ def carry_out(order: Order, progress: Progress, team: Team | None = None) -> Pat
         groups=comparisons,
         options=options,
         budget=budget,
-        measures=order.suite.measures(options),
+        measures=(*order.suite.measures(options), *estimates),
         folds=() if folds is None else folds.sources,
         notes=() if folds is None else folds.notes,
         stream=order.stream,

@@ -320,8 +320,8 @@ def _tally(fitted: Fitted, source: Source, scores: bool, clock: list[float]) -> 
 
 
 def _answers(fitted: Fitted) -> Answers:
-    def answers(name: str) -> Iterator[tuple[Answer, Tensor]]:
-        return ((fitted.answer(batch, True), labels) for batch, labels in fitted.batches(name))
+    def answers(name: str, *, scores: bool = True) -> Iterator[tuple[Answer, Tensor]]:
+        return ((fitted.answer(batch, scores), labels) for batch, labels in fitted.batches(name))
 
     return answers
 
