@@ -1,16 +1,13 @@
 """Networks: parameter counts, initialisation, homogeneity; weights files, ours and foreign."""
 
-import os
 import sys
 import types
-import warnings
-from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from mola.errors import MissingExtraError, OptionError, StorageError
@@ -28,7 +25,7 @@ from mola.lab.models import (
     wrn16_4,
 )
 from mola.lab.training import mlp
-from mola.saving.weights import load_weights, read_metadata, read_state, save_weights
+from mola.saving.weights import load_weights
 from tests.closeness import assert_close
 from tests.conftest import require_shared
 
@@ -195,231 +192,6 @@ def test_wrn_50_2_comes_from_what_is_installed(monkeypatch):
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def small(seed=0, classes=3, width=4):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(1, width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width * 4, classes))
-
-
-def same(network, other):
-    ours, theirs = network.state_dict(), other.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
-
-
-def prefixed(prefix, state):
-    return {prefix + name: value for name, value in state.items()}
-
-
-FOREIGN = {
-    "plain": lambda state: state,
-    "DataParallel": lambda state: prefixed("module.", state),
-    "compiled": lambda state: prefixed("_orig_mod.", state),
-    "compiled DataParallel": lambda state: prefixed("_orig_mod.module.", state),
-    "DataParallel of compiled": lambda state: prefixed("module._orig_mod.", state),
-    "nested": lambda state: {"state_dict": prefixed("module.", state), "best_prec1": 92.7, "epoch": 199},
-    "model": lambda state: {"model": state, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}},
-    "model_state_dict": lambda state: {"model_state_dict": state, "loss": torch.tensor(0.1)},
-    "net": lambda state: {"net": prefixed("module.", state), "acc": 95.0},
-    "twice nested": lambda state: {"checkpoint": 1, "model": {"state_dict": state, "epoch": 3}},
-    "lightning": lambda state: {
-        "epoch": 1,
-        "pytorch-lightning_version": "2.4",
-        "state_dict": prefixed("model.", state),
-        "hyper_parameters": {"lr": 0.1},
-    },
-    "lightning, compiled": lambda state: {"state_dict": prefixed("model._orig_mod.", state)},
-    "AveragedModel": lambda state: {"n_averaged": torch.tensor(7), **prefixed("module.", state)},
-    "DataParallel further in": lambda state: {name.replace(".", ".module.", 1): value for name, value in state.items()},
-    "before BatchNorm counted": lambda state: {k: v for k, v in state.items() if "num_batches" not in k},
-}
-
-
-@pytest.mark.parametrize("form", FOREIGN)
-def test_foreign_files_load(form, tmp_path):
-    source, target = small(1), small(2)
-    source[1].running_mean.normal_()
-    torch.save(FOREIGN[form](source.state_dict()), tmp_path / "weights.pth")
-    load_weights(target, tmp_path / "weights.pth")
-    assert same(source, target)
-
-
-def test_weights_of_a_plain_network_load_into_a_wrapped_one(tmp_path):
-    source, target = small(1), small(2)
-    save_weights(source, tmp_path / "w.safetensors")
-    load_weights(torch.nn.DataParallel(target), tmp_path / "w.safetensors")
-    assert same(source, target)
-
-
-def test_a_network_with_the_wrappers_names_is_read_by_its_own(tmp_path):
-    class Shell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module, self.model = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    source, target = Shell(), Shell()
-    torch.save({"state_dict": source.state_dict()}, tmp_path / "w.pt")
-    load_weights(target, tmp_path / "w.pt")
-    assert same(source, target)
-
-
-def test_old_torch_format_and_half_precision(tmp_path):
-    source, target = small(1).half(), small(2).float()
-    torch.save(source.state_dict(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    load_weights(target, tmp_path / "old.pth")
-    assert target[0].weight.dtype == torch.float32
-    assert same(source.float(), target)
-
-
-def test_what_is_saved_is_loaded_with_its_metadata(tmp_path):
-    source, target = small(1), small(2)
-    path = save_weights(source, tmp_path / "new" / "w.safetensors", {"network": "small", "accuracy": "0.9"})
-    load_weights(target, path)
-    assert same(source, target)
-    assert read_metadata(path) == {"format": "pt", "network": "small", "accuracy": "0.9"}
-    assert [file.name for file in path.parent.iterdir()] == ["w.safetensors"]
-    assert load_file(path).keys() == source.state_dict().keys() == read_state(path).keys()
-    save_weights(target, path)
-    assert read_metadata(path) == {"format": "pt"}
-    with pytest.raises(OptionError, match="metadata must map str to str"):
-        save_weights(source, path, {"accuracy": 0.9})
-    assert read_metadata(path) == {"format": "pt"}
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
-    source = small(1)
-    path = save_weights(source, tmp_path / "w.safetensors")
-
-    def full_disk(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        save_weights(small(2), path)
-    monkeypatch.undo()
-    target = small(3)
-    load_weights(target, path)
-    assert same(source, target)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_tied_and_strided_weights_are_saved(tmp_path):
-    def tied():
-        network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        network[1].weight = network[0].weight
-        return network
-
-    source, target = tied(), tied()
-    source[0].weight.data = torch.randn(3, 3).T
-    path = save_weights(source, tmp_path / "w.safetensors")
-    load_weights(target, path)
-    torch.testing.assert_close(target[1].weight, source[0].weight)
-    assert target[0].weight is target[1].weight
-
-
-def refused(network, path, match, **options):
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    with pytest.raises(StorageError, match=match):
-        load_weights(network, path, **options)
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-
-
-def test_wrong_weights_are_named_and_nothing_is_loaded(tmp_path):
-    path, state = tmp_path / "w.safetensors", dict(small(1).state_dict())
-    save_file({name: value for name, value in state.items() if name != "3.bias"}, path)
-    refused(small(2), path, r"1 missing: 3\.bias\. Is it the same architecture")
-    save_file({**state, "4.weight": torch.ones(1), "fc.bias": torch.ones(1)}, path)
-    refused(small(2), path, r"2 unexpected: 4\.weight, fc\.bias")
-    save_weights(small(1, classes=5), path)
-    refused(
-        small(2),
-        path,
-        r"2 of another shape: 3\.bias is \(5,\).*expected \(3,\).*number of classes\? The network is unchanged",
-    )
-    save_weights(small(1, width=6), path)
-    refused(small(2), path, r"7 of another shape: 0\.bias .*and 4 more")
-    save_weights(resnet20(), path)
-    refused(small(2), path, "8 missing.*No name agrees")
-    save_file({**state, "0.weight": state["0.weight"].long()}, path)
-    refused(small(2), path, r"0\.weight is \(4, 1, 3, 3\) of torch\.int64, expected .* of torch\.float64")
-
-
-def test_several_sets_of_weights_need_a_choice(tmp_path):
-    path, first, second = tmp_path / "w.pt", small(1), small(2)
-    torch.save({"model": first.state_dict(), "net": second.state_dict(), "ema": second.state_dict()}, path)
-    refused(small(3), path, r"several sets of weights that fit: model, net\. Choose with entry=")
-    target = small(3)
-    load_weights(target, path, entry="ema")
-    assert same(second, target)
-    refused(small(3), path, "no weights under 'teacher'; it holds model, net, ema", entry="teacher")
-    # The one that fits is no question.
-    torch.save({"model": first.state_dict(), "net": resnet20().state_dict()}, path)
-    load_weights(target, path)
-    assert same(first, target)
-
-
-def test_files_that_hold_something_else(tmp_path):
-    path = tmp_path / "w.pt"
-    refused(small(), tmp_path / "none.pt", "none.pt does not exist")
-    refused(small(), tmp_path, "is a folder")
-    torch.save(torch.ones(3), path)
-    refused(small(), path, "holds a Tensor; expected weights by name")
-    torch.save({"epoch": 3, "optimizer": {}}, path)
-    refused(small(), path, r"holds no weights: epoch, optimizer.*entry=")
-    torch.save({}, path)
-    refused(small(), path, "holds no weights: nothing")
-    with pytest.raises(StorageError, match="not a safetensors file"):
-        read_metadata(path)
-    torch.save({"state_dict": small().state_dict(), "args": Namespace(lr=0.1)}, path)
-    refused(small(), path, r"could run code.*argparse\.Namespace.*save only the state_dict")
-    lazy = nn.Sequential(nn.LazyLinear(3))
-    torch.save(nn.Sequential(nn.Linear(2, 3)).state_dict(), path)
-    with pytest.raises(StorageError, match=r"0\.weight, 0\.bias of the network have no shape yet"):
-        load_weights(lazy, path)
-    with pytest.raises(OptionError, match="expected tensors with a shape"):
-        save_weights(lazy, path)
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("echo ran > $MOLA_TEST_BOMB",)
-
-
-@pytest.mark.parametrize("modern", [True, False])
-def test_code_in_a_file_is_not_run(tmp_path, monkeypatch, modern):
-    monkeypatch.setenv("MOLA_TEST_BOMB", str(tmp_path / "ran"))
-    torch.save({"state_dict": Bomb()}, tmp_path / "w.pt", _use_new_zipfile_serialization=modern)
-    refused(small(), tmp_path / "w.pt", "could run code")
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("form", ["safetensors", "torch", "old torch"])
-def test_damaged_files_are_named(form, tmp_path):
-    path, source = tmp_path / "damaged", small(1)
-    if form == "safetensors":
-        save_weights(source, path)
-    else:
-        torch.save(source.state_dict(), path, _use_new_zipfile_serialization=form == "torch")
-    whole = path.read_bytes()
-    for length in (0, 5, 9, 100, len(whole) // 2, len(whole) - 8):
-        path.write_bytes(whole[:length])
-        refused(small(2), path, "damaged is truncated")
-        with pytest.raises(StorageError, match="damaged is"):
-            read_metadata(path)
-    flipped = bytearray(whole)
-    flipped[9:40] = b"?" * 31
-    path.write_bytes(flipped)
-    refused(small(2), path, "damaged is truncated or corrupt")
-
-
-def test_other_files_and_scripts_are_named(tmp_path):
-    path = tmp_path / "w.pt"
-    path.write_bytes(b"no weights at all, just some text")
-    refused(small(2), path, "w.pt is neither safetensors nor made by torch.save: it starts with b'no")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated
-        torch.jit.save(torch.jit.script(small()), path)
-        refused(small(2), path, "TorchScript")
-
-
 # --- real networks ----------------------------------------------------------------------------------------------------
 
 
@@ -433,7 +205,8 @@ def test_shared_networks_load():
         load_weights(network, file)
         expected = load_file(file)
         assert all(torch.equal(value, network.state_dict()[name]) for name, value in expected.items())
-    refused(resnet56(), require_shared("networks/resnet20/00.safetensors"), r"missing: layer1\.3.*including its depth")
+    with pytest.raises(StorageError, match=r"missing: layer1\.3.*depth"):
+        load_weights(resnet56(), require_shared("networks/resnet20/00.safetensors"))
 
 
 @pytest.mark.real_data

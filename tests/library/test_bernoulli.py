@@ -12,12 +12,10 @@ from torch import nn
 import mola
 from mola import metrics
 from mola.errors import DataError, HeadError, OptionError
-from mola.likelihoods import BERNOULLI, CATEGORICAL, LIKELIHOODS, as_likelihood
+from mola.likelihoods import BERNOULLI, CATEGORICAL
 from mola.outliers import far_field_score, label_energy_score
-from mola.tuning import RULES
 from mola.uncertainty import entropy, expected_sigmoid
 from tests.conftest import Problem, make_problem
-from tests.reference import dense
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::mola.errors.MolaWarning"
@@ -66,47 +64,6 @@ class Squeezed(nn.Module):
 
 
 # --- curvature --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("missing", [False, True], ids=["all known", "some missing"])
-@pytest.mark.parametrize("outputs", [1, 3])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_every_structure_is_the_dense_one(structure, outputs, missing, bias):
-    problem, prior = labelled(outputs, missing, bias=bias), 0.7
-    posterior = fit(problem.network, problem.loader, structure=structure, prior_precision=prior)
-    phi, weights, curvature = problem.features(), problem.weights, posterior.components[0].layer.curvature
-    precision = dense.label_precision(structure, weights, phi, problem.labels, prior)
-    covariance = torch.linalg.inv(precision)
-    expected = torch.stack([dense.logit_covariance(covariance, one, outputs) for one in phi])
-    own = expected.diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(curvature.covariance(phi, prior), expected, **EXACT)
-    torch.testing.assert_close(curvature.covariance(phi, prior, centred=True), expected, **EXACT)  # no hidden direction
-    torch.testing.assert_close(curvature.variance(phi, prior), own, **EXACT)
-    torch.testing.assert_close(curvature.variance(phi, torch.tensor([2.0, prior]), centred=True)[1], own, **EXACT)
-    blocks = covariance.view(outputs, phi.shape[1], outputs, phi.shape[1])
-    for output in range(outputs):
-        block = blocks[output, :, output]
-        torch.testing.assert_close(curvature.class_covariance(prior, output), block, **EXACT)
-        least = torch.linalg.eigvalsh(block)[0]
-        torch.testing.assert_close(curvature.smallest_class_variance(prior)[output], least, **EXACT)
-    log_likelihood = -dense.label_loss(weights, phi, problem.labels)
-    penalty = weights.numel() * math.log(prior) - prior * weights.square().sum() - torch.logdet(precision)
-    torch.testing.assert_close(posterior.log_evidence()[0], log_likelihood + 0.5 * penalty, **EXACT)
-
-
-@pytest.mark.parametrize("outputs", [1, 3])
-def test_draws_have_the_covariance(structure, outputs):
-    problem = labelled(outputs)
-    posterior = fit(problem.network, problem.loader, structure=structure)
-    phi, curvature = problem.features()[:5], posterior.components[0].layer.curvature
-    generator = torch.Generator().manual_seed(3)
-    drawn = curvature.perturb(phi, 1.0, torch.randn(100_000, curvature.noise_size, generator=generator))
-    covariance = drawn.transpose(1, 2) @ drawn / drawn.shape[1]
-    torch.testing.assert_close(covariance, curvature.covariance(phi, 1.0), rtol=0.04, atol=0.03)
-    weights = posterior.sample(20_000, generator=generator).weights - problem.weights
-    logits = torch.einsum("np,scp->nsc", phi, weights)
-    sampled = logits.transpose(1, 2) @ logits / logits.shape[1]
-    torch.testing.assert_close(sampled, curvature.covariance(phi, 1.0), rtol=0.06, atol=0.05)
 
 
 def test_loss_and_curvature_are_torchs():
@@ -172,16 +129,6 @@ def test_one_logit_may_have_any_shape():
             assert torch.equal(found, expected)
     plain = mola.ensemble(Squeezed(problem.network), likelihood="bernoulli")
     assert torch.equal(plain(inputs), torch.sigmoid(problem.network(inputs).detach()))
-
-
-def test_batches_and_absent_labels_change_nothing(structure):
-    problem, inputs = labelled(3), torch.randn(8, 3)
-    first, *others = [fit(problem.network, problem.batches(size), structure=structure) for size in (1, 7, 40)]
-    for other in others:
-        torch.testing.assert_close(other(inputs), first(inputs), rtol=1e-11, atol=0)
-    unlabelled = fit(problem.network, [x for x, _ in problem.loader], structure=structure)
-    known = fit(problem.network, [(x, torch.zeros(len(x), 3)) for x, _ in problem.loader], structure=structure)
-    torch.testing.assert_close(unlabelled(inputs), known(inputs), rtol=1e-12, atol=0)
 
 
 # --- one logit against two classes ------------------------------------------------------------------------------------
@@ -420,17 +367,6 @@ def by_hand(posterior, val):
     }
 
 
-@pytest.mark.parametrize("link", ["probit", "mc"])
-@pytest.mark.parametrize("structure", ["kron", "full"])
-def test_scores_are_means_over_the_known_labels(trained, structure, link):
-    networks, train, val = trained
-    posterior = fit(networks, train, structure=structure, link=link)
-    curve = posterior.tune(val, rule=mola.rules.Score("nll", grid=(0.01, 0.3, 10.0)), progress=False).tuning.curve
-    for index, value in enumerate(curve["prior_precision"]):
-        for name, number in by_hand(posterior.with_prior_precision(value), val).items():
-            assert curve[name][index] == pytest.approx(number, rel=1e-8, abs=1e-10), name
-
-
 def test_every_rule_keeps_its_promise(trained):
     networks, train, val = trained
     ((inputs, labels),) = val
@@ -526,14 +462,6 @@ def test_labels_of_other_outputs_are_noticed(trained):
     networks, train, ((inputs, labels),) = trained
     with pytest.raises(DataError, match=r"(?s)another order.*\[2, 0, 1\]"):
         fit(networks, train).tune([(inputs, labels[:, [2, 0, 1]])], progress=False)
-
-
-def test_likelihoods_by_name():
-    assert as_likelihood("bernoulli") == BERNOULLI
-    assert as_likelihood(BERNOULLI) is BERNOULLI
-    for name, kind in LIKELIHOODS.items():
-        assert kind.name == name
-        assert kind.default_rule in RULES
 
 
 @pytest.mark.parametrize("wrapped", [nn.Sequential, Squeezed])

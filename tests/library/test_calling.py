@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import mola
 from mola.errors import DataError, HeadError, OptionError
@@ -17,7 +16,6 @@ from mola.network import (
     LogitsOf,
     Resized,
     as_batch,
-    batch_count,
     batches,
     call,
     check_loader,
@@ -25,7 +23,6 @@ from mola.network import (
     one_batch,
     peek,
     state_checksum,
-    to_device,
     unwrapped,
 )
 from tests.witness import unchanged
@@ -163,33 +160,6 @@ def test_inputs_without_a_loader_are_not_a_list():
         one_batch([X, Y])
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(zip(X, Y, strict=True))
-
-
-def test_any_iterable_is_a_loader_and_is_read_once():
-    taken = []
-
-    def generator():
-        for index in range(3):
-            taken.append(index)
-            yield X, Y
-
-    first, every = peek(generator(), "loader")
-    assert taken == [0]
-    assert first[0] is X
-    assert len(list(every)) == 3
-    reader = batches(generator(), "loader")
-    taken.clear()
-    next(reader)
-    assert taken == [0]
-    assert batch_count([(X, Y)] * 3) == batch_count(DataLoader(TensorDataset(X, Y), batch_size=2)) == 3
-    assert batch_count(generator()) is None
-    assert batch_count(DataLoader(Stream(), batch_size=2)) is None
-    assert len(list(batches(DataLoader(Stream(), batch_size=2), "loader"))) == 3
-
-
 @pytest.mark.parametrize(
     "loader", [X, (X, Y), {"x": X}, 3, None, "data", make_network], ids=lambda one: type(one).__name__
 )
@@ -255,14 +225,6 @@ CALLS = {
 def test_inputs_reach_the_network_in_their_form(case):
     forward, inputs, expected = CALLS[case]
     assert torch.equal(call(Returning(forward), inputs), expected)
-
-
-def test_moving_keeps_the_form_of_nested_inputs():
-    moved = to_device({"images": Images(X, [R, 3]), "name": "a"}, torch.device("cpu"))
-    assert isinstance(moved["images"], Images)
-    assert moved["images"].left is X
-    assert moved["images"].right == [R, 3]
-    assert moved["name"] == "a"
 
 
 @dataclass

@@ -1,8 +1,5 @@
 """Networks and loaders in; features, outputs and labels as rows out: once, in order, whatever the layout."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mola.errors import DataError, HeadError, OptionError
 from mola.likelihoods import BERNOULLI, CATEGORICAL, GAUSSIAN, Gaussian
 from mola.network import (
-    Layout,
     as_batch,
     capture,
     check_positions,
@@ -75,13 +71,6 @@ def test_every_network_sees_every_batch_in_order(networks, chunk):
         assert bool((features[:, -1] == 1).all())
 
 
-def test_rows_are_float64_in_any_precision(networks):
-    for dtype in (torch.float32, torch.bfloat16):
-        (rows,) = read([network.to(dtype) for network in networks], [X.to(dtype)])
-        assert {tensor.dtype for tensor in (*rows.features, *rows.outputs)} == {torch.float64}
-        assert rows.labels is None
-
-
 def test_without_a_head_there_are_outputs_alone(networks):
     (rows,) = read(networks[:1], [X], heads=[None])
     assert rows.features[0].shape == (20, 0)
@@ -94,29 +83,6 @@ def test_without_a_head_there_are_outputs_alone(networks):
         logits.bias.fill_(0.5)
     (rows,) = read([logits], [X.repeat(5, 1)], BERNOULLI, heads=[None])
     assert rows.outputs[0].shape == (100, 1)
-
-
-def test_batches_are_taken_one_by_one_and_none_outlives_its_turn(networks):
-    alive, taken = weakref.WeakSet(), []
-
-    class Mark:
-        pass
-
-    def loader():
-        for x, y in LOADER:
-            taken.append(len(x))
-            batch = x.clone()
-            batch.mark = Mark()
-            alive.add(batch.mark)
-            yield batch, y
-            del batch
-            gc.collect()
-            assert len(alive) <= 2, "batches pile up"  # this one, and the one that an iterator is about to let go
-
-    with evaluating(*networks):
-        heads = find_heads(networks, [None] * 3, X, CATEGORICAL)
-        for count, _ in enumerate(stream(networks, heads, loader(), where="loader", likelihood=CATEGORICAL), 1):
-            assert len(taken) == count
 
 
 class Masked(nn.Module):
@@ -180,11 +146,6 @@ def test_labels_are_demanded_or_all_alike(networks):
         read(networks, [X, (X, Y)], first_batch=7)
 
 
-def test_labels_may_be_ignored(networks):
-    loader = [(X, torch.full_like(Y, 99)), X]
-    assert [one.labels for one in read(networks, loader, labelled=False)] == [None, None]
-
-
 def test_networks_that_disagree_about_the_data_are_refused():
     network = nn.Linear(5, 3)
     halves = nn.Sequential(nn.Linear(5, 3))
@@ -221,24 +182,6 @@ def test_an_exception_of_the_loader_comes_through_and_no_hook_stays(error, netwo
     with unchanged(*networks), pytest.raises(type(error), match="disk") as caught:
         read(networks, loader(), heads=heads)
     assert caught.value is error
-
-
-def test_a_loader_may_need_gradients_of_its_own():
-    network = make_network().eval()
-    head = find_head(network, X)
-
-    def attacked():
-        for x, y in LOADER:
-            x = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(functional.cross_entropy(network(x), y), x)
-            yield x.detach() + 0.1 * gradient.sign(), y
-
-    assert sum(map(len, read([network], attacked(), heads=[head]))) == 20
-
-
-def test_progress_is_silent_where_nobody_watches(networks, capsys):
-    read(networks, LOADER, progress=True, total=4)
-    assert capsys.readouterr() == ("", "")
 
 
 # --- dense outputs ------------------------------------------------------------------------------------------------------
@@ -478,17 +421,6 @@ def test_nothing_larger_than_the_networks_own_tensors_is_made():
         seen = read([network], [(x, y)], chunk=1000)
     assert sum(map(len, seen)) == y.numel()
     assert largest.numel <= 4 * 64 * 64 * 30
-
-
-def test_layouts_go_there_and_back():
-    for shape, axis in (((2, 3, 4, 5), 1), ((2, 4, 5, 3), -1), ((2, 4, 3), -1), ((2, 3, 4), 1)):
-        values = torch.randn(shape)
-        layout = Layout.of(values, axis)
-        rows = layout.by_position(values).flatten(0, 1)
-        assert torch.equal(layout.outputs(rows), values)
-        assert torch.equal(layout.map(rows[:, 0]), values.select(axis, 0))
-        assert layout.shape(3) == shape
-        assert layout.by_position(values).data_ptr() == values.data_ptr()
 
 
 def test_positions_are_checked():

@@ -6,16 +6,13 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.autograd.functional import hessian
-from torch.func import functional_call
 from torch.nn import functional
 
 import mola
 from mola.errors import BoundError, DataError, HeadError, OptionError
 from mola.likelihoods import Gaussian
-from mola.tuning import held_out
 from tests.closeness import assert_close
-from tests.library.test_capture import CLASSES, FEATURES, Body, Largest, made
+from tests.library.test_capture import CLASSES, FEATURES, made
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")  # untrained networks
 
@@ -98,29 +95,6 @@ def test_tuning_sees_the_same_rows(rule):
     close(dense.predict(x).ood_score.flatten(), plain.predict(rows).ood_score, 1e-6)
 
 
-def test_hessian_is_that_of_the_loss_over_all_positions():
-    network, x, y, _ = made("image")
-    y[0, :2] = -100
-    head = {name: value.detach() for name, value in network.head.named_parameters()}
-
-    def loss(weight, bias):
-        named = {"weight": weight[:, :, None, None], "bias": bias}
-        logits = functional_call(network.head, named, (torch.tanh(network.layer(x)).detach(),))
-        return functional.cross_entropy(logits, y, reduction="sum")
-
-    blocks = hessian(loss, (head["weight"][:, :, 0, 0], head["bias"]))
-    whole = torch.zeros(CLASSES, FEATURES + 1, CLASSES, FEATURES + 1)
-    whole[:, :-1, :, :-1], whole[:, :-1, :, -1] = blocks[0][0], blocks[0][1]
-    whole[:, -1, :, :-1], whole[:, -1, :, -1] = blocks[1][0], blocks[1][1]
-    matrix = whole.reshape(CLASSES * (FEATURES + 1), -1)
-    full, diag = (fit(network, [(x, y)], structure=one).components[0].layer.curvature for one in ("full", "diag"))
-    for precision in (0.1, 3.0):
-        prior = torch.tensor(precision)
-        expected = torch.linalg.slogdet(matrix + precision * torch.eye(len(matrix))).logabsdet
-        close(full.log_determinant(prior), expected)
-        close(diag.log_determinant(prior), (matrix.diagonal() + precision).log().sum())
-
-
 # --- which positions --------------------------------------------------------------------------------------------------
 
 
@@ -141,19 +115,6 @@ def test_ignored_positions_change_nothing(kind, ignore_index):
         fit(network, [(x, torch.full_like(y, ignore_index))], ignore_index=ignore_index)
 
 
-def test_drawn_positions_depend_on_the_input_alone():
-    network, x, y, _ = made("image")
-    y[1, :4] = -100  # 7 of 35 positions are left
-    loaders = ([(x, y)], list(zip(x.split(1), y.split(1), strict=True)), [(x[:4], y[:4]), (x[4:], y[4:])])
-    first, *others = [fit(network, loader, positions=10) for loader in loaders]
-    assert count(first) == 5 * 10 + 7
-    for other in others:
-        for name, tensor in other.components[0].layer.sums.tensors.items():
-            close(tensor, first.components[0].layer.sums.tensors[name], 1e-12)
-    more = fit(network, [(x, y)], positions=1000)
-    close(more.log_evidence(), fit(network, [(x, y)]).log_evidence(), 1e-12)
-
-
 def test_average_does_not_depend_on_the_resolution():
     """Each pixel four times over is no more information: "average" accounts for it, "all" does not."""
     network, x, y, _ = made("volume")
@@ -167,23 +128,6 @@ def test_average_does_not_depend_on_the_resolution():
     averaged, every = fit(network, [(x, y)], positions="average"), fit(network, [(x, y)])
     assert (count(averaged), count(every)) == (6, 6 * 24)
     close(averaged.predict(x).distance, every.predict(x).distance)  # the classes are where they were
-
-
-@pytest.mark.parametrize("size", [1, 4, 6])
-def test_held_out_data_keep_some_positions_of_each_input(monkeypatch, size):
-    """However they are batched; some inputs have fewer positions than are kept, and one has none."""
-    monkeypatch.setattr(held_out, "POSITIONS_KEPT", 8)
-    networks = [made("image", seed)[0] for seed in range(2)]
-    _, x, y, _ = made("image")
-    posterior = fit(networks, [(x, y)])
-    y[1, :, 1:], y[-1] = -100, -100
-    whole = posterior.read([(x, y)], "loader", labelled=True)
-    parts = posterior.read(list(zip(x.split(size), y.split(size), strict=True)), "loader", labelled=True)
-    assert len(whole) == 5 + 4 * 8
-    assert whole.independent == parts.independent == pytest.approx(5 / 37)
-    assert torch.equal(whole.labels, parts.labels)
-    for one, other in zip((*whole.phi, *whole.outputs), (*parts.phi, *parts.outputs), strict=True):
-        close(one, other, 1e-12)
 
 
 def test_ignore_index_of_a_fit_holds_in_tuning():
@@ -213,20 +157,6 @@ def test_interrupted_fit_continues(tmp_path, positions):
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
-
-
-def test_no_tensor_is_much_larger_than_a_batch_of_logits():
-    torch.manual_seed(0)
-    network = Body(nn.Conv2d(1, 8, 1), nn.Conv2d(8, 30, 1))
-    x, y = torch.randn(4, 1, 64, 64), torch.randint(30, (4, 64, 64))
-    batch = y.numel() * 30  # all covariances would be thirty times as much
-    with Largest() as largest:
-        posterior = fit(network, [(x, y)])
-    assert largest.numel <= batch
-    for link in ("probit", "mean-field", "mc"):
-        with Largest() as largest:
-            assert posterior.with_link(link)(x).numel() == batch
-        assert largest.numel <= 2**22 + batch, link
 
 
 def test_predictions_join_slice_travel_and_refuse_other_sizes():
@@ -271,19 +201,6 @@ def test_ensemble_finds_the_axis_of_the_classes(kind):
     assert found.label.shape == found.mutual_information.shape == expected.select(axis, 0).shape
 
 
-def test_memory_formats_precisions_and_parametrised_heads():
-    network, x, y, _ = made("image")
-    expected = fit(network, [(x, y)])(x)
-    last = x.to(memory_format=torch.channels_last)
-    close(fit(network, [(last, y)])(last), expected)
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
-        coarse = fit(made("image")[0].to(dtype), [(x.to(dtype), y)])(x.to(dtype))
-        assert coarse.dtype == torch.float32
-        close(coarse.double(), expected, tolerance)
-    nn.utils.parametrizations.weight_norm(network.head)
-    close(fit(network, [(x, y)])(x), expected)
-
-
 # --- networks and likelihoods -----------------------------------------------------------------------------------------
 
 
@@ -315,24 +232,6 @@ def test_a_u_net_as_it_is():
     assert posterior.predict(x).probs.shape == (5, 4, 8, 8)
     assert network.training
     assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
-
-
-def test_a_hugging_face_model_for_tokens_as_it_is():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = transformers.BertConfig(**sizes, vocab_size=50, num_labels=5)
-    model = transformers.BertForTokenClassification(config)
-    tokens, mask = torch.randint(50, (6, 7)), torch.ones(6, 7, dtype=torch.int64)
-    mask[0, 4:] = 0
-    labels = torch.randint(5, (6, 7)).masked_fill(mask == 0, -100)
-    posterior = fit(model, [{"input_ids": tokens, "attention_mask": mask, "labels": labels}])
-    assert posterior.components[0].head.name == "classifier"
-    assert count(posterior) == int(mask.sum())
-    found = posterior.predict({"input_ids": tokens, "attention_mask": mask})
-    assert found.probs.shape == (6, 7, 5)
-    assert found.entropy.shape == found.distance.shape == (6, 7)
-    close(found.probs.sum(-1), torch.ones(6, 7))
 
 
 @pytest.mark.parametrize("kind", ["image", "sequence"])
@@ -422,23 +321,6 @@ def test_resized_logits_are_those_of_resized_features(tmp_path):
 # --- wrong use --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("labels", "words"),
-    [
-        (lambda y: y[:, None], r"squeeze\(1\)|shape \(6, 5, 7\)"),
-        (lambda y: y[:, 0, 0], r"a label for each position, of shape \(6, 5, 7\).*got labels of shape \(6,\)"),
-        (lambda y: y.repeat_interleave(2, 1), r"got labels of shape \(6, 10, 7\).*size of the outputs"),
-        (lambda y: functional.one_hot(y, CLASSES).movedim(-1, 1), "not one-hot"),
-        (lambda y: y.double(), "integer type"),
-        (lambda y: y + 1, r"labels must lie in \[0, 2\].*ignore_index=3"),
-    ],
-)
-def test_labels_of_another_form_are_named(labels, words):
-    network, x, y, _ = made("image")
-    with pytest.raises(DataError, match=words):
-        fit(network, [(x, labels(y))])
-
-
 def test_wrong_use_is_named():
     network, x, y, _ = made("image")
     for wrong in (0, 1.5, "some", True):
@@ -478,13 +360,3 @@ def test_missing_labels_may_have_any_value():
         return fit(network, [(x, marked)], structure="full", likelihood="bernoulli", **options)
 
     assert torch.equal(fitted(255, torch.uint8, ignore_index=255)(x), fitted(-100, torch.int64)(x))
-
-
-def test_logits_between_0_and_1_are_not_taken_for_probabilities():
-    network = nn.Sequential(nn.Conv2d(3, 1, 1))
-    with torch.no_grad():
-        network[0].weight.mul_(0.05)
-        network[0].bias.fill_(0.5)
-    x, labels = torch.randn(2, 3, 9, 9), torch.randint(2, (2, 1, 9, 9))
-    assert bool(((network(x) > 0) & (network(x) < 1)).all())
-    assert fit(network, [(x, labels)], likelihood="bernoulli").predict(x).probs.shape == (2, 1, 9, 9)

@@ -12,7 +12,7 @@ from torch import nn
 import mola
 from mola.errors import MolaWarning, OptionError
 from mola.laplace import ClassDistance, Sums, distance_sums
-from mola.links import LINKS, Bridge
+from mola.links import LINKS
 from mola.rules import Distance, Score
 from tests.conftest import STRUCTURES
 from tests.library.problems import CLASSES, blob_loader, blobs, close, features_of, trained
@@ -143,29 +143,6 @@ class TestLaws:
         assert plain.predict(asked).distance is None
         assert measured.has_distances
 
-    def test_sums_do_not_depend_on_batches_or_order(self, networks):
-        inputs, labels = blobs()
-        order = torch.randperm(len(inputs))
-        ways = [blob_loader(), blob_loader(size=7), [(inputs[order], labels[order])]]
-        first, *others = [mola.fit(networks, way, progress=False).components[1].layer.sums for way in ways]
-        for other in others:
-            for name, tensor in first.tensors.items():
-                assert torch.allclose(tensor, other.tensors[name], rtol=1e-12, atol=1e-10), name
-
-    @pytest.mark.parametrize("pooling", [1.0, 0.2])
-    def test_equal_components_are_one(self, networks, pooling):
-        asked = 3 * torch.randn(20, 3)
-        one, three = (tuned(some, rule="distance") for some in (networks[:1], networks[:1] * 3))
-        assert one.distance_exponent == three.distance_exponent > 0
-        assert close(one(asked), three.with_pooling(pooling)(asked), 1e-10)
-        assert torch.allclose(one.predict(asked).distance, three.predict(asked).distance)
-
-    def test_a_prediction_does_not_depend_on_its_batch(self, networks):
-        asked, posterior = 3 * torch.randn(20, 3), tuned(networks, rule="distance")
-        together, apart = posterior.predict(asked), [posterior.predict(row[None]) for row in asked]
-        for name in ("probs", "distance", "ood_score"):
-            assert close(getattr(together, name), torch.cat([getattr(one, name) for one in apart]), 1e-10), name
-
     def test_the_unit_of_the_features_does_not_matter(self, networks):
         """Features 8 times as long, with weights of an eighth: the same logits, distances and scaling."""
 
@@ -204,11 +181,6 @@ class TestLaws:
         levels = [posterior.with_distance_exponent(one)(asked).max(1).values for one in (0.1, 1.0, 3.0, 10.0)]
         for less, more in itertools.pairwise(levels):
             assert bool((more <= less + 1e-12).all())
-
-    def test_the_normalised_bridge_is_the_same_at_every_scale(self, networks):
-        posterior, asked = fitted(networks[:1], link=Bridge(normalised=True)), 3 * torch.randn(20, 3)
-        for made in (posterior.with_temperature(0.01), posterior.with_distance_exponent(3.0)):
-            assert close(made(asked), posterior(asked), 1e-10)
 
     def test_scaled_up_nothing_becomes_less_outlying(self, networks):
         posterior, (inside, _) = tuned(networks), blobs(2)
@@ -365,13 +337,3 @@ class TestWrongUse:
     def test_rules_before_it(self, rule):
         with pytest.raises(OptionError, match="rule"):
             Distance(rule=rule)
-
-    @pytest.mark.parametrize("value", [-1, float("nan"), 1000, "2", True])
-    def test_exponents(self, networks, value):
-        with pytest.raises(OptionError, match="distance_exponent"):
-            fitted(networks).with_distance_exponent(value)
-
-    @pytest.mark.parametrize("value", [0, -1, float("inf"), "hot", True])
-    def test_temperatures(self, networks, value):
-        with pytest.raises(OptionError, match="temperature"):
-            fitted(networks).with_temperature(value)

@@ -123,21 +123,6 @@ def test_standard_errors_are_those_of_a_bootstrap(evaluated):
         )
 
 
-def test_the_influence_on_the_area_is_a_derivative():
-    """Doubling one datum changes the AURC by its influence over n, to first order; ties included."""
-    from mola.evaluation import _risk_influence
-
-    uncertainty = torch.rand(3000, generator=generator(), dtype=torch.float64).round(decimals=2)
-    correct = (torch.rand(3000, generator=generator(1), dtype=torch.float64) > uncertainty).double()
-    area = metrics.area_under_risk_coverage(uncertainty, correct)
-    influence = _risk_influence(uncertainty, correct) - area
-    assert float(influence.mean()) == pytest.approx(0, abs=3e-3)
-    for place in range(0, 3000, 500):
-        more = torch.cat([torch.arange(3000), torch.full((30,), place)])
-        change = metrics.area_under_risk_coverage(uncertainty[more], correct[more]) - area
-        assert 101 * change == pytest.approx(float(influence[place]), abs=0.03)
-
-
 def test_errors_by_cluster():
     values, inputs = torch.randn(600, generator=generator()).double(), torch.arange(600)
     assert standard_error(values, inputs) == pytest.approx(float(values.std()) / math.sqrt(600))
@@ -257,18 +242,6 @@ def process(rank, path):
 @pytest.mark.slow
 def test_processes_evaluate_together(tmp_path):
     mp.spawn(process, (tmp_path / "meeting",), nprocs=2)
-
-
-def test_loaders_are_read_once_for_each_predictor(posterior):
-    class Counting(list):
-        reads = 0
-
-        def __iter__(self):
-            Counting.reads += 1
-            return super().__iter__()
-
-    mola.evaluate({"a": posterior, "b": mola.ensemble(posterior.networks)}, Counting(loader(table(50, 5))))
-    assert Counting.reads == 2
 
 
 def test_the_table_prints_and_becomes_a_frame(evaluated):

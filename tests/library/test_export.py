@@ -106,20 +106,6 @@ def test_the_graph_is_the_prediction_for_every_link(structure, count, bias):
             compare(graph(inputs), posterior, inputs, 1e-12)
 
 
-def test_a_program_has_only_the_constants_that_it_needs():
-    traced = trace(fitted(structure="kron-exact"), data(2)[0], Options(outputs=["probs"]))
-    shapes = [tuple(one.shape) for one in traced.program.constants.values() if one.dim()]
-    assert sorted(shapes) == sorted([(8,), (8, 8), (CLASSES,), (CLASSES, CLASSES)])
-
-
-def test_only_posteriors_with_distances_have_that_output():
-    for posterior in (fitted(distances=False), mola.ensemble(small_net(0))):
-        assert check_outputs(None, posterior) == OUTPUTS[:-1]
-        with pytest.raises(OptionError, match="'distance' is not available"):
-            check_outputs(["label", "distance"], posterior)
-    assert check_outputs(None, fitted()) == OUTPUTS
-
-
 def test_networks_are_left_as_they_were(tmp_path):
     posterior = fitted(conv_net)
     network = posterior.networks[0].train()
@@ -129,16 +115,6 @@ def test_networks_are_left_as_they_were(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert not network[-1]._forward_hooks
     assert next(network.parameters()).dtype == torch.float32
-
-
-def test_posteriors_and_mixtures_are_modules_that_torch_exports():
-    posterior = scaled(fitted(count=2, link="mc"))
-    mixture = mola.Mixture([posterior, mola.ensemble(small_net(3))], [0.7, 0.3])
-    for module in (posterior, mixture):
-        shapes = ({0: torch.export.Dim.DYNAMIC}, None)
-        program = torch.export.export(module.eval(), (data(4)[0], None), dynamic_shapes=shapes, strict=False)
-        inputs = data(7, seed=1)[0]
-        torch.testing.assert_close(program.module()(inputs, None), module(inputs), rtol=0, atol=1e-6)
 
 
 # --- ONNX ----------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import mola
-from mola.errors import DataError, HeadError, OptionError
+from mola.errors import DataError, HeadError
 from mola.network import Resized
 from tests.witness import describe, unchanged
 
@@ -99,30 +99,6 @@ def test_any_iterable_serves_to_tune_reweight_and_predict(kind, networks):
     torch.testing.assert_close(*order, rtol=1e-12, atol=1e-12)
 
 
-def test_unlabelled_batches_give_the_same_curvature_and_no_evidence(networks):
-    labelled = mola.fit(networks, LOADER)
-    for loader in ([x for x, _ in LOADER], [(x,) for x, _ in LOADER], [(x, None) for x, _ in LOADER]):
-        posterior = mola.fit(networks, loader)
-        assert torch.equal(posterior(X), labelled(X))
-        with pytest.raises(OptionError, match="needs training labels"):
-            posterior.log_evidence()
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
-def test_labels_of_any_integer_type_are_the_same_labels(dtype):
-    network = make_network()
-    expected = mola.fit(network, LOADER).log_evidence()
-    assert torch.equal(mola.fit(network, [(x, y.to(dtype)) for x, y in LOADER]).log_evidence(), expected)
-
-
-def test_sums_do_not_grow_with_the_data(structure):
-    network = make_network()
-    one, seven = (sums(mola.fit(network, [(X, Y)] * times, structure=structure))[0] for times in (1, 7))
-    assert {name: tensor.shape for name, tensor in one.items()} == {
-        name: tensor.shape for name, tensor in seven.items()
-    }
-
-
 def fails(at, error):
     for index, batch in enumerate(LOADER):
         if index == at:
@@ -183,59 +159,6 @@ def test_one_name_for_all_or_one_for_each():
         mola.fit([first, second], LOADER, head="head")
     with pytest.raises(HeadError, match=r"output of layer 'head'"):
         mola.fit(first, LOADER, head="body")
-
-
-def test_networks_are_not_copied():
-    class Precious(nn.Sequential):
-        def __deepcopy__(self, memo):
-            raise AssertionError("copied")
-
-        def __reduce_ex__(self, protocol):
-            raise AssertionError("pickled")
-
-    network = Precious(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
-    posterior = mola.fit(network, LOADER, LOADER, rule="nll")
-    posterior.predict(LOADER)
-    assert posterior.networks[0] is network
-    assert posterior.components[0].head.layer is network[2]
-
-
-def test_a_network_that_enables_gradients_is_fitted_all_the_same(structure):
-    class Proud(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3, bias=False)
-
-        @torch.enable_grad()
-        def forward(self, inputs):
-            return self.head(torch.relu(self.body(inputs)))
-
-    posterior = mola.fit(Proud(), LOADER, LOADER, structure=structure, rule="nll")
-    assert not any(tensor.requires_grad for tensor in sums(posterior)[0].values())
-    assert not posterior(X).requires_grad
-    assert not posterior.predict(X).epistemic.requires_grad
-
-
-class Recycles(nn.Module):
-    """Writes its features into the same memory in every pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
-        self.memory = torch.empty(1000, 4)
-
-    def forward(self, inputs):
-        return self.head(self.memory[: len(inputs)].copy_(torch.relu(self.body(inputs))))
-
-
-def test_a_network_may_reuse_its_memory():
-    network = Recycles()
-    posterior = mola.fit(network, LOADER)
-    close(posterior, mola.fit(network, [(X, Y)]))
-    whole = posterior.predict(X).computed()
-    torch.testing.assert_close(posterior.predict(LOADER).epistemic, whole.epistemic)
-    rules = [posterior.tune(loader, rule="nll").prior_precision for loader in (LOADER, [(X, Y)])]
-    assert rules[0] == pytest.approx(rules[1])
 
 
 def test_networks_for_images_of_different_sizes_in_one_mixture():

@@ -47,35 +47,6 @@ def fitted(outputs=1, members=1, structure="kron-exact", **options):
 # --- structures -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outputs", [1, 3])
-def test_posterior_and_evidence_are_those_of_the_dense_hessian(structure, outputs):
-    noise = torch.linspace(0.3, 0.7, outputs)
-    likelihood = Gaussian(noise=noise.tolist())
-    posterior, (net,), x, y = fitted(outputs, structure=structure, likelihood=likelihood, prior_precision=0.37)
-    weights, phi = weights_of(net), lifted(net, x)
-    precision = dense.precision(structure, weights, phi, y, noise, 0.37)
-    new = data(outputs, 7, seed=5)[0]
-    found = posterior.predict(new)
-    assert torch.allclose(found.within, dense.variances(precision, lifted(net, new), outputs), rtol=1e-10, atol=1e-12)
-    assert torch.allclose(found.aleatoric, noise.square().expand(7, -1), rtol=1e-12)
-    evidence = dense.log_evidence(precision, weights, phi, y, noise, 0.37)
-    assert posterior.log_evidence().item() == pytest.approx(evidence.item(), abs=1e-8)
-
-
-@pytest.mark.parametrize("structure", ["full", "diag", "kron", "kron-exact"])
-def test_heteroscedastic_curvature_is_one_over_the_predicted_variance(structure):
-    net, (x, y) = network(2), data()
-    posterior = fit(net, [(x, y)], structure=structure, likelihood=Gaussian(heteroscedastic=True), prior_precision=0.5)
-    phi, weights, predicted = lifted(net, x), weights_of(net)[:1], (net(x)[:, 1:] / 2).exp().detach()
-    precision = dense.precision(structure, weights, phi, y, predicted, 0.5)
-    found = posterior.predict(x[:5])
-    assert torch.allclose(found.within, dense.variances(precision, phi[:5], 1), rtol=1e-10)
-    assert torch.allclose(found.aleatoric, predicted[:5].square(), rtol=1e-12)
-    assert torch.allclose(found.mean, net(x[:5])[:, :1].detach())
-    evidence = dense.log_evidence(precision, weights, phi, y, predicted, 0.5)
-    assert posterior.log_evidence().item() == pytest.approx(evidence.item(), abs=1e-8)
-
-
 def test_order_and_form_of_the_variance():
     stacked = torch.tensor([[1.0, 2.0, 0.5, -0.3]])
     plain, woven = Gaussian(heteroscedastic=True), Gaussian(heteroscedastic=True, order="interleaved")
@@ -160,13 +131,6 @@ def test_noise_of_each_output_may_be_any_kind_of_vector():
         assert torch.equal(posterior.with_noise(given).noise, torch.full((2, 2), 0.3))
 
 
-def test_scaled_noise_stays_within_its_range():
-    for likelihood in (Gaussian(noise=[0.5, 0.7]), Gaussian(noise=0.5, location=3.0, scale=20.0)):
-        for factor in (1e-30, 1e30):
-            assert all(1e-12 <= one <= 1e12 for one in likelihood.noise_scaled(factor, 2).noise)
-    assert Gaussian(noise=0.5).noise_scaled(2.0, 1).noise == (1.0,)
-
-
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
@@ -227,16 +191,6 @@ def test_draws_of_weights_and_noise_have_the_moments_and_intervals():
     lower, upper = found.interval(0.9)
     inside = ((outputs >= lower) & (outputs <= upper)).double().mean(0)
     assert float((inside - 0.9).abs().max()) < 0.01  # 60,000 draws: a standard error of 0.0012
-
-
-def test_equal_components_are_one_component():
-    one, nets, x, y = fitted(2, prior_precision=0.5)
-    with pytest.warns(MolaWarning, match="more than once"):
-        three = fit(nets * 3, [(x, y)], structure="kron-exact", prior_precision=0.5)
-    a, b = one.predict(x), three.predict(x)
-    assert torch.allclose(a.variance, b.variance)
-    assert float(b.between.abs().max()) < 1e-20
-    assert torch.allclose(a.quantile(0.1), b.quantile(0.1))
 
 
 def test_mixture_of_posteriors_has_all_their_components():

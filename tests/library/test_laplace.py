@@ -161,16 +161,3 @@ def test_a_running_average_is_algorithm_1_to_the_letter(problem, beta):
     features = problem.features()
     scale = (features @ right * features).sum(1)
     assert relative(layer.curvature.covariance(features, 0.7), scale[:, None, None] * left) < 1e-10
-
-
-@pytest.mark.parametrize("beta", [0, 1, -0.5, float("nan"), "most", True])
-def test_a_running_average_out_of_range_is_refused(beta):
-    with pytest.raises(mola.errors.OptionError, match="running_average"):
-        mola.structures.Kron(running_average=beta)
-
-
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e-31, "1", True, None])
-def test_prior_precisions_that_cannot_be_used_are_refused(value):
-    problem = make_problem()
-    with pytest.raises(mola.errors.OptionError, match="prior_precision"):
-        fitted(problem, "kron", value)

@@ -79,30 +79,6 @@ class TestSums:
 
 
 class TestWhatDoesNotMatter:
-    def test_batch_size_and_order(self, structure):
-        inputs, labels = data()
-        order = torch.randperm(40)
-        ways = [loader(inputs, labels, size) for size in (40, 1, 7)] + [loader(inputs[order], labels[order], 7)]
-        first, *others = [mola.fit(networks(2), way, structure=structure) for way in ways]
-        for posterior in others:
-            assert close(posterior(inputs), first(inputs))
-            assert relative(posterior.log_evidence(), first.log_evidence()) < 1e-11
-
-    def test_batches_at_prediction(self, structure):
-        inputs, labels = data()
-        posterior = mola.fit(networks(2), loader(inputs, labels, 7), structure=structure)
-        whole, parts = posterior.predict(inputs), posterior.predict(loader(inputs, labels, 7))
-        for name in FIELDS:
-            assert close(getattr(whole, name), getattr(parts, name)), name
-
-    def test_order_of_components(self, structure):
-        inputs, labels = data()
-        members, weights = networks(3), [0.2, 0.3, 0.5]
-        forward = mola.fit(members, loader(inputs, labels, 7), structure=structure, weights=weights)
-        backward = mola.fit(members[::-1], loader(inputs, labels, 7), structure=structure, weights=weights[::-1])
-        for pooling in (1.0, 0.4):
-            assert close(forward.with_pooling(pooling)(inputs), backward.with_pooling(pooling)(inputs))
-
     def test_labels_matter_to_the_evidence_alone(self, structure):
         inputs, labels = data()
         with_labels = mola.fit(networks(1), loader(inputs, labels, 7), structure=structure)
@@ -156,21 +132,6 @@ class TestLimits:
 
 
 class TestMixing:
-    @pytest.mark.filterwarnings("ignore:the same network")
-    @pytest.mark.parametrize("link", [*CLOSED_FORM_LINKS, "mc"])
-    def test_equal_components_are_one_with_any_pooling(self, structure, link):
-        inputs, labels = data()
-        (network,) = networks(1)
-        one = mola.fit(network, loader(inputs, labels, 7), structure=structure, link=link)
-        three = mola.fit([network] * 3, loader(inputs, labels, 7), structure=structure, link=link)
-        expected = one.predict(inputs)
-        for pooling in (1.0, 0.3, 0.0):
-            found = three.with_pooling(pooling).predict(inputs)
-            for name in ("probs", "mutual_information", "ood_score"):
-                assert close(getattr(found, name), getattr(expected, name)), (name, pooling)
-            if link == "probit" and pooling == 1:
-                assert close(one.confidence_bound(inputs), three.confidence_bound(inputs))
-
     def test_the_mixture_is_the_average_of_its_components(self, structure):
         inputs, labels = data()
         members, weights = networks(3), [0.2, 0.3, 0.5]
@@ -263,13 +224,6 @@ class TestUncertainty:
     def test_a_single_certain_network_has_no_epistemic_part(self):
         inputs, _ = data()
         assert float(mola.ensemble(networks(1)).predict(inputs).epistemic.max()) < 1e-14
-
-    def test_an_ensemble_s_epistemic_part_is_its_mutual_information(self):
-        inputs, _ = data()
-        members = networks(3)
-        probs = torch.stack([torch.softmax(member(inputs), 1) for member in members]).detach()
-        expected = torch.special.entr(probs.mean(0)).sum(1) - torch.special.entr(probs).sum(2).mean(0)
-        assert close(mola.ensemble(members).predict(inputs).epistemic, expected)
 
     def test_epistemic_part_of_one_component_against_many_draws(self, structure):
         inputs, labels = data()

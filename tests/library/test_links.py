@@ -173,32 +173,8 @@ class TestSeeds:
         generator = torch.Generator().manual_seed(1)
         assert not torch.equal(posterior(inputs, generator=generator), posterior(inputs, generator=generator))
 
-    @pytest.mark.parametrize("over", ["logits", "weights"])
-    def test_a_datum_s_draws_do_not_depend_on_its_batch(self, problem, structure, over):
-        posterior = mola.fit(problem.network, problem.loader, structure=structure, link=MonteCarlo(64, over=over))
-        inputs = torch.randn(9, 3)
-        apart = torch.cat([posterior(part) for part in inputs.split(2)])
-        assert torch.allclose(posterior(inputs), apart, atol=1e-14)
-
-    def test_samples_of_weights_follow_the_generator(self, problem, structure):
-        posterior = mola.fit(problem.network, problem.loader, structure=structure)
-        first, again, other = (
-            posterior.sample(5, generator=torch.Generator().manual_seed(seed)).weights for seed in (3, 3, 4)
-        )
-        assert torch.equal(first, again)
-        assert not torch.equal(first, other)
-
 
 class TestWrongUse:
-    def test_names(self):
-        assert {name: as_link(name).name for name in LINKS} == {name: name for name in LINKS}
-        link = MonteCarlo(7)
-        assert as_link(link) is link
-        with pytest.raises(OptionError, match="probit"):
-            as_link("probitt")
-        with pytest.raises(OptionError, match="link"):
-            as_link(Probit)
-
     @pytest.mark.parametrize("likelihood", [BERNOULLI, GAUSSIAN])
     def test_links_that_do_not_apply(self, likelihood):
         with pytest.raises(OptionError, match=likelihood.name):
@@ -208,7 +184,3 @@ class TestWrongUse:
     def test_monte_carlo(self, options):
         with pytest.raises(OptionError, match=next(iter(options))):
             MonteCarlo(**options)
-
-    def test_the_bridge_of_an_ensemble(self):
-        with pytest.raises(OptionError, match="covariance"):
-            mola.ensemble(make_problem().network).with_link("bridge")(torch.randn(3, 3))

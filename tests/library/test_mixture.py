@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mola
-from mola.errors import DataError, MolaWarning, OptionError
+from mola.errors import DataError, OptionError
 from tests.conftest import STRUCTURES
 from tests.witness import unchanged
 
@@ -234,21 +234,6 @@ def test_fields_of_a_prediction_agree(mixture):
     assert "tensor" not in text
 
 
-FIELDS = ["probs", "label", "confidence", "entropy", "mutual_information", "ood_score", "logit_mean", "logit_variance"]
-
-
-def test_loader_tensor_call_and_array_give_the_same(mixture):
-    whole, probs = mixture.predict(X), mixture(X)
-    for loader in (LOADER, (x for x, _ in LOADER), [[x] for x, _ in LOADER]):
-        parts = mixture.predict(loader)
-        for field in FIELDS:
-            one, other = getattr(parts, field), getattr(whole, field)
-            assert one is other is None or torch.allclose(one.double(), other.double(), rtol=1e-10, atol=1e-10), field
-    torch.testing.assert_close(whole.probs, probs, rtol=1e-14, atol=1e-14)
-    np.testing.assert_allclose(mixture.predict_proba(X.numpy()), probs.numpy(), rtol=1e-14, atol=1e-14)
-    np.testing.assert_allclose(mixture.predict_proba(LOADER), probs.numpy(), rtol=1e-12, atol=1e-12)
-
-
 def test_seeded_draws_are_the_same_through_every_entry(mixture):
     def draw(seed):
         return mixture.predict(X, generator=torch.Generator().manual_seed(seed))
@@ -267,38 +252,6 @@ def test_generator_reaches_the_members_that_draw():
     first, again, other = (mixture.predict(X, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
     assert torch.equal(first.probs, again.probs)
     assert not torch.equal(first.probs, other.probs)
-
-
-def test_mutual_information_of_an_ensemble_is_exact():
-    networks = three()
-    prediction = mola.ensemble(networks, [0.2, 0.3, 0.5]).predict(X)
-    members = [network.eval()(X).detach().softmax(1) for network in networks]
-    within = sum(weight * entropy(probs) for weight, probs in zip([0.2, 0.3, 0.5], members, strict=True))
-    torch.testing.assert_close(prediction.epistemic, prediction.entropy - within, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(prediction.aleatoric, within, rtol=1e-10, atol=1e-12)
-    assert prediction.logit_variance.abs().max() == 0
-    assert float(mola.ensemble(networks[0]).predict(X).epistemic.abs().max()) < 1e-12
-
-
-def test_a_wide_posterior_is_uncertain_epistemically():
-    wide, narrow = (mola.fit(make_network(), LOADER, prior_precision=value).predict(X) for value in (1e-4, 1e6))
-    assert float(wide.epistemic.mean()) > 10 * float(narrow.epistemic.mean())
-
-
-def test_pooling_goes_from_probabilities_to_logits():
-    networks = [network.eval() for network in three()]
-    posterior = mola.ensemble(networks, [0.2, 0.3, 0.5])
-    members = torch.stack([network(X).detach() for network in networks])
-    weights = torch.tensor([0.2, 0.3, 0.5])
-    mean = torch.einsum("k,knc->nc", weights, members)
-    for pooling in (0.0, 0.3, 1.0):
-        expected = torch.einsum("k,knc->nc", weights, (mean + pooling * (members - mean)).softmax(-1))
-        torch.testing.assert_close(posterior.with_pooling(pooling)(X), expected)
-    fitted = mola.fit(networks, LOADER).with_pooling(0.3)
-    assert fitted.pooling == 0.3
-    prediction = fitted.predict(X)
-    assert bool((prediction.confidence <= fitted.confidence_bound(X) + 1e-12).all())
-    torch.testing.assert_close(prediction.logit_mean, members)  # unscaled
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
@@ -381,17 +334,6 @@ def test_the_mode_of_the_posterior_is_its_own():
     assert posterior.train().training
 
 
-def test_changing_precision_moves_everything_and_loses_nothing(structure):
-    posterior = mola.fit(three(), LOADER, structure=structure)
-    exact = posterior(X)
-    single = posterior.float()(X.float())
-    assert (exact.dtype, single.dtype) == (torch.float64, torch.float32)
-    torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-5)
-    half = posterior.to(torch.bfloat16)(X.bfloat16())
-    assert half.dtype == torch.float32  # two digits of a probability would not do
-    torch.testing.assert_close(half.double(), exact, rtol=0.1, atol=0.05)
-
-
 @pytest.mark.parametrize("structure", [*STRUCTURES, None])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_is_whole_and_apart(structure, how):
@@ -469,13 +411,3 @@ def test_an_ensemble_can_be_stacked():
     stacked = mola.ensemble([bad, good]).reweight([(X, labels)])
     assert float(stacked.weights[1]) > 0.9
     assert float(stacked.weights.sum()) == pytest.approx(1, abs=1e-12)
-
-
-def test_one_network_many_times_is_one_network():
-    network = make_network()
-    one = mola.fit(network, LOADER).predict(X)
-    with pytest.warns(MolaWarning, match="more than once"):
-        many = mola.fit([network] * 4, LOADER).predict(X)
-    torch.testing.assert_close(many.probs, one.probs, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(many.epistemic, one.epistemic, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(many.ood_score, one.ood_score, rtol=1e-9, atol=1e-12)

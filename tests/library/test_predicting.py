@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import math
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +15,10 @@ import torch
 from torch import nn
 
 import mola
-from mola.errors import DataError, HeadError, MolaError, OptionError
-from mola.likelihoods import CATEGORICAL, Gaussian
+from mola.errors import DataError, OptionError
+from mola.likelihoods import Gaussian
 from mola.links import LINKS
-from mola.uncertainty import MOST_DRAWS, _entropy_limit, entropy, epistemic_share, softmax_and_entropy
+from mola.uncertainty import entropy, softmax_and_entropy
 from tests.conftest import STRUCTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore::mola.errors.MolaWarning")
@@ -269,25 +268,7 @@ def test_a_frame_has_one_row_per_input(name):
     np.testing.assert_array_equal(frame[column], values.numpy())
 
 
-def test_frames_of_one_output_and_of_ensembles():
-    pytest.importorskip("pandas")
-    single = fit(network(0, classes=1), [(X, TARGETS[:, 0])], likelihood="gaussian").predict(X)
-    assert list(single.to_frame().columns) == ["mean", "std", "aleatoric", "epistemic", "ood_score", "distance"]
-    plain = mola.ensemble(pair()).predict(X).to_frame()
-    assert "distance" not in plain.columns  # unknown without training data
-    assert "prob_2" in plain.columns
-
-
 # --- fields -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_order_of_reading_does_not_matter(structure):
-    posterior = fit(pair(), structure=structure)
-    expected = posterior.predict(X).computed()
-    for order in itertools.permutations(("mutual_information", "ood_score", "logit_variance")):
-        prediction = posterior.predict(X)
-        for field in order:
-            assert torch.equal(getattr(prediction, field), getattr(expected, field))
 
 
 @pytest.mark.parametrize("structure", [*STRUCTURES, None])
@@ -308,77 +289,7 @@ def test_what_happens_afterwards_does_not_matter(structure):
             assert one is other is None or torch.equal(one, other), field
 
 
-def test_fields_beyond_the_memory_limit_are_computed_at_once(monkeypatch):
-    posterior = fit(pair())
-    expected = posterior.predict(LOADER)
-    monkeypatch.setattr("mola.mixture.KEPT_BYTES", 1)
-    found = posterior.predict(LOADER)
-    for field in FIELDS:
-        assert torch.equal(getattr(found, field), getattr(expected, field))
-
-
-def test_unread_fields_cost_nothing(monkeypatch):
-    def never(*_):
-        raise AssertionError
-
-    monkeypatch.setattr("mola.posterior.epistemic_share", never)
-    posterior = fit(pair(), LOADER, LOADER, rule="nll").reweight(LOADER)
-    prediction = posterior.predict(LOADER)[3:9]
-    posterior.predict_proba(LOADER)
-    assert prediction.label.shape == prediction.entropy.shape == (6,)
-    with pytest.raises(AssertionError):
-        prediction.epistemic  # noqa: B018
-
-
 # --- the epistemic share ----------------------------------------------------------------------------------------------
-
-
-def shares(structure, classes, scale, precision, draws=4000):
-    """Errors of the library's shares and of as many random draws, from very many draws, and the shares."""
-    torch.manual_seed(classes)
-    inputs, labels, net = torch.randn(300, 12), torch.randint(classes, (300,)), nn.Linear(12, classes)
-    with torch.no_grad():
-        net.weight.mul_(scale)
-    posterior = fit(net, [(inputs, labels)], structure=structure, prior_precision=precision)
-    phi = torch.cat([inputs[:12], torch.ones(12, 1)], 1)
-    mean, spread = net(inputs[:12]).detach(), posterior.components[0].spread(phi)
-
-    def by_draws(count, seed):
-        noise = torch.randn(count, spread.noise_size, generator=torch.Generator().manual_seed(seed))
-        mixed, within = torch.zeros(12, classes), torch.zeros(12)
-        for part in noise.split(250):
-            probs = torch.softmax(mean[:, None] + spread.perturb(part), -1)
-            mixed += probs.sum(1) / count
-            within += torch.special.entr(probs).sum((1, 2)) / count
-        return 1 - within / torch.special.entr(mixed).sum(1)
-
-    truth, one = by_draws(draws, 99), torch.ones(1)
-    found = torch.stack([epistemic_share(CATEGORICAL, [mean], [spread], one, seed) for seed in range(6)])
-    random = torch.stack([by_draws(MOST_DRAWS, seed) for seed in range(6)])
-    return *(float((one - truth).square().mean().sqrt()) for one in (found, random)), truth
-
-
-@pytest.mark.parametrize("precision", [100.0, 1.0, 0.05], ids=["narrow", "usual", "wide"])
-@pytest.mark.parametrize("scale", [0.5, 8.0], ids=["unsure", "sure"])
-@pytest.mark.parametrize("classes", [2, 5, 100])
-def test_epistemic_share_is_as_accurate_as_64_random_draws(classes, scale, precision):
-    error, of_random_draws, _ = shares("kron", classes, scale, precision)
-    assert error < 1.15 * of_random_draws + 1e-3
-
-
-@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "full"])
-def test_epistemic_share_of_many_classes_is_close_with_few_draws(structure):
-    error, _, truth = shares(structure, 300, 1.0, 1.0, draws=2000)
-    assert error < 0.05
-    assert 0.05 < float(truth.mean()) < 0.95
-
-
-def test_entropy_limit_continues_the_series():
-    """Of draws that are each certain of another class, the mean of S has the entropy log S, and that of all log C."""
-    quarters = torch.eye(64)[:16].view(4, 4, 64).mean(1)[None]
-    assert math.log(16) + math.log(2) < float(_entropy_limit(quarters)) < math.log(16) + 3 * math.log(2)
-    same = torch.softmax(torch.randn(5, 1, 7), -1).expand(-1, 4, -1)
-    torch.testing.assert_close(_entropy_limit(same), torch.special.entr(same[:, 0]).sum(-1), rtol=1e-12, atol=0)
 
 
 def test_entropy_keeps_its_digits_near_certainty():
@@ -394,33 +305,6 @@ def test_entropy_keeps_its_digits_near_certainty():
 # --- precisions and devices -------------------------------------------------------------------------------------------
 
 
-def test_heads_compute_in_float64_whatever_the_network(structure):
-    """Features of a float32 network, exactly as they are, under a float64 head."""
-    net = network(0).float()
-    inputs = X.float()
-    posterior = fit(net, [(inputs, Y)], structure=structure, prior_precision=1e-8)
-    head = copy.deepcopy(net[2]).double()
-    phi = net[:2](inputs).detach().double()
-    exact = fit(nn.Sequential(head), [(phi, Y)], structure=structure, prior_precision=1e-8)
-    found, expected = posterior.predict(inputs), exact.predict(phi)
-    assert found.probs.dtype == found.mutual_information.dtype == found.logit_variance.dtype == torch.float32
-    for field in ("probs", "logit_variance", "distance", "ood_score"):
-        one, other = getattr(found, field).double(), getattr(expected, field)
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    layer = posterior.components[0].layer
-    assert all(tensor.dtype == torch.float64 for tensor in (*layer.sums.tensors.values(), layer.weights))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_networks(structure, dtype):
-    exact = fit(pair(), structure=structure)
-    coarse = fit([net.to(dtype) for net in pair()], [(X.to(dtype), Y)], structure=structure)
-    prediction = coarse.predict(X.to(dtype))
-    assert prediction.probs.dtype == prediction.entropy.dtype == torch.float32
-    torch.testing.assert_close(prediction.probs.double(), exact(X), rtol=0.1, atol=0.05)
-    torch.testing.assert_close(prediction.probs.sum(1), torch.ones(24, dtype=torch.float32))
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_half_precision_networks_under_the_other_autocast(bias):
     torch.manual_seed(0)
@@ -433,17 +317,6 @@ def test_half_precision_networks_under_the_other_autocast(bias):
         assert posterior.tune([(inputs, Y)], rule="nll", progress=False)(inputs).isfinite().all()
     assert prediction.mutual_information.dtype == torch.float32
     torch.testing.assert_close(fit(net, [(inputs, Y)])(inputs), prediction.probs, rtol=0.1, atol=0.02)
-
-
-def test_autocast_rounds_the_network_alone(structure):
-    nets = [net.float() for net in pair()]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        posterior = fit(nets, [(X.float(), Y)], structure=structure)
-        prediction = posterior.predict(X.float()).computed()
-        outputs = [net(X.float()).float() for net in nets]
-    torch.testing.assert_close(prediction.logit_mean, torch.stack(outputs).detach())
-    exact = fit(nets, [(X.float(), Y)], structure=structure).predict(X.float())
-    torch.testing.assert_close(prediction.probs, exact.probs, rtol=0.05, atol=0.02)
 
 
 def test_moving_the_network_takes_the_posterior_along():
@@ -482,20 +355,6 @@ def test_weight_normalised_heads(normalise):
     torch.testing.assert_close(posterior.with_prior_precision(1e20)(X), net(X).detach().softmax(1))
 
 
-def test_networks_and_inputs_without_values_are_named(make):
-    posterior = make(pair())
-    with pytest.raises(MolaError, match="meta"):
-        mola.ensemble(network(0))(X.to("meta"))
-    with pytest.raises(MolaError, match="meta device"):
-        fit(network(0).to("meta"))
-    for net in getattr(posterior, "networks", []):
-        net.to("meta")
-    if hasattr(posterior, "networks"):
-        for use in (posterior, posterior.predict):
-            with pytest.raises(MolaError, match="meta device"):
-                use(X)
-
-
 # --- networks as users bring them -------------------------------------------------------------------------------------
 
 
@@ -506,29 +365,6 @@ def test_compiled_networks_have_the_same_posterior():
     torch.testing.assert_close(found(X), expected(X), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(mola.ensemble(compiled).predict(X).probs, mola.ensemble(nets)(X))
     assert all(not net[2]._forward_hooks for net in nets)
-
-
-def test_uninitialised_lazy_layers_are_refused_before_the_first_pass():
-    class Unread:
-        def __iter__(self):
-            raise AssertionError
-
-    net = nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(3))
-    with pytest.raises(DataError, match=r"lazy parameters.*never run"):
-        fit(net, Unread())
-    assert all(isinstance(parameter, nn.UninitializedParameter) for parameter in net.parameters())
-    net(X)
-    assert fit(net)(X).shape == (24, 3)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_scripted_and_quantised_networks_get_the_real_reason():
-    scripted = torch.jit.trace(network(0), X)
-    with pytest.raises(HeadError, match=r"TorchScript.*Pass the Python module"):
-        fit(scripted)
-    quantised = torch.ao.quantization.quantize_dynamic(network(0).float(), {nn.Linear}, torch.qint8)
-    with pytest.raises(HeadError, match=r"quantised.*Keep the last layer in floating point"):
-        fit(quantised, [(X.float(), Y)])
 
 
 def test_the_network_still_trains_afterwards():
@@ -546,16 +382,6 @@ def test_fitted_in_inference_mode_it_works_outside(structure):
     for field in FIELDS:
         torch.testing.assert_close(getattr(inside, field), getattr(outside, field))
     assert posterior.tune(rule="evidence").prior_precision[0] > 0
-
-
-def test_abandoned_predictions_leave_the_networks_alone():
-    nets = [net.train() for net in pair()]
-    posterior = fit(nets)
-    for _ in posterior.predict_batches(list(X.split(5))):
-        assert all(net.training for net in nets)
-        break
-    assert all(module.training for net in nets for module in net.modules())
-    assert all(not module._forward_hooks for net in nets for module in net.modules())
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mola
-from mola.decisions.calibration import Calibration, ranked
+from mola.decisions.calibration import Calibration
 from mola.errors import DataError, MolaWarning, OptionError
 
 
@@ -157,12 +157,6 @@ def test_what_does_not_fit_together_is_refused():
         grouped(probs, groups=[7] * 50)
     with pytest.raises(OptionError, match="least probability"):
         _ = mola.prediction_sets(probs, labels, method="aps").least_probability
-
-
-def test_ranks_and_masses_of_equal_probabilities():
-    above, rank = ranked(torch.tensor([[0.25, 0.25, 0.5], [0.2, 0.6, 0.2]], dtype=torch.float64))
-    assert rank.tolist() == [[2, 3, 1], [2, 1, 3]]
-    assert torch.allclose(above, torch.tensor([[0.5, 0.75, 0.0], [0.6, 0.0, 0.8]], dtype=torch.float64))
 
 
 def test_columns_make_the_same_calibration_again():

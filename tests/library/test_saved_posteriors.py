@@ -10,12 +10,11 @@ from safetensors.torch import load, save
 from torch import nn
 
 from mola import fitting
-from mola.component import Component, LastLayer
+from mola.component import Component
 from mola.errors import OptionError, StorageError
-from mola.laplace import Diag, Full, Kron, KronDiag, KronExact, Sums, distance_sums
+from mola.laplace import Diag, Full, Kron, KronDiag, KronExact
 from mola.likelihoods import Bernoulli, Categorical, Gaussian
 from mola.links import Bridge, CentredProbit, MeanField, MonteCarlo, Probit
-from mola.network import head_by_name
 from mola.posterior import MoLA
 from mola.saving.posterior import load_posterior, save_posterior
 from mola.saving.schema import sealed
@@ -32,31 +31,17 @@ def plain(seed=0, width=4, outputs=3):
     return nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, outputs, bias=seed != 1)).double()
 
 
-def component(network, structure, likelihood, precision, *, distances=True, labels=Y):
-    """One network fitted on all data at once."""
-    head = head_by_name(network, "2")
-    with torch.no_grad():
-        features, outputs = network[:2](X), network(X)
-    tensors = dict(structure.sums(head.lift(features), likelihood.curvature(outputs)))
-    if labels is not None:
-        tensors |= likelihood.label_sums(outputs, labels)
-    if distances:
-        groups = likelihood.group(outputs, labels)
-        tensors |= distance_sums(features, groups, likelihood.num_groups(outputs.shape[1]), predicted=labels is None)
-    likelihood = likelihood.fitted(Sums(tensors, len(X)))
-    log_likelihood = None if labels is None else float(likelihood.log_likelihood(outputs, labels).sum())
-    sums = Sums(tensors, len(X), log_likelihood)
-    layer = LastLayer.solve(structure, sums, head.weights(), likelihood)
-    return Component(network, head, layer, precision, likelihood)
-
-
-def posterior(networks, structure=None, likelihood=None, link="probit", weights="uniform", **options):
-    structure, likelihood = structure or Kron(), likelihood or Categorical()
-    scaling, tuning = options.pop("scaling", None), options.pop("tuning", None)
-    precisions = [0.1, 2 / 3, 1e-17]
-    pairs = zip(networks, precisions, strict=False)
-    components = [component(network, structure, likelihood, precision, **options) for network, precision in pairs]
-    return MoLA(components, link, weights, tuning, scaling)
+def posterior(networks, structure="kron", likelihood="categorical", link="probit", weights="uniform", **options):
+    labels, distances = options.get("labels", Y), options.get("distances", True)
+    fitted = fitting.fit(
+        networks,
+        [X if labels is None else (X, labels)],
+        structure=structure,
+        likelihood=likelihood,
+        prior_precision=[0.1, 2 / 3, 1e-17][: len(networks)],
+        distances=distances,
+    )
+    return MoLA(fitted.components, link, weights, options.get("tuning"), options.get("scaling"))
 
 
 def three():

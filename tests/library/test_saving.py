@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import time
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -177,19 +176,6 @@ def test_two_writers_at_once_leave_a_folder_that_loads(tmp_path, monkeypatch):
     assert holds(tmp_path, OLD)
 
 
-def test_files_of_killed_writers_are_removed_after_a_day(tmp_path):
-    write_folder(tmp_path, *OLD)
-    left = [tmp_path / ".posterior.json.0a1b.partial", tmp_path / f"tensors-{'0' * 16}.safetensors"]
-    for path in left:
-        path.write_bytes(b"half")
-    write_folder(tmp_path, *NEW)
-    assert all(path.exists() for path in left), "another writer may be at work"
-    for path in left:
-        os.utime(path, (time.time() - 1e5,) * 2)
-    write_folder(tmp_path, *OLD)
-    assert len(contents(tmp_path)) == 2
-
-
 def test_partial_files(tmp_path):
     path = tmp_path / "file [1].json"
     write_atomically(path, b"old")
@@ -211,13 +197,6 @@ def test_partial_files(tmp_path):
 def test_unreadable_json_is_refused_in_words(content):
     with pytest.raises(StorageError, match=r"a\.json is not readable JSON"):
         parse(content, "a.json")
-
-
-def test_a_document_has_a_size_limit(monkeypatch):
-    monkeypatch.setattr("mola.saving.schema.MAX_BYTES", 10)
-    assert parse("[1, 2, 3]", "a.json") == [1, 2, 3]
-    with pytest.raises(StorageError, match="11 bytes"):
-        parse("[1, 2, 333]", "a.json")
 
 
 SCHEMA = {"name": str, "sizes": [int], "rate": Optional(float), "options": {str: bool}}
@@ -397,43 +376,14 @@ def one_batch(seed, labels=True):
     return [Sums({"gram": k * x.T @ x, "total": x.sum(0)}, 5, float(x.sum()) / 3 if labels else None) for k in (1, 2)]
 
 
-def fitted(seeds, checkpoint, fail_at=None):
-    """The loop of a fit."""
-    batches = iter([batch(seed) for seed in seeds])
-    progress = checkpoint.load(IDENTITY)
-    if progress is None:
-        progress = FitProgress([Sums({}), Sums({})])
-    else:
-        skip(batches, progress)
-    for index, raw in enumerate(batches, progress.batches):
-        if index == fail_at:
-            raise ZeroDivisionError
-        sums = [total + one for total, one in zip(progress.sums, one_batch(seeds[index]), strict=True)]
-        checksum = batch_checksum(progress.checksum, raw)
-        progress = FitProgress(sums, index + 1, progress.inputs + 5, progress.used_inputs + 4, checksum)
-        if checkpoint.due(progress.batches):
-            checkpoint.save(IDENTITY, progress)
-    checkpoint.remove()
-    return progress
+def equal_progress(first, second):
+    def plain(progress):
+        sums = [
+            (one.count, one.log_likelihood, {k: v.tolist() for k, v in one.tensors.items()}) for one in progress.sums
+        ]
+        return sums, progress.batches, progress.inputs, progress.used_inputs, progress.checksum
 
-
-def equal_sums(first, second):
-    pairs = zip(first.sums, second.sums, strict=True)
-    same = all(torch.equal(one.tensors[name], two.tensors[name]) for one, two in pairs for name in ("gram", "total"))
-    rest = [[(one.count, one.log_likelihood) for one in progress.sums] for progress in (first, second)]
-    numbers = [(one.batches, one.inputs, one.used_inputs, one.checksum) for one in (first, second)]
-    return same and rest[0] == rest[1] and numbers[0] == numbers[1]
-
-
-@pytest.mark.parametrize("fail_at", range(7))
-def test_an_interrupted_fit_goes_on_bit_for_bit(fail_at, tmp_path):
-    expected = fitted(range(7), FitCheckpoint(None))
-    with pytest.raises(ZeroDivisionError):
-        fitted(range(7), FitCheckpoint(tmp_path / "kept", 2), fail_at)
-    kept = FitCheckpoint(tmp_path / "kept", 2)
-    assert (kept.load(IDENTITY) is None) == (fail_at < 2)
-    assert equal_sums(fitted(range(7), kept), expected)
-    assert not (tmp_path / "kept").exists()
+    return plain(first) == plain(second)
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", Kron(running_average=0.9)], ids=str)
@@ -469,7 +419,7 @@ def test_each_process_keeps_its_own_sums(tmp_path):
         FitCheckpoint(tmp_path, 1, rank, 2).save(IDENTITY, FitProgress(one_batch(rank, labels=False), rank + 1))
     for rank in range(2):
         progress = FitCheckpoint(tmp_path, 1, rank, 2).load(IDENTITY)
-        assert equal_sums(progress, FitProgress(one_batch(rank, labels=False), rank + 1))
+        assert equal_progress(progress, FitProgress(one_batch(rank, labels=False), rank + 1))
     with pytest.raises(StorageError, match=r"by 2 processes, got 3.*Start 2"):
         FitCheckpoint(tmp_path, 1, 0, 3).load(IDENTITY)
     FitCheckpoint(tmp_path, 1, 0, 2).remove()

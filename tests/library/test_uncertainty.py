@@ -6,8 +6,7 @@ from torch import nn
 
 import mola
 from mola.likelihoods import BERNOULLI
-from mola.numerics import sobol_normals
-from mola.uncertainty import entropy, epistemic_share, expected_sigmoid, softmax_and_entropy
+from mola.uncertainty import entropy, epistemic_share, softmax_and_entropy
 
 
 def reference(logits):
@@ -54,22 +53,6 @@ def test_the_epistemic_part_agrees_across_precisions_where_the_draws_are_sure_an
     assert float((found[0] - found[1]).abs().max()) < 5e-6
 
 
-@pytest.mark.parametrize("mean", [-40.0, -3.0, 0.0, 0.7, 5.0, 1e4])
-@pytest.mark.parametrize("deviation", [1e-6, 0.5, 3.0, 50.0, 1e5])
-def test_the_expected_sigmoid_and_entropy_are_their_integrals(mean, deviation):
-    """Against a fine sum, in pieces around 0 where the integrand changes and over the Gaussian elsewhere."""
-    nodes = torch.cat([torch.linspace(-60, 60, 400_001), mean + deviation * torch.linspace(-12, 12, 400_001)])
-    nodes = nodes.sort().values
-    middle, width = (nodes[1:] + nodes[:-1]) / 2, nodes.diff()
-    density = torch.exp(-0.5 * ((middle - mean) / deviation) ** 2) / (deviation * (2 * torch.pi) ** 0.5) * width
-    yes = torch.sigmoid(middle)
-    softplus = nn.functional.softplus
-    entropies = yes * softplus(-middle) + (1 - yes) * softplus(middle)
-    found = expected_sigmoid(torch.tensor([mean]), torch.tensor([deviation**2]))
-    assert float(found[0]) == pytest.approx(float((density * yes).sum()), abs=1e-6)
-    assert float(found[1]) == pytest.approx(float((density * entropies).sum()), abs=1e-6)
-
-
 def test_labels_without_covariance_have_the_mutual_information_of_the_members():
     means, weights = torch.randn(3, 20, 4), torch.tensor([0.2, 0.3, 0.5])
     probs = torch.sigmoid(means)
@@ -78,12 +61,3 @@ def test_labels_without_covariance_have_the_mutual_information_of_the_members():
     within = torch.einsum("k,knc->nc", weights, torch.special.entr(both).sum(-1))
     found = epistemic_share(BERNOULLI, list(means), [None] * 3, weights)
     assert torch.allclose(found, 1 - within / total, atol=1e-9)
-
-
-def test_draws_do_not_depend_on_the_default_type_of_torch():
-    found = []
-    for kind in (torch.float32, torch.float64):
-        torch.set_default_dtype(kind)
-        sobol_normals.cache_clear()
-        found.append(sobol_normals(16, 5, 3))
-    assert torch.equal(*found)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import mola
-from mola.errors import OptionError
 from mola.weights import stacking_weights
 from tests.library.problems import blob_loader, blobs, close, data, loader, networks, trained
 
@@ -109,21 +108,3 @@ def test_given_weights_are_kept(structure):
     assert moved.weights.tolist() == [0.2, 0.3, 0.5]
     draws = posterior.sample(20_000, generator=torch.Generator().manual_seed(0)).component
     assert close(torch.bincount(draws) / 20_000, torch.tensor([0.2, 0.3, 0.5]), 0.02)
-
-
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ([0.5, 0.5], "3 numbers"),
-        ([[0.2, 0.3, 0.5]], "shape"),
-        ([0.5, 0.6, -0.1], "negative"),
-        ([0.5, float("nan"), 0.5], "finite"),
-        ([1.0, 1.0, 1.0], "sum to 1"),
-        ("stacking", "reweight"),
-        ("equal", "uniform"),
-        (["a", "b", "c"], "weights"),
-    ],
-)
-def test_weights_that_cannot_be_used_are_refused(weights, words):
-    with pytest.raises(OptionError, match=words):
-        fitted(weights=weights)

@@ -118,17 +118,6 @@ def test_kron_is_the_kfac_of_curvlinops_and_batchnorm_is_diagonal():
     torch.testing.assert_close(found[162:, 162:], torch.diag(exact), rtol=1e-10, atol=1e-12)
 
 
-def test_kron_of_one_datum_is_exact_in_every_linear_layer():
-    torch.manual_seed(0)
-    network, inputs = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3, bias=False)), torch.randn(1, 3)
-    posterior = fit(network, [inputs], structure="kron")
-    dense, found = ggn(posterior, network, inputs), matrix_of(posterior)
-    for block in (slice(16), slice(16, None)):
-        torch.testing.assert_close(found[block, block], dense[block, block], rtol=1e-10, atol=1e-13)
-    assert float(dense[:16, 16:].abs().max()) > 1e-3
-    assert float(found[:16, 16:].abs().max()) < 1e-12
-
-
 def test_subnetwork_has_the_largest_variances_and_dead_units_come_last():
     torch.manual_seed(0)
     network, inputs = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(9, 3)
@@ -382,17 +371,6 @@ def test_save_and_load(tmp_path, options):
     mola.fit(networks, [(inputs, labels)], progress=False).save(tmp_path / "last")
     with pytest.raises(StorageError, match=r"mola\.load"):
         mola.whole.load(tmp_path / "last", networks)
-
-
-def test_it_mixes_with_other_predictors():
-    network, (inputs, labels) = convolutional(), data()
-    whole, last = fit(network, [(inputs, labels)]), mola.fit(network, [(inputs, labels)], progress=False)
-    mixed = mola.Mixture([whole, last, mola.ensemble(network)], [0.5, 0.3, 0.2])
-    expected = 0.5 * whole(inputs) + 0.3 * last(inputs) + 0.2 * torch.softmax(network(inputs).detach(), 1)
-    torch.testing.assert_close(mixed(inputs), expected)
-    torch.testing.assert_close(whole.predict(batches(inputs, labels, 5)).probs, whole(inputs))
-    assert whole.predict_proba(inputs.numpy()).shape == (17, 4)
-    assert whole(inputs[:0]).shape == (0, 4)
 
 
 @pytest.mark.parametrize("options", [*STRUCTURES, {"link": DRAWS}], ids=str)
