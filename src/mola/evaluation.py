@@ -387,7 +387,7 @@ def _metrics(read: _Read) -> dict[str, Estimate]:
         "accuracy": mean(correct),
         "nll": mean(scores["nll"]),
         "brier": mean(scores["brier"]),
-        "ece": mean(_signed_gaps(confidence, correct)),
+        "ece": mean(signed_gaps(confidence, correct)),
         "aurc": Estimate(
             metrics.area_under_risk_coverage(1 - confidence, correct),
             standard_error(_risk_influence(1 - confidence, correct), inputs),
@@ -396,8 +396,8 @@ def _metrics(read: _Read) -> dict[str, Estimate]:
     }
 
 
-def _signed_gaps(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
-    # Confidence minus correctness (n,), with the sign of the gap of each datum's bin: their mean is the calibration error.
+def signed_gaps(confidence: Tensor, correct: Tensor, bins: int = 15) -> Tensor:
+    """Confidence minus correctness (n,), with the sign of the gap of each datum's bin: their mean is the calibration error."""
     sums = metrics.bin_sums(confidence, correct, bins)
     return (confidence - correct) * (sums[:, 1] - sums[:, 2]).sign()[metrics.bin_index(confidence, bins)]
 
@@ -428,16 +428,20 @@ def _against(inliers: _Read, outliers: _Read, spread: str) -> dict[str, Estimate
     groups = inliers.outlier_inputs, outliers.outlier_inputs
     for name, key in ((spread, "spread"), ("ood_score", "ood_score")):
         pair = inliers.outlier_scores[key], outliers.outlier_scores[key]
-        for metric, terms in (("auroc", _placements), ("fpr95", _passing)):
+        for metric, terms in (("auroc", placements), ("fpr95", passing)):
             function: Callable[[Tensor, Tensor], float] = metrics.auroc if metric == "auroc" else metrics.fpr_at_tpr
             errors = [standard_error(values, own) for values, own in zip(terms(*pair), groups, strict=True)]
             found[f"{metric}_{name}"] = Estimate(function(*pair), math.hypot(*errors))
     return found
 
 
-def _placements(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
-    # Share of the outliers above each inlier, and of the inliers below each outlier, ties counting half: the means are the
-    # AUROC, and the variances of these means add up to its variance (DeLong et al., 1988; in clusters, Obuchowski, 1997).
+def placements(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
+    """Share of the outliers above each inlier (n,), and of the inliers below each outlier (m,), ties counting half.
+
+    Both means are the AUROC, and the variances of these means add up to its variance (DeLong et al., 1988; in clusters,
+    Obuchowski, 1997).
+    """
+
     def below(values: Tensor, others: Tensor) -> Tensor:
         ordered = others.sort().values
         ends = [torch.searchsorted(ordered, values, right=right) for right in (False, True)]
@@ -446,8 +450,8 @@ def _placements(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
     return 1 - below(inliers, outliers), below(outliers, inliers)
 
 
-def _passing(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
-    # Influence of each inlier on the FPR, through the threshold, and the outliers that pass.
+def passing(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor]:
+    """Influence (n,) of each inlier on FPR95, through the threshold, and which outliers (m,) pass."""
     ends = [metrics.fpr_at_tpr(inliers, outliers, TPR + side * WIDTH) for side in (-1, 1)]
     threshold = metrics.passing_threshold(inliers, TPR)
     slope = (ends[1] - ends[0]) / (2 * WIDTH)

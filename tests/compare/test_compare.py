@@ -10,7 +10,8 @@ from torch import nn
 
 import mola
 from mola import metrics
-from mola.compare import CLEAR, SCORES, Answer, Tally, area_between, calibration_error, lead, mean_of, pass_rate
+from mola.compare import SCORES, Answer, Tally, area_between, mean_of
+from mola.compare.measured import CLEAR, calibration_error, lead, pass_rate
 from mola.compare.report.estimate import Estimate, leaders, ranking, within
 from mola.compare.results import labelled_result, outlier_result
 from tests.closeness import assert_close
@@ -252,17 +253,17 @@ def test_tallies_add_up_over_batches(sizes):
     assert total.labelled() == whole.labelled()
 
 
-def test_classes_are_counted_each_for_itself():
+def test_results_by_class_are_those_of_its_data():
     _, answer, labels = answers()
     tally = Tally()
     tally.add(answer, labels)
-    counts, right, sure = tally.by_class(6)
-    for label in range(6):
+    found = labelled_result(tally, classes=list("abcdef")).classes
+    assert list(found) == list("abcd"), "a class without data has no result"
+    for label, one in enumerate(found.values()):
         mine = labels == label
-        assert counts[label] == int(mine.sum())
-        assert right[label] == int((answer.probs[mine].argmax(1) == label).sum())
-        assert_close(sure[label], answer.probs[mine].amax(1).sum())
-    assert sum(counts) == 60
+        assert one.count == int(mine.sum())
+        assert_close(one.accuracy, (answer.probs[mine].argmax(1) == label).double().mean())
+        assert_close(one.confidence, answer.probs[mine].amax(1).mean())
 
 
 def test_an_ensemble_by_its_logits_is_the_ensemble_itself():

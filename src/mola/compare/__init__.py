@@ -1,31 +1,6 @@
-"""Methods compared on the same data: tallies that add up, numbers with their errors, and which lead is more than chance."""
+"""Methods compared on the same data: tallies of predictions, metrics with standard errors, records, and reports."""
 
-from mola.compare.measured import (
-    CLEAR,
-    Lead,
-    Measurement,
-    area_between,
-    calibration_error,
-    lead,
-    mean_of,
-    pass_rate,
-    root_mean_of,
-)
-from mola.compare.tally import SCORES, Answer, Said, Tally, tally_set
+from mola.compare.measured import Lead, Measurement, area_between, mean_of
+from mola.compare.tally import SCORES, Answer, Tally, TallyRows, tally_set
 
-__all__ = [
-    "CLEAR",
-    "SCORES",
-    "Answer",
-    "Lead",
-    "Measurement",
-    "Said",
-    "Tally",
-    "area_between",
-    "calibration_error",
-    "lead",
-    "mean_of",
-    "pass_rate",
-    "root_mean_of",
-    "tally_set",
-]
+__all__ = ["SCORES", "Answer", "Lead", "Measurement", "Tally", "TallyRows", "area_between", "mean_of", "tally_set"]

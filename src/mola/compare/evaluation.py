@@ -1,4 +1,4 @@
-"""A comparison on a user's data as the document that `mola evaluate` writes: `numbers.json`, version 2."""
+"""The document of `mola evaluate`: a comparison on a user's data as plain values, `numbers.json`, version 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mola.compare.record import Comparison, OutlierResult, Record
 
 
 def short(name: str, names: tuple[str, ...]) -> str:
-    """What a set is called where there is little room: the last part of its path, if that tells it from the others."""
+    """The last part of a set's path, if no other set shares it."""
     last = name.rstrip("/").split("/")[-1]
     return last if last and sum(other.rstrip("/").split("/")[-1] == last for other in names) == 1 else name
 
@@ -56,19 +56,19 @@ def evaluation_document(comparison: Comparison) -> dict[str, Any]:
 
 
 CHOSEN = (("prior_precision", "prior precision"), ("temperature", "temperature"), ("noise", "noise"))
-"""What was tuned of a method, and how that is called."""
+"""Tuned values of a method, and their names."""
 
 LABELS = ("auroc", "average_precision", "miou")
-"""Scores of inputs that have several labels, averaged over these; of positions, averaged over classes."""
+"""Scores of multi-label data, averaged over labels, and of dense outputs, averaged over classes."""
 
 
 def _method(record: Record, test: str) -> dict[str, Any]:
     found = record.labelled[test]
-    if found.numbers is not None:
+    if found.regression is not None:
         return {
             "scores": found.metrics,
             "errors": found.errors,
-            **asdict(found.numbers),
+            **asdict(found.regression),
             "outside": {name: _outside(one) for name, one in record.outliers.items()},
         }
     return {
@@ -104,5 +104,5 @@ def _outside(result: OutlierResult) -> dict[str, Any]:
 
 
 def _shares(histogram: list[int], count: int) -> list[float]:
-    # Shares of inputs in 25 bins of confidence, each two of a record's.
+    # 25 bins of confidence, each two bins of a record.
     return [sum(pair) / count for pair in zip(histogram[::2], histogram[1::2], strict=True)]

@@ -1,8 +1,7 @@
-"""What a comparison found: a `Record` for each method and run, and the `Comparison` that holds them. Values only, no tensors.
+"""Records: the settings, checksums and results of one method in one run. Reports read nothing else.
 
-A record is the same in memory and in JSON (format `mola-bench`, version 1). Standard errors over data, results by class and
-histograms of scores are filled in where a comparison has one run; in a suite the errors come from several runs, and these
-entries are absent from its files.
+Suites store records as JSON (`mola-bench`, version 1). Standard errors over data, results by class and histograms of scores exist in
+comparisons of one run only; the errors of a suite come from its runs, and its files have no such entries.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ class SetInfo:
     role: Role
     count: int
     level: float = 0.0
-    """How far the data are shifted (degrees, severity); 0 for the test set."""
+    """Shift of the data (degrees, severity); 0 for the test set."""
     parts: str = ""
-    """What is counted, where it is not inputs: "label" or "position"."""
+    """Unit of `count` where it is not the input: "label" or "position"."""
     inputs: int | None = None
-    """How many inputs these are of."""
+    """Number of inputs, where the unit is another."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +51,18 @@ class ClassResult:
     confidence: float
     """Mean of the largest probability."""
     auroc: float | None = None
-    """Of a label that is yes or no: area under the ROC curve."""
+    """Multi-label data: area under the ROC curve."""
     average_precision: float | None = None
-    """Likewise."""
+    """Multi-label data."""
     ece: float | None = None
-    """Likewise: calibration error of the probability of yes."""
+    """Multi-label data: calibration error of the probability of yes."""
     iou: float | None = None
-    """Of positions: intersection over union of those that are of the class and those that are called so."""
+    """Dense outputs: intersection over union."""
 
 
 @dataclass(frozen=True)
 class OutputResult:
-    """A method on one of several outputs that are numbers."""
+    """A method on one output of a regression."""
 
     metrics: dict[str, float]
     """"rmse", "nll", "crps", "std", and "coverage_90", the share of targets in 90 % intervals."""
@@ -72,17 +71,17 @@ class OutputResult:
 
 
 @dataclass(frozen=True)
-class NumbersDetail:
-    """What is shown of a method whose outputs are numbers, beside its metrics."""
+class RegressionDetail:
+    """Details of a regression, beside its metrics."""
 
     coverage: list[list[float | None]]
-    """Triples: probability of central intervals, the share of targets that they hold, and its standard error."""
+    """Triples: probability of central intervals, share of targets in them, and its standard error."""
     spread: dict[str, list[list[float]]]
-    """By output, for groups of data by predicted standard deviation: how many, its root mean square, root mean squared error."""
+    """By output, for groups of data by predicted standard deviation: count, its root mean square, root mean squared error."""
     examples: dict[str, list[list[float]]]
-    """By output, of some data: target, mean, and the ends of the 90 % interval."""
+    """By output, for some data: target, mean, and the ends of the 90 % interval."""
     outputs: dict[str, OutputResult]
-    """By name, the first of them."""
+    """By name, the first outputs."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class LabelledResult:
     """A method on labelled data: the test set, or a shifted one."""
 
     level: float
-    """How far the data are shifted (degrees, severity); 0 for the test set."""
+    """Shift of the data (degrees, severity); 0 for the test set."""
     count: int
     metrics: dict[str, float]
     """By name, as in `mola.compare.results.METRICS`."""
@@ -101,20 +100,18 @@ class LabelledResult:
     errors: dict[str, float | None] = field(default_factory=dict)
     """Standard errors over data of accuracy, nll, brier, ece and confidence; None for a single datum."""
     classes: dict[str, ClassResult] = field(default_factory=dict)
-    """By name of the class, those that the data have."""
+    """By name of the class, for classes that the data have."""
     types: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By type of shift, where several were dealt over the data: "accuracy", "nll" and "ece", to six digits. Empty in ablations,
-    and in records made before it was measured."""
-    numbers: NumbersDetail | None = None
-    """Where outputs are numbers."""
+    """By type of shift, where several types were dealt over the data: "accuracy", "nll" and "ece", to six digits."""
+    regression: RegressionDetail | None = None
 
 
 @dataclass(frozen=True)
 class ScoreHistogram:
-    """How an outlier score is distributed over the test set and over outliers."""
+    """Distribution of an outlier score over the test set and over outliers."""
 
     edges: list[float]
-    """Of the bins; the outermost bins hold everything beyond."""
+    """Edges of the bins; the outermost bins include everything beyond."""
     inside: list[float]
     """Shares of the test set in each bin."""
     outside: list[float]
@@ -123,14 +120,14 @@ class ScoreHistogram:
 
 @dataclass(frozen=True)
 class OutlierResult:
-    """A method on data that belong to no class."""
+    """A method on outliers."""
 
     count: int
     confidence: float | None
-    """Mean of the largest probability (MMC); None where outputs are numbers."""
+    """Mean of the largest probability (MMC); None for regression."""
     scores: dict[str, dict[str, float]]
-    """By outlier score, distinguished from the test set: "auroc", "aupr_in", "aupr_out", "fpr95" (inliers positive) and
-    "fpr95_out" (outliers positive), which records made before it lack."""
+    """By outlier score, against the test set: "auroc", "aupr_in", "aupr_out", "fpr95" (inliers positive) and "fpr95_out"
+    (outliers positive), which some stored records lack."""
     histogram: list[int]
     confidence_error: float | None = None
     """Standard error over data; None for a single datum, and in suites."""
@@ -139,7 +136,7 @@ class OutlierResult:
     score_histograms: dict[str, ScoreHistogram] = field(default_factory=dict)
     """By outlier score."""
     std: float | None = None
-    """Where outputs are numbers: mean standard deviation, over inputs and outputs."""
+    """Regression: mean standard deviation, over inputs and outputs."""
     std_error: float | None = None
     """Standard error over data."""
 
@@ -164,14 +161,14 @@ class Record:
     """"main", or the ablation it belongs to."""
     run: int
     settings: dict[str, Any]
-    """What makes the method: structure, link, rule, weights, number of components."""
+    """Structure, link, rule, weights, number of components."""
     networks: list[str]
     """Checksums of the networks used."""
     data: dict[str, str]
     """Checksum of every set used, by name."""
     chosen: dict[str, Any]
-    """What was tuned: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (in words), and "notes";
-    and which score a posterior's own "ood_score" is."""
+    """Tuned values: "prior_precision" (a list), "temperature", "distance_exponent", "weights", "rule" (in words), "notes", and the
+    name of the posterior's own "ood_score"."""
     seconds: dict[str, float]
     """Time to "fit" (tuning included) and to "predict"; in suites, from stored activations."""
     labelled: dict[str, LabelledResult]
@@ -180,13 +177,13 @@ class Record:
     examples: dict[str, Examples] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By name of what a suite asks beyond the metrics, its numbers. Absent from files where nothing was asked."""
+    """Further measures of a suite, by name. Absent from files where there are none."""
     overlap: float = 0.0
-    """Of the runs of a cross-fit, which share data: test data for each of those that it was fitted or tuned on. 0 for runs that have
-    networks of their own. Not in files: whoever reads them has it from the suite's document."""
+    """Runs of a cross-fit share data: test data for each datum of fitting or tuning. 0 for runs with their own networks. Not in
+    files: it follows from the suite's document."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values of a suite's record, without what only comparisons of one run have (errors over data, classes)."""
+        """Plain JSON values of a suite's record, without the entries of comparisons of one run (errors over data, classes)."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name, optional in (("labelled", _optional(LabelledResult)), ("outliers", _optional(OutlierResult))):
             document[name] = {
@@ -200,7 +197,7 @@ class Record:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Record:
-        """Read what `to_json` gave."""
+        """Read the values that `to_json` returned."""
         check(document, SCHEMA, "")
         for name, kind in (("labelled", LabelledResult), ("outliers", OutlierResult), ("examples", Examples)):
             known = {one.name for one in fields(kind)} - (_optional(kind) - KEPT)
@@ -224,7 +221,7 @@ def _optional(kind: type[Any]) -> set[str]:
 
 
 KEPT = {"types"}
-"""Those of them that suites have as well, where there is something to say."""
+"""Optional entries that records of suites may have."""
 
 TYPES: dict[Any, Any] = {str: {str: float}}
 
@@ -267,12 +264,12 @@ class Pictures:
 
 @dataclass(frozen=True)
 class AnswerResult:
-    """A promised error rate, and what the test data show of it."""
+    """A promised error rate, and the error rate on the test data."""
 
     promised: float
     certainty: float
     threshold: float | None
-    """Confidence above which inputs that are not outlying are answered; None where no threshold can promise the rate."""
+    """Confidence above which inputs that raise no alarm are answered; None where no threshold can promise the rate."""
     answered: float | None = None
     """Share of the test data."""
     realised: float | None = None
@@ -283,21 +280,21 @@ class AnswerResult:
 
 @dataclass(frozen=True)
 class SetResult:
-    """A promised coverage, and what the test data show of it."""
+    """A promised coverage of prediction sets, and the coverage on the test data."""
 
     promised: float
     realised: float
     size: float
     """Mean number of classes in a set."""
     sizes: dict[str, float]
-    """Share of sets that hold "0", "1", "2", "3" classes, or "more"."""
+    """Share of sets with "0", "1", "2", "3" classes, or "more"."""
     classes: dict[str, float]
     """Coverage of each class that the test data have."""
 
 
 @dataclass(frozen=True)
 class IntervalResult:
-    """A promised coverage of intervals, and what the test data show of it."""
+    """A promised coverage of intervals, and the coverage on the test data."""
 
     promised: float
     realised: float
@@ -309,50 +306,48 @@ class IntervalResult:
 
 @dataclass(frozen=True)
 class DecisionResult:
-    """What would be done with the test data, by thresholds that were set on validation data."""
+    """Decisions about the test data, by thresholds from validation data."""
 
     false_alarm_rate: float
     alarms: float
-    """Share of the test data for which the alarm rings."""
+    """Share of the test data that raise the alarm."""
     curves: dict[str, list[list[float]]]
-    """By method: pairs of a share of the test data, the surest of them, and its error rate."""
+    """By method: pairs of coverage and error rate, the most confident predictions first."""
     answers: list[AnswerResult]
     sets: SetResult | None
     intervals: list[IntervalResult] = field(default_factory=list)
-    """Where outputs are numbers."""
+    """Regression."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Methods side by side on the same sets: what a report reads."""
+    """Methods side by side on the same sets: the content of a report."""
 
     title: str
     sets: dict[str, SetInfo]
-    """By name, in the order to show them in: the test set, shifted sets by level, outliers."""
+    """By name, in order: the test set, shifted sets by level, outliers."""
     records: tuple[Record, ...]
-    """Methods in the order to show them in, each method's runs one after the other."""
+    """Methods in order, each method's runs one after the other."""
     classes: tuple[str, ...] = ()
-    """Names of the classes, in the order of the networks' outputs."""
+    """Names of the classes, or of a regression's outputs, in the order of the networks' outputs."""
     leads: dict[str, dict[str, Lead]] = field(default_factory=dict)
-    """By set. Labelled data: by "accuracy", "nll", "brier" and "ece" which method leads, as `(method,)`. Outliers: by
-    "confidence" and by "max probability" (AUROC of that score) the method, as `(method,)`; by "auroc" and "fpr95" the method and
-    the score, as `(method, score)`, of all methods and scores. Only where there is one run."""
+    """By set and metric; only for one run. Labelled data: "accuracy", "nll", "brier" and "ece", of `(method,)`. Outliers:
+    "confidence" and "max probability" (AUROC of that score), of `(method,)`; "auroc" and "fpr95", of `(method, score)`."""
     pictures: dict[str, Pictures] = field(default_factory=dict)
     """By set."""
     notes: tuple[str, ...] = ()
-    """What tuning remarked, and what to know when reading."""
+    """Remarks of tuning, and caveats."""
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By set and input, why it was left out."""
+    """By set and input, the reason."""
     noted: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By set and input, what is worth a word."""
+    """By set and input, a remark."""
     made: Mapping[str, Any] = field(default_factory=dict)
     """How it was made: versions, seconds, files."""
     decisions: DecisionResult | None = None
-    """Where the posterior's folder has what decisions need."""
-    numbers: bool = False
-    """Whether outputs are numbers: `classes` then names them."""
+    """Where the posterior's folder has validation predictions."""
+    regression: bool = False
     differences: dict[str, dict[str, tuple[float, float | None]]] = field(default_factory=dict)
-    """Where outputs are numbers: by method and metric, how much larger it is than that of `own`, with its standard error."""
+    """Regression: by method and metric, the excess over `own`, and its standard error."""
 
     def of_role(self, role: Role) -> list[SetInfo]:
         """The sets of a role."""

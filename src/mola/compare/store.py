@@ -1,8 +1,8 @@
-"""A folder of results: one JSON for each suite, method and run, each written in one step.
+"""A folder of results: one JSON file for each suite, method and run, written atomically.
 
-results/<suite>/suite.json            what the suite is, and its example images
+results/<suite>/suite.json            description of the suite, and its example images
 results/<suite>/<method>/run-0.json   one record
-results/<suite>/cost.json             time and memory, measured in one run
+results/<suite>/cost.json             time and memory of one run
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Store:
         return found
 
     def path(self, suite: str, method: str, run: int) -> Path:
-        """Where a record is kept."""
+        """Path of a record."""
         return self.directory / suite / _slug(method) / f"run-{run}.json"
 
     def write(self, record: Record) -> Path:
-        """Keep a record; one of the same suite, method and run is replaced."""
+        """Write a record; a record of the same suite, method and run is replaced."""
         path = self.path(record.suite, record.method, record.run)
         _write(path, record.to_json())
         return path
@@ -51,24 +51,17 @@ class Store:
         return _record(path) if path.exists() else None
 
     def records(self, suite: str) -> list[Record]:
-        """All records of a suite, in the order of their files.
-
-        Args:
-            suite: its name.
-
-        Returns:
-            The records.
-        """
+        """All records of a suite, in the order of their files."""
         return [_record(path) for path in sorted((self.directory / suite).glob("*/run-*.json"))]
 
     def forget(self, suite: str) -> None:
-        """Remove all of a suite's records and documents; other files stay."""
+        """Remove the records and documents of a suite, but no other file."""
         folder = self.directory / suite
         for path in (*folder.glob("*/run-*.json"), folder / SUITE, folder / COST):
             path.unlink(missing_ok=True)
 
     def write_document(self, suite: str, name: str, document: dict[str, Any]) -> Path:
-        """Keep `suite.json` or `cost.json`."""
+        """Write `suite.json` or `cost.json`."""
         path = self.directory / suite / name
         _write(path, {"format": FORMAT, "version": VERSION, **document})
         return path
@@ -85,7 +78,7 @@ def _slug(method: str) -> str:
 
 def _write(path: Path, document: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A line for each entry: short enough to keep many, and a change shows where it is.
+    # A line for each entry: files stay small, and differences readable.
     lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in sealed(document).items()]
     write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
@@ -96,7 +89,7 @@ def _record(path: Path) -> Record:
     except StorageError as error:
         if str(path) in str(error):
             raise
-        raise StorageError(f"{path}: {error} Delete it and run the suite again: the rest is kept.") from error
+        raise StorageError(f"{path}: {error} Delete it and run the suite again: other records are kept.") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -104,7 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
         document = parse(path.read_bytes(), path)
     except (StorageError, OSError) as error:
         raise StorageError(
-            f"{path} is not readable JSON ({error}). Delete it and run the suite again: the rest is kept."
+            f"{path} is not readable JSON ({error}). Delete it and run the suite again: other records are kept."
         ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StorageError(f"{path} is no benchmark result: expected format {FORMAT!r}.")
@@ -113,6 +106,6 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} has version {document.get('version')!r}; this mola reads version {VERSION}. "
             f"Write new results to another folder, or delete it and run the suite again."
         )
-    if SEAL in document:  # records that were written by hand have none
+    if SEAL in document:  # records written by hand have none
         check_seal(document, path)
     return document

@@ -35,10 +35,10 @@ from mola.app.jobs.positions import COMPARED, DrawnRows, draw_rows, layout_of
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, overlap
 from mola.baselines.temperature import as_classes, fit_temperature
-from mola.compare import Answer, Said, Tally, tally_set
+from mola.compare import Answer, Tally, TallyRows, tally_set
 from mola.compare.evaluation import short
-from mola.compare.numbers import differences, numbers_leads, numbers_result
 from mola.compare.record import AnswerResult, Comparison, DecisionResult, Record, SetInfo
+from mola.compare.regression import differences, regression_leads, regression_result
 from mola.compare.results import (
     labelled_leads,
     labelled_result,
@@ -83,7 +83,7 @@ class _Contest:
         scaled |= {} if own.distance_exponent == 0 else {"distance_exponent": own.distance_exponent}
         return {"prior_precision": list(own.prior_precision), **scaled}
 
-    def ask(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, Said], Tensor | None, int]:
+    def ask(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, TallyRows], Tensor | None, int]:
         """What every method says of a batch; the plain ensemble has the posterior's weights.
 
         Args:
@@ -111,10 +111,10 @@ class _Contest:
                 return {}, None, len(whole)
         return self._answers(mine, other, whole, inputs), labels, len(whole)
 
-    def _answers(self, mine: _Row, one: _Row, whole: Prediction, inputs: Tensor | None) -> dict[str, Said]:
+    def _answers(self, mine: _Row, one: _Row, whole: Prediction, inputs: Tensor | None) -> dict[str, TallyRows]:
         logits, weights, meaning = mine.logits, self.posterior.weights, self.posterior.likelihood
         assert isinstance(meaning, DiscreteLikelihood)
-        answers: dict[str, Said] = {SINGLE: _mixed(logits[:1], None, meaning, inputs)}
+        answers: dict[str, TallyRows] = {SINGLE: _mixed(logits[:1], None, meaning, inputs)}
         if SINGLE_T in self.temperatures:
             answers[SINGLE_T] = _mixed(logits[:1] / self.temperatures[SINGLE_T], None, meaning, inputs)
         sets = None if self.sets is None else self.sets(whole).to(whole.probs.device)
@@ -247,7 +247,7 @@ def run_evaluate(
                 chosen=contest.chosen(method),
                 seconds={},
                 labelled={
-                    test: numbers_result(tally, classes)
+                    test: regression_result(tally, classes)
                     if numbers
                     else labelled_result(tally, errors=True, classes=classes)
                 },
@@ -256,7 +256,7 @@ def run_evaluate(
             for method, tally in inside.items()
         ),
         classes=classes,
-        leads={test: numbers_leads(inside) if numbers else labelled_leads(inside)}
+        leads={test: regression_leads(inside) if numbers else labelled_leads(inside)}
         | {name: outlier_leads(inside, tallies[name]) for name in outliers},
         notes=(*notes, *_warnings(fitted, test, tuned_on)),
         left_out=account.left_out,
@@ -264,7 +264,7 @@ def run_evaluate(
         decisions=interval_decisions(fitted, inside[own], tuple(contest.intervals))
         if isinstance(contest, NumbersContest)
         else _decided(fitted, inside, classes),
-        numbers=numbers,
+        regression=numbers,
         differences=differences(inside, own) if numbers else {},
         made={
             "components": len(fitted.posterior.components),
@@ -364,7 +364,7 @@ def _logits(held: HeldOut, team: Team) -> tuple[Tensor, Tensor]:
 
 
 def _read(contest: _Contest | NumbersContest, loader: Loader, team: Team) -> dict[str, Tally]:
-    def answers() -> Iterator[tuple[dict[str, Said], Tensor | None]]:
+    def answers() -> Iterator[tuple[dict[str, TallyRows], Tensor | None]]:
         seen = 0
         for batch in loader:
             labels = None

@@ -12,9 +12,9 @@ from mola.app.jobs.decisions import kept_predictions
 from mola.app.jobs.folder import PosteriorFolder, alarm
 from mola.app.jobs.numbers import networks_alone, noise_factors, untuned_noise
 from mola.app.jobs.positions import DrawnRows, draw_rows, layout_of
-from mola.compare import Said, Tally, mean_of
-from mola.compare.numbers import LEVELS, NumbersAnswer
+from mola.compare import Tally, TallyRows, mean_of
 from mola.compare.record import DecisionResult, IntervalResult
+from mola.compare.regression import LEVELS, RegressionAnswer
 from mola.decisions.intervals import PredictionIntervals, prediction_intervals
 from mola.distributed import Team
 from mola.errors import DataError, OptionError
@@ -48,7 +48,7 @@ class NumbersContest:
         grown = {} if own.distance_exponent == 0 else {"distance_exponent": own.distance_exponent}
         return {"prior_precision": list(own.prior_precision), "noise": own.noise[0].tolist(), **grown}
 
-    def ask(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, Said], Tensor | None, int]:
+    def ask(self, batch: Any, labels: Tensor | None, start: int) -> tuple[dict[str, TallyRows], Tensor | None, int]:
         """What every method says of a batch; the ensemble has the posterior's weights.
 
         Args:
@@ -78,18 +78,18 @@ class NumbersContest:
             if not len(inputs):
                 return {}, None, count
         networks = len(self.posterior.components)
-        answers: dict[str, Said] = {}
+        answers: dict[str, TallyRows] = {}
         for name, scaled, some in ((SINGLE, SINGLE_N, 1), (ENSEMBLE, ENSEMBLE_N, networks)):
             if some == 1 and name == ENSEMBLE:
                 continue
-            answers[name] = NumbersAnswer(networks_alone(whole, some, self.untuned), inputs=inputs)
+            answers[name] = RegressionAnswer(networks_alone(whole, some, self.untuned), inputs=inputs)
             if scaled in self.factors:
                 alone = networks_alone(whole, some, self.untuned, self.factors[scaled])
-                answers[scaled] = NumbersAnswer(alone, inputs=inputs)
+                answers[scaled] = RegressionAnswer(alone, inputs=inputs)
         if networks > 1:
-            answers[LAPLACE] = NumbersAnswer(one, one.ood_score, inputs=inputs)
+            answers[LAPLACE] = RegressionAnswer(one, one.ood_score, inputs=inputs)
         promised = {level: band(whole) for level, band in self.intervals.items()}
-        own = NumbersAnswer(whole, whole.ood_score, promised, inputs)
+        own = RegressionAnswer(whole, whole.ood_score, promised, inputs)
         return {**answers, LAPLACE if networks == 1 else MIXTURE: own}, labels, count
 
 

@@ -38,7 +38,7 @@ from mola.app.jobs.preparation import settle
 from mola.app.jobs.rows import Account, Loader
 from mola.app.jobs.sets import UserSet, divided, open_set
 from mola.compare import Answer, Tally
-from mola.compare.numbers import NumbersAnswer
+from mola.compare.regression import RegressionAnswer
 from mola.distributed import Team
 from mola.errors import DataError, OptionError, warn
 from mola.fitting import fit
@@ -317,8 +317,8 @@ def _measure_numbers(
         alone = networks_alone(said, count, untuned, factors)
         for start in range(0, len(held_out), ROWS):
             part = slice(start, start + ROWS)
-            plain.add(NumbersAnswer(alone[part]), targets[part])
-            whole.add(NumbersAnswer(said[part]), targets[part])
+            plain.add(RegressionAnswer(alone[part]), targets[part])
+            whole.add(RegressionAnswer(said[part]), targets[part])
     plain, whole = plain.together(team), whole.together(team)
     scores = team.gather(None if said is None else said.ood_score.double()).numpy()
     kept = None

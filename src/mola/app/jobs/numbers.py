@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mola.baselines.noise import best_factors
 from mola.compare import Tally
-from mola.compare.numbers import numbers_measured
+from mola.compare.regression import regression_measured
 from mola.likelihoods import GAUSSIAN, Gaussian
 from mola.posterior import MoLA
 from mola.prediction import Field, RegressionPrediction
@@ -80,6 +80,6 @@ def noise_factors(alone: RegressionPrediction, targets: Tensor) -> Tensor:
 
 def summary(tally: Tally) -> dict[str, float]:
     """RMSE, NLL, CRPS, the share of targets in 90 % intervals and the mean standard deviation, as a folder's document has them."""
-    found = numbers_measured(tally)
+    found = regression_measured(tally)
     names = {"rmse": "rmse", "nll": "nll", "crps": "crps", "coverage": "coverage_90", "std": "std"}
     return {name: found[metric].value for name, metric in names.items()}

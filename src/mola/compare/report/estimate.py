@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mola.compare.measured import CLEAR, excess_risk
+from mola.compare.measured import CLEAR
 from mola.compare.record import Comparison, LabelledResult, Record, SetInfo
+from mola.metrics import least_area_under_risk_coverage
 
 SAME = 1e-9
 """Means that differ by less, in every run, are of one method under two names."""
@@ -242,7 +243,9 @@ def _metric(result: LabelledResult, name: str) -> float | None:
     if name != EXCESS:
         return result.metrics.get(name)
     area, accuracy = result.metrics.get("aurc"), result.metrics.get("accuracy")
-    return None if area is None or accuracy is None else excess_risk(area, accuracy, result.count)
+    if area is None or accuracy is None:
+        return None
+    return area - least_area_under_risk_coverage(result.count, round((1 - accuracy) * result.count))
 
 
 def of_type(kind: str, level: float, metric: str) -> Quantity:

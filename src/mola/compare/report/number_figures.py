@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mola.compare.record import Comparison, NumbersDetail
+from mola.compare.record import Comparison, RegressionDetail
 from mola.compare.report.style import INK, Axes, Figure, Shape, canvas, colours, quiet_axes, strokes
 
 LEGEND_ROW = 0.17
@@ -18,9 +18,9 @@ MOST_PANELS = 3
 DASHED = (0, (3, 2))
 
 
-def _details(comparison: Comparison) -> dict[str, NumbersDetail]:
+def _details(comparison: Comparison) -> dict[str, RegressionDetail]:
     test = comparison.test.name
-    found = {name: record.labelled[test].numbers for name, record in comparison.methods.items()}
+    found = {name: record.labelled[test].regression for name, record in comparison.methods.items()}
     return {name: one for name, one in found.items() if one is not None}
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from mola.compare.numbers import LEVELS
 from mola.compare.record import Comparison, SetInfo
+from mola.compare.regression import LEVELS
 from mola.compare.report.estimate import Estimate, On
 from mola.compare.report.single_run_tables import BOLD, outlier_tables, set_words
 from mola.compare.report.tables import Column, Number, Shown, Table, make_table, records_table
@@ -124,7 +124,7 @@ def _against(comparison: Comparison, one: SetInfo) -> tuple[Table, Table]:
 def output_table(comparison: Comparison) -> Table | None:
     """Output by output, the networks alone beside the posterior; None where there is one output."""
     methods, test = list(dict.fromkeys((comparison.baseline, comparison.own))), comparison.test.name
-    found = {name: comparison.methods[name].labelled[test].numbers for name in methods}
+    found = {name: comparison.methods[name].labelled[test].regression for name in methods}
     known = {name: one.outputs for name, one in found.items() if one is not None}
     names = list(next(iter(known.values()), {}))
     if len(names) < 2:

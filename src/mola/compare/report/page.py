@@ -82,7 +82,7 @@ def evaluation_page(comparison: Comparison, figures: Mapping[str, Drawn]) -> str
         kind, _, index = name.partition("-")
         title, caption = words.EVALUATION_FIGURES[kind]
         told.append((drawn, title.format(outliers[int(index)].title) if index else title, caption))
-    numbers = comparison.numbers
+    numbers = comparison.regression
     return _render(
         "evaluation",
         comparison=comparison,

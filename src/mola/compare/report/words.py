@@ -282,7 +282,7 @@ def demo_remarks(result: DemoResult) -> list[str]:
 
 def evaluation_findings(comparison: Comparison) -> list[Finding]:
     """What a reader in a hurry can act on."""
-    if comparison.numbers:
+    if comparison.regression:
         return [_on_numbers(comparison), *_outlier_findings(comparison)]
     methods, own, test = comparison.methods, comparison.own, comparison.test.name
     plain, mine = (methods[name].labelled[test].metrics for name in ("MAP", own))
@@ -321,7 +321,7 @@ def _outlier_findings(comparison: Comparison) -> list[Finding]:
 def _outside(comparison: Comparison, found: Mapping[str, OutlierResult]) -> str:
     # How sure the first network and the posterior are of outliers; of numbers, how much wider the posterior is there.
     own, test = comparison.own, comparison.test.name
-    if not comparison.numbers:
+    if not comparison.regression:
         first, last = (100 * (found[name].confidence or 0.0) for name in ("MAP", own))
         return f"Mean confidence in them: MAP {first:.1f} %, {own} {last:.1f} %."
     usual = comparison.methods[own].labelled[test].metrics["std"]

@@ -142,7 +142,7 @@ def evaluation_figures(comparison: Comparison) -> dict[str, Maker]:
     }
     alone = [one for one in comparison.methods if one.startswith(("MAP", "DE"))]
     beside = [one for one in comparison.methods if one in ("MAP", "LLLA", "MoLA")]
-    if comparison.numbers:
+    if comparison.regression:
         return {
             "coverage": partial(draw_coverage, comparison, {"networks alone": alone, "with Laplace": beside}),
             "spread": partial(draw_spread, comparison),
@@ -171,7 +171,7 @@ def shown_tables(comparison: Comparison, most: int) -> list[Table]:
     Returns:
         The tables.
     """
-    if not comparison.numbers:
+    if not comparison.regression:
         return [*evaluation_tables(comparison), class_table(comparison, most)]
     last = output_table(comparison)
     return [*number_tables(comparison), *([] if last is None else [last])]

@@ -8,9 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mola.compare import Answer, Tally, mean_of, root_mean_of
-from mola.compare.measured import Measurement, area_between, mean_area_of_labels
-from mola.compare.numbers import LEVELS, NOMINAL, NumbersAnswer, differences, numbers_measured, numbers_result
+from mola.compare import Answer, Tally, mean_of
+from mola.compare.measured import Measurement, area_between, mean_area_of_labels, root_mean_of
+from mola.compare.regression import (
+    LEVELS,
+    NOMINAL,
+    RegressionAnswer,
+    differences,
+    regression_measured,
+    regression_result,
+)
 from mola.compare.report.number_tables import output_table
 from mola.compare.results import outlier_leads, outlier_result
 from mola.likelihoods import BERNOULLI
@@ -30,7 +37,7 @@ def said(count, outputs=2, components=3, seed=0, wide=1.0):
 
 def tally_of(prediction, targets=None, **more):
     tally = Tally()
-    tally.add(NumbersAnswer(prediction, prediction.ood_score, **more), targets)
+    tally.add(RegressionAnswer(prediction, prediction.ood_score, **more), targets)
     return tally
 
 
@@ -38,7 +45,7 @@ def tally_of(prediction, targets=None, **more):
 def test_rows_of_numbers_are_what_the_prediction_says(outputs):
     prediction, targets = said(200, outputs)
     tally = tally_of(prediction, targets)
-    found = numbers_measured(tally)
+    found = regression_measured(tally)
     assert found["rmse"].value == pytest.approx(float((prediction.mean - targets).square().mean().sqrt()))
     assert found["nll"].value == pytest.approx(-float(prediction.log_prob(targets).mean()))
     assert found["crps"].value == pytest.approx(float(prediction.crps(targets).mean()))
@@ -47,18 +54,18 @@ def test_rows_of_numbers_are_what_the_prediction_says(outputs):
         held = ((targets >= lower) & (targets <= upper)).double().mean()
         assert found[f"coverage_{100 * level:g}"].value == pytest.approx(float(held))
         assert found[f"width_{100 * level:g}"].value == pytest.approx(float((upper - lower).mean()))
-    result = numbers_result(tally, [str(place) for place in range(outputs)])
-    for level, held, _ in result.numbers.coverage:
+    result = regression_result(tally, [str(place) for place in range(outputs)])
+    for level, held, _ in result.regression.coverage:
         lower, upper = prediction.interval(level)
         assert held == pytest.approx(float(((targets >= lower) & (targets <= upper)).double().mean()))
-    assert [row[0] for row in result.numbers.coverage] == list(NOMINAL)
+    assert [row[0] for row in result.regression.coverage] == list(NOMINAL)
     for place in range(outputs):
-        own = result.numbers.outputs[str(place)]
+        own = result.regression.outputs[str(place)]
         assert own.metrics["rmse"] == pytest.approx(float((prediction.mean - targets)[:, place].square().mean().sqrt()))
     # The marginal likelihoods of one output are the joint one.
     if outputs == 1:
         assert own.metrics["nll"] == pytest.approx(result.metrics["nll"])
-    groups = result.numbers.spread["0"]
+    groups = result.regression.spread["0"]
     assert sum(row[0] for row in groups) == 200
     assert sum(row[0] * row[2] ** 2 for row in groups) / 200 == pytest.approx(
         float((prediction.mean - targets)[:, 0].square().mean())
@@ -106,7 +113,7 @@ def test_inputs_are_counted_over_batches_and_tallies():
     inputs = torch.tensor([0, 0, 1, 1, 1, 2])
     whole = Tally()
     for part in (slice(0, 6), slice(6, 12)):
-        whole.add(NumbersAnswer(prediction[part], inputs=inputs), targets[part])
+        whole.add(RegressionAnswer(prediction[part], inputs=inputs), targets[part])
     assert whole.groups.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4, 5]
     assert whole.inputs == 6
     joined = whole + whole
@@ -181,7 +188,7 @@ def test_outputs_in_different_units_have_their_own_decimals():
         "ood_score": prediction.ood_score,
     }
     wide = RegressionPrediction(fields, weights=prediction.weights, ood_score_name="distance")
-    result = numbers_result(tally_of(wide, targets * units), ["temperature", "price"])
+    result = regression_result(tally_of(wide, targets * units), ["temperature", "price"])
     method = SimpleNamespace(labelled={"test": result})
     comparison = SimpleNamespace(
         baseline="DE",
@@ -193,7 +200,7 @@ def test_outputs_in_different_units_have_their_own_decimals():
     table = output_table(comparison)
     columns = [(column.group, column.name) for column in table.columns]
     for row in table.rows:
-        own = result.numbers.outputs[row.name]
+        own = result.regression.outputs[row.name]
         for metric, title in (("rmse", "RMSE"), ("nll", "NLL"), ("crps", "CRPS")):
             shown = row.cells[columns.index((title, "MoLA"))].text
             value, error = (float(word) for word in shown.split(" \N{PLUS-MINUS SIGN} "))
