@@ -1,167 +1,384 @@
-"""Fill the tables of a page from stored results: `python docs/tables.py docs/results.md results`.
+"""Tables of the documentation, made from stored records; `docs/values.py` puts them into pages.
 
-A page holds places such as
-
-    <!-- table: mnist outliers -->
-    <!-- end -->
-
-and what stands between the two lines is replaced by that table of that suite. The tests do the same and compare, so that
-every number on the page is one of a record.
+A page names a table as `cifar10 outliers`: a suite of `results/` and one of its tables, perhaps with a choice of rows and columns
+under other names (`cifar10 ablation rules; MoLA by nll = log loss | MoLA by threshold; test NLL | outliers AUROC`), or a source of
+`SOURCES` and a name.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mola.compare.report.reading import read_suites
 from mola.compare.report.suite_tables import suite_tables
-from mola.compare.report.tables import Table, as_markdown
+from mola.compare.report.tables import ARROWS, Column, Table, as_markdown
 from mola.lab.uci import METHODS, read_records
 from mola.lab.uci_tables import as_good, estimates, gap_findings, gap_table, published_table, score_table
 
-PLACE = re.compile(r"(<!-- table: (\w+) ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+ROOT = Path(__file__).resolve().parent.parent
+MISSING = "\N{EN DASH}"
+RESULTS, BENCHMARKS = ROOT / "results", ROOT / "benchmarks" / "results"
 
 
-def fill(page: str, results: Path) -> str:
-    """The page with its tables as the records have them.
-
-    Args:
-        page: Markdown.
-        results: the folder that `mola bench` wrote.
-
-    Returns:
-        The page.
-    """
-
-    @cache
-    def tables(suite: str) -> dict[str, Table]:
-        (found,) = read_suites(results, [suite])
-        return suite_tables(found)
-
-    def place(match: re.Match[str]) -> str:
-        start, suite, name, end = match.groups()
-        if suite == "uci":
-            return f"{start}\n{uci_table(name, results)}\n\n{end}"
-        if suite == "drawn":
-            return f"{start}\n{drawn_table(name)}\n\n{end}"
-        if suite == "links":
-            return f"{start}\n{links_table(name)}\n\n{end}"
-        known = tables(suite)
-        if name not in known:
-            message = f"{suite} has no table {name!r}; it has {', '.join(known)}."
-            raise KeyError(message)
-        return f"{start}\n{as_markdown(known[name]).strip()}\n\n{end}"
-
-    return PLACE.sub(place, page)
+def table(place: str) -> str:
+    """The table that a page names, as Markdown."""
+    name, *selection = [part.strip() for part in place.split(";")]
+    source, _, rest = name.partition(" ")
+    if source in SOURCES:
+        return SOURCES[source](rest)
+    if not selection:
+        return as_markdown(suite_table(name)).strip()
+    found, rows, columns = suite_table(name), _names(selection[0]), _names(selection[1])
+    better = {_column_name(column): ARROWS.get(column.better or "", "") for column in found.columns}
+    header = ["", *[f"{shown} {better.get(column, '')}".strip() for column, shown in columns.items()]]
+    return markdown(header, [[shown, *cells(found, row, list(columns))] for row, shown in rows.items()])
 
 
-def uci_table(name: str, results: Path) -> str:
-    """A table of the regression sets, or what it says in words.
+@cache
+def _suite(name: str) -> dict[str, Table]:
+    (found,) = read_suites(RESULTS, [name])
+    return suite_tables(found)
 
-    Raises:
-        KeyError: if there is no such table.
-    """
-    records = read_records(results)
-    if name == "gaps":
-        return gap_table(records)
-    if name == "gap findings":
-        return gap_findings(records)
-    if name == "published":
-        return published_table(list(estimates(records, "rmse")))
+
+def suite_table(name: str) -> Table:
+    """A table of a suite, by the suite's name and its own."""
+    suite, _, rest = name.partition(" ")
+    if rest not in (known := _suite(suite)):
+        raise KeyError(f"{suite} has no table {rest!r}; it has {', '.join(known)}.")
+    return known[rest]
+
+
+def cells(found: Table, row: str, columns: Sequence[str]) -> list[str]:
+    """Texts of some columns of a row."""
+    rows = {one.name: one for one in found.rows}
+    places = {_column_name(column): index for index, column in enumerate(found.columns)}
+    if missing := [*({row} - set(rows)), *(name for name in columns if name not in places)]:
+        raise KeyError(f"{found.title}: no {missing}. Rows: {', '.join(rows)}. Columns: {', '.join(places)}.")
+    return [rows[row].cells[places[name]].text for name in columns]
+
+
+def _column_name(column: Column) -> str:
+    return f"{column.group} {column.name}".strip()
+
+
+def _names(listed: str) -> dict[str, str]:
+    pairs = [part.partition(" = ") for part in listed.split("|")]
+    return {name.strip(): (other or name).strip() for name, _, other in pairs}
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Rows of text as a Markdown table: the first columns aligned left, the others right."""
+    aligned = ["---"] * left + ["---:"] * (len(header) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *rows])
+
+
+@cache
+def record(name: str) -> Any:
+    """A record of a benchmark."""
+    return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _percent(value: float, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f}"
+
+
+def _uci(name: str) -> str:
+    records = read_records(RESULTS)
     if name in ("rmse", "nll"):
         return score_table(records, name)
-    if name != "findings":
-        message = f"uci has no table {name!r}; it has rmse, nll, findings, published, gaps, gap findings."
-        raise KeyError(message)
-    lines = []
-    for score, words in (("rmse", "root mean squared error"), ("nll", "negative log-likelihood")):
-        found = estimates(records, score)
-        counts = [f"{method} in {len(as_good(found, method))}" for method in METHODS]
-        lines.append(
-            f"The best {words}, or within one standard error of it, in so many of {len(found)} sets: {', '.join(counts)}."
+    if name == "findings":
+        scores = (("rmse", "root mean squared error"), ("nll", "negative log-likelihood"))
+        found = {words: estimates(records, score) for score, words in scores}
+        rows = [[words, *[str(len(as_good(one, method))) for method in METHODS]] for words, one in found.items()]
+        return markdown(
+            [f"best, or within a standard error of the best, of {len(one_set(found))} sets", *METHODS], rows
         )
-    return "\n".join(lines)
+    others = {"gaps": gap_table, "gap findings": gap_findings}
+    return others[name](records) if name in others else published_table(list(estimates(records, "rmse")))
 
 
-def drawn_table(likelihood: str) -> str:
-    """Closed forms against Monte Carlo: the worst over structures, inputs and outputs.
+def one_set(found: dict[str, Any]) -> Any:
+    """The sets of the first score: all scores have the same."""
+    return next(iter(found.values()))
 
-    Raises:
-        KeyError: if there is no such likelihood.
-    """
-    path = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "closed_forms.json"
-    rows = [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["likelihood"] == likelihood]
-    if not rows:
-        message = f"closed_forms.json knows no likelihood {likelihood!r}."
-        raise KeyError(message)
-    lines = [
-        "| closed form | largest error | Monte Carlo's standard error there | largest error in standard errors |",
-        "|---|---|---|---|",
-    ]
+
+def _closed_forms(likelihood: str) -> str:
+    """Closed forms against Monte Carlo: the worst over structures, inputs and outputs."""
+    rows = [row for row in record("closed_forms")["rows"] if row["likelihood"] == likelihood]
+    lines = []
     for name in dict.fromkeys(row["quantity"] for row in rows):
         same = [row for row in rows if row["quantity"] == name]
         worst, most = max(same, key=lambda row: row["error"]), max(row["standard_errors"] for row in same)
-        shown = f"{most:.1f}" if worst["exact"] else f"{most:.1f} (an approximation)"
-        lines.append(f"| {name} | {worst['error']:.1e} | {worst['standard_error']:.1e} | {shown} |")
-    return "\n".join(lines)
+        note = "" if worst["exact"] else " (an approximation)"
+        lines.append([name, f"{worst['error']:.1e}", f"{worst['standard_error']:.1e}", f"{most:.1f}{note}"])
+    return markdown(["closed form", "largest error", "standard error there", "largest error in standard errors"], lines)
 
 
-def links_table(name: str) -> str:
-    """Links against the integral: errors by the rule that chose the prior precision, "scores", or "variances".
-
-    Raises:
-        KeyError: if there is no such table.
-    """
-    path = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "links_against_monte_carlo.json"
-    document = json.loads(path.read_text(encoding="utf-8"))
+def _links(name: str) -> str:
+    """Links against the integral: scores, variances, or errors by the rule that chose the prior precision."""
+    document = record("links_against_monte_carlo")
     if name == "scores":
-        lines = ["| structure | link | λ | test NLL | ECE % | SVHN AUROC % |", "|---|---|---|---|---|---|"]
-        for row in document["tuned"]:
-            precision = "" if row["prior_precision"] is None else f"{row['prior_precision']:.2g}"
-            lines.append(
-                f"| {row['structure']} | {row['link']} | {precision} | {row['nll']:.4f} | {100 * row['ece']:.2f} "
-                f"| {100 * row['svhn_auroc']:.2f} |"
-            )
-        return "\n".join(lines)
-    if name == "variances":
-        lines = ["| structure | λ | common mode: test | SVHN | contrasts: test | SVHN |", "|---|---|---|---|---|---|"]
-        for row in document["variances"]:
-            cells = [
-                row[one] for one in ("prior_precision", "common_test", "common_svhn", "contrast_test", "contrast_svhn")
+        lines = [
+            [
+                row["structure"],
+                row["link"],
+                "" if row["prior_precision"] is None else f"{row['prior_precision']:.2g}",
+                f"{row['nll']:.4f}",
+                _percent(row["ece"], 2),
+                _percent(row["svhn_auroc"], 2),
             ]
-            lines.append(f"| `{row['structure']}` | {' | '.join(f'{value:.2g}' for value in cells)} |")
-        return "\n".join(lines)
+            for row in document["tuned"]
+        ]
+        return markdown(["structure", "link", "λ", "test NLL", "ECE %", "SVHN AUROC %"], lines, 2)
+    if name == "variances":
+        names = ("prior_precision", "common_test", "common_svhn", "contrast_test", "contrast_svhn")
+        lines = [[f"`{row['structure']}`", *[f"{row[one]:.2g}" for one in names]] for row in document["variances"]]
+        return markdown(["structure", "λ", "common mode: test", "SVHN", "contrasts: test", "SVHN"], lines)
     rows = {(one["data"], one["structure"], one["link"]): one for one in document["rows"] if one["rule"] == name}
-    if not rows:
-        raise KeyError(f"links_against_monte_carlo.json has no rule {name!r}.")
-    lines = [
-        "| structure | link | test: TV mean | max | confidence | NLL | SVHN: TV mean | max | confidence |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    previous = None
+    lines = []
     for (data, structure, link), test in rows.items():
-        if data != "test":
-            continue
-        svhn = rows["svhn", structure, link]
-        shown = "" if structure == previous else f"`{structure}`, λ = {test['prior_precision']:.2g}"
-        previous = structure
-        lines.append(
-            f"| {shown} | {link} | {100 * test['mean_tv']:.2f} | {100 * test['max_tv']:.1f} "
-            f"| {100 * test['confidence_error']:+.2f} | {test['nll_difference']:+.4f} "
-            f"| {100 * svhn['mean_tv']:.2f} | {100 * svhn['max_tv']:.1f} | {100 * svhn['confidence_error']:+.2f} |"
+        if data == "test":
+            svhn = rows["svhn", structure, link]
+            lines.append(
+                [
+                    f"`{structure}`, λ = {test['prior_precision']:.2g}",
+                    link,
+                    _percent(test["mean_tv"], 2),
+                    _percent(test["max_tv"]),
+                    f"{100 * test['confidence_error']:+.2f}",
+                    f"{test['nll_difference']:+.4f}",
+                    _percent(svhn["mean_tv"], 2),
+                    _percent(svhn["max_tv"]),
+                    f"{100 * svhn['confidence_error']:+.2f}",
+                ]
+            )
+    header = ["structure", "link", "test: TV mean", "max", "confidence", "NLL", "SVHN: TV mean", "max", "confidence"]
+    return markdown(header, lines, 2)
+
+
+def _labels(data: str) -> str:
+    """Multi-label digits: test digits, turned digits, or photographs."""
+    scores = {"confidence": "mean conf. %", "auroc": "AUROC %"}
+    if data != "photographs":
+        scores = {"nll": "log loss", "ece": "ECE %", **scores, "average_precision": "AP %"}
+    rows = []
+    for method, found in record("labels")["methods"].items():
+        pairs = [(found[data][name], (1, 3) if name == "nll" else (100, 1)) for name in scores]
+        texts = [f"{factor * one['mean']:.{n}f} ± {factor * one['error']:.{n}f}" for one, (factor, n) in pairs]
+        rows.append([method, *texts])
+    return markdown(["", *scores.values()], rows)
+
+
+CASES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "clinc150": "CLINC150"}
+
+
+def _decisions(name: str) -> str:
+    """Whether guarantees are kept, or what is left of them under shift in one of `CASES`."""
+    cases = record("decisions")["cases"]
+    if name != "kept":
+        fields = ("alarms", "answered", "error", "answered_gated", "error_gated", "coverage", "coverage_gated")
+        rows = [
+            [row["set"], *[MISSING if row.get(field) is None else _percent(row[field]) for field in fields]]
+            for row in cases[name]["shift"]
+        ]
+        header = [
+            "% of",
+            "alarms",
+            "answered",
+            "errors",
+            "answered, no alarm",
+            "errors",
+            "coverage",
+            "coverage, no alarm",
+        ]
+        return markdown(header, rows)
+    rows = []
+    for case, shown in CASES.items():
+        for row in cases[case]["answers"]:
+            if (row["method"], row["score"]) == ("MoLA", "confidence"):
+                promised = f"at most {100 * row['promised']:g} % errors"
+                detail = f"{_percent(row['violations'])} % of draws above; answers {_percent(row['answered'][0])} %"
+                rows.append([shown, promised, _mean(row["realised"]), detail])
+        for row in cases[case]["sets"]:
+            if (row["method"], row["kind"], row["by"]) == ("MoLA", "lac", "all"):
+                promised = f"{100 * row['promised']:g} % coverage"
+                rows.append([shown, promised, _mean(row["realised"]), f"{row['size'][0]:.2f} classes per set"])
+        rows += [
+            [shown, f"at most {100 * row['promised']:g} % false alarms", _mean(row["realised"]), ""]
+            for row in cases[case]["alarms"]
+        ]
+    return markdown(["data", "guarantee", "realised %", ""], rows, 2)
+
+
+def _mean(pair: Sequence[float]) -> str:
+    return f"{100 * pair[0]:.2f} ± {100 * pair[1]:.2f}"
+
+
+def _saturated(name: str) -> str:
+    """AUROC in % of far inputs by features, outputs and score."""
+    scores = ("ood_score", "distance", "confidence, DE")
+    rows: dict[str, dict[str, str]] = {}
+    for row in record("saturated_features")["rows"]:
+        key = f"{row['activation']}, {row['likelihood']}, {row['far']}"
+        text = f"{_percent(row['auroc'], 0)} ± {_percent(row['standard_error'], 0)}"
+        rows.setdefault(key, {})[row["score"]] = text
+    return markdown(
+        ["features, likelihood, far inputs", *scores], [[key, *map(one.get, scores)] for key, one in rows.items()]
+    )
+
+
+def _ranks(name: str) -> str:
+    """Mean ranks of sums of outlier scores: F the far field, E the energy, D the distance, H the entropy, r(x) = max(0, x)."""
+    chosen, confirmed = (record("outlier_score")["mean_rank"][half] for half in ("chosen on", "confirmed on"))
+    rows = [
+        [f"`{one}`", f"{rank:.2f}", f"{confirmed[one]:.2f}"] for one, rank in sorted(chosen.items(), key=lambda i: i[1])
+    ]
+    return markdown(["score", "mean rank, choosing half", "confirming half"], rows)
+
+
+def _five(name: str) -> str:
+    """One mixture of five ResNet-20s: every method, structure and rule."""
+    fields = ("ece", "SVHN auroc", "CIFAR-100 auroc", "SVHN auroc, ood_score", "CIFAR-100 auroc, ood_score")
+    rows = []
+    for method, row in record("real_cifar10")["rows"].items():
+        shown = [MISSING if row.get(field) is None else _percent(row[field]) for field in fields]
+        rows.append([method, f"{row['nll']:.3f}", *shown])
+    header = ["method", "test NLL", "ECE %", "SVHN", "CIFAR-100", "SVHN, `ood_score`", "CIFAR-100, `ood_score`"]
+    return markdown(header, rows)
+
+
+def _segmentation(name: str) -> str:
+    """Pixels of test pictures and of their shifted twins, and rings found by the outlier score."""
+    rows = []
+    for method, found in record("segmentation").items():
+        texts = []
+        for data in ("test", "shifted"):
+            one = found[data]
+            texts += [_percent(one["accuracy"]), _percent(one["confidence"]), f"{one['nll']:.3f}", _percent(one["ece"])]
+        rows.append([method, *texts, _percent(found["with rings"]["rings"])])
+    header = ["accuracy %", "conf. %", "NLL", "ECE %"]
+    return markdown(["", *header, *(f"shifted: {one}" for one in header), "rings, AUROC %"], rows)
+
+
+def _nodes(name: str) -> str:
+    """Largest differences from one process."""
+    rows = {row["layout"]: row["difference"] for row in record("two_nodes")["rows"]}
+    layouts = {"2": "2 processes", "4": "4 processes", "2x2": "2 nodes of 2"}
+    lines = [[command, *[f"{rows[one][command]:.0e}" for one in layouts]] for command in rows["1"]]
+    return markdown(["", *layouts.values()], lines)
+
+
+def _export(name: str) -> str:
+    """Largest differences between exported files and `predict`."""
+    outputs = ("probabilities", "confidence", "entropy", "mutual_information", "ood_score")
+    rows = [
+        [
+            precision,
+            f"{row['tolerance']:g}",
+            *[f"{row[one]:.1e}" for one in outputs],
+            f"{row['labels']} of {row['rows']}",
+        ]
+        for precision, row in record("export_agreement")["summary"].items()
+    ]
+    return markdown(["", "allowed", *outputs, "labels that differ"], rows)
+
+
+def _crash(name: str) -> str:
+    """Kills, by what was killed."""
+    fields = ("kills", "lost", "half-written", "differs")
+    return markdown(
+        ["killed", *fields], [[row["kind"], *[str(row[one]) for one in fields]] for row in record("crash")["rows"]]
+    )
+
+
+def _many_classes(name: str) -> str:
+    """`kron-diag` beside `kron`."""
+    rows = []
+    for row in record("many_classes")["distances"]:
+        each, tuned = row["at_one_prior"], row["tuned"]
+        least, most = min(one["variance_least"] for one in each), max(one["variance_most"] for one in each)
+        farthest = max(one["mean_total_variation"] for one in each)
+        losses = ", ".join(f"{tuned[one]['nll']:.4f}" for one in ("kron", "kron-diag"))
+        eigenvalues = f"{row['second_eigenvalue']:.2f}, {row['largest_eigenvalue']:.2f}"
+        rows.append([row["scene"], eigenvalues, f"{least:.2f} to {most:.2f}", f"{farthest:.4f}", losses])
+    header = [
+        "data",
+        "ν₂, νₘₐₓ",
+        "variance of kron / kron-diag",
+        "largest mean distance",
+        "log loss of kron, kron-diag",
+    ]
+    return markdown(header, rows)
+
+
+def _size(value: float) -> str:
+    return f"{value / 1e6:.1f} MB" if value < 1e9 else f"{value / 1e9:.1f} GB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 10 else f"{1e3 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def verdict(row: dict[str, Any], bar: str) -> list[str]:
+    """The bar of a measurement, and whether it was met."""
+    return [bar, ("**missed**" if row["missed"] else "met") if bar else ""]
+
+
+def _speed(name: str) -> str:
+    """What mola adds to the networks: time by setting, memory, time beside laplace-torch, and the machines."""
+    if name == "overhead":
+        rows = []
+        for row in record("speed")["rows"]:
+            bar = f"at most {row['bar']:g}" if row["bar"] else f"at most {row['limit']:g} s" if row["limit"] else ""
+            if "over" in row:
+                bar += f", {_size(row['over'])} (at most 300 MB)"
+            ratios = ["", ""] if row["ratio"] is None else [f"{row['added']:.3f}", f"{row['ratio']:.3f}"]
+            rows.append(
+                [row["setting"], row["work"], row["kind"], *ratios, _seconds(row["seconds"]), *verdict(row, bar)]
+            )
+        return markdown(["network", "work", "", "added", "ratio", "CPU time", "bar", ""], rows, 3)
+    if name == "memory":
+        rows = []
+        for row in record("memory")["rows"]:
+            sizes = [row["work"], row["structure"], *(f"{row[one]:,}" for one in ("features", "classes", "data"))]
+            bar = "" if row["bar"] is None else f"at most {row['bar']:.0f} MB"
+            rows.append([*sizes, _size(row["peak"]), _size(row["needed"]), *verdict(row, bar)])
+        return markdown(["work", "structure", "P", "C", "N", "peak", "the result itself", "bar", ""], rows, 2)
+    if name == "laplace-torch":
+        rows = []
+        for row in record("speed_against_laplace_torch")["rows"]:
+            times = [_seconds(row[f"{who}seconds"]) for who in ("bare_", "", "peer_")]
+            ratio = f"{row['ratio']:.1f} [{row['quartile_1']:.1f}, {row['quartile_3']:.1f}]"
+            rows.append([row["work"], f"P={row['features']}, C={row['classes']}", row["peer"], *times, ratio])
+        return markdown(
+            ["work", "size", "backend", "bare passes", "mola", "laplace-torch", "times [quartiles]"], rows, 3
         )
-    return "\n".join(lines)
+    rows = []
+    for one in ("speed", "memory", "speed_against_laplace_torch"):
+        found = record(one)["environment"]
+        load = "unknown" if found.get("load") is None else f"{found['load']:.1f} on {found['cores']} cores"
+        rows.append([one, f"{found['system']}, {found['machine']}, torch {found['packages']['torch']}", load])
+    return markdown(["record", "machine", "load at the start"], rows, 2)
 
 
-def main() -> None:
-    """Fill a page in place."""
-    page, results = Path(sys.argv[1]), Path(sys.argv[2])
-    page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+SOURCES: dict[str, Callable[[str], str]] = {
+    "closed-forms": _closed_forms,
+    "crash": _crash,
+    "decisions": _decisions,
+    "export": _export,
+    "five-networks": _five,
+    "labels": _labels,
+    "links": _links,
+    "many-classes": _many_classes,
+    "ranks": _ranks,
+    "saturated": _saturated,
+    "segmentation": _segmentation,
+    "speed": _speed,
+    "two-nodes": _nodes,
+    "uci": _uci,
+}
+"""Records that are not those of a suite, by the first word of a table's name."""
